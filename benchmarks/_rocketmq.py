@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._rocketmq import fetch_rocketmq
-from txnbridge_rocketmq.remoting import Client, administration
+from txnbridge_rocketmq.client import administration
+from txnbridge_rocketmq.client.client import RemotingClient
 
 from benchmarks._harness import Settings, unique
 from benchmarks._peers import Peer, environment, java_peer, peer
@@ -48,7 +49,7 @@ def new_topic(bridge: Bridge) -> str:
 def new_group(address: Address, topic: str) -> str:
     """A group for the official client, which cannot read in one that nobody made."""
     name = unique("bench")
-    with Client([address.url.removeprefix("rocketmq://")]) as client:
+    with RemotingClient([address.url.removeprefix("rocketmq://")]) as client:
         route = client.route(topic, _SOON)
         assert route is not None
         client.call(route.readable[0].broker, administration.create_group(name), _SOON)

@@ -1,26 +1,28 @@
-"""Apache RocketMQ, spoken to by its remoting protocol (`remoting`), with the decision log as what decides.
+"""Apache RocketMQ over its remoting protocol, with the decision log as the authority on outcomes.
 
-RocketMQ's model, as far as the promises stand on it:
+What RocketMQ is like, as far as the promises depend on it:
 
-- The broker knows transactions of one message: a half, which nobody sees before it is ended, and which it publishes
-  again each time that it is told to. A transaction here is many halves and one record in the application's decision
-  log: that record is the commit, and what follows only carries it out. `writer`, `halves`, `endings`.
-- So nothing can go back once it is decided, and readers may see some of it before the rest.
-- An owner ends its fresh halves directly. Everybody else first looks whether the message is there: `ends`.
-- What nobody has ended the broker asks about (check-back), any bridge whose producer group is the application. It is
-  answered from the log and not at all while nothing is decided: `checks`, `members`.
-- The first of all copies of a message is the message. Its place in the queue tells which: `repeats`, `fetching`.
-- A group stands where the last decision that acknowledges ended. The log judges who was first on a partition, so nobody
-  has to hold anything: `acks`, `starts`. Queues are shared out among readers only to spare work in vain: `sharing`.
-- A topic has no id, but each record has a place of its own in the commit log. By that a queue is told from one that was
-  made anew under its name: `anchors`.
+- The broker knows transactions of one message: a half message, which no reader sees before its end, and which the
+  broker publishes again each time it receives a commit. A transaction here is many halves and one record in the
+  application's decision log. That record is the commit; everything after it only carries the decision out.
+- So nothing can be undone once it is decided, and readers may see some messages of a transaction before the others.
+- An owner ends its fresh halves directly. All other processes first look whether the message is published.
+- For a half that no process has ended the broker sends check-backs to any bridge of the application. The bridge answers
+  from the decision log, and does not respond while nothing is decided.
+- The copy of a message with the lowest offset in its queue counts, so readers filter duplicates without memory.
+- A group's position is the end of its last decision that acknowledges. The log decides whose acknowledgement counts, so
+  members hold nothing; the assignment of queues only saves them wasted work.
+- A topic has no id, but each record has an offset in the broker's commit log. It tells a queue from a queue of the same
+  name in a recreated topic.
 
-A message: `broker` hands out a `writer`, `marks` says on it which transaction it belongs to and where that is decided.
-A `reader` pulls it, each partition through its `cursor`. A token: the prepare record names its halves, `endings` ends
-it.
+The rooms:
 
-`cluster` holds the ways to ask, `brokers` what brokers are set to, `naming` what tells one cluster from another, `log`
-keeps decision logs; `listing`, `admin` and `doctor` are for people.
+- `broker` opens everything else; `cluster` finds the cluster's identity; `decision_log` and `half_store` are on topics.
+- `client/` speaks the protocol, and knows nothing of bridges.
+- `write/`: `owner`, `writer` and `prepared`; `half_batch` sends halves, `transaction_properties` mark them, `acks`.
+- `read/`: a `reader` with a `partition` for each queue; `pull`, `duplicates`, `start_positions`, `rebalance`.
+- `outcome/`: `outcome` by tokens, `end_transaction` for halves, `check_back` with its `producer_groups`.
+- `admin/`: `admin`, `doctor` and `open_halves`. `settings/`: the options, `names`, and `broker_config` of brokers.
 """
 
 from __future__ import annotations

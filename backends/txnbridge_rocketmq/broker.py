@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from txnbridge.errors import InvalidOption, TxnBridgeError
+from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import (
     Admin,
     Broker,
@@ -29,54 +29,49 @@ from txnbridge.spi import (
     Token,
     Writer,
 )
-from txnbridge_rocketmq import remoting
-from txnbridge_rocketmq.backend import WITH_ROCKSDB, WITHOUT_TRANSACTIONS
-from txnbridge_rocketmq.brokers import Brokers
-from txnbridge_rocketmq.checks import Checks
-from txnbridge_rocketmq.cluster import Cluster
-from txnbridge_rocketmq.ends import Ender
-from txnbridge_rocketmq.log import RocketMQLog
-from txnbridge_rocketmq.members import Members, Questions
-from txnbridge_rocketmq.naming import name_of, noted_brokers
-from txnbridge_rocketmq.settings import Settings
-from txnbridge_rocketmq.topics import Topics
+from txnbridge_rocketmq.capabilities import CAPABILITIES, LIMITS, WITH_ROCKSDB, WITHOUT_TRANSACTIONS
+from txnbridge_rocketmq.client.codes import ROCKSDB_HALF_TOPIC
+from txnbridge_rocketmq.cluster import open_cluster
+from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
+from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
+from txnbridge_rocketmq.settings import RocketMQSettings
 
 if TYPE_CHECKING:
-    from txnbridge_rocketmq.backend import RocketMQBackend
-    from txnbridge_rocketmq.half_store import RocketMQHalves
-    from txnbridge_rocketmq.owner import Owner
-    from txnbridge_rocketmq.publisher import RocketMQPublisher
+    from txnbridge_rocketmq.half_store import RocketMQHalfStore
+    from txnbridge_rocketmq.write.owner import RocketMQOwner
+    from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
 
 _log = logging.getLogger("txnbridge")
 
 
 class RocketMQBroker(Broker):
-    """Opened by `RocketMQBackend.open`."""
+    """The connection that `RocketMQBackend.open` returns."""
 
-    def __init__(self, settings: Settings, context: Context, backend: RocketMQBackend, deadline: Deadline) -> None:
+    def __init__(self, settings: RocketMQSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
         self._cluster = open_cluster(settings, context, deadline)
         self.cluster = self._cluster.id
-        self.capabilities = backend.capabilities
+        self.capabilities = CAPABILITIES
         self._publishers: WeakSet[RocketMQPublisher] = WeakSet()
-        self._ender = Ender(self._cluster)
-        self._checks = Checks(self._ender)
-        self._owner: Owner | None = None
-        self._halves: RocketMQHalves | None = None
+        self._ender = HalfEnder(self._cluster)
+        self._checks = CheckBackHandler(self._ender)
+        self._owner: RocketMQOwner | None = None
+        self._halves: RocketMQHalfStore | None = None
         self._lock = threading.Lock()
         try:
-            home = self._cluster.brokers.known(self._cluster.topics.home, deadline)
+            home = self._cluster.brokers.config(self._cluster.topics.home, deadline)
             self._checks.start(deadline)
         except BaseException:
             self._cluster.client.close()
             raise
-        if home.half_topic == remoting.ROCKSDB_HALF_TOPIC:
+        if home.half_topic == ROCKSDB_HALF_TOPIC:
             self.capabilities = self.capabilities.but(WITH_ROCKSDB)
         if home.is_on("rejectTransactionMessage"):
             self.capabilities = self.capabilities.but(WITHOUT_TRANSACTIONS)
         self.limits = replace(
-            backend.limits, message_bytes=home.message_bytes, prepared_seconds=min(home.longest, home.kept)
+            LIMITS, message_bytes=home.message_bytes, prepared_seconds=min(home.longest_transaction, home.retention)
         )
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -89,16 +84,16 @@ class RocketMQBroker(Broker):
         self.capabilities.require(Capability.PREPARE)
         return self._owner_of(identity, ledger).prepare_writer(deadline)
 
-    def _owner_of(self, identity: Identity, ledger: Ledger) -> Owner:
-        from txnbridge_rocketmq.owner import Owner
+    def _owner_of(self, identity: Identity, ledger: Ledger) -> RocketMQOwner:
+        from txnbridge_rocketmq.write.owner import RocketMQOwner
 
         with self._lock:
             if self._owner is None:
-                self._owner = Owner(self._cluster, identity, ledger, self._ender)
+                self._owner = RocketMQOwner(self._cluster, identity, ledger, self._ender)
             return self._owner
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
-        from txnbridge_rocketmq.publisher import RocketMQPublisher
+        from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
         publisher = RocketMQPublisher(self._cluster)
         self._publishers.add(publisher)
@@ -107,32 +102,32 @@ class RocketMQBroker(Broker):
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
-        from txnbridge_rocketmq.reader import RocketMQReader
+        from txnbridge_rocketmq.read.reader import RocketMQReader
 
         return RocketMQReader(self._ender, subscription, listener, deadline)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        from txnbridge_rocketmq.endings import end_prepared
+        from txnbridge_rocketmq.outcome.outcome import end_prepared
 
         return end_prepared(self._ender, token, Decision.COMMIT, ledger, deadline)
 
     def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        from txnbridge_rocketmq.endings import end_prepared
+        from txnbridge_rocketmq.outcome.outcome import end_prepared
 
         return end_prepared(self._ender, token, Decision.ABORT, ledger, deadline)
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-        from txnbridge_rocketmq.endings import status_of
+        from txnbridge_rocketmq.outcome.outcome import status_of
 
         return status_of(self._ender, token, ledger, deadline)
 
-    # --- the rest -----------------------------------------------------------------------------------------------------
+    # --- administration, logs, half messages --------------------------------------------------------------------------
 
     @property
     def admin(self) -> Admin:
-        from txnbridge_rocketmq.admin import RocketMQAdmin
+        from txnbridge_rocketmq.admin.admin import RocketMQAdmin
 
         return RocketMQAdmin(self._ender)
 
@@ -140,14 +135,16 @@ class RocketMQBroker(Broker):
         topic = self._settings.log_topic(name)
         with self._cluster.context.events.step("step:log", log=name):
             queue = self._cluster.topics.internal(topic, deadline)
-        return RocketMQLog(self._cluster.client, queue, self._cluster.brokers.known(queue.broker, deadline).kept)
+        return RocketMQDecisionLog(
+            self._cluster.client, queue, self._cluster.brokers.config(queue.broker, deadline).retention
+        )
 
     def half_store(self) -> HalfStore | None:
-        from txnbridge_rocketmq.half_store import RocketMQHalves
+        from txnbridge_rocketmq.half_store import RocketMQHalfStore
 
         with self._lock:
             if self._halves is None:
-                self._halves = RocketMQHalves(self._ender)
+                self._halves = RocketMQHalfStore(self._ender)
             return self._halves
 
     def close(self, deadline: Deadline) -> None:
@@ -158,25 +155,3 @@ class RocketMQBroker(Broker):
             except TxnBridgeError as error:
                 _log.warning("closing a publisher: %s", error)
         self._cluster.client.close(deadline.left())
-
-
-def open_cluster(settings: Settings, context: Context, deadline: Deadline) -> Cluster:
-    """Connect. Raises `InvalidOption`, `BrokerUnavailable`, `AccessDenied`."""
-    questions = Questions()
-    try:
-        client = remoting.Client(
-            settings.name_servers,
-            credentials=settings.credentials(),
-            tls=settings.tls_context(),
-            on_checks=questions.ask,
-        )
-    except ValueError as error:
-        raise InvalidOption(str(error)) from error
-    try:
-        named = name_of(settings, client, deadline)
-        noted = noted_brokers(settings, client, named.home, deadline)
-    except BaseException:
-        client.close()
-        raise
-    topics = Topics(settings, client, named.home, noted)
-    return Cluster(named.id, settings, client, topics, Brokers(client), Members(client, questions), context)

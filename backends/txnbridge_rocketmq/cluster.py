@@ -1,25 +1,209 @@
-"""What every part of a bridge to one cluster shares."""
+"""The connection to a cluster, and the cluster's identity.
+
+RocketMQ's own cluster names are the same everywhere. Therefore the bridge gives each cluster an id, and stores it
+together with the name of the broker that holds the bridge's own topics.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import time
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 
-from txnbridge.spi import Context
-from txnbridge_rocketmq import remoting
-from txnbridge_rocketmq.brokers import Brokers
-from txnbridge_rocketmq.members import Members
-from txnbridge_rocketmq.settings import Settings
-from txnbridge_rocketmq.topics import Topics
+from txnbridge.errors import (
+    BrokerUnavailable,
+    InvalidOption,
+    NotSupported,
+    OutcomeUnknown,
+    StorageFailed,
+    TxnBridgeError,
+)
+from txnbridge.spi import Context, Deadline
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
+from txnbridge_rocketmq.outcome.producer_groups import CheckBackRouter, ProducerGroups
+from txnbridge_rocketmq.settings import RocketMQSettings
+from txnbridge_rocketmq.settings.broker_config import BrokerConfigs
+from txnbridge_rocketmq.settings.names import decoded, encoded, topic_name
+from txnbridge_rocketmq.topics import RocketMQTopics, all_topics, create_topic_on, ensure_single_queue, route_of
+
+_log = logging.getLogger("txnbridge")
+
+_VERSION = 1
+# The time between two looks for a broker. A broker takes seconds to start.
+_PAUSE = 0.1
+_NAME = re.compile(r"([0-9a-f]{32})-(.+)")
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The settings, and the ways to ask."""
+class RocketMQCluster:
+    """The objects that all parts of a bridge to one cluster share."""
 
-    id: str  # stable, and nobody else's
-    settings: Settings
-    client: remoting.Client
-    topics: Topics
-    brokers: Brokers
-    members: Members
+    id: str  # stable and unique
+    settings: RocketMQSettings
+    client: RemotingClient
+    topics: RocketMQTopics
+    brokers: BrokerConfigs
+    producer_groups: ProducerGroups
     context: Context
+
+
+def open_cluster(settings: RocketMQSettings, context: Context, deadline: Deadline) -> RocketMQCluster:
+    """Connect to a cluster. Raise `InvalidOption`, `BrokerUnavailable` or `AccessDenied`."""
+    router = CheckBackRouter()
+    try:
+        client = RemotingClient(
+            settings.name_servers, credentials=settings.credentials(), tls=settings.tls_context(), on_checks=router.call
+        )
+    except ValueError as error:
+        raise InvalidOption(str(error)) from error
+    try:
+        identity = identify_cluster(settings, client, deadline)
+        noted = record_brokers(settings, client, identity.home, deadline)
+    except BaseException:
+        client.close()
+        raise
+    topics = RocketMQTopics(settings, client, identity.home, noted)
+    return RocketMQCluster(
+        identity.id, settings, client, topics, BrokerConfigs(client), ProducerGroups(client, router), context
+    )
+
+
+@dataclass(frozen=True)
+class ClusterId:
+    """A cluster's id, stable and unique, and the home broker, which holds the bridge's own topics."""
+
+    id: str
+    home: str
+
+
+def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterId:
+    """Return the identity of the cluster. Create one if the cluster has none.
+
+    The first record of the cluster topic holds the id, so that processes that connect at the same time agree. Brokers
+    keep records for days only, but topics for ever. Therefore id and home broker are repeated in the name of an empty
+    topic on every broker. While any broker is up, the home broker is known; if the home broker is down, no process
+    takes the cluster for a new one.
+
+    Raise `StorageFailed` if the identity is lost or ambiguous, and `InvalidOption` if no name server answers.
+    """
+    try:
+        brokers = _brokers(settings, client, deadline)
+    except NotSupported as error:
+        # Messages through a proxy would be lost: it reports success for END_TRANSACTION and does nothing.
+        raise InvalidOption(
+            f"what answers at {', '.join(settings.name_servers)} is a broker or a proxy; a URL names the name servers,"
+            " which tell where the brokers are, and those must be reached themselves"
+        ) from error.__cause__
+    identity = _identity_on_brokers(settings, client, deadline)
+    if identity is None:
+        identity = _identity_in_log(settings, client, brokers[0], deadline)
+        _store_on(identity, settings, client, identity.home, deadline)
+        if _identity_on_brokers(settings, client, deadline) != identity:
+            raise BrokerUnavailable("this cluster was named a moment ago, and not everybody knows it yet")
+    _store_on_all(identity, settings, client, brokers, deadline)
+    return identity
+
+
+def record_brokers(settings: RocketMQSettings, client: RemotingClient, home: str, deadline: Deadline) -> frozenset[str]:
+    """Record the cluster's brokers. Return the names of all that the cluster has or had, also of brokers that are down.
+
+    A name server forgets a broker that is down, together with its topics. Therefore an empty topic on the broker `home`
+    records the name of each broker that a bridge has seen.
+    """
+    topics = all_topics(client, deadline)
+    noted = {name for topic in topics if (name := settings.noted_broker(topic)) is not None}
+    running = set(BrokerConfigs(client).names(deadline)) - {home}
+    for broker in sorted(running - noted):
+        try:
+            create_topic_on(client, home, settings.broker_topic(broker), 1, "NORMAL", deadline)
+        except TxnBridgeError as error:
+            _log.warning("broker %s is not noted: while it is away its topics look as if deleted: %s", broker, error)
+    return frozenset({home} | noted | running)
+
+
+def _brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> list[str]:
+    """Return the brokers' names. Wait for the first broker, which may be restarting."""
+    while not (names := BrokerConfigs(client).names(deadline)):
+        if deadline.left() <= _PAUSE:
+            servers = ", ".join(settings.name_servers)
+            raise BrokerUnavailable(f"no broker was known to the name server {servers} for {deadline.seconds:g} s")
+        time.sleep(_PAUSE)
+    return names
+
+
+def _identity_on_brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterId | None:
+    begin = f"{settings.cluster_topic}-"
+    suffixes = [name.removeprefix(begin) for name in all_topics(client, deadline) if name.startswith(begin)]
+    names = {ClusterId(match[1], decoded(match[2])) for text in suffixes if (match := _NAME.fullmatch(text))}
+    if len(names) > 1:
+        raise StorageFailed(
+            f"this cluster has several names, each in the name of a topic that begins with {begin}: brokers were used"
+            " apart before they came together. Choose another prefix, or delete the topics of those that nobody uses"
+        )
+    return names.pop() if names else None
+
+
+def _identity_in_log(settings: RocketMQSettings, client: RemotingClient, home: str, deadline: Deadline) -> ClusterId:
+    """Return the identity in the first record of the cluster topic. Write the record if there is none."""
+    queue = Queue(settings.cluster_topic, home, 0)
+    others = [name for name in all_topics(client, deadline) if name.startswith(settings.prefix)]
+    ensure_single_queue(client, queue, deadline)
+    log = RocketMQDecisionLog(client, queue)
+    used = log.was_used(deadline)
+    identity = _first_record(log, home, deadline)
+    if identity is not None:
+        return identity
+    if used or any(name != queue.topic for name in others):
+        raise StorageFailed(
+            f"the record that names this cluster is gone from {queue.topic}, and so is the topic that repeats it:"
+            f" create that again ({queue.topic}-ID-BROKER, with the ID in any token), or choose another prefix"
+        )
+    with suppress(OutcomeUnknown):
+        log.append(json.dumps({"v": _VERSION, "cluster": uuid.uuid4().hex}).encode(), deadline)
+    identity = _first_record(log, home, deadline)
+    if identity is None:
+        raise BrokerUnavailable(f"the record that names this cluster could not be written to {queue.topic}")
+    return identity
+
+
+def _first_record(log: RocketMQDecisionLog, home: str, deadline: Deadline) -> ClusterId | None:
+    begin = log.begin(deadline)
+    if begin is None:
+        return None
+    ((_, record),) = log.read(begin, begin, deadline)
+    try:
+        cluster_id = str(json.loads(record)["cluster"])
+    except (ValueError, TypeError, KeyError):
+        cluster_id = ""
+    if not re.fullmatch("[0-9a-f]{32}", cluster_id):
+        raise StorageFailed("the record that names this cluster is not one of ours: choose another prefix")
+    return ClusterId(cluster_id, home)
+
+
+def _store_on(
+    identity: ClusterId, settings: RocketMQSettings, client: RemotingClient, broker: str, deadline: Deadline
+) -> None:
+    topic = topic_name(f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}")
+    create_topic_on(client, broker, topic, 1, "NORMAL", deadline)
+    while (route := route_of(client, topic, deadline)) is None or broker not in route.masters:
+        deadline.check(f"waiting until the name server knows topic {topic!r} on broker {broker}")
+
+
+def _store_on_all(
+    identity: ClusterId, settings: RocketMQSettings, client: RemotingClient, brokers: list[str], deadline: Deadline
+) -> None:
+    """Repeat the identity on all brokers that are up. The next bridge repeats it on the others."""
+    topic = f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}"
+    route = route_of(client, topic, deadline)
+    for broker in brokers:
+        if route is None or broker not in route.masters:
+            try:
+                _store_on(identity, settings, client, broker, deadline)
+            except TxnBridgeError as error:
+                _log.warning("broker %s does not repeat the cluster's name: %s", broker, error)

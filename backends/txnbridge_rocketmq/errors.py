@@ -1,4 +1,4 @@
-"""The remoting client's errors in our words."""
+"""Translation of the remoting client's errors to the bridge's errors."""
 
 from __future__ import annotations
 
@@ -15,43 +15,45 @@ from txnbridge.errors import (
     StorageFailed,
     TxnBridgeError,
 )
-from txnbridge_rocketmq import remoting
-from txnbridge_rocketmq.remoting import Answer
+from txnbridge_rocketmq.client.codes import ResponseCode
+from txnbridge_rocketmq.client.errors import CannotDecompress, ErrorResponse, RemotingError, ResponseTimeout
 
 _REFUSALS: Mapping[int, type[TxnBridgeError]] = {
-    Answer.NO_PERMISSION: AccessDenied,
-    Answer.TOPIC_NOT_EXIST: NotFound,
-    Answer.SUBSCRIPTION_GROUP_NOT_EXIST: NotFound,
-    Answer.MESSAGE_ILLEGAL: InvalidOption,
-    Answer.INVALID_PARAMETER: InvalidOption,
-    Answer.REQUEST_CODE_NOT_SUPPORTED: NotSupported,
-    Answer.FLUSH_DISK_TIMEOUT: StorageFailed,
-    Answer.FLUSH_SLAVE_TIMEOUT: StorageFailed,
-    Answer.SLAVE_NOT_AVAILABLE: StorageFailed,
+    ResponseCode.NO_PERMISSION: AccessDenied,
+    ResponseCode.TOPIC_NOT_EXIST: NotFound,
+    ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST: NotFound,
+    ResponseCode.MESSAGE_ILLEGAL: InvalidOption,
+    ResponseCode.INVALID_PARAMETER: InvalidOption,
+    ResponseCode.REQUEST_CODE_NOT_SUPPORTED: NotSupported,
+    ResponseCode.FLUSH_DISK_TIMEOUT: StorageFailed,
+    ResponseCode.FLUSH_SLAVE_TIMEOUT: StorageFailed,
+    ResponseCode.SLAVE_NOT_AVAILABLE: StorageFailed,
 }
 
 
-def translate(error: remoting.RemotingError, what: str) -> TxnBridgeError:
-    """An error of the remoting client as ours; `what` says what was being done. To be raised `from` the client's own.
+def translate(error: RemotingError, action: str) -> TxnBridgeError:
+    """Return the bridge's error for an error of the client; `action` says what failed.
 
-    Right for calls that decide nothing about a transaction, and for reads.
+    Raise it `from` the client's error.
+
+    The translation is right for reads and for requests that decide nothing about a transaction.
     """
-    text = f"{what}: {error}"
-    if isinstance(error, remoting.TimedOut):
+    text = f"{action}: {error}"
+    if isinstance(error, ResponseTimeout):
         return DeadlineExceeded(text)
-    if isinstance(error, remoting.CannotDecompress):
+    if isinstance(error, CannotDecompress):
         return NotSupported(text)
-    if isinstance(error, remoting.Refused):
-        if error.code == Answer.SERVICE_NOT_AVAILABLE and "disk" in error.remark:
+    if isinstance(error, ErrorResponse):
+        if error.code == ResponseCode.SERVICE_NOT_AVAILABLE and "disk" in error.remark:
             return StorageFailed(text)
         return _REFUSALS.get(error.code, BrokerUnavailable)(text)
     return BrokerUnavailable(text)
 
 
 @contextmanager
-def translated(what: str) -> Iterator[None]:
-    """Raises errors of the remoting client from inside as ours."""
+def translated(action: str) -> Iterator[None]:
+    """Raise errors of the remoting client inside the block as the bridge's errors."""
     try:
         yield
-    except remoting.RemotingError as error:
-        raise translate(error, what) from error
+    except RemotingError as error:
+        raise translate(error, action) from error

@@ -1,7 +1,8 @@
-"""Half messages for applications: halves of a producer group of their own, about which the broker asks that group.
+"""Half messages for applications, with producer groups of their own, so that the broker asks the application's group.
 
-What becomes of them is decided as of any prepared transaction: a record names the halves once all are stored, and the
-first decision in the log counts. So a process that is asked needs no memory of it, and of two answers one counts.
+Their outcome is decided like that of a prepared transaction: a record in the decision log names the halves once all are
+stored, and the first decision in the log counts. Therefore a process that receives a check-back needs no memory of the
+transaction, and of two decisions only one takes effect.
 """
 
 from __future__ import annotations
@@ -28,41 +29,43 @@ from txnbridge.spi import (
     Outcome,
     Token,
 )
-from txnbridge_rocketmq.endings import PREPARE, Prepared, end_prepared
-from txnbridge_rocketmq.ends import Ender
-from txnbridge_rocketmq.halves import Halves, parts_as_json, parts_from_json
-from txnbridge_rocketmq.listing import Found, ask_again, list_open
-from txnbridge_rocketmq.marks import Origin, is_over, mark_of, origin_of
-from txnbridge_rocketmq.messages import from_wire
-from txnbridge_rocketmq.owner import Owner
-from txnbridge_rocketmq.remoting import Check, Property, Record
-from txnbridge_rocketmq.writer import PreparedWriter
+from txnbridge_rocketmq.admin.open_halves import OpenHalves, list_open, resume_check_backs
+from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.sending import CheckBack
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
+from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared
+from txnbridge_rocketmq.write.half_batch import HalfBatch, parts_as_json, parts_from_json
+from txnbridge_rocketmq.write.message_format import from_wire
+from txnbridge_rocketmq.write.owner import RocketMQOwner
+from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, slot_of
 
 _log = logging.getLogger("txnbridge")
 
-# The broker asks about each half of a transaction, and again at each of its looks. While somebody here is at it, or for
-# so long if he says nothing, all that is one question.
-_LENT_SECONDS = 30.0
-# Transactions that brokers have asked about and nobody has taken yet; about what is dropped here they ask again.
+# The broker asks about each half of a transaction in each round. While a resolver works on the transaction, or for this
+# long if it does not respond, all these check-backs count as one question.
+_IN_WORK_SECONDS = 30.0
+# The maximum number of transactions that wait for a resolver. Brokers ask again about those that are dropped here.
 _REMEMBERED = 10_000
 
 
-class RocketMQHalves(HalfStore):
-    """Of one bridge, for all groups. Any thread may call."""
+class RocketMQHalfStore(HalfStore):
+    """The half messages of one bridge, for all groups. Safe for use by several threads."""
 
-    def __init__(self, ender: Ender) -> None:
+    def __init__(self, ender: HalfEnder) -> None:
         self._ender = ender
         self._cluster = ender.cluster
         self._changed = threading.Condition()
-        # By group: of each transaction the newest question about each of its halves.
-        self._asked: dict[str, OrderedDict[str, dict[str, Check]]] = {}
-        self._lent: dict[str, float] = {}  # transactions, until when
-        self._owners: dict[str, Owner] = {}
+        # By group and transaction: the newest check-back about each half.
+        self._check_backs: dict[str, OrderedDict[str, dict[str, CheckBack]]] = {}
+        self._in_work: dict[str, float] = {}  # transactions that a resolver works on, and until when
+        self._owners: dict[str, RocketMQOwner] = {}
 
     def put(self, half: Half, deadline: Deadline) -> Half:
         owner = self._owner(half)
         owner.open(deadline)
-        writer = _HalfWriter(owner, half, self._cluster.settings.half_group(half.group))
+        writer = _HalfMessageWriter(owner, half, self._cluster.settings.half_group(half.group))
         writer.begin(Begin(half.transaction, deadline, True, None))
         try:
             for message in half.messages:
@@ -73,20 +76,20 @@ class RocketMQHalves(HalfStore):
         writer.prepare(deadline)
         return replace(half, how={"log": dict(writer.evidence().log or {})})
 
-    def _owner(self, half: Half) -> Owner:
-        """Each process that stores half messages does so under a name of its own, which nobody else ever opens."""
+    def _owner(self, half: Half) -> RocketMQOwner:
+        """Return the owner under whose name this process stores half messages. No other process opens that name."""
         name = half.transaction.rsplit("/", 2)[0]
         with self._changed:
             if name not in self._owners:
                 identity = Identity(name, False, self._cluster.settings.application, "")
                 ledger = self._ledger(half.transaction, self._cluster.settings.application)
-                self._owners[name] = Owner(self._cluster, identity, ledger, self._ender)
+                self._owners[name] = RocketMQOwner(self._cluster, identity, ledger, self._ender)
             return self._owners[name]
 
     def _ledger(self, transaction: str, application: str) -> Ledger:
         return self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
 
-    # --- ends -------------------------------------------------------------------------------------------------------
+    # --- ending -----------------------------------------------------------------------------------------------------
 
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
         log = half.how.get("log")
@@ -96,52 +99,52 @@ class RocketMQHalves(HalfStore):
         if decision is Decision.UNDECIDED:
             claim = ledger.decided(half.transaction, deadline, log=log)
             if claim is None:
-                self._give_back(half.transaction)
+                self._release(half.transaction)
                 return Outcome.UNKNOWN
-            decision = claim.decision  # and the process that decided may not have come to end it
+            decision = claim.decision  # the process that decided may have died before it ended the halves
         token = Token("rocketmq", self._cluster.id, half.transaction, {}, True, None, len(half.messages), None, log)
         outcome = end_prepared(self._ender, token, decision, ledger, deadline)
-        self._give_back(half.transaction)
+        self._release(half.transaction)
         return outcome
 
-    # --- questions --------------------------------------------------------------------------------------------------
+    # --- check-backs ------------------------------------------------------------------------------------------------
 
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
-        self._be_asked(group, deadline)
-        found: list[Half] = []
-        while not found and not deadline.expired:
+        self._join(group, deadline)
+        halves: list[Half] = []
+        while not halves and not deadline.expired:
             taken = self._take(group, limit, deadline)
             for transaction, checks in taken:
-                # One that takes long, because a broker or a log is away, leaves time for the others.
-                patience = Deadline(_LENT_SECONDS / len(taken))
-                half = self._half_or_none(group, transaction, checks, patience)
+                # A transaction that takes long, because a broker or a log is down, leaves time for the others.
+                patience = Deadline(_IN_WORK_SECONDS / len(taken))
+                half = self._try_half(group, transaction, checks, patience)
                 if half is not None:
-                    found.append(half)
+                    halves.append(half)
                 else:
-                    self._give_back(transaction)
-        if not found and not self._cluster.client.is_member:
+                    self._release(transaction)
+        if not halves and not self._cluster.client.is_member:
             raise BrokerUnavailable(f"no broker can be reached that could ask about half messages of {group!r}")
-        return found
+        return halves
 
-    def _half_or_none(self, group: str, transaction: str, checks: Sequence[Check], deadline: Deadline) -> Half | None:
-        """One of which nobody can tell anything holds up no other."""
+    def _try_half(self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline) -> Half | None:
+        """Return the half message; None and a warning if its state cannot be read, so that the others go on."""
         try:
             return self._half(group, transaction, checks, deadline)
         except TxnBridgeError as error:
             _log.warning("half-message transaction %s is not asked about now: %s", transaction, error)
             return None
 
-    def _be_asked(self, group: str, deadline: Deadline) -> None:
+    def _join(self, group: str, deadline: Deadline) -> None:
         with self._changed:
-            if group in self._asked:
+            if group in self._check_backs:
                 return
-            self._asked[group] = OrderedDict()
+            self._check_backs[group] = OrderedDict()
         try:
             names = self._producer_groups(group)
-            self._cluster.members.answer_for(names, lambda checks: self._hear(group, checks), deadline)
+            self._cluster.producer_groups.join(names, lambda checks: self._note_check_backs(group, checks), deadline)
         except BaseException:
             with self._changed:
-                del self._asked[group]
+                del self._check_backs[group]
             raise
 
     def _producer_groups(self, group: str) -> list[str]:
@@ -150,75 +153,83 @@ class RocketMQHalves(HalfStore):
 
     def leave(self, group: str, deadline: Deadline) -> None:
         with self._changed:
-            left = self._asked.pop(group, None)
+            left = self._check_backs.pop(group, None)
         if left is not None:
-            self._cluster.members.answer_no_more(self._producer_groups(group), deadline)
+            self._cluster.producer_groups.leave(self._producer_groups(group), deadline)
 
-    def _hear(self, group: str, checks: Sequence[Check]) -> None:
-        """Note what brokers have asked meanwhile. Silence means that they ask again."""
+    def _note_check_backs(self, group: str, checks: Sequence[CheckBack]) -> None:
+        """Note check-backs. Brokers repeat those that get no response."""
         with self._changed:
-            asked = self._asked.get(group, OrderedDict())
+            asked = self._check_backs.get(group, OrderedDict())
             for check in checks:
-                if (mark := mark_of(check.record)) is not None and self._is_own(check.record):
-                    check = replace(check, record=replace(check.record, body=b""))  # thousands may wait
-                    asked.setdefault(mark.transaction, {})[check.half.unique_key] = check
+                if (slot := slot_of(check.record)) is not None and self._is_own(check.record):
+                    check = replace(check, record=replace(check.record, body=b""))  # thousands of check-backs may wait
+                    asked.setdefault(slot.transaction, {})[check.half.unique_key] = check
                     if len(asked) > _REMEMBERED:
                         asked.popitem(last=False)
             self._changed.notify_all()
 
-    def _is_own(self, record: Record) -> bool:
-        """Whether a half is this application's: the shared producer group also has those of others."""
+    def _is_own(self, record: MessageExt) -> bool:
+        """Return whether the half is this application's. Shared producer groups have halves of others, too."""
         application, origin = self._cluster.settings.application, origin_of(record)
         return origin is not None and origin.log.get("log", application) == application
 
-    def _take(self, group: str, limit: int, deadline: Deadline) -> list[tuple[str, list[Check]]]:
-        """Some that were asked about and that nobody here is at; it waits for one."""
+    def _take(self, group: str, limit: int, deadline: Deadline) -> list[tuple[str, list[CheckBack]]]:
+        """Return transactions that have check-backs and that no resolver works on. Wait for the first one."""
         with self._changed:
             while True:
                 now = time.monotonic()
-                self._lent = {transaction: until for transaction, until in self._lent.items() if until > now}
-                asked = self._asked.get(group, OrderedDict())
-                free = [item for item in asked.items() if item[0] not in self._lent][:limit]
+                self._in_work = {transaction: until for transaction, until in self._in_work.items() if until > now}
+                asked = self._check_backs.get(group, OrderedDict())
+                free = [item for item in asked.items() if item[0] not in self._in_work][:limit]
                 if free or not self._changed.wait(deadline.left()):
                     break
             for transaction, _ in free:
                 del asked[transaction]
-                self._lent[transaction] = now + _LENT_SECONDS
+                self._in_work[transaction] = now + _IN_WORK_SECONDS
             return [(transaction, list(checks.values())) for transaction, checks in free]
 
-    def _give_back(self, transaction: str) -> None:
+    def _release(self, transaction: str) -> None:
         with self._changed:
-            self._lent.pop(transaction, None)
+            self._in_work.pop(transaction, None)
 
-    def _half(self, group: str, transaction: str, checks: Sequence[Check], deadline: Deadline) -> Half | None:
-        """What the application is asked about; None for what is settled, or was not wholly stored.
+    def _half(self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline) -> Half | None:
+        """Return the half message to resolve; None if it is settled or was not completely stored.
 
-        For the latter no work was done. Of what is settled brokers may have made copies, about which they ask again.
+        An incomplete half message has caused no work of the application. A settled one may have copies that the broker
+        made before it saw the end, and about which it asks again.
         """
         record = checks[0].record
         origin = origin_of(record)
         if origin is None:
             return None
         ledger = self._ledger_in(transaction, origin)
-        was_over = is_over(origin.deadline)  # before the log is read: what is noted before its end may lead to work
+        # Read before the log: a record that is written before the deadline may lead to work of the application
+        was_over = is_over(origin.deadline)
         claim = ledger.decided(transaction, deadline, log=origin.log)
-        noted = _noted(ledger, transaction, origin, deadline)
-        if claim is None and noted is None and was_over:
+        prepared = _prepare_record(ledger, transaction, origin, deadline)
+        if claim is None and prepared is None and was_over:
             claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
-        if claim is not None and not self._is_left(transaction, claim, deadline):
+        if claim is not None and not self._is_unpublished(transaction, claim, deadline):
             home = self._cluster.topics.home
             self._ender.drop([(check.broker or home, check.half) for check in checks], deadline)
             return None
-        return None if noted is None else self._shown(group, transaction, record, origin, noted, deadline)
+        return None if prepared is None else self._as_half(group, transaction, record, origin, prepared, deadline)
 
-    def _is_left(self, transaction: str, claim: LedgerClaim, deadline: Deadline) -> bool:
-        """Whether somebody decided to publish, and has not come to do all of it."""
+    def _is_unpublished(self, transaction: str, claim: LedgerClaim, deadline: Deadline) -> bool:
+        """Return whether a transaction is committed and not completely published."""
         if claim.decision is Decision.ABORT:
             return False
         return bool(self._ender.missing(transaction, parts_from_json(claim.data), deadline))
 
-    def _shown(
-        self, group: str, transaction: str, record: Record, origin: Origin, prepared: Prepared, deadline: Deadline
+    def _as_half(
+        self,
+        group: str,
+        transaction: str,
+        record: MessageExt,
+        origin: HalfOrigin,
+        prepared: PrepareRecord,
+        deadline: Deadline,
     ) -> Half:
         copies = self._ender.copies(transaction, prepared.parts, deadline)
         return Half(
@@ -231,74 +242,79 @@ class RocketMQHalves(HalfStore):
             how={"log": dict(origin.log)},
         )
 
-    def _ledger_in(self, transaction: str, origin: Origin) -> Ledger:
+    def _ledger_in(self, transaction: str, origin: HalfOrigin) -> Ledger:
         return self._ledger(transaction, str(origin.log.get("log") or self._cluster.settings.application))
 
-    # --- what nobody answered for -----------------------------------------------------------------------------------
+    # --- parked half messages ---------------------------------------------------------------------------------------
 
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
-        return [half for found in self._discarded(group, deadline) if (half := self._parked(group, found, deadline))]
+        return [half for each in self._discarded(group, deadline) if (half := self._parked(group, each, deadline))]
 
-    def _parked(self, group: str, found: Found, deadline: Deadline) -> Half | None:
-        """None for what was not wholly stored: no work was done for that."""
-        record, origin = found.halves[0].record, found.origin
-        prepared = None if origin is None else _noted(self._ledger_in(found.name, origin), found.name, origin, deadline)
+    def _parked(self, group: str, parked: OpenHalves, deadline: Deadline) -> Half | None:
+        """Return a parked half message; None if it was not completely stored, because then it caused no work."""
+        record, origin = parked.halves[0].record, parked.origin
+        prepared = (
+            None
+            if origin is None
+            else _prepare_record(self._ledger_in(parked.name, origin), parked.name, origin, deadline)
+        )
         if origin is None or prepared is None:
             return None
-        return self._shown(group, found.name, record, origin, prepared, deadline)
+        return self._as_half(group, parked.name, record, origin, prepared, deadline)
 
-    def _discarded(self, group: str, deadline: Deadline) -> Iterator[Found]:
-        """Those of all applications: who looks after them need not be one."""
-        for found in list_open(self._cluster, deadline):
-            producer_group = found.halves[0].record.properties.get(Property.GROUP, "")
+    def _discarded(self, group: str, deadline: Deadline) -> Iterator[OpenHalves]:
+        """Yield the discarded half messages of a group, of all applications."""
+        for listed in list_open(self._cluster, deadline):
+            producer_group = listed.halves[0].record.properties.get(Property.GROUP, "")
             named = self._cluster.settings.group_of_halves(producer_group)
-            if found.state == "discarded" and named is not None and named[1] == group:
-                yield found
+            if listed.state == "discarded" and named is not None and named[1] == group:
+                yield listed
 
     def resume(self, half: Half, deadline: Deadline) -> None:
-        for found in self._discarded(half.group, deadline):
-            if found.name == half.transaction:
-                ask_again(self._cluster, found, deadline)
+        for parked in self._discarded(half.group, deadline):
+            if parked.name == half.transaction:
+                resume_check_backs(self._cluster, parked, deadline)
                 return
         raise NotFound(f"no half message of transaction {half.transaction!r} is parked in group {half.group!r}")
 
 
-class _HalfWriter(PreparedWriter):
-    """Prepares the messages of one half. They may wait as long as the broker keeps what it has stored."""
+class _HalfMessageWriter(RocketMQPreparedWriter):
+    """Prepares the messages of one half. They may wait for as long as the broker keeps messages."""
 
-    def __init__(self, owner: Owner, half: Half, group: str) -> None:
+    def __init__(self, owner: RocketMQOwner, half: Half, group: str) -> None:
         self._half = half
         self._group = group
         super().__init__(owner, 0)
 
     def _forget(self) -> None:
         super()._forget()
-        self._halves = Halves(self._cluster.client, self._group)
+        self._halves = HalfBatch(self._cluster.client, self._group)
 
     def _lifetime(self, begin: Begin) -> float:
         return begin.deadline.left()
 
     def begin(self, begin: Begin) -> None:
         super().begin(begin)
-        home = self._cluster.brokers.known(self._cluster.topics.home, begin.deadline)
-        self._expires_at = int((time.time() + home.kept) * 1000)
+        home = self._cluster.brokers.config(self._cluster.topics.home, begin.deadline)
+        self._expires_at = int((time.time() + home.retention) * 1000)
         self._origin = replace(self._origin, deadline=self._half.deadline_at)
 
     def give_up(self, deadline: Deadline) -> None:
-        """Nothing of it is to be published, ever."""
-        with suppress(TxnBridgeError):  # no record names these halves, so they are dropped when the broker asks
+        """Abort after a failure, so that no message of the half is ever published."""
+        # No prepare record names these halves, so they are dropped after the broker's check-back
+        with suppress(TxnBridgeError):
             self.abort(deadline)
 
 
-def _noted(ledger: Ledger, transaction: str, origin: Origin, deadline: Deadline) -> Prepared | None:
-    """What the record says that stands in the log once all halves are stored."""
+def _prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
+    """Return the prepare record, which is written once all halves of the transaction are stored; None without one."""
     for entry in ledger.find(transaction, deadline, log=origin.log):
         if entry.kind == PREPARE:
-            return Prepared.from_json(entry.data)
+            return PrepareRecord.from_json(entry.data)
     return None
 
 
-def _message(record: Record) -> HalfMessage:
+def _message(record: MessageExt) -> HalfMessage:
     topic = record.properties.get(Property.REAL_TOPIC, record.topic)
     number = record.properties.get("REAL_QID", "0")
     message = from_wire(record, topic, int(number) if number.isdigit() else 0)

@@ -18,7 +18,8 @@ from txnbridge_conformance.brokers._rocketmq import answering
 from txnbridge_conformance.brokers._rocketmq_wire import Answer, ask, is_serving, places
 from txnbridge_conformance.brokers._rocketmq_wire import brokers as known_brokers
 from txnbridge_conformance.brokers.plugin import rocketmq_or_skip
-from txnbridge_rocketmq.remoting import Client, End, Message, end, half_of, send_half
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.sending import HalfEnd, WireMessage, end, half_handle, send_half
 
 from tests.brokers import programs
 from tests.brokers.kit import LISTENERS, listening, state
@@ -103,9 +104,9 @@ def test_a_broker_that_has_ended_a_transaction_rests(rocketmq_broker):
         return sum(map(int, found)) / os.sysconf("SC_CLK_TCK")
 
     rocketmq_broker.create_topic("rests", queues=1, kind="TRANSACTION")
-    with Client([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
-        half = client.call("broker-1", send_half(Message("rests", b"x"), "tests", 0), 30)
-        client.call("broker-1", end(half_of("rests", "tests", half), End.COMMIT), 30)
+    with RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
+        half = client.call("broker-1", send_half(WireMessage("rests", b"x"), "tests", 0), 30)
+        client.call("broker-1", end(half_handle("rests", "tests", half), HalfEnd.COMMIT), 30)
     before = busy()
     time.sleep(1)
     assert busy() - before < 0.2

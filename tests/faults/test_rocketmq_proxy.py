@@ -12,21 +12,12 @@ from hypothesis import strategies as st
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers import Route
 from txnbridge_conformance.faults._rocketmq import RocketMQConversation
-from txnbridge_rocketmq.remoting import (
-    Check,
-    Client,
-    ConnectionLost,
-    End,
-    Membership,
-    Message,
-    TimedOut,
-    end,
-    half_of,
-    reading,
-    send,
-    send_half,
-)
-from txnbridge_rocketmq.remoting.requests import Request, document
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout
+from txnbridge_rocketmq.client.groups import Membership
+from txnbridge_rocketmq.client.requests import RpcRequest, document
+from txnbridge_rocketmq.client.sending import CheckBack, HalfEnd, WireMessage, end, half_handle, send, send_half
 
 from tests.rocketmq.kit import (
     ANSWER,
@@ -115,10 +106,10 @@ def test_addresses_in_an_answer_become_the_proxys_however_it_is_cut(cut):
             # Neither a longer number nor another host is ours.
             foreign = ["127.0.0.1:200011", "127.0.0.10:20001", "h:20001"]
             told.append(json.dumps({"brokers": [broker.address, "127.0.0.1:20001", *foreign]}).encode())
-            with Client([mine]) as client:
-                request = Request("asking", 105, document)
+            with RemotingClient([mine]) as client:
+                request = RpcRequest("asking", 105, document)
                 assert client.ask_name_server(request, LONG) == {"brokers": [mine, other, *foreign]}
-                untouched = Request("asking", 206, document)
+                untouched = RpcRequest("asking", 206, document)
                 assert client.ask_name_server(untouched, LONG) == json.loads(told[0])
 
 
@@ -129,8 +120,11 @@ def test_an_answer_with_addresses_that_breaks_off_arrives_as_far_as_it_came():
 
     with FakeBroker(reply) as broker:
         routes = [Route(0, int(broker.address.rpartition(":")[2]))]
-        with faults.Proxy(routes, RocketMQConversation) as proxy, Client([f"127.0.0.1:{proxy.ports[0]}"]) as client:
-            with pytest.raises(ConnectionLost):
+        with (
+            faults.Proxy(routes, RocketMQConversation) as proxy,
+            RemotingClient([f"127.0.0.1:{proxy.ports[0]}"]) as client,
+        ):
+            with pytest.raises(Disconnected):
                 client.route("orders", LONG)
 
 
@@ -140,7 +134,10 @@ def test_headers_that_are_not_json_pass_untouched():
 
     with FakeBroker(reply) as broker:
         routes = [Route(0, int(broker.address.rpartition(":")[2]))]
-        with faults.Proxy(routes, RocketMQConversation) as proxy, Client([f"127.0.0.1:{proxy.ports[0]}"]) as client:
+        with (
+            faults.Proxy(routes, RocketMQConversation) as proxy,
+            RemotingClient([f"127.0.0.1:{proxy.ports[0]}"]) as client,
+        ):
             assert client.brokers(LONG) == {}
 
 
@@ -156,14 +153,14 @@ def proxy(rocketmq_broker: brokers.RocketMQ) -> Iterator[faults.Proxy]:
 
 
 @pytest.fixture
-def direct(rocketmq_broker: brokers.RocketMQ) -> Iterator[Client]:
-    with Client([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
+def direct(rocketmq_broker: brokers.RocketMQ) -> Iterator[RemotingClient]:
+    with RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
         yield client
 
 
 @pytest.fixture
-def client(proxy: faults.Proxy) -> Iterator[Client]:
-    with Client([proxy.url.removeprefix("rocketmq://")]) as client:
+def client(proxy: faults.Proxy) -> Iterator[RemotingClient]:
+    with RemotingClient([proxy.url.removeprefix("rocketmq://")]) as client:
         yield client
 
 
@@ -182,16 +179,16 @@ def test_who_comes_through_the_proxy_stays_with_it(rocketmq_broker, proxy, clien
     assert direct.brokers(LONG) == {BROKER: rocketmq_broker.broker_address()}
     found = client.route(topic, LONG)
     assert found is not None and found.masters == client.brokers(LONG)
-    client.call(BROKER, send(Message(topic, b"x"), "shop", 0), LONG)
+    client.call(BROKER, send(WireMessage(topic, b"x"), "shop", 0), LONG)
     assert bodies(direct, topic) == [b"x"]
 
 
 @real
 def test_a_late_commit_arrives_after_its_client_is_gone(proxy, client, direct, topic):
-    half = half_of(topic, "shop", client.call(BROKER, send_half(Message(topic, b"half"), "shop", 0), LONG))
+    half = half_handle(topic, "shop", client.call(BROKER, send_half(WireMessage(topic, b"half"), "shop", 0), LONG))
     hold = proxy.hold(requests="END_TRANSACTION")
-    with pytest.raises(TimedOut) as caught:
-        client.call(BROKER, end(half, End.COMMIT), SHORT)
+    with pytest.raises(ResponseTimeout) as caught:
+        client.call(BROKER, end(half, HalfEnd.COMMIT), SHORT)
     assert caught.value.may_have_had_effect
     assert hold.wait().kind == 37
     proxy.cut()
@@ -204,7 +201,7 @@ def test_a_late_commit_arrives_after_its_client_is_gone(proxy, client, direct, t
 @real
 def test_a_held_answer_is_about_something_that_happened(proxy, client, direct, topic):
     hold = proxy.hold(answers="SEND_MESSAGE_V2")
-    call = client.submit(BROKER, send(Message(topic, b"x"), "shop", 0), LONG)
+    call = client.submit(BROKER, send(WireMessage(topic, b"x"), "shop", 0), LONG)
     hold.answered()
     assert not call.done()
     assert bodies(direct, topic) == [b"x"]
@@ -214,13 +211,13 @@ def test_a_held_answer_is_about_something_that_happened(proxy, client, direct, t
 
 @real
 def test_of_many_in_flight_the_one_that_is_picked_is_held(proxy, client, direct, topic):
-    half = half_of(topic, "shop", client.call(BROKER, send_half(Message(topic, b"half"), "shop", 0), LONG))
-    before = client.submit(BROKER, send(Message(topic, b"before"), "shop", 0), LONG)
+    half = half_handle(topic, "shop", client.call(BROKER, send_half(WireMessage(topic, b"half"), "shop", 0), LONG))
+    before = client.submit(BROKER, send(WireMessage(topic, b"before"), "shop", 0), LONG)
     assert before.result().queue_offset == 0
     hold = proxy.hold(requests="END_TRANSACTION")
-    late = client.submit(BROKER, end(half, End.COMMIT), LONG)
+    late = client.submit(BROKER, end(half, HalfEnd.COMMIT), LONG)
     hold.wait()
-    direct.call(BROKER, send(Message(topic, b"after"), "shop", 0), LONG)
+    direct.call(BROKER, send(WireMessage(topic, b"after"), "shop", 0), LONG)
     hold.release()
     late.result()
     assert bodies(direct, topic) == [b"before", b"after", b"half"]
@@ -228,16 +225,16 @@ def test_of_many_in_flight_the_one_that_is_picked_is_held(proxy, client, direct,
 
 @real
 def test_a_question_of_the_brokers_can_be_held(rocketmq_broker, proxy, direct, topic):
-    checks: list[Check] = []
+    checks: list[CheckBack] = []
     hold = proxy.hold(answers="CHECK_TRANSACTION_STATE")
-    with Client([proxy.url.removeprefix("rocketmq://")], on_checks=checks.extend) as client:
+    with RemotingClient([proxy.url.removeprefix("rocketmq://")], on_checks=checks.extend) as client:
         client.join(Membership(frozenset({"proxied"})), LONG)
-        client.call(BROKER, send_half(Message(topic, b"half"), "proxied", 0), LONG)
+        client.call(BROKER, send_half(WireMessage(topic, b"half"), "proxied", 0), LONG)
         hold.wait()
         assert checks == []
         hold.release()
         assert becomes_true(lambda: checks != [])
-        direct.call(BROKER, end(checks[-1].half, End.ABORT, from_check=True), LONG)
+        direct.call(BROKER, end(checks[-1].half, HalfEnd.ABORT, from_check=True), LONG)
 
 
 @real
@@ -246,7 +243,7 @@ def test_a_cut_connection_is_replaced_by_the_next_and_its_calls_may_have_had_eff
     call = client.submit(BROKER, reading.max_offset(topic, 0), LONG)
     hold.wait()
     proxy.cut()
-    with pytest.raises(ConnectionLost) as caught:
+    with pytest.raises(Disconnected) as caught:
         call.result()
     assert caught.value.may_have_had_effect
     assert client.call(BROKER, reading.max_offset(topic, 0), LONG) == 0

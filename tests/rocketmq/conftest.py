@@ -10,7 +10,8 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ, rocketmq_or_skip
 from txnbridge_conformance.plugin import Much
-from txnbridge_rocketmq.remoting import Client, administration
+from txnbridge_rocketmq.client import administration
+from txnbridge_rocketmq.client.client import RemotingClient
 
 import txnbridge
 from tests.rocketmq import writing_kit
@@ -42,8 +43,8 @@ def start_shared() -> Iterator[StartRocketMQ]:
 
 
 @pytest.fixture
-def client(rocketmq_broker: brokers.RocketMQ) -> Iterator[Client]:
-    with Client([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
+def client(rocketmq_broker: brokers.RocketMQ) -> Iterator[RemotingClient]:
+    with RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
         yield client
 
 
@@ -64,7 +65,7 @@ def group(rocketmq_broker: brokers.RocketMQ) -> str:
 
 
 @pytest.fixture
-def settings(client: Client) -> Iterator[Callable[..., None]]:
+def settings(client: RemotingClient) -> Iterator[Callable[..., None]]:
     """Changes settings of the broker for a test."""
     before: dict[str, str] = {}
 

@@ -8,28 +8,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from txnbridge_rocketmq.brokers import BrokerSettings
-from txnbridge_rocketmq.checks import Checks
-from txnbridge_rocketmq.cluster import Cluster
-from txnbridge_rocketmq.ends import Ender
-from txnbridge_rocketmq.members import Members, Questions
-from txnbridge_rocketmq.owner import Owner
-from txnbridge_rocketmq.remoting import (
-    DISCARDED_TOPIC,
-    HALF_TOPIC,
-    Answer,
-    Check,
-    Code,
-    ConnectionLost,
-    Half,
-    OffsetId,
-    Property,
-    Queue,
-    Request,
-)
-from txnbridge_rocketmq.remoting.frames import Command
-from txnbridge_rocketmq.remoting.records import decode_records, unpack_properties
-from txnbridge_rocketmq.writer import PreparedWriter, RocketMQWriter
+from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, Property, RequestCode, ResponseCode
+from txnbridge_rocketmq.client.errors import Disconnected
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.records import OffsetId, decode_records, unpack_properties
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.sending import CheckBack, HalfHandle
+from txnbridge_rocketmq.cluster import RocketMQCluster
+from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
+from txnbridge_rocketmq.outcome.producer_groups import CheckBackRouter, ProducerGroups
+from txnbridge_rocketmq.settings.broker_config import BrokerConfig
+from txnbridge_rocketmq.write.owner import RocketMQOwner
+from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
+from txnbridge_rocketmq.write.writer import RocketMQWriter
 
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.kit import context_for, pairs, settings_for, stored
@@ -71,24 +64,24 @@ class HalfBroker:
     published: list[tuple[str, int, dict[str, str], bytes]] = field(default_factory=list)
     locks: dict[str, str] = field(default_factory=dict)
     told: dict[str, str] = field(default_factory=lambda: dict(TOLD))
-    fault: Callable[[Request[Any]], str | int | None] = lambda request: None
+    fault: Callable[[RpcRequest[Any]], str | int | None] = lambda request: None
     late: bool = False  # whether all halves are older than their owner's time
 
-    def answer(self, request: Request[Any]) -> Command:
+    def answer(self, request: RpcRequest[Any]) -> RemotingCommand:
         match request.code:
-            case Code.SEND_MESSAGE_V2:
+            case RequestCode.SEND_MESSAGE_V2:
                 return self._store(request)
-            case Code.END_TRANSACTION:
+            case RequestCode.END_TRANSACTION:
                 return self._end(request.fields)
-            case Code.QUERY_MESSAGE:
-                return self._begin_complete(request.fields)
-            case Code.PULL_MESSAGE:
+            case RequestCode.QUERY_MESSAGE:
+                return self._found(request.fields)
+            case RequestCode.PULL_MESSAGE:
                 return self._pull(request.fields)
-            case Code.LOCK_BATCH_MQ | Code.UNLOCK_BATCH_MQ:
+            case RequestCode.LOCK_BATCH_MQ | RequestCode.UNLOCK_BATCH_MQ:
                 return self._lock(request)
-        raise AssertionError(f"{request.what}: nobody asks this here")
+        raise AssertionError(f"{request.action}: nobody asks this here")
 
-    def _store(self, request: Request[Any]) -> Command:
+    def _store(self, request: RpcRequest[Any]) -> RemotingCommand:
         assert request.fields["f"] == "4", "only halves are sent here"
         properties = unpack_properties(request.fields["i"])
         self._keep(request.fields["b"], int(request.fields["e"]), dict(properties), request.body)
@@ -102,18 +95,18 @@ class HalfBroker:
         self.open.add(number)
         return self.halves[-1]
 
-    def _end(self, fields: Mapping[str, str]) -> Command:
+    def _end(self, fields: Mapping[str, str]) -> RemotingCommand:
         half = self.halves[int(fields["commitLogOffset"]) - 1000]
         assert half.queue_offset == int(fields["tranStateTableOffset"])
         assert half.properties[Property.GROUP] == fields["producerGroup"]
         if self.late and fields["fromTransactionCheck"] != "true":
-            return Command(Answer.ILLEGAL_OPERATION, 0, 1, remark="immunity is over")
+            return RemotingCommand(ResponseCode.ILLEGAL_OPERATION, 0, 1, remark="immunity is over")
         if fields["commitOrRollback"] == "8":
             self.published.append((half.topic, half.queue, half.properties, half.body))
         self.open.discard(half.queue_offset)
         return _ok()
 
-    def _begin_complete(self, fields: Mapping[str, str]) -> Command:
+    def _found(self, fields: Mapping[str, str]) -> RemotingCommand:
         """The newest entries of an index that knows a key by its hash: 32, or as many as are asked for."""
         topic, wanted, most = fields["topic"], java_hash(fields["key"]), int(fields["maxNum"])
         if topic == HALF_TOPIC:
@@ -125,7 +118,7 @@ class HalfBroker:
                 if at == topic and java_hash(properties[Property.UNIQUE_KEY]) == wanted
             ]
         body = b"".join(found[-min(most, 64) :])
-        return Command(Answer.SUCCESS if found else Answer.QUERY_NOT_FOUND, 0, 1, body=body)
+        return RemotingCommand(ResponseCode.SUCCESS if found else ResponseCode.QUERY_NOT_FOUND, 0, 1, body=body)
 
     def _record(self, half: Kept, topic: str = HALF_TOPIC) -> bytes:
         own = {Property.REAL_TOPIC: half.topic, "REAL_QID": str(half.queue)}
@@ -137,26 +130,26 @@ class HalfBroker:
         self.discarded += [half for half in self.halves if half.queue_offset in self.open]
         self.open.clear()
 
-    def _pull(self, fields: Mapping[str, str]) -> Command:
+    def _pull(self, fields: Mapping[str, str]) -> RemotingCommand:
         assert fields["topic"] == DISCARDED_TOPIC
         found = self.discarded[int(fields["queueOffset"]) :]
         end = str(len(self.discarded))
         body = b"".join(self._record(half, DISCARDED_TOPIC) for half in found)
-        code = Answer.SUCCESS if found else Answer.PULL_NOT_FOUND
-        return Command(code, 0, 1, {"nextBeginOffset": end, "minOffset": "0", "maxOffset": end}, body=body)
+        code = ResponseCode.SUCCESS if found else ResponseCode.PULL_NOT_FOUND
+        return RemotingCommand(code, 0, 1, {"nextBeginOffset": end, "minOffset": "0", "maxOffset": end}, body=body)
 
-    def _lock(self, request: Request[Any]) -> Command:
+    def _lock(self, request: RpcRequest[Any]) -> RemotingCommand:
         asked = json.loads(request.body)
         held = []
         for each in asked["mqSet"]:
-            if request.code == Code.UNLOCK_BATCH_MQ:
+            if request.code == RequestCode.UNLOCK_BATCH_MQ:
                 if self.locks.get(each["topic"]) == asked["clientId"]:
                     del self.locks[each["topic"]]
             elif self.locks.setdefault(each["topic"], asked["clientId"]) == asked["clientId"]:
                 held.append(each)
-        return Command(0, 0, 1, body=json.dumps({"lockOKMQSet": held}).encode())
+        return RemotingCommand(0, 0, 1, body=json.dumps({"lockOKMQSet": held}).encode())
 
-    def ask(self) -> list[Check]:
+    def ask(self) -> list[CheckBack]:
         """Look at what is open: each half is copied, and its newest copy asked about."""
         asked = []
         for number in sorted(self.open):
@@ -166,8 +159,8 @@ class HalfBroker:
             half = self._keep(old.topic, old.queue, {**old.properties, Property.CHECKS: str(times)}, old.body)
             (record,) = decode_records(self._record(half))
             group = half.properties[Property.GROUP]
-            place = Half(half.topic, group, half.queue_offset, half.log_offset, half.key)
-            asked.append(Check(place, record, HOME))
+            place = HalfHandle(half.topic, group, half.queue_offset, half.log_offset, half.key)
+            asked.append(CheckBack(place, record, HOME))
         return asked
 
     def seen(self, topic: str, queue: int = 0) -> list[bytes]:
@@ -175,8 +168,8 @@ class HalfBroker:
         return [body for at, number, _, body in self.published if (at, number) == (topic, queue)]
 
 
-def _ok(**fields: object) -> Command:
-    return Command(0, 0, 1, {name: str(value) for name, value in fields.items()})
+def _ok(**fields: object) -> RemotingCommand:
+    return RemotingCommand(0, 0, 1, {name: str(value) for name, value in fields.items()})
 
 
 def java_hash(text: str) -> int:
@@ -199,23 +192,23 @@ class HalfClient:
         self.broker, self.client_id = broker, client_id
         self.is_member = True
 
-    def submit(self, broker: str, request: Request[Any], timeout: float) -> Any:
+    def submit(self, broker: str, request: RpcRequest[Any], timeout: float) -> Any:
         return _Call(self.broker, request)
 
-    def call(self, broker: str, request: Request[Any], timeout: float) -> Any:
+    def call(self, broker: str, request: RpcRequest[Any], timeout: float) -> Any:
         return _Call(self.broker, request).result()
 
 
 class _Call:
     """Carried out at once; "lose request", "lose answer" or a code say what its sender hears of it."""
 
-    def __init__(self, broker: HalfBroker, request: Request[Any]) -> None:
+    def __init__(self, broker: HalfBroker, request: RpcRequest[Any]) -> None:
         self.request = request
-        self._error = ConnectionLost(f"{request.what}: lost", may_have_had_effect=True)
+        self._error = Disconnected(f"{request.action}: lost", may_have_had_effect=True)
         fault = broker.fault(request)
         self._heard = fault is None or isinstance(fault, int)
         if isinstance(fault, int):
-            self._answer = Command(fault, 0, 1)
+            self._answer = RemotingCommand(fault, 0, 1)
         elif fault != "lose request":
             self._answer = broker.answer(request)
 
@@ -242,8 +235,8 @@ class _Brokers:
     def names(self, deadline: Deadline) -> list[str]:
         return [HOME]
 
-    def known(self, name: str, deadline: Deadline) -> BrokerSettings:
-        return BrokerSettings(name, self.broker.told)
+    def config(self, name: str, deadline: Deadline) -> BrokerConfig:
+        return BrokerConfig(name, self.broker.told)
 
 
 class Process:
@@ -253,19 +246,19 @@ class Process:
         self.decisions = Decisions(log, timeout=5, name="tests", host=name)
         client = cast(Any, HalfClient(broker, name))
         context = context_for(ledger=lambda application, id: self.decisions.ledger(id))
-        self.cluster = Cluster(
+        self.cluster = RocketMQCluster(
             "cluster",
             settings_for("rocketmq://x:1"),
             client,
             cast(Any, _Topics()),
             cast(Any, _Brokers(broker)),
-            Members(client, Questions()),
+            ProducerGroups(client, CheckBackRouter()),
             context,
         )
-        self.ender = Ender(self.cluster)
-        self.checks = Checks(self.ender)
+        self.ender = HalfEnder(self.cluster)
+        self.checks = CheckBackHandler(self.ender)
         identity = Identity(id or name, id is not None, "tests", name)
-        self.owner = Owner(self.cluster, identity, self.decisions.ledger(identity.name), self.ender)
+        self.owner = RocketMQOwner(self.cluster, identity, self.decisions.ledger(identity.name), self.ender)
         self.id = identity.name
 
     def begin(self, number: int = 1, timeout: float = 5, hold: float | None = None) -> RocketMQWriter:
@@ -275,7 +268,7 @@ class Process:
             (writer,) = self.owner.open_writers(1, deadline)
         else:
             writer = self.owner.prepare_writer(deadline)
-        assert isinstance(writer, RocketMQWriter | PreparedWriter)
+        assert isinstance(writer, RocketMQWriter | RocketMQPreparedWriter)
         writer.begin(Begin(f"{self.id}/x/{number}", Deadline(timeout), hold is not None, hold))
         return writer
 

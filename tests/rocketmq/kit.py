@@ -15,12 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from txnbridge_rocketmq.broker import open_cluster
-from txnbridge_rocketmq.cluster import Cluster
-from txnbridge_rocketmq.remoting import Client, Message, Record, reading, send
-from txnbridge_rocketmq.remoting.frames import Command
-from txnbridge_rocketmq.remoting.requests import Request
-from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.sending import WireMessage, send
+from txnbridge_rocketmq.cluster import RocketMQCluster, open_cluster
+from txnbridge_rocketmq.settings import RocketMQSettings
 
 from txnbridge.spi import Context, Deadline, Emitter
 
@@ -114,15 +116,15 @@ class Peer:
     """One connection of the broker of a few lines, from its side."""
 
     socket: socket.socket
-    asked: queue.Queue[Command | None] = field(default_factory=queue.Queue)
+    asked: queue.Queue[RemotingCommand | None] = field(default_factory=queue.Queue)
 
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
 
-    def answer(self, command: Command, code: int = 0, **more: Any) -> None:
+    def answer(self, command: RemotingCommand, code: int = 0, **more: Any) -> None:
         self.send(frame(code, command.opaque, ANSWER, **more))
 
-    def next(self, timeout: float = 30) -> Command:
+    def next(self, timeout: float = 30) -> RemotingCommand:
         """The next request. Raises `EOFError` at the end of the connection."""
         command = self.asked.get(timeout=timeout)
         if command is None:
@@ -139,7 +141,7 @@ class FakeBroker:
 
     def __init__(
         self,
-        reply: Callable[[Peer, Command], None] | None = None,
+        reply: Callable[[Peer, RemotingCommand], None] | None = None,
         tls: ssl.SSLContext | None = None,
         reads: bool = True,
     ) -> None:
@@ -205,18 +207,18 @@ class FakeBroker:
         self.close()
 
 
-def read_command(data: bytes) -> Command:
+def read_command(data: bytes) -> RemotingCommand:
     """A request as a test reads it, by other code than the client's."""
     (size,) = struct.unpack_from(">i", data)
     header = json.loads(data[4 : 4 + size])
     assert header["language"] == "OTHER" and header["version"] == 485 and header["serializeTypeCurrentRPC"] == "JSON"
     assert all(isinstance(value, str) for value in header["extFields"].values())
-    return Command(header["code"], header["opaque"], header["flag"], header["extFields"], "", data[4 + size :])
+    return RemotingCommand(header["code"], header["opaque"], header["flag"], header["extFields"], "", data[4 + size :])
 
 
-def echo(number: int = 1, body: bytes = b"") -> Request[str]:
+def echo(number: int = 1, body: bytes = b"") -> RpcRequest[str]:
     """A request whose answer's remark or body comes back."""
-    return Request(f"echo {number}", 9000 + number, lambda answer: answer.remark or answer.body.decode(), body=body)
+    return RpcRequest(f"echo {number}", 9000 + number, lambda answer: answer.remark or answer.body.decode(), body=body)
 
 
 def our_threads(before: Sequence[threading.Thread] = ()) -> list[threading.Thread]:
@@ -240,10 +242,10 @@ BROKER = "broker-1"
 LONG = 30.0
 
 
-def read_all(client: Client, topic: str, broker: str = BROKER) -> list[Record]:
+def read_all(client: RemotingClient, topic: str, broker: str = BROKER) -> list[MessageExt]:
     """Everything in a topic's first queue, up to a marker that is sent now."""
-    marker = client.call(broker, send(Message(topic, b"marker"), "markers", 0), LONG).queue_offset
-    found: list[Record] = []
+    marker = client.call(broker, send(WireMessage(topic, b"marker"), "markers", 0), LONG).queue_offset
+    found: list[MessageExt] = []
     at = client.call(broker, reading.min_offset(topic, 0), LONG)
     while at <= marker:
         pulled = client.call(broker, reading.pull(topic, 0, at, "markers"), LONG)
@@ -252,17 +254,17 @@ def read_all(client: Client, topic: str, broker: str = BROKER) -> list[Record]:
     return [record for record in found if record.body != b"marker"]
 
 
-def bodies(client: Client, topic: str, broker: str = BROKER) -> list[bytes]:
+def bodies(client: RemotingClient, topic: str, broker: str = BROKER) -> list[bytes]:
     return [record.payload() for record in read_all(client, topic, broker)]
 
 
 # --- parts of the backend, without a bridge ---------------------------------------------------------------------------
 
 
-def settings_for(url: str, **given: Any) -> Settings:
+def settings_for(url: str, **given: Any) -> RocketMQSettings:
     """As a bridge to this URL has them."""
     defaults: dict[str, Any] = {"timeout": LONG, "hold": None, "application": "tests", "create_topics": 0}
-    return Settings((url.removeprefix("rocketmq://"),), **{**defaults, **given})
+    return RocketMQSettings((url.removeprefix("rocketmq://"),), **{**defaults, **given})
 
 
 def context_for(**given: Any) -> Context:
@@ -271,6 +273,6 @@ def context_for(**given: Any) -> Context:
     return Context("tests", Emitter("tests", ()), **{**defaults, **given})
 
 
-def cluster_for(url: str, timeout: float = LONG, **given: Any) -> Cluster:
+def cluster_for(url: str, timeout: float = LONG, **given: Any) -> RocketMQCluster:
     """What the parts of the backend are given; close its `client` in the end."""
     return open_cluster(settings_for(url, **given), context_for(), Deadline(timeout))

@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from txnbridge_rocketmq.broker import RocketMQBroker
-from txnbridge_rocketmq.ends import Ender
-from txnbridge_rocketmq.halves import parts_as_json
-from txnbridge_rocketmq.marks import Mark, Origin, properties, unique_key
-from txnbridge_rocketmq.messages import to_wire
-from txnbridge_rocketmq.reader import RocketMQReader
-from txnbridge_rocketmq.remoting import Client, End, Half, administration, end, half_of, send, send_half
-from txnbridge_rocketmq.sharing import Sharing
+from txnbridge_rocketmq.client import administration
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.sending import HalfEnd, HalfHandle, end, half_handle, send, send_half
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
+from txnbridge_rocketmq.read.reader import RocketMQReader
+from txnbridge_rocketmq.read.rebalance import Rebalancer
+from txnbridge_rocketmq.write.half_batch import parts_as_json
+from txnbridge_rocketmq.write.message_format import to_wire
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
 import txnbridge
 from tests.core.reading_kit import SOON, Listener, Polling, by_partition
@@ -32,7 +34,7 @@ def unique(what: str) -> str:
     return f"{what}-{uuid.uuid4().hex[:8]}"
 
 
-def new_topic(client: Client, queues: int = 1) -> str:
+def new_topic(client: RemotingClient, queues: int = 1) -> str:
     """A topic that nobody else uses."""
     name = unique("read")
     client.call(BROKER, administration.create_topic(name, queues, "TRANSACTION"), LONG)
@@ -44,25 +46,27 @@ def new_topic(client: Client, queues: int = 1) -> str:
 # --- messages -----------------------------------------------------------------------------------------------------
 
 
-def publish(client: Client, topic: str, *values: bytes, queue: int = 0, **more: Any) -> None:
+def publish(client: RemotingClient, topic: str, *values: bytes, queue: int = 0, **more: Any) -> None:
     """Messages without a transaction."""
     for value in values:
         client.call(BROKER, send(to_wire(topic, value, None, None, more.get("timestamp")), "tests", queue), LONG)
 
 
-def store_half(client: Client, topic: str, value: bytes, *, group: str = "tests", number: int = 0, **how: Any) -> Half:
+def store_half(
+    client: RemotingClient, topic: str, value: bytes, *, group: str = "tests", number: int = 0, **how: Any
+) -> HalfHandle:
     """A half as a writer stores it, of a transaction of its own."""
     transaction = how.pop("transaction", None) or uuid.uuid4().hex
-    mark = Mark(transaction, number)
-    own = properties(mark, Origin({"at": [0], "id": "tests"}, 0))
+    mark = TransactionSlot(transaction, number)
+    own = properties(mark, HalfOrigin({"at": [0], "id": "tests"}, 0))
     message = to_wire(topic, value, None, None, None, own=own, unique_key=unique_key(topic, mark))
-    return half_of(topic, group, client.call(BROKER, send_half(message, group, how.get("queue", 0)), LONG))
+    return half_handle(topic, group, client.call(BROKER, send_half(message, group, how.get("queue", 0)), LONG))
 
 
-def commit(client: Client, half: Half, times: int = 1) -> None:
+def commit(client: RemotingClient, half: HalfHandle, times: int = 1) -> None:
     """End a half; each time publishes it."""
     for _ in range(times):
-        client.call(BROKER, end(half, End.COMMIT, from_check=True), LONG)
+        client.call(BROKER, end(half, HalfEnd.COMMIT, from_check=True), LONG)
 
 
 # --- readers ------------------------------------------------------------------------------------------------------
@@ -79,13 +83,13 @@ class Member(Polling):
         self.listener = Listener()
         topics = (topics,) if isinstance(topics, str) else topics
         self.reader = RocketMQReader(
-            Ender(self.cluster), Subscription(topics, group, **how), self.listener, Deadline(SOON)
+            HalfEnder(self.cluster), Subscription(topics, group, **how), self.listener, Deadline(SOON)
         )
 
     @property
-    def sharing(self) -> Sharing:
-        assert self.reader._sharing is not None
-        return self.reader._sharing
+    def sharing(self) -> Rebalancer:
+        assert self.reader._rebalancer is not None
+        return self.reader._rebalancer
 
     def up_to(self, marker):
         """The values before a message with this value, which is waited for."""

@@ -6,9 +6,10 @@ import os
 import uuid
 
 import pytest
-from txnbridge_rocketmq.brokers import BrokerSettings
-from txnbridge_rocketmq.doctor import check_disk, check_open, check_settings
-from txnbridge_rocketmq.remoting import Message, administration, send
+from txnbridge_rocketmq.admin.doctor import check_disk, check_open, check_settings
+from txnbridge_rocketmq.client import administration
+from txnbridge_rocketmq.client.sending import WireMessage, send
+from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 
 from tests.rocketmq.kit import LONG, bodies, cluster_for, settings_for
 from tests.rocketmq.reading_kit import connect_to
@@ -47,7 +48,7 @@ def test_a_topic_is_created_grown_and_deleted(admin, client, name):
     assert admin.create_topic(name, 2, soon()) is False
     with pytest.raises(InvalidOption, match="2 partitions"):
         admin.create_topic(name, 3, soon())
-    client.call("broker-1", send(Message(name, b"kept"), "tests", 0), LONG)
+    client.call("broker-1", send(WireMessage(name, b"kept"), "tests", 0), LONG)
     admin.grow_topic(name, 4, soon())
     (found,) = named(admin, name)
     assert (found.partitions, found.internal, found.retention_seconds) == (4, False, 72 * 3600)
@@ -96,7 +97,7 @@ def test_the_topics_of_the_broker_and_of_ours_are_internal(admin, name):
 def test_the_bounds_of_a_topic_are_where_it_begins_and_ends(admin, client, name):
     admin.create_topic(name, 2, soon())
     for _ in range(3):
-        client.call("broker-1", send(Message(name, b"1"), "tests", 1), LONG)
+        client.call("broker-1", send(WireMessage(name, b"1"), "tests", 1), LONG)
     bodies(client, name)  # what is read is stored, and a marker is sent to the first queue
     assert admin.bounds([name], soon()) == {(name, 0): ((0,), (1,)), (name, 1): ((0,), (3,))}
     with pytest.raises(NotFound, match="missing"):
@@ -146,7 +147,7 @@ AS_THEY_SHOULD_BE = INDEXED | {
 
 def found(told, level="problem", **given):
     settings = settings_for("rocketmq://localhost:9876", **given)
-    return [each for each in check_settings(BrokerSettings("b", told), settings) if each.level == level]
+    return [each for each in check_settings(BrokerConfig("b", told), settings) if each.level == level]
 
 
 def test_a_broker_that_is_set_well_has_nothing_to_hear():
@@ -261,9 +262,9 @@ def test_a_switch_that_takes_a_promise_away_is_named(key, value, level):
 
 
 def test_of_a_broker_that_says_nothing_its_own_defaults_are_taken():
-    told = BrokerSettings("b", {"transactionTimeOut": "?"})
-    assert (told.transaction_timeout, told.check_interval, told.check_most, told.note_interval) == (6, 30, 15, 3)
-    assert (told.patience, told.kept, told.message_bytes) == (450, 72 * 3600, 4 << 20)
+    told = BrokerConfig("b", {"transactionTimeOut": "?"})
+    assert (told.transaction_timeout, told.check_interval, told.check_max, told.op_message_interval) == (6, 30, 15, 3)
+    assert (told.discarded_after, told.retention, told.message_bytes) == (450, 72 * 3600, 4 << 20)
     assert told.half_topic == "RMQ_SYS_TRANS_HALF_TOPIC"
 
 
@@ -272,7 +273,7 @@ def test_of_a_broker_that_says_nothing_its_own_defaults_are_taken():
     [("true", "false", True), ("true", "true", False), ("false", "false", False)],
 )
 def test_the_topic_in_which_halves_wait_is_told_by_two_settings(rocksdb, original, rocks):
-    told = BrokerSettings("b", {"transRocksDBEnable": rocksdb, "transWriteOriginTransHalfEnable": original})
+    told = BrokerConfig("b", {"transRocksDBEnable": rocksdb, "transWriteOriginTransHalfEnable": original})
     assert ("ROCKSDB" in told.half_topic) is rocks
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.looking import take
-from txnbridge_rocketmq.remoting import Client
+from txnbridge_rocketmq.client.client import RemotingClient
 
 from tests.core.reading_kit import SOON
 from tests.log_contract import place_of
@@ -40,12 +40,12 @@ def bridge(open_bridge: Open, application: str, place: str) -> Bridge:
 
 
 @pytest.fixture
-def topic(client: Client) -> str:
+def topic(client: RemotingClient) -> str:
     return new_topic(client)
 
 
 def test_what_is_read_and_what_is_sent_is_decided_there_together(
-    open_bridge: Open, bridge: Bridge, client: Client, topic: str, application: str
+    open_bridge: Open, bridge: Bridge, client: RemotingClient, topic: str, application: str
 ) -> None:
     results = new_topic(client)
     publish(client, topic, b"1", b"2")
@@ -68,7 +68,7 @@ def test_a_token_is_committed_from_another_process_that_decides_there_too(
     rocketmq_broker: brokers.RocketMQ,
     open_bridge: Open,
     bridge: Bridge,
-    client: Client,
+    client: RemotingClient,
     topic: str,
     application: str,
     place: str,
@@ -86,7 +86,7 @@ def test_a_token_is_committed_from_another_process_that_decides_there_too(
 
 
 def test_what_a_dead_owner_decided_there_is_published_by_others(
-    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: Client, topic: str, application: str, place: str
+    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, topic: str, application: str, place: str
 ) -> None:
     """The broker asks the living members of the application, and they look there."""
     with faults.proxy(rocketmq_broker) as proxy:

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import take
-from txnbridge_rocketmq import sharing, starts
-from txnbridge_rocketmq.log import RocketMQLog
-from txnbridge_rocketmq.remoting import Answer, Client, Queue, groups
-from txnbridge_rocketmq.remoting.frames import Command
-from txnbridge_rocketmq.sharing import shares
+from txnbridge_rocketmq.client import groups
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.codes import ResponseCode
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
+from txnbridge_rocketmq.read import rebalance, start_positions
+from txnbridge_rocketmq.read.rebalance import assign
 
 from tests.core.reading_kit import SOON, values
 from tests.in_time import paused, within
@@ -59,7 +62,9 @@ def stands(reader: Member) -> dict[Any, Any]:
 # --- where a group begins and stands ----------------------------------------------------------------------------------
 
 
-def test_where_a_group_begins_is_decided_before_a_message_is_handed_out(join: Join, client: Client, group: str) -> None:
+def test_where_a_group_begins_is_decided_before_a_message_is_handed_out(
+    join: Join, client: RemotingClient, group: str
+) -> None:
     topic = new_topic(client, 2)
     publish(client, topic, b"old")
     with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +75,7 @@ def test_where_a_group_begins_is_decided_before_a_message_is_handed_out(join: Jo
 
 
 def test_the_first_batch_of_a_group_that_starts_at_the_latest_is_not_lost_with_its_first_member(
-    join: Join, client: Client, group: str
+    join: Join, client: RemotingClient, group: str
 ) -> None:
     topic = new_topic(client)
     first = join(topic, group, start="latest")
@@ -81,7 +86,7 @@ def test_the_first_batch_of_a_group_that_starts_at_the_latest_is_not_lost_with_i
     assert values(join(topic, group, start="latest").take(1)) == [b"first"]
 
 
-def test_of_members_that_begin_at_once_one_decides_where(join: Join, client: Client, group: str) -> None:
+def test_of_members_that_begin_at_once_one_decides_where(join: Join, client: RemotingClient, group: str) -> None:
     topic = new_topic(client)
     publish(client, topic, b"0")
     readers = [join(topic, group, start=start) for start in ("earliest", "latest")]
@@ -93,7 +98,7 @@ def test_of_members_that_begin_at_once_one_decides_where(join: Join, client: Cli
 
     def settle(starts: Any) -> None:
         barrier.wait()
-        known = starts.settle(wishes, queues, Deadline(SOON)).known
+        known = starts.resolve(wishes, queues, Deadline(SOON)).known
         found.append({partition: place.next for partition, place in known.items()})
 
     threads = [threading.Thread(target=settle, args=(starts,)) for starts in both]
@@ -105,7 +110,7 @@ def test_of_members_that_begin_at_once_one_decides_where(join: Join, client: Cli
 
 
 def test_a_partition_that_was_added_since_a_group_began_is_read_from_its_beginning(
-    join: Join, bridge: Bridge, client: Client, group: str
+    join: Join, bridge: Bridge, client: RemotingClient, group: str
 ) -> None:
     topic = new_topic(client)
     reader = join(topic, group, start="latest")
@@ -115,7 +120,7 @@ def test_a_partition_that_was_added_since_a_group_began_is_read_from_its_beginni
     assert values(reader.take(1)) == [b"there already"]
 
 
-def test_what_was_acknowledged_is_not_read_again_by_seeking(join: Join, client: Client, group: str) -> None:
+def test_what_was_acknowledged_is_not_read_again_by_seeking(join: Join, client: RemotingClient, group: str) -> None:
     topic = new_topic(client)
     publish(client, topic, b"0", b"1", b"2")
     reader = join(topic, group)
@@ -127,7 +132,7 @@ def test_what_was_acknowledged_is_not_read_again_by_seeking(join: Join, client: 
     assert values(reader.take(2)) == [b"1", b"2"]
 
 
-def test_a_group_skips_what_a_seek_passes_over(join: Join, client: Client, group: str) -> None:
+def test_a_group_skips_what_a_seek_passes_over(join: Join, client: RemotingClient, group: str) -> None:
     topic = new_topic(client)
     publish(client, topic, b"0", b"1", b"2", b"3")
     reader = join(topic, group)
@@ -138,7 +143,7 @@ def test_a_group_skips_what_a_seek_passes_over(join: Join, client: Client, group
 
 
 def test_a_group_of_which_the_broker_knows_more_than_the_log_does_not_begin_again(
-    join: Join, client: Client, group: str
+    join: Join, client: RemotingClient, group: str
 ) -> None:
     topic = new_topic(client, 2)
     publish(client, topic, b"0", b"1")
@@ -156,7 +161,7 @@ def test_a_group_of_which_the_broker_knows_more_than_the_log_does_not_begin_agai
 
 
 def test_a_group_whose_log_is_gone_does_not_begin_again(
-    join: Join, client: Client, group: str, monkeypatch: pytest.MonkeyPatch
+    join: Join, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = new_topic(client)
     reader = join(topic, group)
@@ -171,7 +176,7 @@ def test_a_group_whose_log_is_gone_does_not_begin_again(
 
 
 def test_a_group_that_cannot_go_on_behind_its_last_transaction_says_so(
-    join: Join, client: Client, group: str, monkeypatch: pytest.MonkeyPatch
+    join: Join, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its halves are gone, or cannot be found: nobody would learn from a reader that hands out nothing, for ever."""
     topic = new_topic(client)
@@ -184,14 +189,14 @@ def test_a_group_that_cannot_go_on_behind_its_last_transaction_says_so(
         raise EvidenceLost("its halves are gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(starts, "publish_decided", publish_decided)
+        patch.setattr(start_positions, "publish_decided", publish_decided)
         reader = join(topic, group)
         with pytest.raises(EvidenceLost, match="halves are gone"):
             reader.until(lambda: False)
     assert values(reader.take(1)) == [b"1"]
 
 
-def test_the_broker_is_told_where_a_group_stands(join: Join, client: Client, group: str) -> None:
+def test_the_broker_is_told_where_a_group_stands(join: Join, client: RemotingClient, group: str) -> None:
     topic = new_topic(client)
     publish(client, topic, b"0", b"1")
     reader = join(topic, group)
@@ -202,7 +207,7 @@ def test_the_broker_is_told_where_a_group_stands(join: Join, client: Client, gro
 
 
 def test_a_member_leaves_also_while_only_a_seek_can_say_where_a_partition_goes_on(
-    join: Join, client: Client, group: str
+    join: Join, client: RemotingClient, group: str
 ) -> None:
     """Else its connections would stay, and with them its part of the group, which nobody would read any more."""
     topic = new_topic(client, 2)
@@ -222,7 +227,7 @@ def test_a_member_leaves_also_while_only_a_seek_can_say_where_a_partition_goes_o
 
 
 def test_members_leave_in_time_while_the_broker_is_silent(
-    join: Join, client: Client, rocketmq_broker: brokers.RocketMQ, group: str
+    join: Join, client: RemotingClient, rocketmq_broker: brokers.RocketMQ, group: str
 ) -> None:
     """A bridge closes all of its consumers, one after another, and may have no time left for the last ones."""
     topic = new_topic(client, 4)
@@ -252,7 +257,9 @@ def at_once(join: Join, topic: str, group: str) -> tuple[Member, Member]:
     return members
 
 
-def test_of_two_members_that_read_the_same_the_first_decision_counts(join: Join, client: Client, group: str) -> None:
+def test_of_two_members_that_read_the_same_the_first_decision_counts(
+    join: Join, client: RemotingClient, group: str
+) -> None:
     topic = new_topic(client)
     one, two = at_once(join, topic, group)
     publish(client, topic, b"0", b"1", b"2")
@@ -264,7 +271,7 @@ def test_of_two_members_that_read_the_same_the_first_decision_counts(join: Join,
     assert stands(one) == {(topic, 0): 1}
 
 
-def test_who_was_overtaken_learns_it_and_goes_on_behind(join: Join, client: Client, group: str) -> None:
+def test_who_was_overtaken_learns_it_and_goes_on_behind(join: Join, client: RemotingClient, group: str) -> None:
     topic = new_topic(client)
     one, two = at_once(join, topic, group)
     publish(client, topic, b"0", b"1", b"2")
@@ -279,7 +286,9 @@ def test_who_was_overtaken_learns_it_and_goes_on_behind(join: Join, client: Clie
     assert stands(one) == {(topic, 0): 3}
 
 
-def test_an_earlier_transaction_that_is_undecided_is_not_passed_over(join: Join, client: Client, group: str) -> None:
+def test_an_earlier_transaction_that_is_undecided_is_not_passed_over(
+    join: Join, client: RemotingClient, group: str
+) -> None:
     topic = new_topic(client)
     publish(client, topic, b"0", b"1", b"2")
     reader = join(topic, group)
@@ -296,7 +305,7 @@ def test_an_earlier_transaction_that_is_undecided_is_not_passed_over(join: Join,
     assert stands(reader) == {(topic, 0): 3}
 
 
-def test_several_acknowledgements_of_one_transaction_are_one(join: Join, client: Client, group: str) -> None:
+def test_several_acknowledgements_of_one_transaction_are_one(join: Join, client: RemotingClient, group: str) -> None:
     topic = new_topic(client, 2)
     publish(client, topic, b"0", b"1", b"2")
     publish(client, topic, b"a", queue=1)
@@ -309,7 +318,7 @@ def test_several_acknowledgements_of_one_transaction_are_one(join: Join, client:
     assert stands(reader) == {(topic, 0): 3, (topic, 1): 1}
 
 
-def test_what_left_a_reader_cannot_be_acknowledged(join: Join, client: Client, group: str) -> None:
+def test_what_left_a_reader_cannot_be_acknowledged(join: Join, client: RemotingClient, group: str) -> None:
     topic = new_topic(client, 2)
     for queue in range(2):
         publish(client, topic, b"0", queue=queue)
@@ -326,7 +335,7 @@ def test_what_left_a_reader_cannot_be_acknowledged(join: Join, client: Client, g
 
 
 def test_consume_transform_produce_of_two_members_at_once_happens_once(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
 ) -> None:
     source, target = new_topic(client), new_topic(client)
     publish(client, source, *(b"%d" % number for number in range(30)))
@@ -334,9 +343,9 @@ def test_consume_transform_produce_of_two_members_at_once_happens_once(
 
     def work(bridge: Bridge) -> None:
         with bridge.consumer(source, group) as consumer:
-            reader: Any = consumer._reader
-            me = reader._sharing.client.client_id
-            reader._sharing._members = lambda broker, deadline: [me]  # neither knows of the other
+            reader: Any = consumer._reader.reader
+            me = reader._rebalancer.client.client_id
+            reader._rebalancer._members = lambda broker, deadline: [me]  # neither knows of the other
             while len(done) < 30:
                 for message in consumer.poll(3, timeout=0.2):
                     try:
@@ -359,7 +368,7 @@ def test_consume_transform_produce_of_two_members_at_once_happens_once(
 
 
 def test_a_consumer_goes_on_when_its_acknowledgement_never_came_to_the_log(
-    rocketmq_broker: brokers.RocketMQ, client: Client, group: str, monkeypatch: pytest.MonkeyPatch
+    rocketmq_broker: brokers.RocketMQ, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = new_topic(client)
     publish(client, topic, b"1", b"2")
@@ -378,7 +387,7 @@ def test_a_consumer_goes_on_when_its_acknowledgement_never_came_to_the_log(
         (message,) = take(consumer, 1)
         with monkeypatch.context() as patched, pytest.raises(OutcomeUnknown), bridge.transaction(timeout=1) as txn:
             txn.ack(message)  # and nothing else: of no half a broker could ask
-            patched.setattr(RocketMQLog, "append", lose)
+            patched.setattr(RocketMQDecisionLog, "append", lose)
         assert txn.outcome is Outcome.UNKNOWN
         assert becomes_true(lambda: values_read() == [b"1", b"2"])
 
@@ -390,7 +399,7 @@ def test_partitions_are_shared_out_evenly_and_all_of_them() -> None:
     queues = [Queue("orders", BROKER, number) for number in range(10)]
     for count in (1, 2, 3, 7, 12):
         readers = [f"m{number:02}" for number in range(count)]
-        found = shares(queues, readers)
+        found = assign(queues, readers)
         assert sorted(each.queue for mine in found.values() for each in mine) == list(range(10))
         sizes = [len(found.get(each, ())) for each in readers]
         assert max(sizes) - min(sizes) <= 1
@@ -399,13 +408,15 @@ def test_partitions_are_shared_out_evenly_and_all_of_them() -> None:
 def test_for_members_that_sleep_the_one_before_them_reads() -> None:
     queues = [Queue("orders", BROKER, number) for number in range(4)]
     readers = ["a", "b", "c", "d"]
-    awake, asleep = shares(queues, readers), shares(queues, readers, {"c", "d"})
+    awake, asleep = assign(queues, readers), assign(queues, readers, {"c", "d"})
     assert asleep["a"] == awake["a"]
     assert sorted(map(str, asleep["b"])) == sorted(map(str, awake["b"] + awake["c"] + awake["d"]))
-    assert shares(queues, readers, set(readers)) == {}
+    assert assign(queues, readers, set(readers)) == {}
 
 
-def test_a_new_member_gets_its_share_and_all_when_the_others_leave(join: Join, client: Client, group: str) -> None:
+def test_a_new_member_gets_its_share_and_all_when_the_others_leave(
+    join: Join, client: RemotingClient, group: str
+) -> None:
     topic = new_topic(client, 4)
     one = join(topic, group)
     one.has(4)
@@ -418,7 +429,7 @@ def test_a_new_member_gets_its_share_and_all_when_the_others_leave(join: Join, c
 
 
 def test_a_member_keeps_its_partitions_until_it_has_ended_its_transaction(
-    join: Join, client: Client, group: str
+    join: Join, client: RemotingClient, group: str
 ) -> None:
     topic = new_topic(client, 2)
     one = join(topic, group)
@@ -431,7 +442,9 @@ def test_a_member_keeps_its_partitions_until_it_has_ended_its_transaction(
     assert [how for how, _ in one.listener.told] == ["assigned", "assigned", "revoking"]
 
 
-def test_members_of_other_topics_in_the_same_group_share_nothing(join: Join, client: Client, group: str) -> None:
+def test_members_of_other_topics_in_the_same_group_share_nothing(
+    join: Join, client: RemotingClient, group: str
+) -> None:
     topics = new_topic(client), new_topic(client)
     one, two = (join(topic, group) for topic in topics)
     one.has(1)
@@ -439,7 +452,7 @@ def test_members_of_other_topics_in_the_same_group_share_nothing(join: Join, cli
 
 
 def test_another_application_in_the_same_group_is_refused(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
 ) -> None:
     topic = new_topic(client)
     join(topic, group).has(1)
@@ -457,7 +470,7 @@ def hold(url: str, topic: str, group: str) -> None:
 
 
 def test_who_comes_when_nobody_lives_does_not_wait_for_the_locks_of_the_dead(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
 ) -> None:
     topic = new_topic(client, 2)
     with Child(hold, rocketmq_broker.url, topic, group) as other:
@@ -470,9 +483,9 @@ def test_who_comes_when_nobody_lives_does_not_wait_for_the_locks_of_the_dead(
 
 
 def test_the_partitions_of_a_killed_member_are_taken_over_at_once(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str, monkeypatch: pytest.MonkeyPatch
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "_LOCKED_SECONDS", 600.0)
+    monkeypatch.setattr(rebalance, "_LOCKED_SECONDS", 600.0)
     topic = new_topic(client, 2)
     reader = join(topic, group)
     reader.has(2)
@@ -493,7 +506,7 @@ def pass_one_on(url: str, source: str, target: str, group: str) -> None:
 
 
 def test_what_a_killed_member_decided_is_published_before_the_next_one_reads_on(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
 ) -> None:
     source, target = new_topic(client), new_topic(client)
     publish(client, source, b"1", b"2")
@@ -505,12 +518,14 @@ def test_what_a_killed_member_decided_is_published_before_the_next_one_reads_on(
 
 
 @pytest.mark.full
-def test_a_lock_that_nobody_gives_up_holds_a_member_up_for_seconds_only(join: Join, client: Client, group: str) -> None:
+def test_a_lock_that_nobody_gives_up_holds_a_member_up_for_seconds_only(
+    join: Join, client: RemotingClient, group: str
+) -> None:
     topic = new_topic(client, 2)
     one = join(topic, group)
     one.has(2)
     queues = [Queue(topic, BROKER, number) for number in range(2)]
-    one.sharing.let_go(queues)
+    one.sharing.release(queues)
     assert becomes_true(lambda: len(client.call(BROKER, groups.lock(group, "a ghost", queues), LONG)) == 2)
     two = join(topic, group)
     two.has(1)
@@ -518,7 +533,7 @@ def test_a_lock_that_nobody_gives_up_holds_a_member_up_for_seconds_only(join: Jo
 
 @pytest.mark.full
 def test_the_partitions_of_a_sleeping_member_are_taken_over_and_given_back(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str
 ) -> None:
     topic = new_topic(client, 2)
     with Child(hold, rocketmq_broker.url, topic, group) as other:
@@ -531,14 +546,14 @@ def test_the_partitions_of_a_sleeping_member_are_taken_over_and_given_back(
         one.has(1)
 
 
-def test_only_who_is_connected_and_does_not_answer_is_asleep(join: Join, client: Client, group: str) -> None:
+def test_only_who_is_connected_and_does_not_answer_is_asleep(join: Join, client: RemotingClient, group: str) -> None:
     reader = join(new_topic(client), group)
     for name in (reader.sharing.client.client_id, "nobody"):
         assert client.call(BROKER, groups.is_asleep(group, name), LONG) is False
-    assert groups.is_asleep(group, "somebody").result(Command(Answer.CONSUME_MSG_TIMEOUT)) is True
+    assert groups.is_asleep(group, "somebody").result(RemotingCommand(ResponseCode.CONSUME_MSG_TIMEOUT)) is True
 
 
-def test_locks_of_a_member_that_is_gone_are_given_up_for_it(join: Join, client: Client, group: str) -> None:
+def test_locks_of_a_member_that_is_gone_are_given_up_for_it(join: Join, client: RemotingClient, group: str) -> None:
     topic = new_topic(client, 2)
     queues = {Queue(topic, BROKER, number) for number in range(2)}
     one, two = join(topic, group), join(topic, group)

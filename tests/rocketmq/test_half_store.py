@@ -11,9 +11,10 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import eventually
 from txnbridge_conformance.plugin import RunChild
-from txnbridge_rocketmq import checks, listing
-from txnbridge_rocketmq.remoting import Property
-from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.admin import open_halves
+from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.outcome import check_back
+from txnbridge_rocketmq.settings import RocketMQSettings
 
 from tests.half_chaos import attack
 from tests.rocketmq import writing_kit
@@ -46,16 +47,18 @@ def resolve(url: str, group: str) -> None:
         eventually(lambda: resolver.stats.committed, "it is asked")
 
 
-def waiting(cluster: Any, group: str) -> list[listing.Waiting]:
+def waiting(cluster: Any, group: str) -> list[open_halves.PendingHalf]:
     """The halves of a group that have not ended, and about which the broker asks."""
     deadline = Deadline(60)
-    found = [half for name in cluster.brokers.names(deadline) for half in listing._waiting(cluster, name, deadline)]
+    found = [half for name in cluster.brokers.names(deadline) for half in open_halves._waiting(cluster, name, deadline)]
     return [half for half in found if half.record.properties[Property.GROUP].endswith(group)]
 
 
-def discarded(cluster: Any, group: str) -> list[listing.Waiting]:
+def discarded(cluster: Any, group: str) -> list[open_halves.PendingHalf]:
     deadline = Deadline(60)
-    found = [half for name in cluster.brokers.names(deadline) for half in listing._discarded(cluster, name, deadline)]
+    found = [
+        half for name in cluster.brokers.names(deadline) for half in open_halves._discarded(cluster, name, deadline)
+    ]
     return [half for half in found if half.record.properties[Property.GROUP].endswith(group)]
 
 
@@ -101,7 +104,7 @@ def test_nobody_is_asked_about_what_a_killed_process_had_not_wholly_stored(
 
 def test_who_has_closed_its_resolver_is_asked_no_more(open_bridge: OpenBridge, topic: str) -> None:
     group, bridge = unique("halves"), open_bridge()
-    answers = broker_of(bridge)._cluster.members._questions.answers
+    answers = broker_of(bridge)._cluster.producer_groups._router.handlers
     undecided = says(Decision.UNDECIDED)
     with bridge.half_messages(group, execute=undecided, check=undecided) as halves:
         with bridge.resolver(group, check=undecided):
@@ -134,7 +137,7 @@ def test_halves_that_were_stored_before_their_group_named_the_application_are_an
     group = unique("halves")
     undecided = says(Decision.UNDECIDED)
     with monkeypatch.context() as before:
-        before.setattr(Settings, "half_group", Settings.shared_half_group)
+        before.setattr(RocketMQSettings, "half_group", RocketMQSettings.shared_half_group)
         with open_bridge().half_messages(group, execute=undecided, check=undecided) as halves:
             with halves.transaction(timeout=SHORT) as txn:
                 txn.send(topic, b"1")
@@ -224,7 +227,7 @@ def test_what_was_decided_before_it_was_put_aside_is_published_by_the_next_resol
     settings(transactionCheckMax=2)
     cluster = broker_of(open_bridge(application="observers"))._cluster
     eventually(lambda: len(discarded(cluster, group)) == 2, "the broker asks about neither any more")
-    monkeypatch.setattr(checks, "_AGAIN_SECONDS", 1.0)
+    monkeypatch.setattr(check_back, "_AGAIN_SECONDS", 1.0)
     with open_bridge().resolver(group, check=says(Decision.UNDECIDED)):
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "both are published")
 

@@ -11,8 +11,9 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.looking import eventually
-from txnbridge_rocketmq.marks import Mark, unique_key
-from txnbridge_rocketmq.remoting import Client, reading
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 
 from tests.rocketmq.kit import BROKER, LONG, bodies
 from tests.rocketmq.reading_kit import new_topic, publish, unique
@@ -38,7 +39,7 @@ def test_what_a_killed_broker_has_forgotten_holds_everything_up_until_it_is_set_
     rocketmq_broker: brokers.RocketMQ,
     settings: Callable[..., None],
     open_bridge: Callable[..., Bridge],
-    client: Client,
+    client: RemotingClient,
 ) -> None:
     topic, group, bridge = new_topic(client), unique("group"), open_bridge()
     token = prepare(bridge, topic, *numbered(10))
@@ -80,7 +81,7 @@ def poll_into(found: list[Any], consumer: Consumer, count: int) -> int:
     return len(found)
 
 
-def store_files(broker: brokers.RocketMQ, client: Client) -> None:
+def store_files(broker: brokers.RocketMQ, client: RemotingClient) -> None:
     """So much that several files are full, and that the broker has noted that it needs none of them at its start."""
     filler = new_topic(client)
     publish(client, filler, *[b"x" * _MESSAGE_BYTES] * (5 * _FILE_BYTES // _MESSAGE_BYTES))
@@ -94,6 +95,6 @@ def store_files(broker: brokers.RocketMQ, client: Client) -> None:
     eventually(is_noted, "the broker has noted how far it is")
 
 
-def is_found(client: Client, topic: str, token: str) -> bool:
-    key = unique_key(topic, Mark(Token.parse(token).transaction, 0))
+def is_found(client: RemotingClient, topic: str, token: str) -> bool:
+    key = unique_key(topic, TransactionSlot(Token.parse(token).transaction, 0))
     return bool(client.call(BROKER, reading.by_unique_key(topic, key), LONG))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.log_decisions import *  # noqa: F403
 from tests.log_decisions import Anywhere
-from tests.rocketmq.test_log import OpenLog
+from tests.rocketmq.test_decision_log import OpenLog
 from txnbridge import PositionLost
 
 

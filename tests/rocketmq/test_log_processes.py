@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.core.races import race
-from tests.rocketmq.test_log import OpenLog
+from tests.rocketmq.test_decision_log import OpenLog
 
 SECONDS = 90  # a broker that was killed is back within twenty, also on a busy machine
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from txnbridge_rocketmq.remoting import administration
+from txnbridge_rocketmq.client import administration
 
 from benchmarks._peers import environment, peer
 from benchmarks._rocketmq import OFFICIAL

@@ -8,9 +8,10 @@ from contextlib import suppress
 
 import pytest
 from txnbridge_conformance import faults
-from txnbridge_rocketmq.messages import partition_of
-from txnbridge_rocketmq.publisher import RocketMQPublisher
-from txnbridge_rocketmq.remoting import Answer, Refused
+from txnbridge_rocketmq.client.codes import ResponseCode
+from txnbridge_rocketmq.client.errors import ErrorResponse
+from txnbridge_rocketmq.write.message_format import partition_of
+from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
 from tests.in_time import within
 from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
@@ -106,7 +107,7 @@ def test_a_key_has_its_partition_and_messages_without_one_are_spread(publisher, 
 
 
 def everything(publisher, topic, queue):
-    from txnbridge_rocketmq.remoting import reading
+    from txnbridge_rocketmq.client import reading
 
     client, at, bodies = publisher._cluster.client, 0, []
     end = client.call("broker-1", reading.max_offset(topic, queue), LONG)
@@ -159,7 +160,7 @@ def test_who_may_not_look_for_a_message_whose_answer_was_lost_hears_that(
         send_all(plain, topic, [b"0"])
 
         def refuse(broker, request, timeout):
-            raise Refused(Answer.NO_PERMISSION, "no right to Sub", request.what)
+            raise ErrorResponse(ResponseCode.NO_PERMISSION, "no right to Sub", request.action)
 
         monkeypatch.setattr(plain._cluster.client, "call", refuse)
         hold = proxy.hold(answers="SEND_MESSAGE_V2")
@@ -238,7 +239,7 @@ def test_a_missing_topic_is_created_where_that_is_allowed(publisher):
     name = f"published-{uuid.uuid4().hex[:12]}"
     plain = publisher(create_topics=3)
     send_all(plain, name, numbered(6))
-    assert len(plain._cluster.topics.look(name, Deadline(LONG))) == 3
+    assert len(plain._cluster.topics.existing_queues(name, Deadline(LONG))) == 3
 
 
 def test_a_message_that_is_too_large_leaves_the_publisher_as_it_was(publisher, topic, client):

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_rocketmq import remoting
-from txnbridge_rocketmq.remoting import Check, Client, End, Membership, end, reading, send
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.errors import RemotingError
+from txnbridge_rocketmq.client.groups import Membership
+from txnbridge_rocketmq.client.sending import CheckBack, HalfEnd, WireMessage, end, half_handle, send, send_half
 
 from tests.core.reading_kit import SOON, values
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, read_all
@@ -41,7 +44,7 @@ def bridge(rocketmq_broker: brokers.RocketMQ) -> Iterator[Bridge]:
 # --- order and positions ----------------------------------------------------------------------------------------------
 
 
-def test_every_queue_is_read_in_order_however_long_it_is(bridge: Bridge, client: Client) -> None:
+def test_every_queue_is_read_in_order_however_long_it_is(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client, 3)
     for queue in range(3):
         publish(client, topic, *(b"%d" % number for number in range(100)), queue=queue)
@@ -53,7 +56,7 @@ def test_every_queue_is_read_in_order_however_long_it_is(bridge: Bridge, client:
         assert values(m for m in found if m.partition == queue) == [b"%d" % number for number in range(100)]
 
 
-def test_a_reader_waits_at_the_end_and_gets_what_comes(bridge: Bridge, client: Client) -> None:
+def test_a_reader_waits_at_the_end_and_gets_what_comes(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     with member(bridge, topic) as reader:
         assert reader.poll(timeout=0.3) == []
@@ -61,7 +64,7 @@ def test_a_reader_waits_at_the_end_and_gets_what_comes(bridge: Bridge, client: C
         assert values(reader.take(1)) == [b"new"]
 
 
-def test_reading_begins_at_the_latest_or_at_a_time(bridge: Bridge, client: Client) -> None:
+def test_reading_begins_at_the_latest_or_at_a_time(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     publish(client, topic, b"old")
     for stamp in (NOW + 1, NOW + 2):
@@ -72,7 +75,7 @@ def test_reading_begins_at_the_latest_or_at_a_time(bridge: Bridge, client: Clien
         assert since.up_to(b"end") == [b"old", b"%d" % (NOW + 1), b"%d" % (NOW + 2)]
 
 
-def test_a_time_is_that_which_the_sender_set(bridge: Bridge, client: Client) -> None:
+def test_a_time_is_that_which_the_sender_set(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     for number in range(40):
         publish(client, topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
@@ -82,7 +85,7 @@ def test_a_time_is_that_which_the_sender_set(bridge: Bridge, client: Client) -> 
         assert values(reader.take(1)) == [b"5"]
 
 
-def test_a_seek_goes_anywhere_that_is_kept(bridge: Bridge, client: Client) -> None:
+def test_a_seek_goes_anywhere_that_is_kept(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     publish(client, topic, b"0", b"1", b"2")
     with member(bridge, topic) as reader:
@@ -94,7 +97,9 @@ def test_a_seek_goes_anywhere_that_is_kept(bridge: Bridge, client: Client) -> No
             reader.seek({(topic, 7): (1,)})
 
 
-def test_a_queue_that_ends_before_the_position_is_no_reason_to_begin_again(bridge: Bridge, client: Client) -> None:
+def test_a_queue_that_ends_before_the_position_is_no_reason_to_begin_again(
+    bridge: Bridge, client: RemotingClient
+) -> None:
     topic = new_topic(client)
     publish(client, topic, b"0")
     with member(bridge, topic) as reader:
@@ -106,7 +111,7 @@ def test_a_queue_that_ends_before_the_position_is_no_reason_to_begin_again(bridg
         assert values(reader.take(1)) == [b"0"]
 
 
-def test_what_was_given_back_comes_again_and_says_so(bridge: Bridge, client: Client) -> None:
+def test_what_was_given_back_comes_again_and_says_so(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     publish(client, topic, b"0", b"1")
     with member(bridge, topic) as reader:
@@ -115,7 +120,7 @@ def test_what_was_given_back_comes_again_and_says_so(bridge: Bridge, client: Cli
         assert [(m.value, m.deliveries) for m in reader.take(2)] == [(b"0", 2), (b"1", 2)]
 
 
-def test_a_paused_queue_holds_its_place(bridge: Bridge, client: Client) -> None:
+def test_a_paused_queue_holds_its_place(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client, 2)
     with member(bridge, topic) as reader:
         reader.pause([(topic, 0)])
@@ -127,7 +132,7 @@ def test_a_paused_queue_holds_its_place(bridge: Bridge, client: Client) -> None:
         assert [(m.partition, m.value) for m in reader.take(3)] == [(0, b"0"), (0, b"1"), (0, b"2")]
 
 
-def test_queues_that_are_added_are_read_from_their_beginning(bridge: Bridge, client: Client) -> None:
+def test_queues_that_are_added_are_read_from_their_beginning(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     with member(bridge, topic, start="latest") as reader:
         bridge.admin.grow_topic(topic, 2)
@@ -141,7 +146,7 @@ def test_a_missing_topic_is_an_error_where_none_may_be_created(rocketmq_broker: 
             Member(bridge, unique("missing"))
 
 
-def test_a_closed_reader_leaves_no_thread_behind(bridge: Bridge, client: Client) -> None:
+def test_a_closed_reader_leaves_no_thread_behind(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     with member(bridge, topic, unique("group")) as reader:
         reader.until(lambda: reader.positions())  # by which the decision log is open, which stays with the bridge
@@ -170,10 +175,10 @@ def test_a_reader_goes_on_behind_a_broker_that_was_killed(start_rocketmq: Callab
             assert [values(each.take(1)) for each in (alone, grouped)] == [[b"behind"]] * 2
 
 
-def _publishes(client: Client, topic: str, value: bytes) -> bool:
+def _publishes(client: RemotingClient, topic: str, value: bytes) -> bool:
     try:
         publish(client, topic, value)
-    except remoting.RemotingError as error:
+    except RemotingError as error:
         if error.may_have_had_effect:
             raise
         return False
@@ -183,7 +188,7 @@ def _publishes(client: Client, topic: str, value: bytes) -> bool:
 # --- repeats ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_half_that_was_committed_again_and_again_is_one_message(bridge: Bridge, client: Client) -> None:
+def test_a_half_that_was_committed_again_and_again_is_one_message(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     with member(bridge, topic) as reader:
         for number in range(5):
@@ -194,7 +199,9 @@ def test_a_half_that_was_committed_again_and_again_is_one_message(bridge: Bridge
     assert len(read_all(client, topic)) == 16
 
 
-def test_who_begins_between_a_message_and_its_repeat_does_not_see_the_repeat(bridge: Bridge, client: Client) -> None:
+def test_who_begins_between_a_message_and_its_repeat_does_not_see_the_repeat(
+    bridge: Bridge, client: RemotingClient
+) -> None:
     topic = new_topic(client)
     half, late = store_half(client, topic, b"early"), store_half(client, topic, b"late")
     commit(client, half)
@@ -211,7 +218,7 @@ def test_who_begins_between_a_message_and_its_repeat_does_not_see_the_repeat(bri
             assert reader.up_to(b"end") == {1: [b"between", b"late"]}.get(start, [b"late"] if start < 5 else [])
 
 
-def test_two_halves_of_one_message_are_one_message(bridge: Bridge, client: Client) -> None:
+def test_two_halves_of_one_message_are_one_message(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     transaction = unique("transaction")
     halves = [store_half(client, topic, b"once", transaction=transaction, number=7) for _ in range(2)]
@@ -226,21 +233,21 @@ def test_two_halves_of_one_message_are_one_message(bridge: Bridge, client: Clien
 def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_message(
     bridge: Bridge, rocketmq_broker: brokers.RocketMQ
 ) -> None:
-    checked: list[Check] = []
+    checked: list[CheckBack] = []
     group = unique("producers")
 
-    def publish_again(checks: Sequence[Check]) -> None:
+    def publish_again(checks: Sequence[CheckBack]) -> None:
         for check in checks:
-            threading.Thread(target=client.call, args=(BROKER, end(check.half, End.COMMIT, True), LONG)).start()
+            threading.Thread(target=client.call, args=(BROKER, end(check.half, HalfEnd.COMMIT, True), LONG)).start()
         checked.extend(checks)
 
     address = rocketmq_broker.url.removeprefix("rocketmq://")
-    with Client([address], on_checks=publish_again) as client:
+    with RemotingClient([address], on_checks=publish_again) as client:
         client.join(Membership(producers=frozenset({group})), LONG)
         topic = new_topic(client)
         half = store_half(client, topic, b"once", group=group)
         assert becomes_true(lambda: bool(checked))  # the broker has copied the half, and publishes the copy
-        client.call(BROKER, end(half, End.ABORT, True), LONG)
+        client.call(BROKER, end(half, HalfEnd.ABORT, True), LONG)
         commit(client, half)
         with member(bridge, topic) as reader:
             found = reader.take(1)
@@ -256,9 +263,9 @@ def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_mes
 # --- messages of others -----------------------------------------------------------------------------------------------
 
 
-def test_what_a_foreign_producer_compressed_is_unpacked(bridge: Bridge, client: Client) -> None:
+def test_what_a_foreign_producer_compressed_is_unpacked(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
-    plain = send(remoting.Message(topic, b"?", {"colour": "red"}, ["k1"], "tag"), "others", 0)
+    plain = send(WireMessage(topic, b"?", {"colour": "red"}, ["k1"], "tag"), "others", 0)
     zipped = dataclasses.replace(plain, fields={**plain.fields, "f": "1"}, body=zlib.compress(b"long" * 2000))
     client.call(BROKER, zipped, LONG)
     with member(bridge, topic) as reader:
@@ -267,9 +274,9 @@ def test_what_a_foreign_producer_compressed_is_unpacked(bridge: Bridge, client: 
     assert (message.key, message.headers["colour"]) == (b"k1", "red")
 
 
-def test_what_cannot_be_unpacked_is_neither_skipped_nor_handed_out(bridge: Bridge, client: Client) -> None:
+def test_what_cannot_be_unpacked_is_neither_skipped_nor_handed_out(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
-    plain = send(remoting.Message(topic, b"not lz4"), "others", 0)
+    plain = send(WireMessage(topic, b"not lz4"), "others", 0)
     client.call(BROKER, dataclasses.replace(plain, fields={**plain.fields, "f": str(0x101)}), LONG)
     publish(client, topic, b"behind")
     with member(bridge, topic) as reader:
@@ -280,11 +287,11 @@ def test_what_cannot_be_unpacked_is_neither_skipped_nor_handed_out(bridge: Bridg
         assert values(reader.take(1)) == [b"behind"]
 
 
-def test_foreign_halves_with_one_id_are_different_messages(bridge: Bridge, client: Client) -> None:
+def test_foreign_halves_with_one_id_are_different_messages(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     for body in (b"one", b"two"):  # forked processes of the official client make the same ids
-        message = remoting.Message(topic, body, unique_key="0" * 32)
-        stored = client.call(BROKER, remoting.send_half(message, "others", 0), LONG)
-        commit(client, remoting.half_of(topic, "others", stored))
+        message = WireMessage(topic, body, unique_key="0" * 32)
+        stored = client.call(BROKER, send_half(message, "others", 0), LONG)
+        commit(client, half_handle(topic, "others", stored))
     with member(bridge, topic) as reader:
         assert values(reader.take(2)) == [b"one", b"two"]

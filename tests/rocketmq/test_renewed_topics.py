@@ -9,8 +9,10 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.looking import eventually, send, take, values
-from txnbridge_rocketmq.remoting import Client, Record, reading
-from txnbridge_rocketmq.remoting.requests import Request, fields, nothing
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.requests import RpcRequest, fields, nothing
 
 from tests.core.reading_kit import SOON
 from tests.renewed_topics import delete_topic, made_anew_again_and_again
@@ -180,7 +182,7 @@ def test_a_group_goes_on_behind_a_message_that_retention_has_dropped(
     contents = [b"%d" % number + bytes(100_000) for number in range(40)]
     with (
         connect_to(broker.url, application="keeper", decision_log=f"sqlite:///{tmp_path}/log.db") as bridge,
-        Client([broker.url.removeprefix("rocketmq://")]) as client,
+        RemotingClient([broker.url.removeprefix("rocketmq://")]) as client,
     ):
         send(bridge, topic, *contents)
         first = first_of_the_last_file(read_all(client, topic))
@@ -188,14 +190,14 @@ def test_a_group_goes_on_behind_a_message_that_retention_has_dropped(
             read = take(consumer, first)
             with bridge.transaction() as txn:
                 txn.ack(read)
-        expire = Request("dropping old files", _DELETE_EXPIRED, nothing, fields())
+        expire = RpcRequest("dropping old files", _DELETE_EXPIRED, nothing, fields())
         client.call(BROKER, expire, LONG)
         eventually(lambda: client.call(BROKER, reading.min_offset(topic, 0), LONG) == first, "the rest is dropped")
         with bridge.consumer(topic, group) as consumer:
             assert values(take(consumer, 40 - first)) == contents[first:]
 
 
-def first_of_the_last_file(records: list[Record]) -> int:
+def first_of_the_last_file(records: list[MessageExt]) -> int:
     last = records[-1].log_offset // _FILE_BYTES
     return next(each.queue_offset for each in records if each.log_offset // _FILE_BYTES == last)
 

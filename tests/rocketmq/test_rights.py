@@ -12,8 +12,9 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.looking import eventually
-from txnbridge_rocketmq.remoting import Client, Credentials
-from txnbridge_rocketmq.remoting.requests import Request, as_body, fields, nothing
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.requests import RpcRequest, as_body, fields, nothing
+from txnbridge_rocketmq.client.security import Credentials
 
 from tests.rocketmq.kit import BROKER, LONG, bodies
 from tests.rocketmq.reading_kit import connect_to, new_topic, publish, unique
@@ -62,9 +63,9 @@ def rocketmq_broker(start_shared: StartRocketMQ) -> brokers.RocketMQ:
 
 
 @pytest.fixture
-def client(rocketmq_broker: brokers.RocketMQ) -> Iterator[Client]:
+def client(rocketmq_broker: brokers.RocketMQ) -> Iterator[RemotingClient]:
     """One that may do everything."""
-    with Client([rocketmq_broker.url.removeprefix("rocketmq://")], credentials=ROOT) as client:
+    with RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")], credentials=ROOT) as client:
         yield client
 
 
@@ -81,18 +82,18 @@ def root(rocketmq_broker: brokers.RocketMQ) -> Iterator[Bridge]:
         yield bridge
 
 
-def new_user(client: Client, rights: list[Right]) -> Credentials:
+def new_user(client: RemotingClient, rights: list[Right]) -> Credentials:
     """Somebody who may do this and nothing else."""
     name = f"user{next(_numbers)}"
     user = {"username": name, "password": f"secret-of-{name}", "userType": "Normal"}
-    client.call(BROKER, Request("", _CREATE_USER, nothing, fields(username=name), as_body(user)), LONG)
+    client.call(BROKER, RpcRequest("", _CREATE_USER, nothing, fields(username=name), as_body(user)), LONG)
     actions: dict[str, list[str]] = {}
     for resource, action in rights:
         actions.setdefault(resource, []).append(action)
     entries = [{"resource": resource, "actions": each, "decision": "Allow"} for resource, each in actions.items()]
     policies = [{"policyType": "Custom", "entries": entries}]
     acl = as_body({"subject": f"User:{name}", "policies": policies})
-    client.call(BROKER, Request("", _CREATE_ACL, nothing, fields(subject=f"User:{name}"), acl), LONG)
+    client.call(BROKER, RpcRequest("", _CREATE_ACL, nothing, fields(subject=f"User:{name}"), acl), LONG)
     return Credentials(name, user["password"])
 
 
@@ -166,7 +167,7 @@ PROGRAMS = [
 
 
 @pytest.fixture
-def topic(client: Client) -> str:
+def topic(client: RemotingClient) -> str:
     """With a message that is there before."""
     name = new_topic(client)
     publish(client, name, b"there")
@@ -174,7 +175,7 @@ def topic(client: Client) -> str:
 
 
 @pytest.fixture
-def run(rocketmq_broker: brokers.RocketMQ, client: Client, root: Bridge, topic: str) -> Run:
+def run(rocketmq_broker: brokers.RocketMQ, client: RemotingClient, root: Bridge, topic: str) -> Run:
     """Runs a program as a user with these rights."""
 
     def run_as(program: Program, rights: list[Right]) -> None:
@@ -201,7 +202,7 @@ def test_with_what_the_docs_list_a_program_runs(run: Run, waiting: None, program
     ("program", "missing"), [(each, right) for each in PROGRAMS for right in each.rights], ids=named
 )
 def test_without_one_of_these_rights_it_is_refused_with_its_name_and_nothing_of_it_is_seen(
-    run: Run, client: Client, waiting: None, topic: str, program: Program, missing: Right
+    run: Run, client: RemotingClient, waiting: None, topic: str, program: Program, missing: Right
 ) -> None:
     with pytest.raises(AccessDenied) as refused:
         run(program, [right for right in program.rights if right != missing])
@@ -219,7 +220,7 @@ def begin_of(right: Right) -> str:
 
 
 @pytest.fixture
-def waiting(root: Bridge, client: Client) -> Iterator[None]:
+def waiting(root: Bridge, client: RemotingClient) -> Iterator[None]:
     """A transaction that is listed."""
     with root.transaction(prepare=True, hold=300) as txn:
         txn.send(new_topic(client), b"waits")
@@ -234,7 +235,7 @@ def waiting(root: Bridge, client: Client) -> Iterator[None]:
 @pytest.mark.parametrize("missing", [None, *LOG, *FINISH, (TOPIC, "Pub")], ids=named)
 def test_a_resolver_without_a_right_says_so_and_one_with_all_finishes_what_it_left(
     rocketmq_broker: brokers.RocketMQ,
-    client: Client,
+    client: RemotingClient,
     root: Bridge,
     caplog: pytest.LogCaptureFixture,
     missing: Right | None,
@@ -256,7 +257,7 @@ def test_a_resolver_without_a_right_says_so_and_one_with_all_finishes_what_it_le
 
 
 def test_who_has_no_right_at_all_is_told_by_the_doctor_what_it_could_not_look_at(
-    rocketmq_broker: brokers.RocketMQ, client: Client, root: Bridge
+    rocketmq_broker: brokers.RocketMQ, client: RemotingClient, root: Bridge
 ) -> None:
     with bridge_of(rocketmq_broker, new_user(client, NOTHING)) as bridge:
         advice = {each.subject: each for each in bridge.admin.check()}

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
-from txnbridge_rocketmq.checks import Checks
-from txnbridge_rocketmq.marks import Mark, unique_key
-from txnbridge_rocketmq.remoting import DISCARDED_TOPIC, HALF_TOPIC, ROCKSDB_HALF_TOPIC, Client, Record, reading
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, ROCKSDB_HALF_TOPIC
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
+from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
@@ -30,17 +33,17 @@ def rocketmq_broker(start_shared: StartRocketMQ) -> brokers.RocketMQ:
 
 
 @pytest.fixture
-def one(client: Client) -> str:
+def one(client: RemotingClient) -> str:
     return new_topic(client)
 
 
-def halves(client: Client, topic: str) -> int:
+def halves(client: RemotingClient, topic: str) -> int:
     """How many were ever stored in a half topic."""
     return client.call(BROKER, reading.max_offset(topic, 0), LONG)
 
 
 def test_halves_wait_there_and_what_cannot_be_done_with_them_is_said(
-    open_bridge: Open, client: Client, one: str
+    open_bridge: Open, client: RemotingClient, one: str
 ) -> None:
     bridge = open_bridge()
     with bridge.transaction() as txn:
@@ -56,7 +59,7 @@ def test_halves_wait_there_and_what_cannot_be_done_with_them_is_said(
 
 
 def test_what_is_aborted_is_never_seen_and_not_asked_about_for_ever(
-    open_bridge: Open, client: Client, one: str
+    open_bridge: Open, client: RemotingClient, one: str
 ) -> None:
     bridge = open_bridge()
     with bridge.transaction() as txn:
@@ -70,7 +73,7 @@ def test_what_is_aborted_is_never_seen_and_not_asked_about_for_ever(
 
 @pytest.mark.parametrize("decision", ["commit", "abort"])
 def test_a_token_ends_what_waits_there_from_another_process_after_a_kill_of_the_broker(
-    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: Client, one: str, decision: str
+    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: RemotingClient, one: str, decision: str
 ) -> None:
     token = prepare(open_bridge(), one, *numbered(4))
     rocketmq_broker.restart()
@@ -82,7 +85,7 @@ def test_a_token_ends_what_waits_there_from_another_process_after_a_kill_of_the_
 
 
 def test_what_a_dead_owner_decided_is_published_by_others_once_and_in_order(
-    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: Client, one: str
+    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: RemotingClient, one: str
 ) -> None:
     with faults.proxy(rocketmq_broker) as proxy, Child(writing_kit.commit_some, proxy.url, [one], 4) as child:
         held = proxy.hold(requests="END_TRANSACTION", count=None)
@@ -99,7 +102,7 @@ def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_pa
     rocketmq_broker: brokers.RocketMQ,
     settings: Callable[..., None],
     open_bridge: Open,
-    client: Client,
+    client: RemotingClient,
     one: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -111,12 +114,12 @@ def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_pa
     ]
     asked = Counter[str]()
 
-    def stay_silent(checks: Checks, transaction: str, halves: Sequence[Record]) -> bool:
+    def stay_silent(checks: CheckBackHandler, transaction: str, halves: Sequence[MessageExt]) -> bool:
         asked[transaction] += 1
         return False
 
     with monkeypatch.context() as patched:
-        patched.setattr(Checks, "_settles", stay_silent)
+        patched.setattr(CheckBackHandler, "_settle_quietly", stay_silent)
         later = prepared(open_bridge(timeout=2), client)
         # It was asked once more than that; and so was what is older, though nobody heard it.
         assert becomes_true(lambda: asked[later] == 11)
@@ -124,7 +127,7 @@ def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_pa
         last = prepared(heir, client)
         assert becomes_true(lambda: asked[last] == 2)
     assert not asked.keys() & given_up
-    key = unique_key(one, Mark(given_up[0], 0))
+    key = unique_key(one, TransactionSlot(given_up[0], 0))
     assert client.call(BROKER, reading.by_unique_key(DISCARDED_TOPIC, key), LONG) == []
     assert bodies(client, one) == bodies(client, owned) == []
     open_bridge(transactional_id=id, application=application)
@@ -142,6 +145,6 @@ def left_decided(*what: Any) -> str:
     return str(child.told())
 
 
-def prepared(bridge: Bridge, client: Client) -> str:
+def prepared(bridge: Bridge, client: RemotingClient) -> str:
     """A transaction that the broker is going to ask about."""
     return Token.parse(prepare(bridge, new_topic(client), b"1", hold=1)).transaction

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given as for_any
 from hypothesis import strategies as st
 from txnbridge_rocketmq.backend import RocketMQBackend
-from txnbridge_rocketmq.names import decoded, encoded, group_name, is_system_topic, topic_name
-from txnbridge_rocketmq.settings import OPTIONS, read
+from txnbridge_rocketmq.settings import OPTIONS, parse_settings
+from txnbridge_rocketmq.settings.names import decoded, encoded, group_name, is_system_topic, topic_name
 
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Capability, Context, Emitter, Url
@@ -23,7 +23,7 @@ HOSTS = (("h", None), ("h2", 19876))
 def settings(hosts=HOSTS, path="", context=None, **given):
     options = {name: option.default for name, option in OPTIONS.items()} | given
     about = {"bridge": "b", "events": Emitter("b", ()), "application": "a", "timeout": 30, "hold": None}
-    return read(
+    return parse_settings(
         Url("rocketmq", hosts, path, "rocketmq://h"),
         options,
         Context(**{**about, "create_topics": None, **(context or {})}),

@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 from txnbridge_conformance.plugin import topic  # noqa: F401
 from txnbridge_conformance.suite import *  # noqa: F403
-from txnbridge_rocketmq.remoting import Client, reading
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.client import RemotingClient
 
 from tests.rocketmq.kit import BROKER, LONG
 
@@ -15,7 +16,7 @@ def _nothing_was_published_twice(rocketmq_broker, administrator):
     """Our readers would drop what comes twice; other clients would not."""
     yield
     found: Counter[tuple[str, str]] = Counter()
-    with Client([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
+    with RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
         for name in (each.name for each in administrator.admin.topics() if each.name.startswith("conformance-")):
             for (_, queue), (_, (end,)) in administrator.admin.bounds(name).items():
                 found.update(unique_keys(client, name, queue, end))

@@ -11,7 +11,9 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.looking import eventually
-from txnbridge_rocketmq.remoting import Client, Message, administration, send
+from txnbridge_rocketmq.client import administration
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.sending import WireMessage, send
 
 from tests.rocketmq.kit import LONG, bodies
 from tests.rocketmq.reading_kit import unique
@@ -24,7 +26,7 @@ HERE, AWAY = "broker-1", "broker-2"  # our own topics are on the first by its na
 @dataclass
 class Two:
     cluster: brokers.RocketMQ
-    client: Client
+    client: RemotingClient
 
     def new_topic(self, broker: str) -> str:
         name = unique("topic")
@@ -40,7 +42,7 @@ class Two:
 @pytest.fixture(scope="module")
 def two(start_shared: StartRocketMQ) -> Iterator[Two]:
     cluster = start_shared(nodes=2)
-    with Client([cluster.url.removeprefix("rocketmq://")]) as client:
+    with RemotingClient([cluster.url.removeprefix("rocketmq://")]) as client:
         yield Two(cluster, client)
 
 
@@ -94,7 +96,7 @@ def test_a_missing_topic_is_not_found_where_all_brokers_are_there(two: Two, topi
 def test_a_broker_that_is_away_makes_no_dead_letters(two: Two, topic: str, open_bridge: Open) -> None:
     source, dead = two.new_topic(HERE), two.new_topic(HERE)
     for number in range(4):
-        two.client.call(HERE, send(Message(source, b"%d" % number), "tests", 0), LONG)
+        two.client.call(HERE, send(WireMessage(source, b"%d" % number), "tests", 0), LONG)
     bridge = open_bridge(two.cluster.url, create_topics=0)
     with bridge.transaction() as txn:
         txn.send(topic, b"first")

@@ -12,20 +12,15 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
-from txnbridge_rocketmq.checks import Checks
-from txnbridge_rocketmq.ends import Ender, Line
-from txnbridge_rocketmq.marks import Mark, origin_of, unique_key
-from txnbridge_rocketmq.remoting import (
-    DISCARDED_TOPIC,
-    Answer,
-    Client,
-    Message,
-    NotDurable,
-    Record,
-    TimedOut,
-    reading,
-    send,
-)
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, ResponseCode
+from txnbridge_rocketmq.client.errors import NotDurable, ResponseTimeout
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.sending import WireMessage, send
+from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
+from txnbridge_rocketmq.outcome.end_transaction import EndSequence, HalfEnder
+from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, origin_of, unique_key
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.half_broker import same_hash
@@ -56,12 +51,12 @@ def bridge(open_bridge: Open) -> Bridge:
 
 
 @pytest.fixture
-def one(client: Client) -> str:
+def one(client: RemotingClient) -> str:
     return new_topic(client)
 
 
 @pytest.fixture
-def two(client: Client) -> str:
+def two(client: RemotingClient) -> str:
     return new_topic(client)
 
 
@@ -93,7 +88,7 @@ def lost(proxy: faults.Proxy, **what: Any) -> Iterator[None]:
 
 
 def test_three_messages_over_two_topics_are_seen_when_they_are_committed(
-    bridge: Bridge, client: Client, one: str, two: str
+    bridge: Bridge, client: RemotingClient, one: str, two: str
 ) -> None:
     with bridge.transaction() as txn:
         txn.send(one, b"1")
@@ -105,7 +100,7 @@ def test_three_messages_over_two_topics_are_seen_when_they_are_committed(
     assert (bodies(client, one), bodies(client, two)) == ([b"1"], [b"2", b"3"])
 
 
-def test_what_is_aborted_is_never_seen(bridge: Bridge, client: Client, one: str) -> None:
+def test_what_is_aborted_is_never_seen(bridge: Bridge, client: RemotingClient, one: str) -> None:
     with bridge.transaction() as txn:
         txn.send(one, b"never")
         flush(txn)
@@ -117,7 +112,7 @@ def test_what_is_aborted_is_never_seen(bridge: Bridge, client: Client, one: str)
 
 
 def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(
-    open_bridge: Open, proxy: faults.Proxy, client: Client, one: str
+    open_bridge: Open, proxy: faults.Proxy, client: RemotingClient, one: str
 ) -> None:
     bridge = open_bridge(proxy.url, application=unique("alone"))  # so nobody else is asked, and publishes the others
 
@@ -141,7 +136,7 @@ def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(
 
 
 def test_messages_of_one_queue_come_in_the_order_in_which_they_were_sent(
-    bridge: Bridge, client: Client, one: str, two: str
+    bridge: Bridge, client: RemotingClient, one: str, two: str
 ) -> None:
     with bridge.transaction() as txn:
         for value in numbered(300):
@@ -151,20 +146,20 @@ def test_messages_of_one_queue_come_in_the_order_in_which_they_were_sent(
 
 
 def test_what_is_published_is_found_behind_a_newer_message_whose_key_has_the_same_hash(
-    open_bridge: Open, client: Client, one: str
+    open_bridge: Open, client: RemotingClient, one: str
 ) -> None:
     token = prepare(open_bridge(), one, b"1")
     assert open_bridge().commit(token) is Outcome.COMMITTED
-    key = same_hash(unique_key(one, Mark(Token.parse(token).transaction, 0)))
+    key = same_hash(unique_key(one, TransactionSlot(Token.parse(token).transaction, 0)))
     for _ in range(5):
-        client.call(BROKER, send(Message(one, b"2", unique_key=key), "tests", 0), LONG)
+        client.call(BROKER, send(WireMessage(one, b"2", unique_key=key), "tests", 0), LONG)
     assert becomes_true(lambda: len(client.call(BROKER, reading.by_unique_key(one, key), LONG)) == 5)
     assert open_bridge().commit(token) is Outcome.COMMITTED
     assert bodies(client, one) == [b"1", *[b"2"] * 5]
 
 
 def test_a_transaction_that_takes_longer_than_a_half_is_its_owners_comes_whole_and_once(
-    bridge: Bridge, client: Client, one: str
+    bridge: Bridge, client: RemotingClient, one: str
 ) -> None:
     with bridge.transaction() as txn:
         for value in numbered(5):
@@ -178,7 +173,7 @@ def test_a_transaction_that_takes_longer_than_a_half_is_its_owners_comes_whole_a
 
 
 def test_a_large_half_is_published_however_often_the_broker_has_copied_it(
-    open_bridge: Open, bridge: Bridge, client: Client, one: str, two: str
+    open_bridge: Open, bridge: Bridge, client: RemotingClient, one: str, two: str
 ) -> None:
     large = bytes(4 << 20)
     with bridge.transaction(prepare=True, hold=60) as prepared:
@@ -223,13 +218,13 @@ class Neighbours:
 
 
 def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
-    open_bridge: Open, client: Client, one: str, monkeypatch: pytest.MonkeyPatch
+    open_bridge: Open, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bridge = open_bridge(application=unique("alone"))  # of whose halves nobody else is asked
     answered: list[bool] = []
-    settles = Checks._settles
+    settles = CheckBackHandler._settle_quietly
 
-    def settle(checks: Checks, transaction: str, halves: Sequence[Record]) -> bool:
+    def settle(checks: CheckBackHandler, transaction: str, halves: Sequence[MessageExt]) -> bool:
         answered.append(settles(checks, transaction, halves))
         return answered[-1]
 
@@ -237,9 +232,9 @@ def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
         assert becomes_true(lambda: len(answered) > 1)
         return False  # what was stored so long ago is no owner's alone
 
-    monkeypatch.setattr(Checks, "_settles", settle)
+    monkeypatch.setattr(CheckBackHandler, "_settle_quietly", settle)
     with monkeypatch.context() as patched:
-        patched.setattr(Ender, "publish_fresh", be_asked)
+        patched.setattr(HalfEnder, "publish_fresh", be_asked)
         with bridge.transaction() as txn:
             txn.send(one, b"1")
     assert answered[:2] == [False, False]
@@ -247,9 +242,9 @@ def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
 
 
 def test_more_messages_than_a_transaction_may_have_are_refused_and_the_others_commit(
-    bridge: Bridge, client: Client, one: str, monkeypatch: pytest.MonkeyPatch
+    bridge: Bridge, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("txnbridge_rocketmq.writer._MOST_MESSAGES", 3)
+    monkeypatch.setattr("txnbridge_rocketmq.write.writer._MOST_MESSAGES", 3)
     with bridge.transaction() as txn:
         for value in numbered(3):
             txn.send(one, value)
@@ -259,7 +254,7 @@ def test_more_messages_than_a_transaction_may_have_are_refused_and_the_others_co
 
 
 def test_a_message_that_the_broker_would_refuse_is_refused_and_the_others_commit(
-    bridge: Bridge, client: Client, one: str
+    bridge: Bridge, client: RemotingClient, one: str
 ) -> None:
     with bridge.transaction() as txn:
         txn.send(one, b"1")
@@ -287,7 +282,7 @@ def test_a_transaction_that_may_outlive_its_halves_is_refused(
 
 
 def test_a_newer_owner_shuts_out_the_older_in_the_middle_of_a_transaction(
-    open_bridge: Open, client: Client, one: str
+    open_bridge: Open, client: RemotingClient, one: str
 ) -> None:
     id = unique("owner")
     older = open_bridge(transactional_id=id)
@@ -304,7 +299,7 @@ def test_a_newer_owner_shuts_out_the_older_in_the_middle_of_a_transaction(
 
 
 def test_a_token_commits_from_another_process_what_a_killed_one_prepared(
-    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: Client, one: str, two: str
+    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, one: str, two: str
 ) -> None:
     with Child(writing_kit.prepare_some, rocketmq_broker.url, [one, two], 3, 60.0, kill="status/before") as child:
         token = child.told()
@@ -316,7 +311,7 @@ def test_a_token_commits_from_another_process_what_a_killed_one_prepared(
 
 
 def test_a_second_commit_and_an_abort_after_it_change_nothing(
-    open_bridge: Open, bridge: Bridge, client: Client, one: str
+    open_bridge: Open, bridge: Bridge, client: RemotingClient, one: str
 ) -> None:
     token, other = prepare(bridge, one, b"once"), open_bridge()
     assert [bridge.commit(token), other.commit(token), other.abort(token), bridge.commit(token)] == [
@@ -325,13 +320,15 @@ def test_a_second_commit_and_an_abort_after_it_change_nothing(
     assert bodies(client, one) == [b"once"]
 
 
-def test_a_commit_after_an_abort_publishes_nothing(open_bridge: Open, bridge: Bridge, client: Client, one: str) -> None:
+def test_a_commit_after_an_abort_publishes_nothing(
+    open_bridge: Open, bridge: Bridge, client: RemotingClient, one: str
+) -> None:
     token, other = prepare(bridge, one, b"never"), open_bridge()
     assert [bridge.abort(token), other.commit(token), bridge.commit(token)] == [Outcome.ABORTED] * 3
     assert bodies(client, one) == []
 
 
-def test_a_token_of_many_messages_is_short(bridge: Bridge, client: Client, one: str, two: str) -> None:
+def test_a_token_of_many_messages_is_short(bridge: Bridge, client: RemotingClient, one: str, two: str) -> None:
     with bridge.transaction(prepare=True, hold=60) as txn:
         for value in numbered(200):
             txn.send(one, value)
@@ -342,7 +339,7 @@ def test_a_token_of_many_messages_is_short(bridge: Bridge, client: Client, one: 
 
 
 def test_what_the_broker_has_asked_about_again_and_again_is_committed_once_by_its_token(
-    bridge: Bridge, client: Client, one: str
+    bridge: Bridge, client: RemotingClient, one: str
 ) -> None:
     with bridge.transaction(prepare=True, hold=60) as txn:
         txn.send(one, b"1")
@@ -357,7 +354,7 @@ def test_what_the_broker_has_asked_about_again_and_again_is_committed_once_by_it
     bridge.abort(str(later.token))
 
 
-def test_what_nobody_ends_is_aborted_when_its_time_is_over(bridge: Bridge, client: Client, one: str) -> None:
+def test_what_nobody_ends_is_aborted_when_its_time_is_over(bridge: Bridge, client: RemotingClient, one: str) -> None:
     with bridge.transaction(timeout=1, prepare=True, hold=0.5) as txn:
         txn.send(one, b"forgotten")
     assert becomes_true(lambda: bridge.status(str(txn.token)).state is TokenState.ABORTED)
@@ -366,7 +363,7 @@ def test_what_nobody_ends_is_aborted_when_its_time_is_over(bridge: Bridge, clien
 
 
 def test_bridges_that_commit_the_same_tokens_at_once_publish_each_message_once(
-    open_bridge: Open, client: Client, one: str
+    open_bridge: Open, client: RemotingClient, one: str
 ) -> None:
     rivals = [open_bridge() for _ in range(3)]
     tokens = [prepare(rivals[0], one, value) for value in numbered(8)]
@@ -380,7 +377,7 @@ def test_bridges_that_commit_the_same_tokens_at_once_publish_each_message_once(
 
 
 def test_a_message_whose_answer_is_lost_aborts_all(
-    open_bridge: Open, proxy: faults.Proxy, bridge: Bridge, client: Client, one: str, two: str
+    open_bridge: Open, proxy: faults.Proxy, bridge: Bridge, client: RemotingClient, one: str, two: str
 ) -> None:
     by_proxy = open_bridge(proxy.url)
     with by_proxy.transaction() as txn:
@@ -398,7 +395,7 @@ def test_a_message_whose_answer_is_lost_aborts_all(
 
 
 def test_a_message_that_is_plainly_refused_aborts_all(
-    bridge: Bridge, settings: Callable[..., None], client: Client, one: str, two: str
+    bridge: Bridge, settings: Callable[..., None], client: RemotingClient, one: str, two: str
 ) -> None:
     with pytest.raises(AccessDenied, match="sending a message"), bridge.transaction() as txn:
         txn.send(one, b"never")
@@ -413,7 +410,7 @@ def test_a_message_that_is_plainly_refused_aborts_all(
 
 
 def test_a_message_that_a_paused_broker_does_not_answer_in_time_aborts_all(
-    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: Client, one: str
+    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, one: str
 ) -> None:
     with bridge.transaction() as txn:
         txn.send(one, b"first")
@@ -431,16 +428,16 @@ def test_a_message_that_a_paused_broker_does_not_answer_in_time_aborts_all(
     assert bodies(client, one) == [b"first"]
 
 
-def is_silent(client: Client, topic: str) -> bool:
+def is_silent(client: RemotingClient, topic: str) -> bool:
     try:
         client.call(BROKER, reading.max_offset(topic, 0), 0.2)
-    except TimedOut:
+    except ResponseTimeout:
         return True
     return False
 
 
 def test_local_work_is_not_begun_while_a_message_is_not_plainly_stored(
-    bridge: Bridge, settings: Callable[..., None], client: Client, one: str
+    bridge: Bridge, settings: Callable[..., None], client: RemotingClient, one: str
 ) -> None:
     local_work: list[str] = []
 
@@ -462,7 +459,7 @@ def test_local_work_is_not_begun_while_a_message_is_not_plainly_stored(
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["in the block", "with the token in hand"])
 def test_local_work_that_raises_aborts_what_it_was_to_decide(
-    bridge: Bridge, client: Client, one: str, prepared: bool
+    bridge: Bridge, client: RemotingClient, one: str, prepared: bool
 ) -> None:
     txn: Any = None
 
@@ -485,7 +482,7 @@ def test_local_work_that_raises_aborts_what_it_was_to_decide(
 
 
 def test_a_message_that_is_stored_but_not_as_asked_aborts_all(
-    bridge: Bridge, client: Client, one: str, monkeypatch: pytest.MonkeyPatch
+    bridge: Bridge, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DeliveryFailed, match="not as safely"), bridge.transaction() as txn:
         txn.send(one, b"1")
@@ -494,7 +491,7 @@ def test_a_message_that_is_stored_but_not_as_asked_aborts_all(
         second = txn._writer._halves._sent[1]  # type: ignore[attr-defined]
         second.stored = None
         monkeypatch.setattr(
-            second.call, "result", raises(NotDurable(Answer.FLUSH_DISK_TIMEOUT, "", "sending", "0" * 32))
+            second.call, "result", raises(NotDurable(ResponseCode.FLUSH_DISK_TIMEOUT, "", "sending", "0" * 32))
         )
         flush(txn)
     assert txn.outcome is Outcome.ABORTED
@@ -509,7 +506,7 @@ def raises(error: Exception) -> Callable[[], None]:
 
 
 def test_an_owner_that_dies_before_the_decision_has_published_nothing_and_never_will(
-    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: Client, one: str
+    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, one: str
 ) -> None:
     with Child(writing_kit.commit_some, rocketmq_broker.url, [one], 3, 3.0, kill="step:decide/before") as child:
         transaction = child.told()
@@ -518,7 +515,7 @@ def test_an_owner_that_dies_before_the_decision_has_published_nothing_and_never_
     assert bodies(client, one) == []
 
 
-def decision(bridge: Bridge, client: Client, topic: str, transaction: str) -> str | None:
+def decision(bridge: Bridge, client: RemotingClient, topic: str, transaction: str) -> str | None:
     """What stands in the log about a transaction, found by what its half says."""
     origin = origin_of(copies(client, topic, transaction)[0])
     assert origin is not None
@@ -532,7 +529,7 @@ def test_what_an_owner_decided_and_did_not_publish_others_publish_once_and_in_or
     rocketmq_broker: brokers.RocketMQ,
     proxy: faults.Proxy,
     bridge: Bridge,
-    client: Client,
+    client: RemotingClient,
     one: str,
     two: str,
     ended: int,
@@ -554,7 +551,7 @@ def test_what_an_owner_decided_and_did_not_publish_others_publish_once_and_in_or
 
 @pytest.mark.parametrize("what", ["requests", "answers"])
 def test_ends_that_are_lost_on_their_way_are_made_good_by_their_owner(
-    open_bridge: Open, proxy: faults.Proxy, client: Client, one: str, what: str
+    open_bridge: Open, proxy: faults.Proxy, client: RemotingClient, one: str, what: str
 ) -> None:
     by_proxy = open_bridge(proxy.url)
     with by_proxy.transaction() as txn:
@@ -566,16 +563,16 @@ def test_ends_that_are_lost_on_their_way_are_made_good_by_their_owner(
 
 
 def test_a_first_commit_that_was_answered_and_not_carried_out_is_unknown_until_it_is_published(
-    open_bridge: Open, client: Client, one: str, monkeypatch: pytest.MonkeyPatch
+    open_bridge: Open, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bridge = open_bridge(application=unique("alone"))  # of whose halves nobody else is asked
 
-    def swallow(ender: Ender, lines: Sequence[Line], *_: object) -> None:
+    def swallow(ender: HalfEnder, lines: Sequence[EndSequence], *_: object) -> None:
         for line in lines:
             line.halves.clear()
 
     with monkeypatch.context() as patched:
-        patched.setattr(Ender, "_end_lines", swallow)
+        patched.setattr(HalfEnder, "_commit_halves", swallow)
         unknown = pytest.raises(OutcomeUnknown, match="may not be published")
         with unknown as caught, bridge.transaction(timeout=2) as txn:
             txn.send_many(one, numbered(3))
@@ -587,7 +584,7 @@ def test_a_first_commit_that_was_answered_and_not_carried_out_is_unknown_until_i
 
 
 def test_an_owner_that_slept_until_others_published_adds_nothing_when_it_wakes(
-    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: Client, one: str
+    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, one: str
 ) -> None:
     with Child(writing_kit.commit_some, rocketmq_broker.url, [one], 3, pause="step:publish/before") as sleeper:
         sleeper.told()
@@ -625,7 +622,7 @@ def fails_to_connect(open_bridge: Open, text: str) -> bool:
 
 
 def test_tokens_are_prepared_after_a_kill_of_the_broker_and_end_as_decided(
-    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: Client, one: str, two: str
+    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: RemotingClient, one: str, two: str
 ) -> None:
     bridge = open_bridge()
     kept, given_up = prepare(bridge, one, *numbered(4)), prepare(bridge, two, *numbered(4))
@@ -652,7 +649,7 @@ def test_what_a_killed_broker_asks_about_again_is_not_published_again(
     }
     with start_rocketmq(settings=slow_notes) as broker:
         bridge = open_bridge(broker.url)
-        with Client([broker.url.removeprefix("rocketmq://")]) as client:
+        with RemotingClient([broker.url.removeprefix("rocketmq://")]) as client:
             topic = new_topic(client)
             tokens = [prepare(bridge, topic, b"token %d" % number, hold=600) for number in range(3)]
             for number in range(30):
@@ -670,7 +667,11 @@ def test_what_a_killed_broker_asks_about_again_is_not_published_again(
 
 @pytest.mark.full  # a broker is patient
 def test_what_was_decided_and_then_discarded_is_published_by_the_next_bridge(
-    rocketmq_broker: brokers.RocketMQ, settings: Callable[..., None], open_bridge: Open, client: Client, one: str
+    rocketmq_broker: brokers.RocketMQ,
+    settings: Callable[..., None],
+    open_bridge: Open,
+    client: RemotingClient,
+    one: str,
 ) -> None:
     settings(transactionCheckMax=10)
     application = unique("application")
@@ -678,7 +679,7 @@ def test_what_was_decided_and_then_discarded_is_published_by_the_next_bridge(
         writing_kit.commit_some, rocketmq_broker.url, [one], 3, 2.0, None, application, kill="step:publish/before"
     ) as child:
         child.stopped()
-    key = unique_key(one, Mark(child.told(), 0))
+    key = unique_key(one, TransactionSlot(child.told(), 0))
     assert becomes_true(lambda: bool(client.call(BROKER, reading.by_unique_key(DISCARDED_TOPIC, key), LONG)), 60)
     assert bodies(client, one) == []
     open_bridge(application=application, timeout=2)

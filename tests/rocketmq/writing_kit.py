@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from txnbridge_rocketmq.broker import RocketMQBroker
-from txnbridge_rocketmq.marks import Mark, unique_key
-from txnbridge_rocketmq.remoting import HALF_TOPIC, Client, Property, Record, reading
-from txnbridge_rocketmq.writer import RocketMQWriter
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.codes import HALF_TOPIC, Property
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
+from txnbridge_rocketmq.write.writer import RocketMQWriter
 
 from tests.rocketmq.kit import BROKER, LONG
 from tests.rocketmq.reading_kit import connect_to
@@ -39,13 +42,13 @@ def flush(txn: Transaction) -> None:
     txn._writer.flush(txn._begin.deadline)
 
 
-def copies(client: Client, topic: str, transaction: str, number: int = 0) -> list[Record]:
+def copies(client: RemotingClient, topic: str, transaction: str, number: int = 0) -> list[MessageExt]:
     """The half of a message and its copies, in the order in which they were stored."""
-    key = unique_key(topic, Mark(transaction, number))
+    key = unique_key(topic, TransactionSlot(transaction, number))
     return client.call(BROKER, reading.by_unique_key(HALF_TOPIC, key), LONG)
 
 
-def times_asked(client: Client, topic: str, transaction: str) -> int:
+def times_asked(client: RemotingClient, topic: str, transaction: str) -> int:
     """How often the broker has asked about a half."""
     return max(int(copy.properties.get(Property.CHECKS, 0)) for copy in copies(client, topic, transaction))
 

@@ -1,0 +1,152 @@
+"""Administration of topics and open transactions, and the doctor's checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported
+from txnbridge.spi import Admin, Advice, Deadline, Decision, OpenTransaction, Outcome, Partition, Position, TopicInfo
+from txnbridge_rocketmq.admin import doctor, open_halves
+from txnbridge_rocketmq.client import administration, reading
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.retry import retry_call
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
+from txnbridge_rocketmq.settings.names import is_system_topic
+from txnbridge_rocketmq.topics import route_of
+
+# Each cluster and each broker has a system topic of its own name. A cluster has another one with this suffix.
+_REPLY = "_REPLY_TOPIC"
+
+
+class RocketMQAdmin(Admin):
+    """Administration of the whole cluster."""
+
+    def __init__(self, ender: HalfEnder) -> None:
+        self._ender = ender
+        self._cluster = ender.cluster
+        self._topics = self._cluster.topics
+
+    # --- topics -------------------------------------------------------------------------------------------------------
+
+    def create_topic(
+        self,
+        name: str,
+        partitions: int,
+        deadline: Deadline,
+        *,
+        retention_seconds: float | None = None,
+        retention_bytes: int | None = None,
+    ) -> bool:
+        """Create a topic on the home broker. Raise `NotSupported` for a retention."""
+        if retention_seconds is not None or retention_bytes is not None:
+            raise NotSupported(
+                f"topic {name!r}: RocketMQ keeps the messages of all topics for the same time (fileReservedTime of the"
+                " brokers); leave out the retention"
+            )
+        created = self._topics.create(name, partitions, deadline)
+        count = len(self._topics.existing_queues(name, deadline))
+        if count != partitions:
+            raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
+        return created
+
+    def topics(self, deadline: Deadline) -> list[TopicInfo]:
+        names = self._topics.all(deadline)
+        clusters = {name.removesuffix(_REPLY) for name in names if name.endswith(_REPLY)}
+        systems = {*clusters, *(name + _REPLY for name in clusters), *self._cluster.brokers.names(deadline)}
+        kept = self._cluster.brokers.config(self._topics.home, deadline).retention
+        infos = []
+        for name in names:
+            route = route_of(self._cluster.client, name, deadline)
+            if route is not None:  # the topic may have been deleted meanwhile
+                internal = name in systems or self._is_internal(name)
+                infos.append(TopicInfo(name, len(route.readable), internal, kept))
+        return infos
+
+    def _users_topics(self, deadline: Deadline) -> list[str]:
+        return [topic.name for topic in self.topics(deadline) if not topic.internal]
+
+    def _is_internal(self, name: str) -> bool:
+        return name.startswith(self._cluster.settings.prefix) or is_system_topic(name)
+
+    def delete_topic(self, name: str, deadline: Deadline) -> None:
+        for listed in open_halves.list_open(self._cluster, deadline):
+            if listed.may_be_published and any(half.partition[0] == name for half in listed.halves):
+                raise InvalidState(f"topic {name!r} is in use by transaction {listed.name}; end that first")
+        self._topics.delete(name, deadline)
+
+    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
+        self._topics.grow(name, partitions, deadline)
+
+    def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
+        bounds = {}
+        for topic in topics:
+            queues = self._topics.existing_queues(topic, deadline)
+            if not queues:
+                raise NotFound(f"there is no topic {topic!r}")
+            for number, queue in enumerate(queues):
+                bounds[topic, number] = self._bounds(queue, deadline)
+        return bounds
+
+    def _bounds(self, queue: Queue, deadline: Deadline) -> tuple[Position, Position]:
+        action = f"asking for the bounds of {queue.topic}[{queue.queue}]"
+        first, end = (
+            retry_call(self._cluster.client, queue.broker, bound(queue.topic, queue.queue), action, deadline)
+            for bound in (reading.min_offset, reading.max_offset)
+        )
+        first = max(0, first)
+        return (first,), (max(first, end),)
+
+    # --- transactions -------------------------------------------------------------------------------------------------
+
+    def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
+        """Return the open transactions, including halves of other clients, and halves that a broker has discarded."""
+        listed = open_halves.list_open(self._cluster, deadline)
+        return [
+            open_halves.as_open_transaction(self._cluster, each) for each in listed if each.owner.startswith(owners)
+        ]
+
+    def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
+        """End an open transaction. A half of another client is named by its unique key."""
+        if decision is Decision.UNDECIDED:
+            raise InvalidOption("a transaction is ended by COMMIT or ABORT")
+        return open_halves.end_open(self._ender, self._named(transaction, deadline), decision, deadline)
+
+    def _named(self, transaction: str, deadline: Deadline) -> open_halves.OpenHalves:
+        for listed in open_halves.list_open(self._cluster, deadline):
+            if listed.name == transaction:
+                return listed
+        raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
+
+    def repair(self, transaction: str, deadline: Deadline) -> str:
+        """Have the broker ask again about discarded halves. Raise `NotFound` or `InvalidState`."""
+        listed = self._named(transaction, deadline)
+        count = open_halves.resume_check_backs(self._cluster, listed, deadline)
+        if not count:
+            raise InvalidState(f"the broker has not given up any half of transaction {transaction!r}")
+        return f"the broker asks again about {count} halves of {transaction}"
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def check(self, deadline: Deadline) -> list[Advice]:
+        return list(self._look(deadline))
+
+    def _look(self, deadline: Deadline) -> Iterator[Advice]:
+        brokers = self._cluster.brokers
+        parts: list[tuple[str, Callable[[], Iterable[Advice]]]] = [
+            ("topics", lambda: doctor.check_places(self._cluster, self._users_topics(deadline), deadline)),
+            ("transactions", lambda: doctor.check_open(self.transactions(deadline), self._cluster.settings)),
+        ]
+        for broker in brokers.names(deadline):
+            parts.append((f"broker {broker}", lambda broker=broker: self._state_of(broker, deadline)))  # type: ignore[misc]
+        for subject, look in parts:
+            try:
+                yield from look()
+            except AccessDenied as error:
+                yield Advice("warning", subject, str(error), "let an administrator of the cluster ask")
+
+    def _state_of(self, broker: str, deadline: Deadline) -> Iterator[Advice]:
+        told = self._cluster.brokers.require_config(broker, deadline, fresh=True)
+        yield from doctor.check_settings(told, self._cluster.settings)
+        action = f"asking broker {broker} how full its disk is"
+        full = retry_call(self._cluster.client, broker, administration.disk_ratio(), action, deadline)
+        yield from doctor.check_disk(broker, full)

@@ -1,0 +1,322 @@
+"""Open and discarded halves: listed, ended by hand, and asked about again."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
+from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim, OpenTransaction, Outcome, Partition, Token
+from txnbridge_rocketmq.client import administration, groups, reading
+from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, Property
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.retry import look_up_by_key, retry_call
+from txnbridge_rocketmq.client.sending import HalfEnd, end
+from txnbridge_rocketmq.cluster import RocketMQCluster
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, handle_of_copy
+from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared, publish_exclusively
+from txnbridge_rocketmq.write.half_batch import TopicPart, parts_as_json, parts_from_json, seconds_since
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, origin_of, slot_of
+
+T = TypeVar("T")
+
+_log = logging.getLogger("txnbridge")
+
+# The group of the broker's own check-back service, and the topic of its op messages, which name halves that have ended.
+_BROKERS_GROUP, _NOTES_TOPIC = "CID_RMQ_SYS_TRANS", "RMQ_SYS_TRANS_OP_HALF_TOPIC"
+# The group in these requests, which has no members.
+_GROUP = "txnbridge-listing"
+_NOTED = re.compile(rb"\d+")
+# How far before the broker's offset reading of op messages begins: each names one half or several, so the broker may be
+# a little further among them than among the halves.
+_NOTES_BACK = 1024
+# How long a decided transaction is not listed, because it is still being published.
+_JUST_NOW = 1.0
+_AGAIN_SECONDS = 0.01
+# How long after the op message a broker may still copy the half: it pauses for a second within a round.
+_LOOK_LASTS = 2.0
+_COPIES_AGAIN_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class PendingHalf:
+    """The newest copy of a half that has not ended, or the record of a discarded half."""
+
+    broker: str
+    record: MessageExt
+    discarded: bool = False
+
+    @property
+    def partition(self) -> Partition:
+        """The partition in which the message would be published."""
+        properties = self.record.properties
+        number = properties.get("REAL_QID", "0")
+        return properties.get(Property.REAL_TOPIC, self.record.topic), int(number) if number.isdigit() else 0
+
+
+@dataclass(frozen=True)
+class OpenHalves:
+    """A transaction with open halves. Each half of another client counts as one, named by its unique key."""
+
+    name: str
+    # "open", "prepared", "ending" (decided, but not completely published or dropped), "discarded" (by the broker), or
+    # "lost" (its outcome cannot be known any more)
+    state: str
+    halves: Sequence[PendingHalf]
+    origin: HalfOrigin | None = None  # None for another client's half
+    prepared: PrepareRecord | None = None
+
+    @property
+    def owner(self) -> str:
+        """The transactional id; empty for another client's half."""
+        return self.name.rsplit("/", 2)[0] if self.origin is not None else ""
+
+    @property
+    def may_be_published(self) -> bool:
+        """Return False for a discarded half of another client, about which no broker asks any more."""
+        return self.origin is not None or self.state != "discarded"
+
+    @property
+    def messages(self) -> int:
+        """The number of known messages."""
+        return sum(part.count for part in self.prepared.parts) if self.prepared is not None else len(self.halves)
+
+
+# --- listing ----------------------------------------------------------------------------------------------------------
+
+
+def list_open(cluster: RocketMQCluster, deadline: Deadline) -> list[OpenHalves]:
+    """Return all open transactions on all brokers, and all discarded ones that have not ended since."""
+    waiting: dict[str, list[PendingHalf]] = {}
+    for broker in cluster.brokers.names(deadline):
+        for each in _newest([*_discarded(cluster, broker, deadline), *_waiting(cluster, broker, deadline)]):
+            waiting.setdefault(_name_of(each), []).append(each)
+    listed = (_state(cluster, name, halves, deadline) for name, halves in waiting.items())
+    return sorted((each for each in listed if each is not None), key=lambda each: each.halves[0].record.born_time)
+
+
+def _name_of(half: PendingHalf) -> str:
+    slot = slot_of(half.record)
+    return slot.transaction if slot is not None else half.record.unique_key or str(half.record.offset_id)
+
+
+def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
+    """Return the last copy of each half, with which the broker continues."""
+    by_key = {(each.record.unique_key, each.partition): each for each in halves}
+    return list(by_key.values())
+
+
+def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
+    """Yield open halves from the broker's own offset on, without those that an op message names."""
+    halves = _service_offset(cluster, broker, HALF_TOPIC, deadline)
+    records = _records(cluster, broker, HALF_TOPIC, halves, deadline)
+    pending = [PendingHalf(broker, replace(record, body=b"")) for record in records]
+    if not pending:
+        return
+    notes = _service_offset(cluster, broker, _NOTES_TOPIC, deadline) - _NOTES_BACK
+    ended = {
+        int(offset)
+        for record in _records(cluster, broker, _NOTES_TOPIC, notes, deadline)
+        for offset in _NOTED.findall(record.body)
+    }
+    yield from (half for half in pending if half.record.queue_offset not in ended)
+
+
+def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
+    """Yield discarded halves, without those whose messages were published later by their tokens."""
+    records = _records(cluster, broker, DISCARDED_TOPIC, 0, deadline)
+    discarded = _newest([PendingHalf(broker, replace(record, body=b""), discarded=True) for record in records])
+    asked = [(broker, half.partition[0], half.record.unique_key or "") for half in discarded]
+    published = look_up_by_key(cluster.client, asked, f"looking at what broker {broker} has discarded", deadline)
+    yield from (half for half, found in zip(discarded, published, strict=True) if found is None)
+
+
+def _service_offset(cluster: RocketMQCluster, broker: str, topic: str, deadline: Deadline) -> int:
+    """Return the offset of the broker's check-back service in one of its topics."""
+    return _ask(cluster, broker, groups.committed_offset(_BROKERS_GROUP, topic, 0), deadline) or 0
+
+
+def _records(cluster: RocketMQCluster, broker: str, topic: str, first: int, deadline: Deadline) -> Iterator[MessageExt]:
+    """Yield the records in the only queue of one of the broker's topics, from an offset on."""
+    at = max(first, 0, _ask(cluster, broker, reading.min_offset(topic, 0), deadline))
+    end = _ask(cluster, broker, reading.max_offset(topic, 0), deadline)
+    while at < end:
+        deadline.check(f"reading {topic} of broker {broker}")
+        pulled = _ask(cluster, broker, reading.pull(topic, 0, at, _GROUP), deadline)
+        yield from (record for record in pulled.records if record.queue_offset < end)
+        if not pulled.records and pulled.next_offset <= at:
+            time.sleep(_AGAIN_SECONDS)
+        at = max(at, pulled.next_offset)
+
+
+def _ask(cluster: RocketMQCluster, broker: str, request: RpcRequest[T], deadline: Deadline) -> T:
+    return retry_call(cluster.client, broker, request, f"looking for halves on broker {broker}", deadline)
+
+
+def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], deadline: Deadline) -> OpenHalves | None:
+    """Return the state of a transaction; None if it has ended just now, before the broker wrote its op message."""
+    origin = origin_of(halves[0].record)
+    discarded = all(half.discarded for half in halves)
+    listed = OpenHalves(name, "discarded" if discarded else "open", halves, origin)
+    if origin is None:
+        return listed
+    ledger = ledger_of(cluster, listed)
+    try:
+        claim = ledger.decided(name, deadline, log=origin.log)
+        if claim is not None:
+            return _decided(cluster, listed, claim, deadline)
+        entries = [entry for entry in ledger.find(name, deadline, log=origin.log) if entry.kind == PREPARE]
+    except EvidenceLost:
+        return replace(listed, state="lost")  # the record that would decide it is gone
+    except (OutcomeUnknown, InvalidToken):  # the log cannot be read now, or is in another store
+        return listed
+    if entries:
+        listed = replace(listed, prepared=PrepareRecord.from_json(entries[0].data))
+    return replace(listed, state="prepared") if entries and not discarded else listed
+
+
+def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
+    """Return a decided transaction that is still open, its owner having died; None if decided just now."""
+    if claim.decision is Decision.ABORT and listed.state == "discarded":
+        return None
+    noted = max(cluster.brokers.config(half.broker, deadline).op_message_interval for half in listed.halves)
+    if seconds_since(claim.data) < max(_JUST_NOW, 2 * noted):
+        return None
+    return replace(listed, state="ending")
+
+
+def ledger_of(cluster: RocketMQCluster, listed: OpenHalves) -> Ledger:
+    """Return the ledger in which one of the bridge's transactions is decided."""
+    assert listed.origin is not None
+    application = str(listed.origin.log.get("log") or cluster.settings.application)
+    return cluster.context.ledger(application, listed.owner)
+
+
+def as_open_transaction(cluster: RocketMQCluster, listed: OpenHalves) -> OpenTransaction:
+    """Return the transaction as the administrator's interface shows it."""
+    record = listed.halves[0].record
+    prepared = listed.prepared
+    return OpenTransaction(
+        transaction=listed.name,
+        state=listed.state,
+        owner=record.properties.get(Property.GROUP, ""),
+        since=min(half.record.born_time for half in listed.halves),
+        expires_at=None if listed.origin is None else listed.origin.deadline,
+        partitions=tuple(sorted({half.partition for half in listed.halves})),
+        groups=tuple(sorted({ack.group for ack in prepared.acks})) if prepared is not None else (),
+        messages=listed.messages,
+        token=token_of(cluster, listed),
+        transactional_id=listed.owner,
+    )
+
+
+def token_of(cluster: RocketMQCluster, listed: OpenHalves) -> Token | None:
+    """Return the token of a prepared transaction; None for other transactions."""
+    if listed.prepared is None or listed.origin is None:
+        return None
+    return Token(
+        broker="rocketmq",
+        cluster=cluster.id,
+        transaction=listed.name,
+        how={},
+        prepared=True,
+        expires_at=listed.prepared.expires_at,
+        messages=listed.messages,
+        log=listed.origin.log,
+    )
+
+
+# --- ending by hand ---------------------------------------------------------------------------------------------------
+
+
+def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
+    """End a transaction for an administrator. Return the true outcome. Raise `InvalidState` or `EvidenceLost`."""
+    if listed.origin is None:
+        return _end_foreign(ender.cluster, listed, decision, deadline)
+    ledger = ledger_of(ender.cluster, listed)
+    token = token_of(ender.cluster, listed)
+    if token is not None:
+        outcome = end_prepared(ender, token, decision, ledger, deadline)
+    else:
+        outcome = _end_unprepared(ender, listed, decision, ledger, deadline)
+    try:
+        _drop_all(ender, listed, deadline)
+    except BrokerUnavailable as error:
+        _log.debug("copies of %s stay until the broker discards them: %s", listed.name, error)
+    return outcome
+
+
+def _drop_all(ender: HalfEnder, listed: OpenHalves, deadline: Deadline) -> None:
+    """Drop all copies of ended halves, including copies made after the halves were listed. Published messages stay.
+
+    A broker that checks a half before it has written the op message makes another copy, about which it may never ask.
+    """
+    cluster, brokers = ender.cluster, {half.broker for half in listed.halves}
+    noted = max(cluster.brokers.config(broker, deadline).op_message_interval for broker in brokers)
+    left = [half for half in listed.halves if not half.discarded]
+    dropped: set[tuple[str, int]] = set()
+    quiet = Deadline(0)
+    while True:
+        new = [half for half in left if (half.broker, half.record.queue_offset) not in dropped]
+        if new:
+            ender.drop([(half.broker, handle_of_copy(half.record)) for half in new], deadline)
+            dropped.update((half.broker, half.record.queue_offset) for half in new)
+            quiet = Deadline(noted + _LOOK_LASTS)
+        if quiet.expired or deadline.expired:
+            return
+        time.sleep(_COPIES_AGAIN_SECONDS)
+        waiting = (half for broker in brokers for half in _waiting(cluster, broker, deadline))
+        left = [half for half in waiting if _name_of(half) == listed.name]
+
+
+def _end_unprepared(
+    ender: HalfEnder, listed: OpenHalves, decision: Decision, ledger: Ledger, deadline: Deadline
+) -> Outcome:
+    assert listed.origin is not None
+    claim = ledger.decided(listed.name, deadline, log=listed.origin.log)
+    if claim is None:
+        if decision is Decision.COMMIT:
+            raise InvalidState(f"transaction {listed.name!r} is open and not prepared: only its writer can commit it")
+        data = parts_as_json(_parts(listed))
+        claim = ledger.claim(listed.name, Decision.ABORT, data, deadline, log=listed.origin.log)
+    if claim.decision is Decision.COMMIT:
+        publish_exclusively(ender, listed.name, parts_from_json(claim.data), deadline)
+    return Outcome.COMMITTED if claim.decision is Decision.COMMIT else Outcome.ABORTED
+
+
+def _parts(listed: OpenHalves) -> list[TopicPart]:
+    """Return the known messages by topic."""
+    counts: dict[tuple[str, str], int] = {}
+    for half in listed.halves:
+        slot = slot_of(half.record)
+        assert slot is not None
+        place = half.partition[0], half.broker
+        counts[place] = max(counts.get(place, 0), slot.number + 1)
+    return [TopicPart(topic, broker, count) for (topic, broker), count in counts.items()]
+
+
+def _end_foreign(cluster: RocketMQCluster, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
+    """Abort one half of another client. Only that client's producers can know whether it is to be committed."""
+    (half,) = listed.halves
+    if decision is Decision.COMMIT:
+        raise InvalidState(f"half {listed.name!r} is another client's: only that can commit it")
+    key = half.record.unique_key or ""
+    action = f"looking for halves on broker {half.broker}"
+    (newest,) = look_up_by_key(cluster.client, [(half.broker, HALF_TOPIC, key)], action, deadline)
+    if newest is None:
+        raise EvidenceLost(f"half {listed.name!r} is not there any more")
+    _ask(cluster, half.broker, end(handle_of_copy(newest), HalfEnd.ABORT, from_check=True), deadline)
+    return Outcome.ABORTED
+
+
+def resume_check_backs(cluster: RocketMQCluster, listed: OpenHalves, deadline: Deadline) -> int:
+    """Have the broker ask again about discarded halves, counting from zero. Return the number of halves."""
+    discarded = [half for half in listed.halves if half.discarded]
+    for half in discarded:
+        _ask(cluster, half.broker, administration.resume_half(half.record.offset_id), deadline)
+    return len(discarded)

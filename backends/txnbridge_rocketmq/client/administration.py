@@ -1,0 +1,143 @@
+"""Requests that manage a broker's topics, groups and settings, and that read its producers and discarded halves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, RequestCode, ResponseCode
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.records import OffsetId
+from txnbridge_rocketmq.client.requests import OR_ABSENT, RpcRequest, as_body, document, fields, is_absent, nothing
+from txnbridge_rocketmq.client.sending import check_group, check_topic
+
+_READ_AND_WRITE = 6
+
+
+def create_topic(
+    topic: str, queues: int, kind: str | None = None, attributes: Mapping[str, str] | None = None
+) -> RpcRequest[None]:
+    """Create a topic on this broker, or change it. Name servers learn of the topic a moment later.
+
+    `kind` is the topic's message type: NORMAL, FIFO, DELAY, TRANSACTION. Brokers check that type only for gRPC clients.
+    """
+    named = {**({"message.type": kind} if kind else {}), **(attributes or {})}
+    return RpcRequest(
+        f"creating topic {check_topic(topic)}",
+        RequestCode.UPDATE_AND_CREATE_TOPIC,
+        nothing,
+        fields(
+            topic=topic,
+            defaultTopic="TBW102",
+            readQueueNums=queues,
+            writeQueueNums=queues,
+            perm=_READ_AND_WRITE,
+            topicFilterType="SINGLE_TAG",
+            topicSysFlag=0,
+            order=False,
+            attributes=",".join(f"+{name}={value}" for name, value in named.items()),
+        ),
+    )
+
+
+def delete_topic(topic: str) -> RpcRequest[None]:
+    """Delete a topic from this broker. Send every name server `forget_topic` afterwards, or the topic's route stays."""
+    return RpcRequest(f"deleting topic {topic}", RequestCode.DELETE_TOPIC_IN_BROKER, nothing, fields(topic=topic))
+
+
+def forget_topic(topic: str) -> RpcRequest[None]:
+    """Delete the route of a topic, on a name server."""
+    return RpcRequest(
+        f"forgetting topic {topic}", RequestCode.DELETE_TOPIC_IN_NAME_SERVER, nothing, fields(topic=topic)
+    )
+
+
+def topic_attributes(topic: str) -> RpcRequest[dict[str, str] | None]:
+    """Return the attributes of a topic on this broker; None if the broker does not have the topic."""
+
+    def read(answer: RemotingCommand) -> dict[str, str] | None:
+        if answer.code == ResponseCode.TOPIC_NOT_EXIST:
+            return None
+        return {str(name): str(value) for name, value in (document(answer).get("attributes") or {}).items()}
+
+    return RpcRequest(
+        f"asking for the attributes of topic {topic}",
+        RequestCode.GET_TOPIC_CONFIG,
+        read,
+        fields(topic=topic),
+        accepted=frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.TOPIC_NOT_EXIST)}),
+    )
+
+
+def create_group(group: str, orderly: bool = False, retries: int = 16) -> RpcRequest[None]:
+    """Create a consumer group on this broker, or change it."""
+    body = {
+        "groupName": check_group(group),
+        "consumeEnable": True,
+        "consumeBroadcastEnable": True,
+        "consumeMessageOrderly": orderly,
+        "retryQueueNums": 1,
+        "retryMaxTimes": retries,
+    }
+    action = f"creating group {group}"
+    return RpcRequest(action, RequestCode.UPDATE_AND_CREATE_SUBSCRIPTION_GROUP, nothing, body=as_body(body))
+
+
+def delete_group(group: str) -> RpcRequest[None]:
+    """Delete a consumer group and its offsets from this broker."""
+    return RpcRequest(
+        f"deleting group {group}",
+        RequestCode.DELETE_SUBSCRIPTION_GROUP,
+        nothing,
+        fields(groupName=group, cleanOffset=True),
+    )
+
+
+def broker_settings() -> RpcRequest[dict[str, str]]:
+    """Return all current settings of this broker."""
+
+    def read(answer: RemotingCommand) -> dict[str, str]:
+        lines = (line.partition("=") for line in answer.body.decode().splitlines())
+        return {name: value for name, separator, value in lines if separator}
+
+    return RpcRequest("asking for the broker's settings", RequestCode.GET_BROKER_CONFIG, read)
+
+
+def disk_ratio() -> RpcRequest[float]:
+    """Return the used share, from 0 to 1, of the disk that holds this broker's commit log."""
+    return RpcRequest(
+        "asking how full the broker's disk is",
+        RequestCode.GET_BROKER_RUNTIME_INFO,
+        lambda answer: float(document(answer)["table"]["commitLogDiskRatio"]),
+    )
+
+
+def change_broker_settings(settings: Mapping[str, str]) -> RpcRequest[None]:
+    """Change settings of this broker, in its memory and in its file."""
+    for name, value in settings.items():
+        if "\n" in name + value or "=" in name:
+            raise ValueError(f"the setting {name!r} holds a line break or an equals sign")
+    body = "".join(f"{name}={value}\n" for name, value in settings.items()).encode()
+    return RpcRequest("changing the broker's settings", RequestCode.UPDATE_BROKER_CONFIG, nothing, body=body)
+
+
+def producers(group: str) -> RpcRequest[list[str]]:
+    """Return the client ids that are registered with this broker for a producer group; [] if there are none."""
+
+    action = f"listing the producers of group {group}"
+
+    def read(answer: RemotingCommand) -> list[str]:
+        if is_absent(answer, "not exist", action):
+            return []
+        return sorted(str(each["clientId"]) for each in document(answer).get("connectionSet") or [])
+
+    return RpcRequest(
+        action, RequestCode.GET_PRODUCER_CONNECTION_LIST, read, fields(producerGroup=group), accepted=OR_ABSENT
+    )
+
+
+def resume_half(offset_id: OffsetId) -> RpcRequest[None]:
+    """Have the broker ask again about a discarded half. It accepts any record of the discarded topic."""
+    action = "resuming a discarded half"
+    return RpcRequest(
+        action, RequestCode.RESUME_CHECK_HALF_MESSAGE, nothing, fields(topic=DISCARDED_TOPIC, msgId=offset_id)
+    )

@@ -1,0 +1,411 @@
+"""A client of one cluster: it finds brokers by name, keeps connections and heartbeats, and receives check-backs.
+
+    with RemotingClient(["127.0.0.1:9876"]) as client:
+        queue = client.route("orders", timeout=5).writable[0]
+        request = send(WireMessage("orders", b"hello"), "shop", queue.queue)
+        result = client.call(queue.broker, request, timeout=5)
+
+The client repeats only requests to name servers. For all others the caller knows whether repeating is safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import ssl
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
+from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, Unreachable
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.groups import Membership, heartbeat, unregister
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.routes import TopicRoute, masters, route
+from txnbridge_rocketmq.client.security import Credentials
+from txnbridge_rocketmq.client.sending import CheckBack, check_back_of
+from txnbridge_rocketmq.client.transport import split
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+# Brokers forget a client, and drop its connection, after 120 s without a heartbeat.
+HEARTBEAT_SECONDS = 30.0
+# Time until a lost broker is reconnected. Until then the broker sends its check-backs to other members of the group.
+_RECONNECT_SECONDS = 1.0
+# Timeout of requests that the client sends by itself. A live broker answers in milliseconds.
+_OWN_SECONDS = 3.0
+# How often the client asks name servers for new and moved brokers. When a broker does not answer, it asks sooner.
+_LIST_SECONDS = 5.0
+# How long `close` waits for a callback that is still running.
+_CLOSE_SECONDS = 5.0
+# How long the client tries to unregister. Brokers also notice the end of the connection.
+_LEAVE_SECONDS = 1.0
+# The maximum age of a cached route, as in the Java client.
+_ROUTE_SECONDS = 30.0
+# Limits of the queue of notifications for the callbacks. A notification that finds no room is dropped, and the broker
+# sends it again. Check-backs carry whole messages, hence the limit in bytes.
+_MOST_NOTIFICATIONS = 1000
+_MOST_NOTIFICATION_BYTES = 64 << 20
+
+
+class RemotingClient:
+    """Connections to the name servers and brokers of one cluster. Safe for use by several threads.
+
+    Every call ends within its `timeout` in seconds. `on_checks` receives the check-backs of brokers for this client's
+    producer groups. `on_members` receives the name of a consumer group whose members have changed. One thread of the
+    client runs both callbacks one after another, and logs the exceptions that they raise.
+    """
+
+    def __init__(
+        self,
+        name_servers: Sequence[str],
+        *,
+        client_id: str | None = None,
+        credentials: Credentials | None = None,
+        tls: ssl.SSLContext | None = None,
+        on_checks: Callable[[Sequence[CheckBack]], None] | None = None,
+        on_members: Callable[[str], None] | None = None,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    ) -> None:
+        """Create a client that is not connected yet. Raise `ValueError` for a malformed address."""
+        for address in name_servers:
+            split(address)
+        if not name_servers:
+            raise ValueError("name at least one name server")
+        self.client_id = client_id or f"{socket.gethostname()}@{os.getpid()}@{uuid.uuid4().hex[:8]}"
+        self._name_servers = list(name_servers)
+        self._settings = ConnectionSettings(tls, credentials)
+        self._on_checks, self._on_members = on_checks, on_members
+        self._heartbeat_seconds = heartbeat_seconds
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._connections: dict[str, RemotingConnection] = {}
+        self._connecting: dict[str, threading.Lock] = {}
+        self._masters: dict[str, str] = {}
+        self._seen: set[str] = set()
+        self._routes: dict[str, tuple[float, TopicRoute]] = {}
+        self._membership = Membership()
+        self._heartbeats: dict[str, tuple[RemotingConnection, float]] = {}
+        self._list_again_at = 0.0
+        self._notifications = _NotificationQueue()
+        self._threads: list[threading.Thread] = []
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def call(self, broker: str, request: RpcRequest[T], timeout: float) -> T:
+        """Send a request to the master broker of this name and return the decoded response.
+
+        Raise `Unreachable`, `Disconnected`, `ResponseTimeout`, `ErrorResponse` or `ProtocolViolation`.
+        """
+        return self.submit(broker, request, timeout).result()
+
+    def submit(self, broker: str, request: RpcRequest[T], timeout: float) -> Call[T]:
+        """Send a request without waiting for the response. The returned `Call` ends within `timeout`.
+
+        If `submit` itself raises, the request was certainly not carried out. It raises the same errors as `call`.
+        """
+        until = time.monotonic() + timeout
+        address = self._address(broker, until)
+        try:
+            connection = self._connection(address, until)
+        except Unreachable:
+            self._forget(broker, address)
+            raise
+        return connection.submit(request, until - time.monotonic())
+
+    def call_address(self, address: str, request: RpcRequest[T], timeout: float) -> T:
+        """Send a request to the broker or name server at this address. Return the decoded response as `call` does."""
+        until = time.monotonic() + timeout
+        return self._connection(address, until).call(request, until - time.monotonic())
+
+    def ask_name_server(self, request: RpcRequest[T], timeout: float) -> T:
+        """Send an idempotent request to the name servers in turn until one responds, or raise the last error."""
+        until = time.monotonic() + timeout
+        last: RemotingError | None = None
+        for number, address in enumerate(list(self._name_servers)):
+            left = until - time.monotonic()
+            if last is not None and left <= 0:
+                break
+            try:
+                # Divide the time, so that a silent name server leaves time for the others.
+                return self.call_address(address, request, left / (len(self._name_servers) - number))
+            except ErrorResponse:
+                raise
+            except RemotingError as error:
+                last = error
+                self._put_last(address)
+        assert last is not None
+        raise last
+
+    def route(self, topic: str, timeout: float, fresh: bool = False) -> TopicRoute | None:
+        """Return where a topic is, None if the name server does not know it. A cached route is at most 30 s old."""
+        with self._lock:
+            asked_at, known = self._routes.get(topic, (0.0, None))
+        if known is not None and not fresh and time.monotonic() - asked_at < _ROUTE_SECONDS:
+            return known
+        topic_route = self.ask_name_server(route(topic), timeout)
+        with self._lock:
+            if topic_route is None:
+                self._routes.pop(topic, None)
+            else:
+                self._routes[topic] = (time.monotonic(), topic_route)
+                self._masters.update(topic_route.masters)
+                self._seen.update(topic_route.masters)
+        return topic_route
+
+    def brokers(self, timeout: float) -> dict[str, str]:
+        """Ask the name server for the address of each master broker. Return the addresses by broker name."""
+        addresses = self.ask_name_server(masters(), timeout)
+        with self._lock:
+            self._masters.update(addresses)
+            self._seen.update(addresses)
+        return addresses
+
+    @property
+    def seen_brokers(self) -> frozenset[str]:
+        """The names of all brokers that a name server has ever named to this client, even if they are down now."""
+        with self._lock:
+            return frozenset(self._seen)
+
+    # --- groups -------------------------------------------------------------------------------------------------------
+
+    def join(self, membership: Membership, timeout: float) -> None:
+        """Join exactly these groups with every broker of the cluster, and leave all others.
+
+        Every broker that can be reached has been told when the method returns. Brokers that cannot be reached, and
+        brokers that restart, are told as soon as possible until `close`. Raise the last error if none could be told.
+        """
+        until = time.monotonic() + timeout
+        with self._lock:
+            before, self._membership = self._membership, membership
+            if not self._threads:
+                self._threads = [_start(self._send_heartbeats), _start(self._call_back)]
+        self._leave(before.without(membership))
+        names = self.brokers(timeout)
+        failures = []
+        for name in names:
+            try:
+                self._send_heartbeat(name, until)
+            except RemotingError as error:
+                failures.append(error)
+        if failures and len(failures) == len(names):
+            raise failures[-1]
+
+    @property
+    def is_member(self) -> bool:
+        """Return whether any broker knows this client as a member of its groups, and so can send it check-backs."""
+        with self._lock:
+            return any(connection.is_open for connection, _ in self._heartbeats.values())
+
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+        """Leave the groups and close all connections; waiting calls raise `Disconnected`. Abandon slow callbacks."""
+        if self._closed.is_set():
+            return
+        until = time.monotonic() + timeout
+        self._closed.set()
+        self._leave(self._membership, timeout)
+        self._notifications.close()
+        with self._lock:
+            connections = list(self._connections.values())
+            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for connection in connections:
+            connection.close()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def __enter__(self) -> RemotingClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _address(self, broker: str, until: float) -> str:
+        with self._lock:
+            known = self._masters.get(broker)
+        if known is not None:
+            return known
+        addresses = self.brokers(until - time.monotonic())
+        if broker not in addresses:
+            raise Unreachable(f"the name server knows no master of broker {broker}")
+        return addresses[broker]
+
+    def _forget(self, broker: str, address: str) -> None:
+        """Drop the cached address of a broker, because another broker may have become its master."""
+        with self._lock:
+            if self._masters.get(broker) == address:
+                del self._masters[broker]
+
+    def _connection(self, address: str, until: float) -> RemotingConnection:
+        with self._lock:
+            connection = self._connections.get(address)
+            connecting = self._connecting.setdefault(address, threading.Lock())
+        if connection is not None and connection.is_open:
+            return connection
+        # Only one thread connects at a time. The others use its connection, or try next.
+        if not connecting.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise Unreachable(f"{address}: no time was left")
+        try:
+            with self._lock:
+                connection = self._connections.get(address)
+            if connection is not None and connection.is_open:
+                return connection
+            return self._connect(address, until)
+        finally:
+            connecting.release()
+
+    def _connect(self, address: str, until: float) -> RemotingConnection:
+        if self._closed.is_set():
+            raise Unreachable("this client is closed")
+        connection = RemotingConnection(
+            address, until - time.monotonic(), self._settings, self._take_notification, on_end=self._lost
+        )
+        with self._lock:
+            self._connections[address] = connection
+        if self._closed.is_set():  # `close` may have listed the connections before this one was added
+            connection.close()
+        return connection
+
+    def _lost(self, connection: RemotingConnection) -> None:
+        with self._lock:
+            if self._connections.get(connection.address) is connection:
+                del self._connections[connection.address]
+
+    def _put_last(self, address: str) -> None:
+        with self._lock:
+            self._name_servers.sort(key=lambda each: each == address)
+
+    # --- membership ---------------------------------------------------------------------------------------------------
+
+    def _send_heartbeat(self, broker: str, until: float) -> None:
+        """Send a heartbeat. Raise the same errors as `call`."""
+        address = self._address(broker, until)
+        try:
+            connection = self._connection(address, until)
+            connection.call(heartbeat(self.client_id, self._membership), until - time.monotonic())
+        except RemotingError:
+            self._forget(broker, address)
+            self._list_again_at = 0.0
+            raise
+        with self._lock:
+            self._heartbeats[broker] = connection, time.monotonic()
+
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats when they are due, and at once on a new connection, where no membership is known yet."""
+        while not self._closed.wait(_RECONNECT_SECONDS):
+            if self._membership.is_empty:
+                continue
+            for name in self._known_brokers():
+                connection, sent_at = self._heartbeats.get(name, (None, 0.0))
+                is_known = connection is not None and connection.is_open
+                if is_known and time.monotonic() - sent_at < self._heartbeat_seconds:
+                    continue
+                try:
+                    self._send_heartbeat(name, time.monotonic() + _OWN_SECONDS)
+                except RemotingError as error:
+                    _log.debug("no heartbeat to broker %s: %s", name, error)
+
+    def _known_brokers(self) -> list[str]:
+        """Return the names of the known brokers. Ask a name server for new and moved brokers from time to time."""
+        if time.monotonic() >= self._list_again_at:
+            self._list_again_at = time.monotonic() + _LIST_SECONDS
+            try:
+                return list(self.brokers(_OWN_SECONDS))
+            except RemotingError as error:
+                _log.debug("no name server answers: %s", error)
+        with self._lock:
+            return list(self._masters)
+
+    def _leave(self, left: Membership, timeout: float = _LEAVE_SECONDS) -> None:
+        """Unregister from the brokers that are connected. The others notice the end of the connection."""
+        until = time.monotonic() + min(timeout, _LEAVE_SECONDS)
+        requests = [unregister(self.client_id, producer=group) for group in left.producers]
+        requests += [unregister(self.client_id, consumer=group) for group in left.consumers]
+        with self._lock:
+            connections = [connection for connection, _ in self._heartbeats.values() if connection.is_open]
+        calls = []
+        for connection in connections:
+            for request in requests:
+                with suppress(RemotingError):
+                    calls.append(connection.submit(request, until - time.monotonic()))
+        for call in calls:
+            with suppress(RemotingError):
+                call.result()
+
+    # --- notifications ------------------------------------------------------------------------------------------------
+
+    def _take_notification(self, connection: RemotingConnection, command: RemotingCommand) -> None:
+        if command.code in (RequestCode.CHECK_TRANSACTION_STATE, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED):
+            if not self._notifications.put(command):
+                _log.debug("%s asks more than is answered; it will ask again", connection.address)
+        else:
+            connection.answer(command, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, "this client does not do that")
+
+    def _call_back(self) -> None:
+        while commands := self._notifications.take():
+            checks: list[CheckBack] = []
+            for command in commands:
+                with _logged():
+                    if command.code == RequestCode.CHECK_TRANSACTION_STATE:
+                        checks.append(check_back_of(command))
+                    elif self._on_members is not None:
+                        self._on_members(command.fields["consumerGroup"])
+            if checks and self._on_checks is not None:
+                with _logged():
+                    self._on_checks(checks)
+
+
+class _NotificationQueue:
+    """The notifications of brokers that no callback has received yet, bounded in number and in bytes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[RemotingCommand] = []
+        self._bytes = 0
+        self._closed = False
+
+    def put(self, command: RemotingCommand) -> bool:
+        """Add a notification. Return False if there is no room."""
+        with self._changed:
+            if len(self._waiting) >= _MOST_NOTIFICATIONS or self._bytes + len(command.body) > _MOST_NOTIFICATION_BYTES:
+                return False
+            self._waiting.append(command)
+            self._bytes += len(command.body)
+            self._changed.notify()
+            return True
+
+    def take(self) -> list[RemotingCommand]:
+        """Wait for notifications and return all of them, the oldest first. Return an empty list once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            taken, self._waiting, self._bytes = self._waiting, [], 0
+            return [] if self._closed else taken
+
+    def close(self) -> None:
+        """Close the queue and wake `take`. Notifications that still wait are dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        _log.exception("a question of the broker's was not answered")
+
+
+def _start(target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, name="rocketmq client", daemon=True)
+    thread.start()
+    return thread

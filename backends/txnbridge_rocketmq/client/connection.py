@@ -1,0 +1,281 @@
+"""One connection to a broker or name server, with many requests in flight, which `opaque` tells apart.
+
+A thread of its own reads the connection. Its memory is bounded: the number of requests in flight is limited, and it
+buffers at most one incomplete frame.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from txnbridge_rocketmq.client.errors import Disconnected, ProtocolViolation, RemotingError, ResponseTimeout
+from txnbridge_rocketmq.client.frames import ANSWER, FrameDecoder, RemotingCommand, encode
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.security import Credentials
+from txnbridge_rocketmq.client.transport import connect
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+# The maximum number of requests in flight on one connection; the next request waits. A broker is no faster with
+# thousands of requests than with hundreds, and rejects requests that wait too long in its queue.
+MOST_IN_FLIGHT = 1024
+# How often the reading thread looks for expired calls. A call that no thread waits for ends that much later.
+_LOOK_SECONDS = 0.25
+# A connection on which no byte came for this long while a response was due counts as dead. TCP alone needs a quarter of
+# an hour to find out. A live broker responds, or says that it is busy, well before.
+_SILENCE_SECONDS = 5.0
+# Timeout of a response to the broker's own request. Such a response has about a hundred bytes.
+_ANSWER_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ConnectionSettings:
+    """The settings that all connections of a client share."""
+
+    tls: ssl.SSLContext | None = None
+    credentials: Credentials | None = None
+    most_in_flight: int = MOST_IN_FLIGHT
+
+
+class Call(Generic[T]):
+    """A request in flight and its outcome. Safe for use by several threads."""
+
+    def __init__(self, connection: RemotingConnection, request: RpcRequest[T], opaque: int, until: float) -> None:
+        self.request = request
+        self.opaque = opaque
+        self.until = until
+        self.sent_at = time.monotonic()
+        self._connection = connection
+        self._answer: RemotingCommand | RemotingError | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Call[T]], None]] = []
+
+    def result(self) -> T:
+        """Wait for the response, until the call's deadline, and return the decoded response.
+
+        Raise `ErrorResponse`, `ResponseTimeout`, `Disconnected` or `ProtocolViolation`.
+        """
+        if not self._ended.wait(max(0.0, self.until - time.monotonic())):
+            self._connection.give_up(self)
+            self._ended.wait()  # the call was given up just now, or the response arrived in that moment
+        answer = self._answer
+        assert answer is not None
+        if isinstance(answer, RemotingError):
+            raise answer
+        return self.request.result(answer)
+
+    def done(self) -> bool:
+        """Return whether `result` would return or raise at once."""
+        return self._ended.is_set()
+
+    def when_done(self, callback: Callable[[Call[T]], None]) -> None:
+        """Run a callback when the call ends, or now. The reading thread may run it, so it must not wait or submit."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def end(self, answer: RemotingCommand | RemotingError) -> None:
+        """Set the outcome. The connection does that once."""
+        with self._lock:
+            self._answer = answer
+            self._ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                _log.exception("a callback of %r failed", self.request)
+
+
+class RemotingConnection:
+    """One connection, open from the start until it is lost or closed. It is never reopened.
+
+    `on_request` receives the broker's own requests on the reading thread, and must return at once. Raise `Unreachable`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        timeout: float,
+        settings: ConnectionSettings | None = None,
+        on_request: Callable[[RemotingConnection, RemotingCommand], None] | None = None,
+        on_end: Callable[[RemotingConnection], None] | None = None,
+    ) -> None:
+        self.address = address
+        self._settings = settings or ConnectionSettings()
+        self._on_request = on_request
+        self._on_end = on_end
+        self._wire = connect(address, time.monotonic() + timeout, self._settings.tls)
+        self._opaques = itertools.count(1)
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Call[Any]] = {}
+        self._slots = threading.Semaphore(self._settings.most_in_flight)
+        self._ended: RemotingError | None = None
+        self._heard_at = time.monotonic()
+        self._thread = threading.Thread(target=self._read, name=f"rocketmq {address}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        return self._ended is None
+
+    def call(self, request: RpcRequest[T], timeout: float) -> T:
+        """Send a request and return the decoded response. Raise the same errors as `submit` and `Call.result`."""
+        return self.submit(request, timeout).result()
+
+    def submit(self, request: RpcRequest[T], timeout: float) -> Call[T]:
+        """Send a request. The returned `Call` ends within `timeout` in any case.
+
+        Wait while too many requests are in flight. Raise `Disconnected` or `ResponseTimeout`, both only if
+        the request was certainly not carried out, and `ValueError` for a request that is too large.
+        """
+        until = time.monotonic() + timeout
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a callback may not send: its thread is the one that reads the answers")
+        if timeout <= 0:
+            raise ResponseTimeout(f"{request.action}: no time was left")
+        opaque = next(self._opaques) & 0x7FFFFFFF
+        frame = self._frame(request, opaque)
+        if not self._slots.acquire(timeout=timeout):
+            raise ResponseTimeout(f"{request.action}: too many requests are in flight to {self.address}")
+        call = Call(self, request, opaque, until)
+        with self._lock:
+            ended = self._ended
+            if ended is None:
+                # Registered before the frame is sent, because the response may arrive before `send` returns
+                self._waiting[opaque] = call
+        if ended is not None:
+            self._slots.release()
+            raise Disconnected(f"{request.action}: {ended}")
+        self._send(call, frame)
+        return call
+
+    def answer(self, request: RemotingCommand, code: int, remark: str = "") -> None:
+        """Respond to a request of the broker. A lost connection is no error: no caller waits for this response."""
+        if not request.wants_answer:
+            return
+        try:
+            answer = RemotingCommand(code, request.opaque, ANSWER, remark=remark)
+            self._wire.send(encode(answer), time.monotonic() + _ANSWER_SECONDS)
+        except (OSError, ResponseTimeout):
+            _log.debug("an answer to %s was lost with its connection", self.address)
+
+    def close(self) -> None:
+        """Close the connection; waiting calls raise `Disconnected`. Safe to repeat."""
+        self._end(Disconnected(f"the connection to {self.address} was closed", may_have_had_effect=True))
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _frame(self, request: RpcRequest[Any], opaque: int) -> bytes:
+        fields = request.fields
+        if self._settings.credentials is not None:
+            fields = self._settings.credentials.sign(fields, request.body)
+        return encode(RemotingCommand(request.code, opaque, fields=fields, body=request.body))
+
+    def _send(self, call: Call[Any], frame: bytes) -> None:
+        try:
+            self._wire.send(frame, call.until)
+        except (OSError, ResponseTimeout) as error:
+            with self._lock:
+                withdrawn = self._waiting.pop(call.opaque, None)
+            if withdrawn is not None:  # otherwise the reading thread has ended the call together with the connection
+                self._slots.release()
+            kind = ResponseTimeout if isinstance(error, ResponseTimeout) else Disconnected
+            raise kind(f"{call.request.action}: not sent to {self.address}: {error}") from error
+
+    def give_up(self, call: Call[Any]) -> None:
+        """End a call whose deadline is past, unless it has just ended."""
+        with self._lock:
+            found = self._waiting.pop(call.opaque, None)
+        if found is None:
+            return
+        waited = time.monotonic() - call.sent_at
+        text = f"{call.request.action}: {self.address} did not answer within {waited:.3g} s"
+        self._finish(call, ResponseTimeout(text, may_have_had_effect=True))
+        if time.monotonic() - max(self._heard_at, call.sent_at) >= _SILENCE_SECONDS:
+            self._end(Disconnected(f"{self.address} has fallen silent", may_have_had_effect=True))
+
+    def _finish(self, call: Call[Any], answer: RemotingCommand | RemotingError) -> None:
+        self._slots.release()
+        call.end(answer)
+
+    def _end(self, reason: RemotingError) -> None:
+        with self._lock:
+            if self._ended is None:
+                self._ended = reason
+        self._wire.close()  # wakes the reading thread, which ends all waiting calls
+
+    # --- the reading thread -------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            self._read_on()
+        except (OSError, RemotingError) as error:
+            kind = ProtocolViolation if isinstance(error, ProtocolViolation) else Disconnected
+            self._end(kind(f"{self.address}: {error}", may_have_had_effect=True))
+        except BaseException:
+            self._end(Disconnected(f"{self.address}: reading failed", may_have_had_effect=True))
+            raise
+        finally:
+            self._end_all()
+
+    def _read_on(self) -> None:
+        frames = FrameDecoder()
+        next_look = time.monotonic() + _LOOK_SECONDS
+        while self._ended is None:
+            data = self._wire.receive(next_look)
+            if data == b"":
+                raise Disconnected("the connection was closed by the other side")
+            if data:
+                self._heard_at = time.monotonic()
+                for command in frames.feed(data):
+                    self._dispatch(command)
+            if time.monotonic() >= next_look:
+                self._give_up_expired()
+                next_look = time.monotonic() + _LOOK_SECONDS
+
+    def _dispatch(self, command: RemotingCommand) -> None:
+        if command.is_answer:
+            with self._lock:
+                call = self._waiting.pop(command.opaque, None)
+            if call is not None:  # otherwise the call's deadline was past
+                self._finish(call, command)
+        elif self._on_request is not None:
+            self._on_request(self, command)
+
+    def _give_up_expired(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = [call for call in self._waiting.values() if call.until <= now]
+        for call in late:
+            self.give_up(call)
+
+    def _end_all(self) -> None:
+        with self._lock:
+            waiting, self._waiting = list(self._waiting.values()), {}
+            reason = self._ended
+        assert reason is not None
+        for call in waiting:
+            self._finish(call, _copy(reason, call.request.action))
+        self._wire.release()
+        if self._on_end is not None:
+            self._on_end(self)
+
+
+def _copy(reason: RemotingError, action: str) -> RemotingError:
+    """Return a copy of the error for one call, so that each call raises an error with a traceback of its own."""
+    return type(reason)(f"{action}: {reason}", may_have_had_effect=True)

@@ -1,0 +1,162 @@
+"""Requests about groups: their members, their offsets, and the broker's short locks on queues."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.requests import OR_ABSENT, RpcRequest, as_body, document, fields, is_absent, nothing
+
+_SUCCESS = int(ResponseCode.SUCCESS)
+# The responses to a request that the broker relays to a member: a member that does not know the request, a member that
+# is not connected, and a member that does not respond.
+_ANSWERS_OF_MEMBERS = frozenset(
+    map(
+        int,
+        (
+            ResponseCode.SUCCESS,
+            ResponseCode.REQUEST_CODE_NOT_SUPPORTED,
+            ResponseCode.SYSTEM_ERROR,
+            ResponseCode.CONSUME_MSG_TIMEOUT,
+        ),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The groups that a client registers with brokers: producer groups, and consumer groups with their topics.
+
+    A broker sends the check-backs of a producer group to its members. It notifies the members of a consumer group when
+    members come or go, and `members` lists them. The members themselves assign the queues.
+    """
+
+    producers: frozenset[str] = frozenset()
+    consumers: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """The topics of each consumer group."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.producers and not self.consumers
+
+    def without(self, other: Membership) -> Membership:
+        """Return the groups that are not in the other membership."""
+        consumers = {group: topics for group, topics in self.consumers.items() if group not in other.consumers}
+        return Membership(self.producers - other.producers, consumers)
+
+
+@dataclass(frozen=True)
+class Queue:
+    """One queue of a topic on one broker."""
+
+    topic: str
+    broker: str
+    queue: int
+
+
+def heartbeat(client_id: str, membership: Membership) -> RpcRequest[None]:
+    """Register this client and its groups. The registration holds for this connection, and for two minutes."""
+    body = {
+        "clientID": client_id,
+        "producerDataSet": [{"groupName": group} for group in sorted(membership.producers)],
+        "consumerDataSet": [_consumer(group, topics) for group, topics in sorted(membership.consumers.items())],
+    }
+    return RpcRequest("sending a heartbeat", RequestCode.HEART_BEAT, nothing, body=as_body(body))
+
+
+def unregister(client_id: str, *, producer: str | None = None, consumer: str | None = None) -> RpcRequest[None]:
+    return RpcRequest(
+        f"leaving group {producer or consumer}",
+        RequestCode.UNREGISTER_CLIENT,
+        nothing,
+        fields(clientID=client_id, producerGroup=producer, consumerGroup=consumer),
+    )
+
+
+def members(group: str) -> RpcRequest[list[str]]:
+    """Return the client ids in a consumer group, in order; [] if it has no members."""
+
+    action = f"listing the members of group {group}"
+
+    def read(answer: RemotingCommand) -> list[str]:
+        if is_absent(answer, "no consumer for this group", action):
+            return []
+        return sorted(map(str, document(answer).get("consumerIdList") or []))
+
+    return RpcRequest(
+        action, RequestCode.GET_CONSUMER_LIST_BY_GROUP, read, fields(consumerGroup=group), accepted=OR_ABSENT
+    )
+
+
+def is_asleep(group: str, client_id: str) -> RpcRequest[bool]:
+    """Return whether a member is connected and does not respond: its process is stopped, or its machine is asleep.
+
+    The broker asks the member for its running info and waits ten seconds for any response. A member that is not
+    connected does not count as asleep. Meanwhile one of the broker's threads for requests about groups, topics and
+    locks is blocked, so only one client should ask at a time.
+    """
+    return RpcRequest(
+        f"asking whether a member of group {group} lives",
+        RequestCode.GET_CONSUMER_RUNNING_INFO,
+        lambda answer: answer.code == ResponseCode.CONSUME_MSG_TIMEOUT,
+        fields(consumerGroup=group, clientId=client_id, jstackEnable=False),
+        accepted=_ANSWERS_OF_MEMBERS,
+    )
+
+
+def committed_offset(group: str, topic: str, queue: int) -> RpcRequest[int | None]:
+    """Return the offset at which a group continues; None if the group never committed an offset."""
+    return RpcRequest(
+        f"asking where group {group} is in queue {queue} of topic {topic}",
+        RequestCode.QUERY_CONSUMER_OFFSET,
+        lambda answer: int(answer.fields["offset"]) if answer.code == ResponseCode.SUCCESS else None,
+        fields(consumerGroup=group, topic=topic, queueId=queue, setZeroIfNotFound=False),
+        accepted=frozenset({_SUCCESS, int(ResponseCode.QUERY_NOT_FOUND)}),
+    )
+
+
+def commit_offset(group: str, topic: str, queue: int, offset: int) -> RpcRequest[None]:
+    """Commit the offset at which a group continues. The last commit wins, even with a lower offset."""
+    return RpcRequest(
+        f"saying where group {group} is in queue {queue} of topic {topic}",
+        RequestCode.UPDATE_CONSUMER_OFFSET,
+        nothing,
+        fields(consumerGroup=group, topic=topic, queueId=queue, commitOffset=offset),
+    )
+
+
+def lock(group: str, client_id: str, queues: Collection[Queue]) -> RpcRequest[set[Queue]]:
+    """Lock queues for a member, or renew its locks; return them. A broker forgets its locks after a minute."""
+
+    def read(answer: RemotingCommand) -> set[Queue]:
+        held = document(answer).get("lockOKMQSet") or []
+        return {Queue(each["topic"], each["brokerName"], int(each["queueId"])) for each in held}
+
+    return RpcRequest("locking queues", RequestCode.LOCK_BATCH_MQ, read, body=_lock_body(group, client_id, queues))
+
+
+def unlock(group: str, client_id: str, queues: Collection[Queue]) -> RpcRequest[None]:
+    return RpcRequest(
+        "unlocking queues", RequestCode.UNLOCK_BATCH_MQ, nothing, body=_lock_body(group, client_id, queues)
+    )
+
+
+def _lock_body(group: str, client_id: str, queues: Iterable[Queue]) -> bytes:
+    wanted = [{"topic": each.topic, "brokerName": each.broker, "queueId": each.queue} for each in queues]
+    return as_body({"consumerGroup": group, "clientId": client_id, "mqSet": wanted})
+
+
+def _consumer(group: str, topics: Iterable[str]) -> dict[str, object]:
+    return {
+        "groupName": group,
+        "consumeType": "CONSUME_ACTIVELY",  # the member pulls messages itself
+        "messageModel": "CLUSTERING",
+        "consumeFromWhere": "CONSUME_FROM_FIRST_OFFSET",
+        "subscriptionDataSet": [
+            {"topic": topic, "subString": "*", "tagsSet": [], "codeSet": [], "subVersion": 0, "expressionType": "TAG"}
+            for topic in sorted(topics)
+        ],
+        "unitMode": False,
+    }

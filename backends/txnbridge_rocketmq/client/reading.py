@@ -1,0 +1,194 @@
+"""Requests that read: messages of a queue by offset, the bounds of a queue, one message by its key or address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import TypeVar
+
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.records import MessageExt, decode_records
+from txnbridge_rocketmq.client.requests import OR_ABSENT, RpcRequest, document, fields, is_absent
+
+T = TypeVar("T")
+
+# The maximum number of messages that a broker returns for one pull, with its default settings.
+PULL_MOST = 32
+# The maximum number of messages for one look-up by key (`maxMsgsNumBatch`).
+MOST_LOOKED_UP = 64
+
+_SUSPEND, _SUBSCRIPTION = 2, 4  # bits of a pull's flag
+_PULLED = frozenset(
+    map(
+        int,
+        (
+            ResponseCode.SUCCESS,
+            ResponseCode.PULL_NOT_FOUND,
+            ResponseCode.PULL_RETRY_IMMEDIATELY,
+            ResponseCode.PULL_OFFSET_MOVED,
+        ),
+    )
+)
+_QUERIED = frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.QUERY_NOT_FOUND)})
+# The end of a look-up's time range. Brokers compare it with the store time by their own clock, which may be ahead of
+# ours, so it is the last possible time.
+_NO_END = (1 << 63) - 1
+
+
+class PullStatus(IntEnum):
+    """The result of a pull."""
+
+    FOUND = ResponseCode.SUCCESS
+    NOTHING_NEW = ResponseCode.PULL_NOT_FOUND
+    AGAIN = ResponseCode.PULL_RETRY_IMMEDIATELY
+    """There is no message at this offset; there may be more at `next_offset`."""
+    OUT_OF_RANGE = ResponseCode.PULL_OFFSET_MOVED
+    """The offset is before the queue's first offset or behind its end; `next_offset` is inside the queue."""
+
+
+@dataclass(frozen=True)
+class PullResult:
+    """The messages of a pull, and the queue's bounds at that time: its first offset, and the offset behind its last."""
+
+    status: PullStatus
+    next_offset: int
+    min_offset: int
+    max_offset: int
+    records: list[MessageExt] = field(repr=False)
+
+
+def pull(
+    topic: str, queue: int, offset: int, group: str, count: int = PULL_MOST, wait: float = 0.0
+) -> RpcRequest[PullResult]:
+    """Read a queue from an offset on. The group need not exist.
+
+    With `wait` the broker holds the response back until a message arrives, for up to five seconds longer than `wait`.
+    The timeout of the call must allow for that.
+    """
+
+    def read(answer: RemotingCommand) -> PullResult:
+        return PullResult(
+            PullStatus(answer.code),
+            int(answer.fields["nextBeginOffset"]),
+            int(answer.fields["minOffset"]),
+            int(answer.fields["maxOffset"]),
+            decode_records(answer.body) if answer.code == ResponseCode.SUCCESS else [],
+        )
+
+    return RpcRequest(
+        f"reading queue {queue} of topic {topic} at {offset}",
+        RequestCode.PULL_MESSAGE,
+        read,
+        fields(
+            consumerGroup=group,
+            topic=topic,
+            queueId=queue,
+            queueOffset=offset,
+            maxMsgNums=count,
+            sysFlag=_SUBSCRIPTION | (_SUSPEND if wait else 0),
+            commitOffset=0,
+            suspendTimeoutMillis=int(wait * 1000),
+            subscription="*",
+            subVersion=0,
+            expressionType="TAG",
+        ),
+        accepted=_PULLED,
+    )
+
+
+def min_offset(topic: str, queue: int) -> RpcRequest[int]:
+    """Return the offset of the first message that the queue still has."""
+    return _offset("first offset", RequestCode.GET_MIN_OFFSET, topic, queue)
+
+
+def max_offset(topic: str, queue: int) -> RpcRequest[int]:
+    """Return the offset behind the last message that readers see. A stored message becomes visible a moment later."""
+    return _offset("end", RequestCode.GET_MAX_OFFSET, topic, queue, committed=True)
+
+
+def offset_at(topic: str, queue: int, timestamp: int) -> RpcRequest[int]:
+    """Return the offset of the first message stored at or after a time (ms since 1970), or the queue's end."""
+    return _offset("offset by time", RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, topic, queue, timestamp=timestamp)
+
+
+def log_offset_at(topic: str, queue: int, offset: int) -> RpcRequest[int | None]:
+    """Return the commit log offset of the message at a queue offset; None without such a message."""
+    action = f"looking up offset {offset} of queue {queue} of topic {topic}"
+
+    def read(answer: RemotingCommand) -> int | None:
+        if is_absent(answer, "is not exist", action) or not answer.body:
+            return None
+        entries = document(answer).get("queueData")
+        return int(entries[0]["physicOffset"]) if entries else None
+
+    asked = fields(topic=topic, queueId=queue, index=offset, count=1)
+    return RpcRequest(action, RequestCode.QUERY_CONSUME_QUEUE, read, asked, accepted=OR_ABSENT)
+
+
+def by_unique_key(topic: str, unique_key: str) -> RpcRequest[list[MessageExt]]:
+    """Return the messages of a topic with this unique key, in the order in which they were stored.
+
+    A broker returns at most `defaultQueryMaxNum` (32) of them, the newest ones. They come in one response with their
+    bodies, so this request is for keys with few messages.
+    """
+    return _look_up(topic, unique_key, 32, lambda records, count: records, _UNIQUE_KEY_QUERY=True)
+
+
+@dataclass(frozen=True)
+class NewestByKey:
+    """The newest message with a unique key; None if the broker's response held none."""
+
+    record: MessageExt | None
+    may_have_more: bool
+    """Return whether the broker's index has older entries that were not returned. The message may be among them."""
+
+
+def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool = False) -> RpcRequest[NewestByKey]:
+    """Look for the newest message of a topic with this unique key, among the `count` newest index entries.
+
+    The index stores keys as a hash of four bytes, so the newest entry may be a message with another key. Then ask again
+    with a larger `count`, of `MOST_LOOKED_UP` at most. Without `body` the message is returned without its body.
+    """
+
+    def read(records: list[MessageExt], offered: int) -> NewestByKey:
+        if not records:
+            return NewestByKey(None, offered >= count)
+        return NewestByKey(records[-1] if body else replace(records[-1], body=b""), False)
+
+    return _look_up(topic, unique_key, count, read)
+
+
+def _look_up(
+    topic: str, unique_key: str, count: int, read: Callable[[list[MessageExt], int], T], **more: object
+) -> RpcRequest[T]:
+    """Look up messages by key. `read` receives those with this key, oldest first, and the number of index entries."""
+
+    def decode(answer: RemotingCommand) -> T:
+        offered = decode_records(answer.body) if answer.code != ResponseCode.QUERY_NOT_FOUND else []
+        matching = [each for each in offered if (each.topic, each.unique_key) == (topic, unique_key)]
+        return read(sorted(matching, key=lambda record: record.log_offset), len(offered))
+
+    asked = fields(topic=topic, key=unique_key, maxNum=count, beginTimestamp=0, endTimestamp=_NO_END, **more)
+    return RpcRequest(
+        f"looking up a message of topic {topic}", RequestCode.QUERY_MESSAGE, decode, asked, accepted=_QUERIED
+    )
+
+
+def at_log_offset(topic: str, log_offset: int) -> RpcRequest[MessageExt]:
+    """Read the message at a commit log offset. The result raises `ErrorResponse` (SYSTEM_ERROR) without one."""
+
+    def read(answer: RemotingCommand) -> MessageExt:
+        (record,) = decode_records(answer.body)
+        return record
+
+    action = f"reading a message of topic {topic} by its address"
+    return RpcRequest(action, RequestCode.VIEW_MESSAGE_BY_ID, read, fields(topic=topic, offset=log_offset))
+
+
+def _offset(name: str, code: RequestCode, topic: str, queue: int, **more: object) -> RpcRequest[int]:
+    action = f"asking for the {name} of queue {queue} of topic {topic}"
+    return RpcRequest(
+        action, code, lambda answer: int(answer.fields["offset"]), fields(topic=topic, queueId=queue, **more)
+    )

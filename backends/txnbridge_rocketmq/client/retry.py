@@ -1,0 +1,111 @@
+"""Idempotent requests that are repeated until they succeed or the deadline passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, EvidenceLost, TxnBridgeError
+from txnbridge.spi import Deadline
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.errors import RemotingError, Unreachable
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.errors import translate
+
+T = TypeVar("T")
+
+# A broker that has just started refuses requests for a moment.
+_PAUSE = 0.05
+# The maximum number of requests in flight. A broker is no faster with more.
+AT_ONCE = 256
+# The same for look-ups by key, whose responses each hold a whole message of up to 4 MiB by default.
+_LOOKED_UP_AT_ONCE = 32
+
+
+def retry(
+    attempt: Callable[[], T],
+    action: str,
+    deadline: Deadline,
+    to_error: Callable[[RemotingError, str], TxnBridgeError] = translate,
+) -> T:
+    """Repeat an idempotent attempt until it succeeds, fails for good, or the deadline passes.
+
+    Raise the error that `to_error` makes of the client's error, or `DeadlineExceeded`.
+    """
+    while True:
+        try:
+            return attempt()
+        except RemotingError as error:
+            refused = to_error(error, action)
+            if type(refused) not in (BrokerUnavailable, DeadlineExceeded):
+                raise refused from error
+            if deadline.left() <= _PAUSE:
+                raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
+        time.sleep(_PAUSE)
+
+
+def retry_call(client: RemotingClient, broker: str, request: RpcRequest[T], action: str, deadline: Deadline) -> T:
+    """Send one request with `retry` and return the decoded response."""
+    return retry(lambda: client.call(broker, request, deadline.left()), action, deadline)
+
+
+def retry_calls(
+    client: RemotingClient,
+    asked: Sequence[tuple[str, RpcRequest[T]]],
+    action: str,
+    deadline: Deadline,
+    at_once: int = AT_ONCE,
+) -> list[T]:
+    """Send many requests with `retry` and return the decoded responses in the same order."""
+    results: list[T] = []
+    for at in range(0, len(asked), at_once):
+        chunk = asked[at : at + at_once]
+        calls = [_submitted(client, broker, request, deadline) for broker, request in chunk]
+        for (broker, request), call in zip(chunk, calls, strict=True):
+            try:
+                if call is None:
+                    raise Unreachable("not sent")
+                results.append(call.result())
+            except RemotingError:
+                results.append(retry_call(client, broker, request, action, deadline))
+    return results
+
+
+def look_up_by_key(
+    client: RemotingClient, wanted: Sequence[tuple[str, str, str]], action: str, deadline: Deadline, body: bool = False
+) -> list[MessageExt | None]:
+    """Return the newest message for each (broker, topic, key), or None. Raise `EvidenceLost` if unknown."""
+    asked = [(broker, reading.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in wanted]
+    answers = retry_calls(client, asked, action, deadline, _LOOKED_UP_AT_ONCE)
+    return [
+        _look_further(client, each, action, deadline, body) if answer.may_have_more else answer.record
+        for each, answer in zip(wanted, answers, strict=True)
+    ]
+
+
+def _look_further(
+    client: RemotingClient, wanted: tuple[str, str, str], action: str, deadline: Deadline, body: bool
+) -> MessageExt | None:
+    """Look behind newer messages whose keys have the same hash as the wanted key."""
+    broker, topic, key = wanted
+    count = 1
+    while count < reading.MOST_LOOKED_UP:
+        count *= 2
+        answer = retry_call(client, broker, reading.newest_by_unique_key(topic, key, count, body), action, deadline)
+        if not answer.may_have_more:
+            return answer.record
+    raise EvidenceLost(
+        f"{action}: the {count} newest messages that broker {broker} finds by the key {key} in topic {topic} are"
+        " others, whose keys have the same hash; whether there is one with this key, it does not tell"
+    )
+
+
+def _submitted(client: RemotingClient, broker: str, request: RpcRequest[T], deadline: Deadline) -> Call[T] | None:
+    try:
+        return client.submit(broker, request, deadline.left())
+    except RemotingError:
+        return None

@@ -1,0 +1,217 @@
+"""Requests that store messages and end half messages, and the broker's check-back."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from txnbridge_rocketmq.client.codes import STORED_BUT, Property, RequestCode, ResponseCode, SystemFlag
+from txnbridge_rocketmq.client.errors import NotDurable, ProtocolViolation
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.records import MessageExt, OffsetId, decode_records, pack_properties
+from txnbridge_rocketmq.client.requests import RpcRequest, fields, nothing
+
+# The names that brokers accept: topics up to 127 characters, groups up to 120.
+_TOPIC = re.compile(r"[%|a-zA-Z0-9_-]{1,127}")
+_GROUP = re.compile(r"[%|a-zA-Z0-9_-]{1,120}")
+
+# A broker with automatic topic creation copies this template topic. No broker has it, so sending to a mistyped or
+# deleted topic fails.
+_TEMPLATE_TOPIC, _TEMPLATE_QUEUES = "NO-TEMPLATE", 4
+
+_STORED = frozenset({int(ResponseCode.SUCCESS), *map(int, STORED_BUT)})
+# A half with one of these properties goes to the broker's timers: its commit succeeds and delivers nothing.
+_NOT_FOR_HALVES = frozenset({"DELAY", "TIMER_DELAY_MS", "TIMER_DELAY_SEC", "TIMER_DELIVER_MS"})
+
+
+class HalfEnd(IntEnum):
+    """The outcome of a half message."""
+
+    COMMIT = SystemFlag.COMMITTED
+    ABORT = SystemFlag.ABORTED
+
+
+@dataclass(frozen=True)
+class WireMessage:
+    """A message to send. Properties, keys and tags are text. The body has at least one byte, or brokers fail."""
+
+    topic: str
+    body: bytes = field(repr=False)
+    properties: Mapping[str, str] = field(default_factory=dict, repr=False)
+    keys: Sequence[str] = field(default=(), repr=False)
+    tags: str | None = None
+    unique_key: str | None = None
+    """The id by which the message can be looked up; random if None."""
+    flag: int = 0
+    born_time: int | None = None
+    """Milliseconds since 1970; now if None."""
+
+
+@dataclass(frozen=True)
+class SendResult:
+    """The place of a stored message. For a half message, `queue_offset` is the offset in the half topic."""
+
+    offset_id: OffsetId
+    queue: int
+    queue_offset: int
+    unique_key: str
+
+
+@dataclass(frozen=True)
+class HalfHandle:
+    """The fields of END_TRANSACTION. With the broker's name, any process can end the half with them at any time."""
+
+    topic: str
+    group: str
+    queue_offset: int
+    """The offset in the half topic."""
+    log_offset: int
+    unique_key: str
+
+
+@dataclass(frozen=True)
+class CheckBack:
+    """A check-back: the handle of the half's newest copy, and the message itself."""
+
+    half: HalfHandle
+    record: MessageExt
+    broker: str
+    """The name of the broker that asks; empty if the broker did not send it."""
+
+    @property
+    def times(self) -> int:
+        """The number of check-backs about this half, including this one; 0 where the broker does not count them."""
+        return int(self.record.properties.get(Property.CHECKS, 0))
+
+
+def send(message: WireMessage, group: str, queue: int) -> RpcRequest[SendResult]:
+    """Store a message in a queue. The result raises `NotDurable` if the message was stored less safely than asked."""
+    return _store(message, group, queue, {}, 0)
+
+
+def send_half(message: WireMessage, group: str, queue: int, immunity: int | None = None) -> RpcRequest[SendResult]:
+    """Store a half message, which no reader sees before `end` commits it. `half_handle` makes its handle of the result.
+
+    For `immunity` seconds the broker sends no check-back for the half. Later it refuses `from_check=False`.
+    """
+    if refused := _NOT_FOR_HALVES & message.properties.keys():
+        raise ValueError(f"{sorted(refused)[0]}: a half that is to be delivered late would be lost")
+    own = {Property.HALF: "true", Property.GROUP: group}
+    if immunity is not None:
+        own[Property.IMMUNITY] = str(immunity)
+    return _store(message, group, queue, own, SystemFlag.PREPARED)
+
+
+def half_handle(topic: str, group: str, stored: SendResult) -> HalfHandle:
+    """Return the handle of a half that was sent with this producer group."""
+    return HalfHandle(topic, group, stored.queue_offset, stored.offset_id.log_offset, stored.unique_key)
+
+
+def end(half: HalfHandle, how: HalfEnd, from_check: bool = False) -> RpcRequest[None]:
+    """Commit or abort one half. `from_check` is set in response to a check-back, or when the immunity time is over.
+
+    The request is not idempotent: a second commit publishes a second copy, and so does a commit after an abort.
+    """
+    return RpcRequest(
+        f"{'committing' if how is HalfEnd.COMMIT else 'aborting'} a half of topic {half.topic}",
+        RequestCode.END_TRANSACTION,
+        nothing,
+        fields(
+            topic=half.topic,
+            producerGroup=half.group,
+            tranStateTableOffset=half.queue_offset,
+            commitLogOffset=half.log_offset,
+            commitOrRollback=how,
+            fromTransactionCheck=from_check,
+            msgId=half.unique_key,
+            transactionId=half.unique_key,
+        ),
+    )
+
+
+def check_back_of(request: RemotingCommand) -> CheckBack:
+    """Decode CHECK_TRANSACTION_STATE. Raise `ProtocolViolation`."""
+    records = decode_records(request.body)
+    try:
+        (record,) = records
+        half = HalfHandle(
+            topic=record.properties.get(Property.REAL_TOPIC, record.topic),
+            group=record.properties[Property.GROUP],
+            queue_offset=int(request.fields["tranStateTableOffset"]),
+            log_offset=int(request.fields["commitLogOffset"]),
+            unique_key=record.unique_key or request.fields["transactionId"],
+        )
+        int(record.properties.get(Property.CHECKS, 0))
+    except (KeyError, ValueError):
+        raise ProtocolViolation("a question about a half that lacks what it needs") from None
+    return CheckBack(half, record, request.fields.get("bname", ""))
+
+
+def check_topic(name: str) -> str:
+    """Return the name if it is valid for a topic. Raise `ValueError`."""
+    if not _TOPIC.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a topic: 1 to 127 of letters, digits, and %|_-")
+    return name
+
+
+def check_group(name: str) -> str:
+    """Return the name if it is valid for a group. Raise `ValueError`."""
+    if not _GROUP.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a group: 1 to 120 of letters, digits, and %|_-")
+    return name
+
+
+def _store(
+    message: WireMessage, group: str, queue: int, own: Mapping[str, str], system_flag: int
+) -> RpcRequest[SendResult]:
+    if not message.body:
+        raise ValueError("a message without any byte in its body: brokers fail on it")
+    action = f"sending to topic {check_topic(message.topic)}"
+    unique_key = message.unique_key or uuid.uuid4().hex.upper()
+
+    def read(answer: RemotingCommand) -> SendResult:
+        offset_id = OffsetId.parse(answer.fields["msgId"])
+        if answer.code != ResponseCode.SUCCESS:
+            raise NotDurable(answer.code, answer.remark, action, str(offset_id))
+        return SendResult(offset_id, int(answer.fields["queueId"]), int(answer.fields["queueOffset"]), unique_key)
+
+    properties = {**message.properties, **_standard(message), Property.UNIQUE_KEY: unique_key, **own}
+    return RpcRequest(
+        action,
+        RequestCode.SEND_MESSAGE_V2,
+        read,
+        # The single-letter fields of all clients: producer group, topic, template topic and its queues, queue, system
+        # flag, time of birth, flag, properties, number of redeliveries, unit mode, batch.
+        fields(
+            a=check_group(group),
+            b=message.topic,
+            c=_TEMPLATE_TOPIC,
+            d=_TEMPLATE_QUEUES,
+            e=queue,
+            f=system_flag,
+            g=message.born_time if message.born_time is not None else int(time.time() * 1000),
+            h=message.flag,
+            i=pack_properties(properties),
+            j=0,
+            k=False,
+            m=False,
+        ),
+        message.body,
+        _STORED,
+    )
+
+
+def _standard(message: WireMessage) -> dict[str, str]:
+    """Return the system properties for the message's tags and keys."""
+    properties = {Property.WAIT: "true"}  # wait for the disk and the replicas, as far as the broker's settings ask
+    if message.tags is not None:
+        properties[Property.TAGS] = message.tags
+    if message.keys:
+        if any(len(key.split()) != 1 or key.strip() != key for key in message.keys):
+            raise ValueError("a key is empty or holds a space: brokers would split it")
+        properties[Property.KEYS] = " ".join(message.keys)
+    return properties

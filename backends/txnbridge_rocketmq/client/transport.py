@@ -1,0 +1,138 @@
+"""A TCP or TLS connection that one thread reads and several threads write, in which every operation has a deadline."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+import time
+from contextlib import suppress
+
+from txnbridge_rocketmq.client.errors import ResponseTimeout, Unreachable
+
+# The size of one read. Pull responses have up to 256 KB.
+_CHUNK = 256 << 10
+# The bytes that TLS waits for may already have been read by the reading thread, so the wait is short.
+_LOOK_AGAIN = 0.05
+
+
+class RemotingTransport:
+    """A connected socket. One thread calls `receive`, any the other methods. Times are monotonic."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._encrypted = isinstance(sock, ssl.SSLSocket)
+        # A TLS connection has one state for both directions, which two threads must not use at once.
+        self._touching = threading.Lock()
+        # A frame is written completely before the next one begins.
+        self._sending = threading.Lock()
+        self._closed = False
+
+    def send(self, data: bytes, until: float) -> None:
+        """Write a whole frame. Raise `ResponseTimeout` or `OSError`.
+
+        After an error the peer may have received a part of the frame, but never all of it. If a part was written, the
+        connection is closed.
+        """
+        if not self._sending.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise ResponseTimeout("no time was left to send the request")
+        try:
+            if not self._send(memoryview(data), until):
+                raise ResponseTimeout("the broker took no more bytes within the call's time")
+        except ResponseTimeout:
+            raise
+        except BaseException:  # including an interrupt in the middle of a frame
+            self.close()
+            raise
+        finally:
+            self._sending.release()
+
+    def _send(self, left: memoryview, until: float) -> bool:
+        size = len(left)
+        while left:
+            try:
+                with self._touching:
+                    left = left[self._socket.send(left) :]
+                continue
+            except (BlockingIOError, ssl.SSLWantWriteError):
+                event = select.POLLOUT
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            self._wait(event, min(until, time.monotonic() + _LOOK_AGAIN))
+            if time.monotonic() >= until:
+                # a part of a TLS record may be sent even if no byte was reported
+                if len(left) < size or self._encrypted:
+                    self.close()
+                return False
+        return True
+
+    def receive(self, until: float) -> bytes | None:
+        """Return the next bytes, b"" at the end of the stream, None if none came in time. Raise `OSError`."""
+        while True:
+            try:
+                with self._touching:
+                    return self._socket.recv(_CHUNK)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            if not self._wait(event, until):
+                return None
+
+    def _wait(self, event: int, until: float) -> bool:
+        """Return whether the socket became ready in time, or the connection ended."""
+        if self._closed:
+            raise OSError("the connection is closed")
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))
+
+    def close(self) -> None:
+        """Close the connection and wake the threads that wait on it. Safe to repeat."""
+        self._closed = True
+        with suppress(OSError):  # the connection may have ended by itself
+            # The plain socket's method: that of a TLS socket would drop the encryption while other threads still use
+            # it.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Free the socket. Call it after `close`, when no thread receives any more."""
+        with self._sending, self._touching:
+            self._socket.close()
+
+
+def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> RemotingTransport:
+    """Connect to "host:port" or raise `Unreachable`. Name resolution is not bounded by `until`."""
+    reason: Exception | str = "no time was left"
+    try:
+        host, port = split(address)
+        choices = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise Unreachable(f"{address}: {error}") from error
+    for family, kind, protocol, _, target in choices:
+        left = until - time.monotonic()
+        if left <= 0:
+            break
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(left)
+            sock.connect(target)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls is not None:
+                sock.settimeout(max(0.001, until - time.monotonic()))
+                sock = tls.wrap_socket(sock, server_hostname=host)
+            return RemotingTransport(sock)
+        except (OSError, ValueError) as error:
+            sock.close()
+            reason = error
+    raise Unreachable(f"{address}: {reason}") from (reason if isinstance(reason, Exception) else None)
+
+
+def split(address: str) -> tuple[str, int]:
+    """Return host and port of "host:port" or "[v6]:port". Raise `ValueError`."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ValueError(f"{address!r} is no address; write host:port")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,223 @@
+"""Responses to check-backs, from the decision log, for halves that their owner has not ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from txnbridge.errors import EvidenceLost, TxnBridgeError
+from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, Property
+from txnbridge_rocketmq.client.reading import PullResult
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.retry import retry_call
+from txnbridge_rocketmq.client.sending import CheckBack
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
+from txnbridge_rocketmq.outcome.outcome import PREPARE
+from txnbridge_rocketmq.write.half_batch import TopicPart, parts_as_json, parts_from_json
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, slot_of
+
+_log = logging.getLogger("txnbridge")
+
+# The deadline of one response, which may have to publish thousands of messages one after another. The bridge handles
+# one transaction at a time, and brokers repeat a check-back without a response.
+_ANSWER_SECONDS = 30.0
+# The number of settled and lost transactions that are remembered, because brokers ask about each half of them.
+_REMEMBERED = 10_000
+# The time before discarded halves that could not be ended are tried again. By then a log that was down is mostly up
+# again, or another process has ended them.
+_AGAIN_SECONDS = 60.0
+# The least time between two looks for discarded halves, even with a broker that discards soon.
+_LEAST_PAUSE = 1.0
+
+
+class CheckBackHandler:
+    """Ends halves after check-backs. No response means "undecided", and the broker asks again.
+
+    No half is aborted because nothing is known about it. An abort is first written to the decision log, and only after
+    the half's own deadline, or after another process has opened the owner's transactional id.
+    """
+
+    def __init__(self, ender: HalfEnder) -> None:
+        self._ender = ender
+        self._cluster = ender.cluster
+        self._group = ender.cluster.settings.producer_group
+        self._lock = threading.Lock()
+        self._settled: OrderedDict[str, None] = OrderedDict()
+        self._lost: OrderedDict[str, None] = OrderedDict()  # transactions that were reported as lost
+        self._deadlines: set[Deadline] = set()
+        self._closed = threading.Event()
+
+    def start(self, deadline: Deadline) -> None:
+        """Join the application's producer group, and start the thread that looks for discarded halves."""
+        self._cluster.producer_groups.join([self._group], self.answer, deadline)
+        threading.Thread(target=self._end_discarded_halves, name="txnbridge-rocketmq-discarded", daemon=True).start()
+
+    def close(self) -> None:
+        """Respond to nothing more, and end a response that is under way."""
+        with self._lock:
+            self._closed.set()
+            for deadline in self._deadlines:
+                deadline.shorten(0.0)
+
+    @contextmanager
+    def _in_time(self) -> Iterator[Deadline]:
+        deadline = Deadline(_ANSWER_SECONDS)
+        with self._lock:
+            self._deadlines.add(deadline)
+            if self._closed.is_set():
+                deadline.shorten(0.0)
+        try:
+            yield deadline
+        finally:
+            with self._lock:
+                self._deadlines.discard(deadline)
+
+    # --- check-backs --------------------------------------------------------------------------------------------------
+
+    def answer(self, checks: Sequence[CheckBack]) -> None:
+        """End the halves of check-backs. Log errors instead of raising them.
+
+        Brokers ask about each half of a transaction, and about each copy that they made in earlier rounds. One look at
+        the decision log suffices for thousands of check-backs.
+        """
+        asked: dict[str, list[CheckBack]] = {}
+        for check in checks:
+            if (slot := slot_of(check.record)) is not None:
+                asked.setdefault(slot.transaction, []).append(check)
+            else:
+                _log.debug("a half of this application that no bridge has sent")
+        for transaction, own in asked.items():
+            if self._settle_quietly(transaction, [check.record for check in own]):
+                # They may be copies of halves whose messages were published before. Published messages stay.
+                copies = [(check.broker or self._cluster.topics.home, check.half) for check in own]
+                with self._in_time() as deadline:
+                    self._ender.drop(copies, deadline)
+
+    def _settle_quietly(self, transaction: str, halves: Sequence[MessageExt]) -> bool:
+        """Carry out the decision. Return whether none of these halves has to be published any more."""
+        try:
+            with self._in_time() as deadline:
+                return transaction in self._settled or self._settle(transaction, halves, deadline)
+        except EvidenceLost as error:
+            if transaction not in self._lost:
+                _log.warning("nobody can tell what became of transaction %s: %s", transaction, error)
+                self._remember(self._lost, transaction)
+        except TxnBridgeError as error:
+            _log.debug("the broker asks again about transaction %s: %s", transaction, error)
+        return False
+
+    def _settle(self, transaction: str, halves: Sequence[MessageExt], deadline: Deadline) -> bool:
+        claim = self._decided(transaction, halves[0], deadline)
+        if claim is None:
+            return False
+        parts = parts_from_json(claim.data)
+        if claim.decision is Decision.ABORT:
+            self._remember(self._settled, transaction)
+            return True
+        if not any(_is_decided_half(parts, half) for half in halves):
+            return True
+        with self._ender.exclusively(transaction, deadline) as holder:
+            if holder is not LockHolder.CALLER:
+                return False
+            with self._cluster.context.events.step("step:publish", transaction, asked=True):
+                self._ender.publish(transaction, parts, deadline)
+        self._remember(self._settled, transaction)
+        return True
+
+    def _decided(self, transaction: str, half: MessageExt, deadline: Deadline) -> LedgerClaim | None:
+        origin = origin_of(half)
+        if origin is None:
+            return None
+        application = str(origin.log.get("log") or self._cluster.settings.application)
+        ledger = self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
+        claim = ledger.decided(transaction, deadline, log=origin.log)
+        if claim is not None or not self._is_own(half):
+            return claim
+        if is_over(origin.deadline) or _is_abandoned(ledger, transaction, origin, deadline):
+            with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
+                claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
+        return claim
+
+    def _is_own(self, half: MessageExt) -> bool:
+        """Return whether the half belongs to this application's own group. Resolvers are asked about half messages."""
+        return half.properties.get(Property.GROUP) == self._group
+
+    def _remember(self, known: OrderedDict[str, None], transaction: str) -> None:
+        with self._lock:
+            known[transaction] = None
+            if len(known) > _REMEMBERED:
+                known.popitem(last=False)
+
+    # --- discarded halves ---------------------------------------------------------------------------------------------
+
+    def _end_discarded_halves(self) -> None:
+        while not self._closed.wait(self._end_discarded_once()):
+            pass
+
+    def _end_discarded_once(self) -> float:
+        """End discarded halves. Return the seconds until the next look.
+
+        A broker moves a half to its discarded topic after the last check-back, also if no bridge was there to respond.
+        The decision about its transaction still holds. The bridge ends the copies in the half topic and never the
+        discarded record: a broker told to end that record would end the half at the same offset of the half topic.
+        Undecided half messages of applications wait until they are resumed or ended by hand.
+        """
+        pause = _AGAIN_SECONDS
+        try:
+            with self._in_time() as deadline:
+                brokers = self._cluster.brokers.names(deadline)
+                patience = min(self._cluster.brokers.config(broker, deadline).discarded_after for broker in brokers)
+            left = [
+                transaction
+                for broker in brokers
+                for transaction, half in self._discarded(broker)
+                if not self._settle_quietly(transaction, [half])
+                and transaction not in self._lost
+                and self._is_own(half)
+            ]
+            if not left:
+                pause = patience / 3
+        except Exception as error:  # whatever the error, the next look may succeed
+            _log.debug("discarded halves are looked at again later: %s", error)
+        return max(_LEAST_PAUSE, pause)
+
+    def _discarded(self, broker: str) -> Iterator[tuple[str, MessageExt]]:
+        """Yield one discarded half of each transaction of this application and of its half messages."""
+        groups = {self._group, *self._cluster.producer_groups.groups}
+        seen: set[str] = set()
+        at: int | None = 0
+        while at is not None:
+            pulled = self._pull(broker, at)
+            for record in pulled.records:
+                slot = slot_of(record)
+                if slot and slot.transaction not in seen and record.properties.get(Property.GROUP) in groups:
+                    seen.add(slot.transaction)
+                    yield slot.transaction, record
+            at = pulled.next_offset if at < pulled.next_offset <= pulled.max_offset else None
+
+    def _pull(self, broker: str, at: int) -> PullResult:
+        request = reading.pull(DISCARDED_TOPIC, 0, at, self._group)
+        action = f"reading discarded halves of broker {broker}"
+        with self._in_time() as deadline:
+            return retry_call(self._cluster.client, broker, request, action, deadline)
+
+
+def _is_decided_half(parts: Sequence[TopicPart], half: MessageExt) -> bool:
+    """Return whether a half is among those of the decision."""
+    slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
+    return any(slot is not None and part.topic == topic and slot.number < part.count for part in parts)
+
+
+def _is_abandoned(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> bool:
+    """Return whether the transaction cannot commit: it was not prepared, and a newer owner has opened the id."""
+    if origin.opening is None:
+        return False
+    newest = ledger.newest_opening(deadline)
+    if newest is None or newest[0] == origin.opening:
+        return False
+    return all(entry.kind != PREPARE for entry in ledger.find(transaction, deadline, log=origin.log))

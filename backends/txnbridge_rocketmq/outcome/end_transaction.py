@@ -1,0 +1,421 @@
+"""Ending halves: directly by their owner while they are fresh, and by other processes after a look-up.
+
+A broker publishes a half each time it receives a commit, and keeps no record of that. Therefore a process that may not
+be the first to send the commit looks the message up by its key, commits the newest copy of the half only if the message
+is missing, and looks again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost
+from txnbridge.spi import Deadline
+from txnbridge_rocketmq.client import groups
+from txnbridge_rocketmq.client.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC, Property, ResponseCode
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.retry import AT_ONCE, look_up_by_key, retry_call
+from txnbridge_rocketmq.client.sending import HalfEnd, HalfHandle, end
+from txnbridge_rocketmq.cluster import RocketMQCluster
+from txnbridge_rocketmq.errors import translate
+from txnbridge_rocketmq.write.half_batch import TopicPart
+from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
+
+T = TypeVar("T")
+
+_log = logging.getLogger("txnbridge")
+
+# A published message can be looked up after a millisecond mostly, and after 67 on a busy machine. Where another process
+# may have sent the commit just now, a second look follows after this time.
+_INDEX_SECONDS = 0.25
+# How much longer a message is looked for that the broker claims to have published.
+_SURELY_INDEXED = 10.0
+_LOOK_SECONDS = 0.01
+# How long a look-up stays valid. A process may be suspended while it publishes, and others take over from a process
+# that publishes nothing for some seconds. Therefore it looks again before it sends a commit on an older look-up.
+_LOOK_HOLDS = 1.0
+# The number of messages published between two looks, which takes much less time than a look stays valid.
+_PUBLISHED_AT_ONCE = 64
+# The time before a request is repeated to a broker that is down or busy.
+_PAUSE = 0.05
+# The group of the locks that keep two resolvers from publishing the same transaction at once. The locks are hints: a
+# broker forgets them a minute after the last renewal, and when it restarts.
+_LOCK_GROUP = "txnbridge-resolver"
+_REAL_QUEUE = "REAL_QID"
+
+
+class PublishedMessageMissing(BrokerUnavailable):
+    """A message is missing that the broker claims to have published."""
+
+
+class LockHolder(Enum):
+    """The thread or process that has the right to end a transaction now."""
+
+    CALLER = "whoever asks"
+    OTHER_THREAD = "another thread of this process"
+    OTHER_PROCESS = "another process, or one that died less than a minute ago"
+
+
+@dataclass
+class EndSequence:
+    """The halves of one queue, which are ended one after another."""
+
+    queue: Queue
+    halves: deque[HalfHandle]
+    call: Call[None] | None = None
+    stopped: RemotingError | None = None  # the error that ended the sequence early
+
+
+@dataclass
+class HalfEnder:
+    """Ends halves for one bridge. Safe for use by several threads."""
+
+    cluster: RocketMQCluster
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _under_way: set[str] = field(default_factory=set)
+    _trusted: set[str] = field(default_factory=set)  # brokers whose published messages were seen
+
+    # --- locks --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def exclusively(self, transaction: str, deadline: Deadline) -> Iterator[LockHolder]:
+        """Keep others from ending this transaction, as far as the locks tell. Yield the lock's holder."""
+        with self._lock:
+            mine = transaction not in self._under_way
+            self._under_way.add(transaction)
+        try:
+            if not mine:
+                yield LockHolder.OTHER_THREAD
+            else:
+                yield LockHolder.CALLER if self._locked(transaction, deadline) else LockHolder.OTHER_PROCESS
+        finally:
+            if mine:
+                with self._lock:
+                    self._under_way.discard(transaction)
+                self._unlock(transaction)
+
+    @contextmanager
+    def as_owner(self, transaction: str) -> Iterator[None]:
+        """Keep this process from responding to check-backs about a transaction that its owner is about to publish."""
+        with self._lock:
+            self._under_way.add(transaction)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way.discard(transaction)
+
+    def _locked(self, transaction: str, deadline: Deadline) -> bool:
+        queue = self._lock_of(transaction)
+        request = groups.lock(_LOCK_GROUP, self.cluster.client.client_id, [queue])
+        return queue in retry_call(self.cluster.client, queue.broker, request, "locking a transaction", deadline)
+
+    def _keep_locked(self, transaction: str) -> None:
+        self._send_lock_request(self._lock_of(transaction), groups.lock)
+
+    def _unlock(self, transaction: str) -> None:
+        self._send_lock_request(self._lock_of(transaction), groups.unlock)
+
+    def _send_lock_request(self, queue: Queue, action: Callable[[str, str, Sequence[Queue]], RpcRequest[Any]]) -> None:
+        """Send a lock request without waiting for its response."""
+        try:
+            self.cluster.client.submit(
+                queue.broker, action(_LOCK_GROUP, self.cluster.client.client_id, [queue]), _SURELY_INDEXED
+            )
+        except RemotingError as error:
+            _log.debug("a lock goes by itself: %s", error)
+
+    def _lock_of(self, transaction: str) -> Queue:
+        """Return the lock of a transaction: a queue of no topic, under the prefix for which this user has rights."""
+        name = hashlib.sha256(transaction.encode()).hexdigest()[:32]
+        return Queue(f"{self.cluster.settings.prefix}lock-{name}", self.cluster.topics.home, 0)
+
+    # --- ending without a look-up: owners, aborts ---------------------------------------------------------------------
+
+    def publish_fresh(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> bool:
+        """Publish halves that no other process ends within their immunity time. Return whether all are published.
+
+        The broker refuses a half that is too old. Then, and where a response is lost, a look-up has to come first.
+        """
+        sequences = [EndSequence(queue, deque(handles)) for queue, handles in halves.items()]
+        self._commit_halves(sequences, False, deadline)
+        self._wait_until_expired(sequences, deadline)
+        return not any(sequence.stopped for sequence in sequences)
+
+    def confirm_published(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> None:
+        """Look up one published message of each broker that was not seen to publish before. Raise `BrokerUnavailable`.
+
+        A proxy may report success for END_TRANSACTION and do nothing.
+        """
+        published: dict[str, _Expected] = {}
+        for queue, handles in halves.items():
+            if queue.broker not in self._trusted and self._keeps_index(queue.broker, deadline):
+                published[queue.broker] = _Expected(handles[0].topic, queue.broker, 0, handles[0].unique_key)
+        try:
+            self._wait_for(list(published.values()), deadline)
+        except AccessDenied as error:
+            self._trusted.update(published)
+            _log.warning("whoever may only publish has to believe what brokers say is published: %s", error)
+
+    def _keeps_index(self, broker: str, deadline: Deadline) -> bool:
+        """Return whether the broker has an index. Without one nothing is found, and owners publish all the same."""
+        return self.cluster.brokers.config(broker, deadline).is_on("messageIndexEnable", True)
+
+    def drop(self, halves: Iterable[tuple[str, HalfHandle]], deadline: Deadline) -> None:
+        """Abort halves on the brokers that are up. The others ask later, and receive the same response."""
+        waiting = deque(halves)
+        while waiting:
+            chunk = [waiting.popleft() for _ in range(min(AT_ONCE, len(waiting)))]
+            try:
+                calls = [
+                    self.cluster.client.submit(broker, end(half, HalfEnd.ABORT, from_check=True), deadline.left())
+                    for broker, half in chunk
+                ]
+                for call in calls:
+                    call.result()
+            except RemotingError as error:
+                _log.debug("a half stays until the broker asks about it: %s", error)
+                if not error.may_have_had_effect:
+                    return
+
+    def _commit_halves(
+        self, sequences: Sequence[EndSequence], from_check: bool, deadline: Deadline, until: float = math.inf
+    ) -> None:
+        """Publish the halves of the sequences. Each sequence stops at the first half whose outcome is uncertain.
+
+        No request is sent at or after `until`, a point of `time.monotonic()`.
+        """
+        going = [sequence for sequence in sequences if sequence.halves]
+        while going and time.monotonic() < until:
+            paused = False
+            for sequence in going:
+                paused |= not self._submit(sequence, end(sequence.halves[0], HalfEnd.COMMIT, from_check), deadline)
+            for sequence in going:
+                paused |= not self._receive(sequence, deadline)
+            going = [sequence for sequence in going if sequence.halves and sequence.stopped is None]
+            if paused and going:
+                time.sleep(_PAUSE)
+
+    def _submit(self, sequence: EndSequence, request: RpcRequest[None], deadline: Deadline) -> bool:
+        try:
+            sequence.call = self.cluster.client.submit(sequence.queue.broker, request, deadline.left())
+        except RemotingError as error:
+            self._stop(sequence, error, deadline)
+            return False
+        return True
+
+    def _receive(self, sequence: EndSequence, deadline: Deadline) -> bool:
+        call, sequence.call = sequence.call, None
+        if call is None:
+            return True
+        try:
+            call.result()
+        except RemotingError as error:
+            self._stop(sequence, error, deadline)
+            return False
+        sequence.halves.popleft()
+        return True
+
+    def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
+        """Stop a sequence, unless the request was certainly not carried out and may be sent again soon."""
+        passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
+        if not passing or type(translate(error, "")) is not BrokerUnavailable or deadline.left() <= _PAUSE:
+            sequence.stopped = error
+
+    # --- publishing after a look-up -----------------------------------------------------------------------------------
+
+    def publish(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline, *, first: bool = False) -> None:
+        """Publish every message of a committed transaction.
+
+        `first` says that the caller has just decided the transaction, so that no other process has published any of it.
+        Raise `BrokerUnavailable`, `AccessDenied`, or `EvidenceLost` where a half is gone.
+        """
+        missing = _expected(transaction, parts)
+        if not first and (missing := self._unpublished(missing, deadline)):
+            # Another process may have sent the commit just now, and the message cannot be looked up yet.
+            time.sleep(min(_INDEX_SECONDS, deadline.left()))
+        missing.sort(key=lambda each: each.number)  # all topics side by side
+        at_once = _PUBLISHED_AT_ONCE
+        while missing:
+            self._keep_locked(transaction)
+            some, others = missing[:at_once], missing[at_once:]
+            left = self._publish_some(some, deadline)
+            # Nothing was published: the look-up of so many messages took longer than it stays valid.
+            at_once = max(1, at_once // 2) if len(left) == len(some) else min(2 * at_once, _PUBLISHED_AT_ONCE)
+            missing = left + others
+            if missing:
+                deadline.check("publishing a transaction")
+
+    def _publish_some(self, missing: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
+        """Publish some messages. Return those that are still missing."""
+        sequences = self._sequences(missing, deadline)
+        looked = time.monotonic()
+        left = {each.key for each in self._still_missing(missing, deadline)}
+        for sequence in sequences:
+            sequence.halves = deque(half for half in sequence.halves if half.unique_key in left)
+        self._commit_halves(sequences, True, deadline, looked + _LOOK_HOLDS)
+        _require_rights(sequences)
+        self._wait_until_expired(sequences, deadline)
+        left = {half.unique_key or "" for sequence in sequences for half in sequence.halves}
+        self._wait_for([each for each in missing if each.key not in left], deadline)
+        return self._unpublished([each for each in missing if each.key in left], deadline)
+
+    def _still_missing(self, missing: Sequence[_Expected], deadline: Deadline) -> Sequence[_Expected]:
+        """Return the messages that are missing. Wait while another process is publishing some."""
+        while len(left := self._unpublished(missing, deadline)) < len(missing):
+            deadline.check("waiting for somebody else who publishes the same transaction")
+            time.sleep(min(_INDEX_SECONDS, deadline.left()))
+            missing = left
+        return left
+
+    def missing(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> int:
+        """Return how many messages of the transaction cannot be looked up yet."""
+        return len(self._unpublished(_expected(transaction, parts), deadline))
+
+    def unpublished(self, transaction: str, parts: Sequence[TopicPart], age: float, deadline: Deadline) -> int:
+        """Return how many messages of a committed transaction have a half that still waits to be published.
+
+        The transaction was decided `age` seconds ago. If it is young, the broker's index may lack published messages.
+        If neither a message nor its half is found, retention has dropped both.
+        """
+        until = Deadline(min(max(0.0, _SURELY_INDEXED - age), deadline.left() / 2))
+        wanted = _expected(transaction, parts)
+        while waiting := self._copies(wanted := self._unpublished(wanted, deadline), deadline):
+            if until.expired:
+                break
+            time.sleep(_LOOK_SECONDS)
+        return len(waiting)
+
+    def withdraw(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> None:
+        """Abort every half of an aborted transaction, on the brokers that are up."""
+        copies = self._copies(_expected(transaction, parts), deadline)
+        self.drop([(each.broker, handle_of_copy(record)) for each, record in copies], deadline)
+
+    def copies(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> list[MessageExt]:
+        """Return the newest copy of each half of the transaction, with its body, in order."""
+        wanted = _expected(transaction, parts)
+        copies = dict(self._copies(wanted, deadline, bodies=True))
+        return [copies[each] for each in wanted if each in copies]
+
+    def _unpublished(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
+        """Return those messages that are not in their topics."""
+        asked = [(each.broker, each.topic, each.key) for each in wanted]
+        published = look_up_by_key(self.cluster.client, asked, "looking for what is published", deadline)
+        return [each for each, record in zip(wanted, published, strict=True) if record is None]
+
+    def _copies(
+        self, wanted: Sequence[_Expected], deadline: Deadline, bodies: bool = False
+    ) -> list[tuple[_Expected, MessageExt]]:
+        """Return the newest copies of the halves that are found."""
+        copies: list[tuple[_Expected, MessageExt]] = []
+        left = list(wanted)
+        for topic in (HALF_TOPIC, ROCKSDB_HALF_TOPIC):
+            looked_for, left = left, []
+            asked = [(each.broker, topic, each.key) for each in looked_for]
+            newest = look_up_by_key(self.cluster.client, asked, "looking for halves", deadline, body=bodies)
+            for each, record in zip(looked_for, newest, strict=True):
+                if record is None:
+                    left.append(each)
+                else:
+                    copies.append((each, record))
+        return copies
+
+    def _sequences(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[EndSequence]:
+        """Return the halves of messages that are not published yet, by queue and in order."""
+        until = Deadline(min(_SURELY_INDEXED, deadline.left()))
+        while len(copies := self._copies(wanted, deadline)) < len(wanted):
+            if until.expired:
+                deadline.check("looking for halves")
+                raise EvidenceLost(
+                    f"{len(wanted) - len(copies)} messages of a committed transaction are neither published nor kept by"
+                    f" broker {wanted[0].broker}: they were dropped by age (fileReservedTime), or by an administrator;"
+                    " or it was killed, and has forgotten where they are (messageIndexSafe)"
+                )
+            time.sleep(_LOOK_SECONDS)
+        sequences: dict[Queue, EndSequence] = {}
+        for each, record in sorted(copies, key=lambda item: item[0].number):
+            queue = Queue(each.topic, each.broker, int(record.properties.get(_REAL_QUEUE, record.queue)))
+            sequences.setdefault(queue, EndSequence(queue, deque())).halves.append(handle_of_copy(record))
+        return list(sequences.values())
+
+    def _wait_for(self, published: Sequence[_Expected], deadline: Deadline) -> None:
+        """Return when the published messages can be looked up."""
+        until = Deadline(min(_SURELY_INDEXED, deadline.left() / 2))
+        left = published
+        while left := self._unpublished(left, deadline):
+            if until.expired:
+                deadline.check("looking for what is published")
+                raise PublishedMessageMissing(
+                    f"broker {left[0].broker} says that it has published a message to {left[0].topic}, and it"
+                    " is not there: is that the address of a proxy? Those answer so, and do nothing"
+                )
+            time.sleep(_LOOK_SECONDS)
+        self._trusted.update(each.broker for each in published)
+
+    def _wait_until_expired(self, sequences: Sequence[EndSequence], deadline: Deadline) -> None:
+        """Wait until requests without a response, which may be in the broker's queue, have expired there."""
+        doubtful = {each.queue.broker for each in sequences if each.stopped and each.stopped.may_have_had_effect}
+        if not doubtful:
+            return
+        deadline.check("publishing a transaction")
+        known = [self.cluster.brokers.config(broker, deadline) for broker in doubtful]
+        longest = max(each.number("waitTimeMillsInTransactionQueue", 3_000) for each in known)
+        until = Deadline(longest / 1000 + _INDEX_SECONDS)
+        while not until.expired:
+            deadline.check("publishing a transaction")
+            time.sleep(_LOOK_SECONDS)
+
+
+def _require_rights(sequences: Sequence[EndSequence]) -> None:
+    """Raise `AccessDenied` for a user without the right to publish, instead of looking until the deadline."""
+    for sequence in sequences:
+        if sequence.stopped is not None:
+            refused = translate(sequence.stopped, f"publishing to {sequence.queue.topic}")
+            if isinstance(refused, AccessDenied):
+                raise refused from sequence.stopped
+
+
+class _Expected(NamedTuple):
+    """A message that has to be published, and the key of the message and its half."""
+
+    topic: str
+    broker: str
+    number: int
+    key: str
+
+
+def _expected(transaction: str, parts: Sequence[TopicPart]) -> list[_Expected]:
+    return [
+        _Expected(part.topic, part.broker, number, unique_key(part.topic, TransactionSlot(transaction, number)))
+        for part in parts
+        for number in range(part.count)
+    ]
+
+
+def handle_of_copy(record: MessageExt) -> HalfHandle:
+    """Return the handle of a copy of a half in the half topic."""
+    return HalfHandle(
+        record.properties.get(Property.REAL_TOPIC, record.topic),
+        record.properties.get(Property.GROUP, ""),
+        record.queue_offset,
+        record.log_offset,
+        record.unique_key or "",
+    )
+
+
+def _code(error: RemotingError) -> int | None:
+    return error.code if isinstance(error, ErrorResponse) else None

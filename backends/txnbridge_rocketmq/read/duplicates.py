@@ -1,0 +1,83 @@
+"""Filtering of messages that were published more than once. The first copy counts.
+
+A broker publishes a half each time it receives a commit. It receives another one where a response was lost, or where
+several processes end the same transaction. All copies are in the same queue, and the lowest offset tells the first one
+to every reader at any time. Nothing has to be remembered across restarts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, slot_of
+
+# The size of each of the two generations of remembered messages, which have some 200 bytes each.
+_REMEMBERED = 10_000
+
+
+class DuplicateFilter:
+    """Tells which messages of one queue are duplicates.
+
+    Pass what was read in order, first to `suspects`, then to `sift`.
+
+    The filter remembers the messages of transactions in what was read. If the half of a message is younger than the
+    first remembered message, all earlier copies are remembered. For other messages only the broker can tell: those
+    published from a copy of a half (brokers copy a half in each round of check-backs), and those with an older half.
+    """
+
+    def __init__(self) -> None:
+        self._forget(-1, 0)
+
+    def _forget(self, at: int, since: int) -> None:
+        # Every record between these two offsets was seen, and every message behind `since` in the commit log is
+        # remembered.
+        self._begin = self._end = at
+        self._since = since
+        self._since_newer: int | None = None
+        self._older: dict[TransactionSlot, int] = {}
+        self._newer: dict[TransactionSlot, int] = {}
+
+    def suspects(self, records: Sequence[MessageExt], first_offset: int) -> list[MessageExt]:
+        """Return the records that need a look-up by unique key. `first_offset` is the first offset of the queue."""
+        if not records:
+            return []
+        at = records[0].queue_offset
+        if not self._begin <= at <= self._end:
+            self._forget(at, records[0].log_offset if at > first_offset else 0)
+        if len(self._newer) >= _REMEMBERED and self._since_newer is not None:
+            self._older, self._newer = self._newer, {}
+            self._since, self._since_newer = self._since_newer, None
+        return [record for record in records if self._is_suspect(record)]
+
+    def _is_suspect(self, record: MessageExt) -> bool:
+        slot = slot_of(record)
+        if slot is None or slot in self._newer or slot in self._older:
+            return False
+        return record.prepared_offset < self._since or not record.properties.keys().isdisjoint(_COPIED)
+
+    def sift(self, records: Sequence[MessageExt], found: Mapping[int, Sequence[MessageExt]]) -> list[MessageExt]:
+        """Return the records without duplicates. `found` holds the look-ups' results by the suspect's offset."""
+        return [record for record in records if self._is_first(record, found.get(record.queue_offset, ()))]
+
+    def _is_first(self, record: MessageExt, others: Sequence[MessageExt]) -> bool:
+        self._end = max(self._end, record.queue_offset + 1)
+        slot = slot_of(record)
+        if slot is None:
+            return True
+        first = self._newer.get(slot, self._older.get(slot))
+        if first is None:
+            copies = [other for other in others if other.queue == record.queue and slot_of(other) == slot]
+            first = min(each.queue_offset for each in (record, *copies))
+            self._remember(slot, first, record)
+        return first == record.queue_offset
+
+    def _remember(self, slot: TransactionSlot, first: int, record: MessageExt) -> None:
+        if self._since_newer is None:
+            self._since_newer = record.log_offset
+        self._newer[slot] = first
+
+
+# The properties that brokers add to the copy of a half.
+_COPIED = frozenset({Property.CHECKS, Property.COPY_OF})

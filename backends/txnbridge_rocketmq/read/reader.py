@@ -1,0 +1,389 @@
+"""Reading of committed messages, in a group or without one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from txnbridge.errors import (
+    BrokerUnavailable,
+    EvidenceLost,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    NotSupported,
+    OutcomeUnknown,
+    PositionLost,
+    TxnBridgeError,
+)
+from txnbridge.spi import BackgroundTask, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
+from txnbridge_rocketmq.read.anchored_offset import AnchoredOffset
+from txnbridge_rocketmq.read.partition import QueueReader, SeekTarget, out_of_range
+from txnbridge_rocketmq.read.rebalance import QueueAssignment, Rebalancer, open_client
+from txnbridge_rocketmq.read.start_positions import GroupPositions, InitialPositions, QueueOffsets, ResolvedPositions
+from txnbridge_rocketmq.write.acks import RocketMQAckContext
+
+_log = logging.getLogger("txnbridge.rocketmq.client")
+
+# Timeout of calls without a deadline of their own (seek).
+SHORT_CALL = 10.0
+# The longest sleep of a poll. Responses and notifications wake it earlier; only signals and due times do not.
+_IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.05
+# How often a reader looks for partitions that were added to its topics.
+_LOOK_SECONDS = 3.0
+# Timeout of that look. Without name servers everything continues except new partitions.
+_NAMING_SECONDS = 3.0
+# The maximum number of bytes that one poll returns: 10,000 large messages would take gigabytes.
+_ENOUGH_BYTES = 16 * 2**20
+# Timeout of the last requests on close, which only save other members a wait.
+_LEAVING_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _RefreshResult:
+    """The result of the background task of a reader: the assignment of partitions, and where they continue.
+
+    `moves` are the positions' change counts at that time, of the partitions that were asked about.
+    """
+
+    queues: Mapping[Partition, Queue]
+    assignment: QueueAssignment | None = None
+    found: ResolvedPositions = field(default_factory=ResolvedPositions)
+    moves: Mapping[QueueReader, int] = field(default_factory=dict)
+
+
+class RocketMQReader(Reader):
+    """Reads queues over connections of its own. A background task does what takes time besides reading."""
+
+    def __init__(
+        self, ender: HalfEnder, subscription: Subscription, listener: ReaderListener, deadline: Deadline
+    ) -> None:
+        if subscription.sharing != "partition":
+            raise NotSupported("each queue of RocketMQ is read by one member of a group: sharing='partition'")
+        self._cluster = cluster = ender.cluster
+        self._subscription = subscription
+        self._listener = listener
+        self._timeout = cluster.settings.timeout
+        self._wake = threading.Event()
+        self._guard = threading.Lock()  # acknowledgements come from other threads
+        self._readers: dict[Partition, QueueReader] = {}
+        self._paused: set[Partition] = set()
+        self._task: BackgroundTask[_RefreshResult] | None = None
+        self._refresh_at = 0.0
+        self._turn = 0
+        self._closed = False
+        # A group may wait for a topic that no producer has written yet. A reader without a group creates no topic.
+        create = subscription.group is not None
+        topics = {topic: cluster.topics.queues(topic, deadline, create=create) for topic in subscription.topics}
+        queues = self._queues = {(topic, each.queue): each for topic, found in topics.items() for each in found}
+        self._rebalancer: Rebalancer | None = None
+        self._group: GroupPositions | None = None
+        self._context: RocketMQAckContext | None = None
+        if subscription.group is None:
+            self._client = open_client(cluster.settings)
+        else:
+            self._rebalancer = Rebalancer(
+                cluster.settings, subscription.group, subscription.topics, self._wake.set, deadline
+            )
+            self._client = self._rebalancer.client
+        try:
+            self._offsets = QueueOffsets(self._client)
+            self._starts = InitialPositions(self._offsets, subscription, queues, deadline)
+            if subscription.group is None:
+                self._add_all(queues, self._starts, deadline)
+            else:
+                self._group = GroupPositions(self._offsets, self._starts, subscription.group, cluster.context, ender)
+                self._context = RocketMQAckContext(
+                    subscription.group, self._group, self._readers, self._guard, self._commit_offset, self._timeout
+                )
+        except BaseException:
+            self.close(deadline)
+            raise
+
+    def _add_all(self, queues: Mapping[Partition, Queue], starts: InitialPositions, deadline: Deadline) -> None:
+        first = {partition: starts.first(partition, queue, deadline) for partition, queue in queues.items()}
+        for partition, at in first.items():
+            self._add(partition, queues[partition]).continue_at(at)
+
+    def _add(self, partition: Partition, queue: Queue) -> QueueReader:
+        reader = QueueReader(partition, queue)
+        reader.paused = partition in self._paused
+        reader.source = self._listener.assigned(partition)
+        with self._guard:
+            self._readers[partition] = reader
+        return reader
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+        looked = False
+        while True:
+            self._run_background_task()
+            for reader in self._readers.values():
+                reader.process_responses()
+            messages = self._hand_out(max_messages)
+            for reader in self._readers.values():
+                reader.send_pulls(self._submit)
+            if messages:
+                return messages
+            self._raise_faults()
+            if looked and deadline.expired:
+                return []
+            self._wake.wait(min(deadline.left(), self._idle_seconds()))
+            self._wake.clear()
+            looked = True
+
+    def _idle_seconds(self) -> float:
+        if self._task is not None or any(reader.is_busy for reader in self._readers.values()):
+            return _BUSY_SECONDS
+        return _IDLE_SECONDS if self._rebalancer is None else min(_IDLE_SECONDS, self._rebalancer.due_in())
+
+    def _submit(self, broker: str, request: RpcRequest[Any], timeout: float) -> Call[Any]:
+        call = self._client.submit(broker, request, timeout)
+        call.when_done(lambda _: self._wake.set())
+        return call
+
+    def _hand_out(self, limit: int) -> list[Message]:
+        messages: list[Message] = []
+        room = _ENOUGH_BYTES
+        for reader in self._in_turn():
+            while len(messages) < limit and room > 0 and reader.has_message:
+                message = reader.hand_out()
+                if message is not None:
+                    messages.append(message)
+                    room -= len(message.value or b"")
+        return messages
+
+    def _in_turn(self) -> list[QueueReader]:
+        """Return all partitions, another one first each time, so that a busy one does not starve the others."""
+        readers = list(self._readers.values())
+        if len(readers) > 1:
+            self._turn = (self._turn + 1) % len(readers)
+            readers = readers[self._turn :] + readers[: self._turn]
+        return readers
+
+    def _raise_faults(self) -> None:
+        for reader in self._readers.values():
+            if (fault := reader.fault) is not None and not reader.paused:
+                if isinstance(fault, NotFound):  # the topic may be created again
+                    reader.fault = None
+                raise fault
+
+    # --- assignment ---------------------------------------------------------------------------------------------------
+
+    def _run_background_task(self) -> None:
+        """Take the result of the background task, and start another one if it is due."""
+        if self._task is not None and self._task.done:
+            task, self._task = self._task, None
+            try:
+                task.finish()
+            except (PositionLost, EvidenceLost):
+                raise
+            except (BrokerUnavailable, OutcomeUnknown) as error:
+                _log.warning("tried again: %s", error)
+        if self._task is None and (due := self._due_task()) is not None:
+            deadline = Deadline(self._timeout)
+            self._task = BackgroundTask(lambda: due(deadline), self._apply, self._wake.set)
+
+    def _due_task(self) -> Callable[[Deadline], _RefreshResult] | None:
+        """Return the background task that is due now, None if there is none."""
+        readers = list(self._readers.values())
+        is_cut_off = any(reader.is_cut_off for reader in readers)
+        if self._rebalancer is not None:
+            moved = {reader: reader.moves for reader in readers if not reader.settled}
+            targets = {reader.partition: None if reader.overtaken else reader.target for reader in moved}
+            if moved or is_cut_off or not self._rebalancer.due_in():
+                holding = frozenset(self._readers)
+                return lambda deadline: self._refresh_group(holding, targets, moved, deadline)
+        elif is_cut_off or time.monotonic() >= self._refresh_at:
+            return self._refresh_topics
+        return None
+
+    def _refresh_group(
+        self,
+        holding: frozenset[Partition],
+        targets: Mapping[Partition, SeekTarget | None],
+        moves: Mapping[QueueReader, int],
+        deadline: Deadline,
+    ) -> _RefreshResult:
+        assert self._rebalancer is not None and self._group is not None
+        queues = self._refresh_queues()
+        by_topic: dict[str, list[Queue]] = {}
+        for (topic, _), queue in queues.items():
+            by_topic.setdefault(topic, []).append(queue)
+        assignment = self._rebalancer.refresh(by_topic, holding, deadline)
+        asked = {each: targets.get(each) for each in assignment.free if each in targets or each not in holding}
+        resolved = self._group.resolve(asked, queues, deadline) if asked else ResolvedPositions()
+        return _RefreshResult(queues, assignment, resolved, moves)
+
+    def _refresh_topics(self, deadline: Deadline) -> _RefreshResult:
+        queues = self._refresh_queues()
+        new = {partition: queue for partition, queue in queues.items() if partition not in self._readers}
+        for queue in {queue.broker: queue for queue in queues.values()}.values():
+            self._offsets.end(queue, deadline)  # check that the broker responds again
+        first = {partition: self._starts.first(partition, queue, deadline) for partition, queue in new.items()}
+        return _RefreshResult(queues, found=ResolvedPositions(first))
+
+    def _refresh_queues(self) -> dict[Partition, Queue]:
+        """Return all queues of the topics, also new ones. A missing queue is mostly on a broker that is down."""
+        if time.monotonic() >= self._refresh_at:
+            self._refresh_at = time.monotonic() + _LOOK_SECONDS
+            for topic in self._subscription.topics:
+                with suppress(BrokerUnavailable):
+                    queues = self._cluster.topics.existing_queues(topic, Deadline(_NAMING_SECONDS))
+                    self._queues = {**self._queues, **{(topic, each.queue): each for each in queues}}
+        return self._queues
+
+    def _apply(self, result: _RefreshResult) -> None:
+        for reader in self._readers.values():
+            reader.is_cut_off = False
+        if result.assignment is not None:
+            self._remove([each for each in self._readers if each in result.assignment.taken], self._listener.lost)
+            self._remove(
+                [each for each in self._readers if each not in result.assignment.mine], self._listener.revoking
+            )
+        for partition in (*result.found.known, *result.found.lost):
+            reader = self._readers.get(partition) or self._add(partition, result.queues[partition])
+            if result.moves.get(reader, reader.moves) == reader.moves:
+                self._settle(reader, result.found)
+
+    def _settle(self, reader: QueueReader, resolved: ResolvedPositions) -> None:
+        with self._guard:
+            if reader.partition in resolved.known:
+                position = resolved.known[reader.partition]
+                reader.continue_at(AnchoredOffset(position.next, position.anchor or reader.anchor))
+            else:
+                at, fault = resolved.lost[reader.partition]
+                reader.continue_at(AnchoredOffset(at))
+                reader.fail_until_seek(fault)
+
+    def _remove(self, partitions: Sequence[Partition], tell: Callable[[Sequence[Partition]], None]) -> None:
+        if not partitions:
+            return
+        try:
+            tell(partitions)
+        finally:
+            with self._guard:
+                left = [self._readers.pop(partition) for partition in partitions]
+            if self._rebalancer is not None:
+                self._rebalancer.release([reader.queue for reader in left])
+
+    # --- positions --------------------------------------------------------------------------------------------------
+
+    def positions(self) -> dict[Partition, Position]:
+        return {partition: (reader.next,) for partition, reader in self._readers.items()}
+
+    def seek(self, positions: Mapping[Partition, Position]) -> None:
+        wanted = {self._reader(partition): _checked(position) for partition, position in positions.items()}
+        if self._group is not None:  # a seek back after an abort must not fail because a broker is down
+            for reader, at in wanted.items():
+                reader.unsettle(SeekTarget(at, chosen=True))
+            return
+        deadline = Deadline(SHORT_CALL)
+        for reader, at in wanted.items():
+            begin = self._offsets.begin(reader.queue, deadline)
+            if at < begin:
+                raise PositionLost(out_of_range("the position to seek", reader.partition, at, begin, begin))
+        for reader, position in {c: self._offsets.anchored(c.queue, at, deadline) for c, at in wanted.items()}.items():
+            reader.continue_at(position)
+
+    def rewind(self, positions: Mapping[Partition, Position]) -> None:
+        self._go_back({self._reader(partition): _checked(position) for partition, position in positions.items()})
+
+    def _go_back(self, wanted: Mapping[QueueReader, int]) -> None:
+        for reader, at in wanted.items():
+            if self._group is not None:
+                reader.unsettle(SeekTarget(at, chosen=False))
+            elif not isinstance(reader.fault, PositionLost):
+                reader.go_back(at)
+
+    def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
+        wanted = {c: self._offsets.since(c.queue, timestamp, deadline) for c in self._readers.values()}
+        positions_by_reader = {c: self._offsets.anchored(c.queue, at, deadline) for c, at in wanted.items()}
+        for reader, position in positions_by_reader.items():
+            if self._group is not None:
+                reader.unsettle(SeekTarget(position.next, chosen=True))
+            else:
+                reader.continue_at(position)
+
+    def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        for partition, given in positions.items():
+            reader = self._readers.get(partition)
+            if reader is not None and given:  # otherwise the messages are delivered again from the current position
+                self._go_back({reader: min(reader.next, *map(_checked, given))})
+
+    def pause(self, partitions: Sequence[Partition]) -> None:
+        for reader in [self._reader(partition) for partition in partitions]:
+            reader.paused = True
+            self._paused.add(reader.partition)
+
+    def resume(self, partitions: Sequence[Partition]) -> None:
+        for partition in partitions:
+            reader = self._readers.get(partition) if partition in self._paused else self._reader(partition)
+            self._paused.discard(partition)
+            if reader is not None:
+                reader.paused = False
+
+    def _reader(self, partition: Partition) -> QueueReader:
+        reader = self._readers.get(partition)
+        if reader is None:
+            topic, number = partition
+            raise InvalidState(
+                f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
+            )
+        return reader
+
+    def lag(self, deadline: Deadline) -> dict[Partition, int]:
+        positions: Mapping[Partition, int] = {}
+        if self._group is not None:
+            positions, _ = self._group.positions(deadline)
+        lags = {}
+        for partition, reader in self._readers.items():
+            at = positions.get(partition, reader.next)
+            if at >= reader.behind:  # nothing is outstanding, so the duplicates that were skipped count as read
+                at = max(at, reader.next)
+            lags[partition] = max(0, self._offsets.end(reader.queue, deadline) - at)
+        return lags
+
+    def ack_context(self) -> RocketMQAckContext:
+        if self._context is None:
+            raise InvalidState("what was read without a group cannot be acknowledged")
+        return self._context
+
+    def _commit_offset(self, reader: QueueReader, at: int) -> None:
+        self._offsets.commit(str(self._subscription.group), reader.queue, at)
+
+    # --- closing ----------------------------------------------------------------------------------------------------
+
+    def close(self, deadline: Deadline) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._task is not None:  # the task might lock again what is unlocked now
+            self._task.join(min(deadline.left(), _LEAVING_SECONDS))
+        if self._context is not None and self._context.was_used and self._group is not None:
+            with suppress(TxnBridgeError):
+                positions, _ = self._group.positions(Deadline(min(deadline.left(), _LEAVING_SECONDS)))
+                for partition, reader in self._readers.items():
+                    if partition in positions:  # otherwise only a seek can tell where it continues
+                        self._commit_offset(reader, positions[partition])
+        if self._rebalancer is not None:
+            self._rebalancer.close(deadline)
+        else:
+            self._client.close(deadline.left())
+
+
+def _checked(position: Position) -> int:
+    match position:
+        case (int(offset),) if offset >= 0:
+            return offset
+    raise InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")

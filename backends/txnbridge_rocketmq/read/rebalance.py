@@ -1,0 +1,309 @@
+"""The assignment of partitions to the members of a group.
+
+Brokers list the members, and every member computes the same assignment from that list. A broker's lock keeps a new
+reader of a partition waiting until the previous reader has ended its transaction. All this only saves members wasted
+work: the decision log alone decides whose acknowledgement counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from txnbridge.errors import BrokerUnavailable, InvalidOption
+from txnbridge.spi import Deadline, Partition
+from txnbridge_rocketmq.client import administration, groups
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.errors import RemotingError
+from txnbridge_rocketmq.client.groups import Membership, Queue
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.retry import retry, retry_call
+from txnbridge_rocketmq.settings import RocketMQSettings
+from txnbridge_rocketmq.settings.names import encoded, group_name
+
+T = TypeVar("T")
+
+# The heartbeat interval of members. Brokers drop a member after two minutes of silence.
+HEARTBEAT_SECONDS = 5.0
+# How often a member refreshes its assignment. Brokers notify changes at once, and keep locks for a minute.
+LOOK_SECONDS = 1.0
+# The same while the member waits for a lock.
+_LOOK_OFTEN_SECONDS = 0.1
+# How long a member waits for a lock. Its owner may be dead, or in a transaction that takes too long.
+_LOCKED_SECONDS = 10.0
+# How often a member probes its neighbour, and the timeout: the broker answers for a member asleep after ten seconds.
+_WATCH_SECONDS = 3.0
+_WATCH_ANSWER_SECONDS = 15.0
+_LEAVE_SECONDS = 1.0
+
+# The client id of a member, with hashes of its application and its topics.
+_MEMBER = re.compile(r".*@txnbridge-[0-9a-f]+\.([0-9a-f]{8})((?:\.[0-9a-f]{8})+)")
+
+
+@dataclass(frozen=True)
+class QueueAssignment:
+    """The partitions of a member, those it may read, and those it held that another member has `taken`."""
+
+    mine: frozenset[Partition] = frozenset()
+    free: frozenset[Partition] = frozenset()
+    taken: frozenset[Partition] = frozenset()
+
+    def __or__(self, other: QueueAssignment) -> QueueAssignment:
+        return QueueAssignment(self.mine | other.mine, self.free | other.free, self.taken | other.taken)
+
+
+@dataclass
+class _BrokerShare:
+    """The state of the group at one broker after the last refresh."""
+
+    living: set[str] = field(default_factory=set)
+    locked: set[Queue] = field(default_factory=set)
+
+
+class Rebalancer:
+    """One member of a group. For use by one thread at a time; `on_change` may be called on any thread."""
+
+    def __init__(
+        self,
+        settings: RocketMQSettings,
+        group: str,
+        topics: Sequence[str],
+        on_change: Callable[[], None],
+        deadline: Deadline,
+    ) -> None:
+        """Join the group. Raise `InvalidOption`, `BrokerUnavailable`, `AccessDenied`."""
+        self._user_group = group
+        self._group = group_name(encoded(group))
+        self._topics = topics
+        self._application = _short(settings.application)
+        self._changed = threading.Event()
+        self._changed.set()
+        self._on_change = on_change
+        self.client = open_client(settings, self._client_id(), self._on_members)
+        self._shares: dict[str, _BrokerShare] = {}
+        self._waits: dict[Partition, float] = {}
+        self._refresh_at = 0.0
+        self._sleep_detector = _SleepDetector(self.client, self._group)
+        try:
+            self._join(deadline)
+        except BaseException:
+            self.client.close()
+            raise
+
+    def _client_id(self) -> str:
+        topics = ".".join(_short(topic) for topic in sorted(self._topics))
+        instance = uuid.uuid4().hex[:12]
+        return f"{socket.gethostname()}@{os.getpid()}@txnbridge-{instance}.{self._application}.{topics}"
+
+    def _on_members(self, group: str) -> None:
+        self._changed.set()
+        self._on_change()
+
+    def _join(self, deadline: Deadline) -> None:
+        membership = Membership(consumers={self._group: frozenset(self._topics)})
+        action = f"joining group {self._user_group!r}"
+        retry(lambda: self.client.join(membership, deadline.left()), action, deadline)
+
+    def due_in(self) -> float:
+        """Return the seconds until the next refresh is due."""
+        return 0.0 if self._changed.is_set() else max(0.0, self._refresh_at - time.monotonic())
+
+    # --- refreshing ---------------------------------------------------------------------------------------------------
+
+    def refresh(
+        self, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline
+    ) -> QueueAssignment:
+        """Refresh and return the assignment. Raise `InvalidOption` if another application reads in the same group."""
+        self._changed.clear()
+        assignment = QueueAssignment()
+        for broker in sorted({each.broker for here in queues.values() for each in here}):
+            here = {topic: each for topic, each in queues.items() if each and each[0].broker == broker}
+            assignment |= self._refresh_broker(broker, here, holding, deadline)
+        waiting = assignment.mine - assignment.free
+        self._waits = {partition: since for partition, since in self._waits.items() if partition in waiting}
+        self._refresh_at = time.monotonic() + (_LOOK_OFTEN_SECONDS if waiting else LOOK_SECONDS)
+        return assignment
+
+    def _refresh_broker(
+        self, broker: str, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline
+    ) -> QueueAssignment:
+        me, share = self.client.client_id, self._shares.setdefault(broker, _BrokerShare())
+        ids = self._members(broker, deadline)
+        asleep = self._sleep_detector.asleep(broker, ids)
+        for gone in share.living - (set(ids) - asleep):  # a dead member leaves its locks behind for a minute
+            all_queues = [queue for topic_queues in queues.values() for queue in topic_queues]
+            self._call(broker, groups.unlock(self._group, gone, all_queues), deadline)
+        share.living = set(ids) - asleep
+        wanted: list[Queue] = []
+        alone: set[str] = set()
+        for topic, topic_queues in queues.items():
+            readers = [each for each in ids if _reads(each, topic)]
+            wanted += assign(topic_queues, readers, asleep).get(me, ())
+            if share.living.intersection(readers) == {me}:
+                alone.add(topic)  # every other member that may hold a lock there is dead
+        before, share.locked = share.locked, set()
+        if wanted:
+            share.locked = self._call(broker, groups.lock(self._group, me, wanted), deadline)
+        free = {queue for queue in wanted if queue in share.locked or queue.topic in alone or self._has_waited(queue)}
+        refused = {queue for queue in wanted if queue not in free and _partition(queue) in holding}
+        return QueueAssignment(
+            frozenset(map(_partition, wanted)),
+            frozenset(map(_partition, free | (refused - before))),
+            frozenset(map(_partition, refused & before)),
+        )
+
+    def _members(self, broker: str, deadline: Deadline) -> list[str]:
+        """Return the client ids of all members, including this one."""
+        ids = self._call(broker, groups.members(self._group), deadline)
+        if self.client.client_id not in ids:  # the broker has restarted
+            self._join(deadline)
+            ids = self._call(broker, groups.members(self._group), deadline)
+        if self.client.client_id not in ids:  # the broker creates no groups by itself
+            with suppress(RemotingError):
+                self.client.call(broker, administration.create_group(self._group), deadline.left())
+            self._join(deadline)
+            ids = self._call(broker, groups.members(self._group), deadline)
+        if self.client.client_id not in ids:
+            raise BrokerUnavailable(
+                f"broker {broker} takes no members into group {self._user_group!r}. An administrator creates it:"
+                f"\n  mqadmin updateSubGroup -n NAME_SERVER -b BROKER_ADDRESS -g {self._group}"
+            )
+        members = sorted(each for each in ids if _MEMBER.fullmatch(each))
+        self._check_application(members)
+        return members
+
+    def _check_application(self, ids: Sequence[str]) -> None:
+        for each in ids:
+            match = _MEMBER.fullmatch(each)
+            if match and match[1] != self._application and any(_reads(each, topic) for topic in self._topics):
+                raise InvalidOption(
+                    f"group {self._user_group!r} is read by {each.split('@')[0]} under another application's name; all"
+                    " members of a group share one decision log: connect(…, application=…) with the same name"
+                )
+
+    def _has_waited(self, queue: Queue) -> bool:
+        since = self._waits.setdefault(_partition(queue), time.monotonic())
+        return time.monotonic() - since >= _LOCKED_SECONDS
+
+    def _call(self, broker: str, request: RpcRequest[T], deadline: Deadline) -> T:
+        action = f"looking at group {self._user_group!r}"
+        return retry_call(self.client, broker, request, action, deadline)
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def release(self, queues: Sequence[Queue]) -> None:
+        """Unlock queues for other members. Do not wait for the responses."""
+        for broker in {queue.broker for queue in queues}:
+            here = [queue for queue in queues if queue.broker == broker]
+            with suppress(RemotingError):
+                self.client.submit(broker, groups.unlock(self._group, self.client.client_id, here), _LEAVE_SECONDS)
+
+    def close(self, deadline: Deadline) -> None:
+        """Leave the group."""
+        for broker, share in self._shares.items():
+            if share.locked:
+                request = groups.unlock(self._group, self.client.client_id, share.locked)
+                with suppress(RemotingError):
+                    self.client.call(broker, request, min(_LEAVE_SECONDS, deadline.left()))
+        self.client.close(deadline.left())
+
+
+class _SleepDetector:
+    """Finds members that are connected but asleep: their process is stopped, or their machine is suspended.
+
+    Each member probes the next member, in the order of client ids, that is not known to be asleep. So a broker relays
+    few probes, and a member reads for the sleeping members behind it.
+    """
+
+    def __init__(self, client: RemotingClient, group: str) -> None:
+        self._client = client
+        self._group = group
+        self._asleep: set[str] = set()
+        self._calls: dict[str, Call[bool]] = {}
+        self._ask_at: dict[str, float] = {}
+
+    def asleep(self, broker: str, ids: Sequence[str]) -> set[str]:
+        """Return the members that are known to be asleep, and probe again when it is time."""
+        for each, call in list(self._calls.items()):
+            if call.done():
+                del self._calls[each]
+                self._record(each, call)
+        self._asleep &= set(ids)
+        for each in self._to_probe(ids):
+            if each not in self._calls and time.monotonic() >= self._ask_at.get(each, 0.0):
+                self._ask_at[each] = time.monotonic() + _WATCH_SECONDS
+                with suppress(RemotingError):
+                    request = groups.is_asleep(self._group, each)
+                    self._calls[each] = self._client.submit(broker, request, _WATCH_ANSWER_SECONDS)
+        return set(self._asleep)
+
+    def _record(self, member: str, call: Call[bool]) -> None:
+        try:
+            is_asleep = call.result()
+        except RemotingError:
+            return  # unknown; a user without the right to probe waits until the broker drops a dead member
+        (self._asleep.add if is_asleep else self._asleep.discard)(member)
+
+    def _to_probe(self, ids: Sequence[str]) -> list[str]:
+        me = self._client.client_id
+        if me not in ids:
+            return []
+        at = list(ids).index(me)
+        members: list[str] = []
+        for each in [*ids[at + 1 :], *ids[:at]]:
+            members.append(each)
+            if each not in self._asleep:
+                break
+        return members
+
+
+def assign(queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[str] = ()) -> dict[str, list[Queue]]:
+    """Return the queues of each reader of a topic. The previous reader takes over for one that is asleep."""
+    assigned: dict[str, list[Queue]] = {}
+    awake = [index for index, each in enumerate(readers) if each not in asleep]
+    if not awake:
+        return assigned
+    # Begin elsewhere for each topic, so that one member does not read all topics with few queues
+    first = int(_short(queues[0].topic), 16) if queues else 0
+    for number, queue in enumerate(queues):
+        index = (first + number) % len(readers)
+        living = max((each for each in awake if each <= index), default=awake[-1])
+        assigned.setdefault(readers[living], []).append(queue)
+    return assigned
+
+
+def open_client(
+    settings: RocketMQSettings, name: str | None = None, on_members: Callable[[str], None] | None = None
+) -> RemotingClient:
+    """Return a client with connections of its own, so that long pulls delay nothing else."""
+    return RemotingClient(
+        settings.name_servers,
+        client_id=name,
+        credentials=settings.credentials(),
+        tls=settings.tls_context(),
+        on_members=on_members,
+        heartbeat_seconds=HEARTBEAT_SECONDS,
+    )
+
+
+def _partition(queue: Queue) -> Partition:
+    return queue.topic, queue.queue
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+
+def _reads(member: str, topic: str) -> bool:
+    match = _MEMBER.fullmatch(member)
+    return match is not None and _short(topic) in match[2].split(".")

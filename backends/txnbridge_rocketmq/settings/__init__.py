@@ -1,0 +1,182 @@
+"""The options of a bridge to RocketMQ, and the settings made of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from txnbridge.errors import InvalidOption
+from txnbridge.spi import Context, Option, Url
+from txnbridge_rocketmq.settings.names import decoded, encoded, group_name, topic_name
+
+if TYPE_CHECKING:  # the options are read by every process, the client only by processes that connect
+    import ssl
+
+    from txnbridge_rocketmq.client.security import Credentials
+
+_PORT = 9876  # the default port of name servers
+
+
+@dataclass(frozen=True)
+class RocketMQSettings:
+    """The settings of a bridge: how to reach and use a cluster."""
+
+    name_servers: tuple[str, ...]  # "host:port"
+    timeout: float  # the bridge's default deadline in seconds
+    hold: float | None
+    application: str
+    create_topics: int  # partitions of a topic that is created on first use; 0: topics are never created
+    prefix: str = "_txnbridge-"  # of the names of all topics of the bridge's own
+    access_key: str = ""
+    secret_key: str = field(default="", repr=False)
+    security_token: str = field(default="", repr=False)
+    tls: bool = False
+    tls_ca: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_verify: bool = True
+    tls_verify_hostname: bool = True
+
+    def log_topic(self, application: str) -> str:
+        """Return the topic of a decision log. Raise `InvalidOption` for an application whose name is too long."""
+        return topic_name(f"{self.prefix}log-{encoded(application)}")
+
+    @property
+    def cluster_topic(self) -> str:
+        """The topic whose first record holds the cluster's id. Topics that repeat the id add '-' and more."""
+        return f"{self.prefix}cluster"
+
+    def broker_topic(self, broker: str) -> str:
+        """Return the empty topic that records a broker. The name may be too long for a long broker name."""
+        return f"{self._broker_topics}{encoded(broker)}"
+
+    def noted_broker(self, topic: str) -> str | None:
+        """Return the broker that a topic records; None for other topics."""
+        begin = self._broker_topics
+        return decoded(topic.removeprefix(begin)) if topic.startswith(begin) else None
+
+    @property
+    def _broker_topics(self) -> str:
+        return f"{self.prefix}broker-"
+
+    @property
+    def producer_group(self) -> str:
+        """The producer group of the application, to whose members brokers send check-backs."""
+        return group_name(encoded(self.application))
+
+    def half_group(self, group: str) -> str:
+        """Return the producer group of a group's half messages. Raise `InvalidOption` for too long names."""
+        return group_name(f"{self._half_groups}{encoded(self.application)}|{encoded(group)}")
+
+    def shared_half_group(self, group: str) -> str:
+        """Return the producer group of half messages that were stored before producer groups named the application."""
+        return group_name(f"{self._half_groups}{encoded(group)}")
+
+    def group_of_halves(self, producer_group: str) -> tuple[str | None, str] | None:
+        """Return application (None in old names) and group of a producer group of half messages; None for others."""
+        if not producer_group.startswith(self._half_groups):
+            return None
+        *application, group = map(decoded, producer_group.removeprefix(self._half_groups).split("|"))
+        return (application[0] if application else None), group
+
+    @property
+    def _half_groups(self) -> str:
+        return f"{self.prefix}half-"
+
+    @property
+    def url(self) -> str:
+        """The URL without secrets, for commands in error texts."""
+        return f"rocketmq://{','.join(self.name_servers)}"
+
+    def credentials(self) -> Credentials | None:
+        from txnbridge_rocketmq.client.security import Credentials
+
+        if not self.access_key:
+            return None
+        return Credentials(self.access_key, self.secret_key, self.security_token or None)
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context of all connections; None without TLS. Raise `InvalidOption`."""
+        import ssl
+
+        if not self.tls:
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.tls_ca or None)
+            if self.tls_certificate:
+                context.load_cert_chain(self.tls_certificate, self.tls_key or None)
+        except OSError as error:  # `ssl.SSLError` is a subclass
+            raise InvalidOption(
+                f"the files of tls_ca, tls_certificate and tls_key are not PEM files that fit together: {error}"
+            ) from error
+        context.check_hostname = self.tls_verify and self.tls_verify_hostname
+        if not self.tls_verify:
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+    def __reduce__(self) -> Any:
+        raise TypeError("settings hold secrets; they are not pickled")
+
+
+_DEFAULTS = RocketMQSettings((), 0, None, "", 0)
+
+OPTIONS: Mapping[str, Option] = {
+    "prefix": Option(str, _DEFAULTS.prefix, "how the names of our own topics begin"),
+    "access_key": Option(str, "", "the user to sign requests for, where brokers control access"),
+    "secret_key": Option(str, "", "the user's secret; requests are signed with it", secret=True),
+    "security_token": Option(str, "", "the token that goes with temporary keys", secret=True),
+    "tls": Option(bool, _DEFAULTS.tls, "whether connections to name servers and brokers are encrypted"),
+    "tls_ca": Option(str, "", "a PEM file with the authorities to trust; without it the system's"),
+    "tls_certificate": Option(str, "", "a PEM file with the certificate to authenticate with"),
+    "tls_key": Option(str, "", "a PEM file with the certificate's key, if that is not beside it"),
+    "tls_verify": Option(bool, _DEFAULTS.tls_verify, "whether the servers' certificates are checked"),
+    "tls_verify_hostname": Option(
+        bool, _DEFAULTS.tls_verify_hostname, "whether the servers' certificates must name their hosts"
+    ),
+}
+
+# The name of an application follows the prefix, and a topic has 127 characters at most.
+_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,60}")
+_ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
+
+
+def parse_settings(url: Url, options: Mapping[str, Any], context: Context) -> RocketMQSettings:
+    """Return the settings for a URL and its options. Raise `InvalidOption`."""
+    for name in context.client_options:
+        raise InvalidOption(
+            f"the RocketMQ backend has no option {name!r}: its client is its own, and has none of its own"
+        )
+    settings = RocketMQSettings(
+        name_servers=_name_servers(url),
+        timeout=context.timeout,
+        hold=context.hold,
+        application=context.application,
+        create_topics=context.create_topics or 0,
+        **options,
+    )
+    _check(settings)
+    return settings
+
+
+def _name_servers(url: Url) -> tuple[str, ...]:
+    if not url.hosts:
+        raise InvalidOption(f"{url}: a URL names the name servers, rocketmq://host:9876,host2:9876")
+    if url.path not in ("", "/"):
+        raise InvalidOption(f"{url}: a RocketMQ URL has no path; a topic's name goes into send() and consumer()")
+    return tuple(f"{f'[{name}]' if ':' in name else name}:{port or _PORT}" for name, port in url.hosts)
+
+
+def _check(settings: RocketMQSettings) -> None:
+    if not _PREFIX.fullmatch(settings.prefix):
+        raise InvalidOption("option 'prefix' is 1 to 60 letters, digits, '_' and '-'")
+    if bool(settings.access_key) != bool(settings.secret_key):
+        raise InvalidOption("options 'access_key' and 'secret_key' belong together")
+    if settings.security_token and not settings.access_key:
+        raise InvalidOption("option 'security_token' has no effect without 'access_key' and 'secret_key'")
+    for name in _ONLY_WITH_TLS:
+        if getattr(settings, name) and not settings.tls:
+            raise InvalidOption(f"option {name!r} has no effect without 'tls'")
+    if settings.tls_key and not settings.tls_certificate:
+        raise InvalidOption("option 'tls_key' has no effect without 'tls_certificate'")

@@ -1,0 +1,80 @@
+"""The process's ownership of a transactional id, or of a name that it made for itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from txnbridge.errors import DeadlineExceeded, Fenced
+from txnbridge.spi import Deadline, Identity, Ledger, Writer
+from txnbridge_rocketmq.cluster import RocketMQCluster
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
+from txnbridge_rocketmq.outcome.outcome import publish_decided
+from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
+from txnbridge_rocketmq.write.writer import RocketMQWriter
+
+
+class RocketMQOwner:
+    """Opens a transactional id in the decision log. From then on older owners cannot commit any more.
+
+    The new owner first publishes the transactions that its predecessor committed and did not publish. Undecided
+    transactions are aborted after the broker's check-back. The owner does not wait for that, because undecided halves
+    hold nothing back.
+
+    A name that the bridge made for itself is opened only for prepared transactions and half messages, because no other
+    process can own it.
+    """
+
+    def __init__(self, cluster: RocketMQCluster, identity: Identity, ledger: Ledger, ender: HalfEnder) -> None:
+        self.cluster = cluster
+        self.ledger = ledger
+        self.ender = ender
+        self.opening: str | None = None  # the opening by which this process is the owner; None before it
+        self._identity = identity
+        self._lock = threading.Lock()
+
+    def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
+        """Return writers. For a transactional id this fences every older owner."""
+        if self._identity.owned:
+            self.open(deadline)
+        return [RocketMQWriter(self, number) for number in range(count)]
+
+    def prepare_writer(self, deadline: Deadline) -> Writer:
+        """Return a writer for one prepared transaction. Raise `Fenced` if a newer owner is known."""
+        self.open(deadline)
+        return RocketMQPreparedWriter(self, 0)
+
+    def open(self, deadline: Deadline) -> None:
+        """Open the id once. A second opening would fence the first."""
+        if not self._lock.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(
+                f"another thread opened {self._identity.name} for longer than {deadline.seconds:g} s"
+            )
+        try:
+            if self.opening is not None:
+                return
+            with self.cluster.context.events.step("step:open"):
+                opening = self.ledger.opened({"host": self._identity.host}, deadline)
+            if self._identity.owned:
+                self._finish(deadline)
+            self.opening = opening
+        finally:
+            self._lock.release()
+
+    def _finish(self, deadline: Deadline) -> None:
+        """Publish the last commits of the previous owner.
+
+        Earlier commits need no look: each writer publishes one transaction before it begins the next, and each owner
+        does this before its first commit.
+        """
+        for transaction, claim in self.ledger.claims(deadline):
+            publish_decided(self.ender, transaction, claim, deadline)
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise `Fenced` if another process has opened the id since."""
+        if self.opening is None:
+            return
+        newest = self.ledger.newest_opening(deadline)
+        if newest is None or newest[0] != self.opening:
+            host = None if newest is None else str(newest[1].get("host", "")) or None
+            raise Fenced(f"{self._identity.name} was opened by {host or 'another process'} since", newer=host)

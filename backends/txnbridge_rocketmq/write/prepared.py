@@ -1,0 +1,33 @@
+"""A writer whose one transaction is prepared, and ended later by its token."""
+
+from __future__ import annotations
+
+from txnbridge.errors import InvalidState
+from txnbridge.spi import Begin, Deadline
+from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord
+from txnbridge_rocketmq.write.writer import RocketMQWriter
+
+
+class RocketMQPreparedWriter(RocketMQWriter):
+    """Carries one transaction, which is prepared or aborted. The writer is not used again."""
+
+    def _lifetime(self, begin: Begin) -> float:
+        if begin.hold is not None:
+            return begin.deadline.left() + begin.hold
+        home = self._cluster.brokers.config(self._cluster.topics.home, begin.deadline)
+        return min(home.longest_transaction, home.retention)
+
+    def prepare(self, deadline: Deadline) -> None:
+        self._store(deadline)
+        transaction = self._begun.transaction
+        prepared = PrepareRecord(self._halves.parts, self._all_acks(), self._expires_at)
+        try:
+            with self._cluster.context.events.step("step:record", transaction):
+                self._owner.ledger.record(PREPARE, transaction, prepared.as_json(), deadline)
+        except BaseException:
+            # The prepare record may be stored all the same, but no token of it was handed out.
+            self._abort_quietly(deadline)
+            raise
+
+    def commit(self, deadline: Deadline) -> None:
+        raise InvalidState("a prepared transaction is committed by its token")

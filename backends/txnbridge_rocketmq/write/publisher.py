@@ -1,0 +1,268 @@
+"""Sending without a transaction: each message once, and in order within a partition."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    DeliveryFailed,
+    InvalidOption,
+    InvalidState,
+    NotSupported,
+)
+from txnbridge.spi import Deadline, Publisher, RawHeaders
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.errors import NotDurable, RemotingError
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.sending import SendResult, WireMessage, send
+from txnbridge_rocketmq.cluster import RocketMQCluster
+from txnbridge_rocketmq.errors import translate
+from txnbridge_rocketmq.write.message_format import partition_of, to_wire
+
+# The producer group in the publisher's requests. Brokers send no check-backs about it.
+GROUP = "txnbridge-publisher"
+# Limits for messages that were taken and are not stored yet. `send` waits while they are reached.
+_MOST_MESSAGES, _MOST_BYTES = 1000, 64 << 20
+# Timeout of one request. A live broker responds within milliseconds, or says within seconds that it is busy.
+_ANSWER_SECONDS = 10.0
+# The time before a request is repeated to a broker that is down or busy.
+_PAUSE = 0.05
+# How long a message without a response is looked for after the broker's first negative answer: brokers index messages a
+# moment later, and a request may have waited in the broker before it was carried out (waitTimeMillsInSendQueue).
+_LOOK_SECONDS = 5.0
+
+
+@dataclass(eq=False)
+class _QueueSender:
+    """The messages of one queue. Only one is in flight, because requests may overtake each other."""
+
+    queue: Queue
+    waiting: deque[WireMessage] = field(default_factory=deque)
+    call: Call[SendResult] | None = None
+    again_at: float = 0.0
+
+
+class RocketMQPublisher(Publisher):
+    """Sends from a thread of its own. After a failure it takes and sends nothing more.
+
+    RocketMQ stores a repeated message twice. Therefore a message without a response is looked up by its unique id. If
+    it is not found, the publisher fails rather than send it again.
+    """
+
+    def __init__(self, cluster: RocketMQCluster) -> None:
+        self._cluster = cluster
+        self._changed = threading.Condition()
+        self._senders: dict[Queue, _QueueSender] = {}
+        self._messages = self._bytes = 0  # taken and not stored yet
+        self._round_robin = itertools.count(secrets.randbelow(1 << 16))
+        self._failed: DeliveryFailed | AccessDenied | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # --- buffering ----------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders | None,
+        partition: int | None,
+        timestamp: int | None,
+        sequence: int | None,
+        deadline: Deadline,
+    ) -> None:
+        if sequence is not None:
+            raise _no_sequences()
+        self._check()
+        queues = self._cluster.topics.require(topic, partition, deadline)
+        most = self._cluster.brokers.config(queues[0].broker, deadline).message_bytes
+        if len(value or b"") > most:
+            raise InvalidOption(f"a message to {topic} has {len(value or b'')} bytes; the broker takes {most}")
+        message = to_wire(topic, value, key, headers, timestamp, unique_key=uuid.uuid4().hex.upper())
+        number = self._chosen(key, len(queues)) if partition is None else partition
+        self._take(message, queues[number], deadline)
+
+    def _chosen(self, key: bytes | None, count: int) -> int:
+        return next(self._round_robin) % count if key is None else partition_of(key, count)
+
+    def _take(self, message: WireMessage, queue: Queue, deadline: Deadline) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ended or self._has_room(message), deadline.left()):
+                raise DeadlineExceeded(f"there was no room for a message to {queue.topic} for {deadline.seconds:g} s")
+            self._check()
+            self._senders.setdefault(queue, _QueueSender(queue)).waiting.append(message)
+            self._messages += 1
+            self._bytes += len(message.body)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rocketmq publisher", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed or self._failed is not None
+
+    def _has_room(self, message: WireMessage) -> bool:
+        if self._messages == 0:
+            return True
+        return self._messages < _MOST_MESSAGES and self._bytes + len(message.body) <= _MOST_BYTES
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise type(self._failed)(str(self._failed)) from self._failed.__cause__
+        if self._closed:
+            raise InvalidState("this publisher is closed")
+
+    # --- flushing -----------------------------------------------------------------------------------------------------
+
+    def flush(self, deadline: Deadline) -> None:
+        """Return when all messages taken are stored. Those that are not stored by the deadline are still tried."""
+        with self._changed:
+            self._check()
+            self._settle(deadline)
+
+    def _settle(self, deadline: Deadline) -> None:
+        if not self._changed.wait_for(lambda: self._ended or self._messages == 0, deadline.left()):
+            raise DeadlineExceeded(
+                f"{self._messages} messages were not stored within {deadline.seconds:g} s; they may yet be"
+            )
+        self._check()
+
+    def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
+        raise _no_sequences()
+
+    def close(self, deadline: Deadline) -> None:
+        """Close the publisher. Raise the same errors as `flush`; messages that are not stored then are given up."""
+        with self._changed:
+            if self._closed:
+                return
+            try:
+                self._check()
+                self._settle(deadline)
+            finally:
+                self._closed = True
+                self._changed.notify_all()
+
+    # --- sending, on the publisher's own thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended or self._due(), self._next_due())
+                if self._ended:
+                    return
+                due = self._due()
+            for sender in due:
+                try:
+                    self._look_after(sender)
+                except _PublishFailure as failure:
+                    self._fail(failure)
+                    return
+
+    def _due(self) -> list[_QueueSender]:
+        """Return the senders that can proceed now."""
+        now = time.monotonic()
+        return [
+            sender
+            for sender in self._senders.values()
+            if (sender.call.done() if sender.call is not None else sender.waiting and sender.again_at <= now)
+        ]
+
+    def _next_due(self) -> float | None:
+        """Return the seconds until a paused sender may try again; None if none is paused."""
+        waits = [sender.again_at for sender in self._senders.values() if sender.call is None and sender.waiting]
+        return max(0.0, min(waits) - time.monotonic()) if waits else None
+
+    def _look_after(self, sender: _QueueSender) -> None:
+        try:
+            if sender.call is None:
+                request = send(sender.waiting[0], GROUP, sender.queue.queue)
+                sender.call = self._cluster.client.submit(sender.queue.broker, request, _ANSWER_SECONDS)
+                sender.call.when_done(self._wake)
+                return
+            call, sender.call = sender.call, None
+            call.result()
+        except RemotingError as error:
+            if not self._is_stored_all_the_same(sender, error):
+                sender.again_at = time.monotonic() + _PAUSE
+                return
+        self._stored(sender)
+
+    def _wake(self, call: Any) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _stored(self, sender: _QueueSender) -> None:
+        with self._changed:
+            message = sender.waiting.popleft()
+            self._messages -= 1
+            self._bytes -= len(message.body)
+            self._changed.notify_all()
+
+    def _is_stored_all_the_same(self, sender: _QueueSender, error: RemotingError) -> bool:
+        """Return whether the broker stored a message whose sending failed; if not, it is safe to send it again.
+
+        Raise `_PublishFailure` where this cannot be known, or where sending again cannot succeed.
+        """
+        if isinstance(error, NotDurable):
+            raise _PublishFailure(error, "a message is stored, but not as safely as the broker is set to")
+        if error.may_have_had_effect:
+            self._find(sender, error)
+            return True
+        # The broker is down, starting, or busy, which is no reason to fail.
+        if type(translate(error, "")) in (BrokerUnavailable, DeadlineExceeded):
+            return False
+        raise _PublishFailure(error, "a message was refused")
+
+    def _find(self, sender: _QueueSender, error: RemotingError) -> None:
+        """Return if the message is stored. Raise `_PublishFailure` otherwise."""
+        message = sender.waiting[0]
+        assert message.unique_key is not None
+        request = reading.by_unique_key(sender.queue.topic, message.unique_key)
+        until: float | None = None
+        while until is None or time.monotonic() < until:
+            if self._closed:
+                break
+            try:
+                if self._cluster.client.call(sender.queue.broker, request, _ANSWER_SECONDS):
+                    return
+                until = until or time.monotonic() + _LOOK_SECONDS
+            except RemotingError as refused:
+                if isinstance(translate(refused, ""), AccessDenied):
+                    raise _PublishFailure(
+                        refused, "no answer came for a message, and it may not be looked for"
+                    ) from error
+                # Otherwise nothing is known until the broker is back.
+            time.sleep(_PAUSE)
+        raise _PublishFailure(error, "no answer came for a message, and it was not found, though it may yet come")
+
+    def _fail(self, failure: _PublishFailure) -> None:
+        kind = AccessDenied if isinstance(translate(failure.cause, ""), AccessDenied) else DeliveryFailed
+        with self._changed:
+            self._failed = kind(f"{failure}; nothing after it in its partition is stored: {failure.cause}")
+            self._failed.__cause__ = failure.cause
+            self._changed.notify_all()
+
+
+class _PublishFailure(Exception):
+    """The failure that ends a publisher; `cause` is the client's error."""
+
+    def __init__(self, cause: RemotingError, action: str) -> None:
+        super().__init__(action)
+        self.cause = cause
+
+
+def _no_sequences() -> NotSupported:
+    return NotSupported("the broker keeps no sequences of those who send; leave out sequence=")

@@ -1,0 +1,83 @@
+"""The properties of a transaction's messages: the transaction, and where its outcome is decided."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.write.message_format import OWN
+
+_TRANSACTION, _NUMBER = f"{OWN}transaction", f"{OWN}number"
+_LOG, _DEADLINE, _OPENING = f"{OWN}log", f"{OWN}deadline", f"{OWN}opening"
+
+# Brokers accept 32 KB of properties. The values here are short.
+_DIGITS = re.compile(r"\d{1,18}")
+# The assumed difference between the clocks of hosts. A host whose clock is ahead by more would abort transactions that
+# their owners can still commit. Clocks under NTP differ by milliseconds.
+CLOCKS_DIFFER_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class TransactionSlot:
+    """A message's place in its transaction: the `number`-th message of the transaction in its topic, from 0."""
+
+    transaction: str
+    number: int
+
+
+@dataclass(frozen=True)
+class HalfOrigin:
+    """The log in which a half's transaction is decided, and the time after which any process may abort it."""
+
+    log: Mapping[str, Any]  # `Evidence.log`
+    deadline: int  # milliseconds since 1970
+    # The opening of the transactional id by the owner, who cannot commit after a newer opening
+    opening: str | None = None
+
+
+def slot_of(record: MessageExt) -> TransactionSlot | None:
+    """Return the slot of a message that was sent in one of the bridge's transactions; None for other messages."""
+    transaction, number = record.properties.get(_TRANSACTION), record.properties.get(_NUMBER, "")
+    if not transaction or not _DIGITS.fullmatch(number):
+        return None
+    return TransactionSlot(transaction, int(number))
+
+
+def origin_of(record: MessageExt) -> HalfOrigin | None:
+    """Return the origin of one of the bridge's halves; None for halves of other clients."""
+    deadline = record.properties.get(_DEADLINE, "")
+    try:
+        log = json.loads(record.properties.get(_LOG, ""))
+    except ValueError:
+        return None
+    if not isinstance(log, dict) or not _DIGITS.fullmatch(deadline):
+        return None
+    return HalfOrigin(log, int(deadline), record.properties.get(_OPENING))
+
+
+def is_over(deadline: int) -> bool:
+    """Return whether a transaction's time is over on every host, so that any process may abort it."""
+    return time.time() >= deadline / 1000 + CLOCKS_DIFFER_SECONDS
+
+
+def properties(slot: TransactionSlot, origin: HalfOrigin) -> dict[str, str]:
+    """Return the properties of a half, from which `slot_of` and `origin_of` read slot and origin back."""
+    return {
+        _TRANSACTION: slot.transaction,
+        _NUMBER: str(slot.number),
+        _LOG: json.dumps(dict(origin.log), separators=(",", ":")),
+        _DEADLINE: str(origin.deadline),
+        **({} if origin.opening is None else {_OPENING: origin.opening}),
+    }
+
+
+def unique_key(topic: str, slot: TransactionSlot) -> str:
+    """Return the unique key of a half and of the message published from it. The slot determines the key."""
+    named = hashlib.sha256(json.dumps([slot.transaction, topic]).encode()).hexdigest()
+    return f"{named[:24]}{slot.number:08x}".upper()

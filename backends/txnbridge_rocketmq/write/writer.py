@@ -1,0 +1,299 @@
+"""A writer, which has at most one transaction at a time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    Conflict,
+    DeliveryFailed,
+    EvidenceLost,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    OutcomeUnknown,
+    TransactionAborted,
+    TransactionTimedOut,
+    TxnBridgeError,
+)
+from txnbridge.spi import (
+    Ack,
+    Begin,
+    Deadline,
+    Decision,
+    Evidence,
+    Item,
+    Ledger,
+    LedgerClaim,
+    Partition,
+    Position,
+    RawHeaders,
+    Writer,
+    encode_item,
+)
+from txnbridge_rocketmq.capabilities import LIMITS
+from txnbridge_rocketmq.cluster import RocketMQCluster
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, PublishedMessageMissing
+from txnbridge_rocketmq.outcome.outcome import publish_exclusively
+from txnbridge_rocketmq.write.acks import RocketMQAckContext
+from txnbridge_rocketmq.write.half_batch import HalfBatch, HalfTarget, TopicPart, parts_as_json, parts_from_json
+from txnbridge_rocketmq.write.message_format import partition_of, to_wire
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
+
+_log = logging.getLogger("txnbridge")
+
+_MOST_MESSAGES = LIMITS.transaction_messages or 0
+# The least time for an abort, so that also a transaction whose deadline is past is aborted in the log.
+_ABORT_GRACE = 2.0
+# How long an abort waits for outstanding responses, which tell the halves to drop. The broker asks about the others.
+_SETTLE_BEFORE_ABORT = 0.5
+
+
+class WriterOwner(Protocol):
+    """The owner of a transactional id, as far as its writers use it."""
+
+    cluster: RocketMQCluster
+    ledger: Ledger
+    ender: HalfEnder
+    opening: str | None
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise `Fenced` if another process has opened the id since."""
+
+
+class RocketMQWriter(Writer):
+    """Sends halves, lets the decision log decide, and then has the broker publish the halves.
+
+    A decision cannot be undone: what this process does not publish, others publish after the broker's check-back.
+    """
+
+    def __init__(self, owner: WriterOwner, number: int) -> None:
+        self._owner = owner
+        self._number = number
+        self._unpublished: tuple[str, Sequence[TopicPart]] | None = None  # the previous transaction, if committed
+        self._cluster = owner.cluster
+        self._round_robin = itertools.count(secrets.randbelow(1 << 16))
+        self._begun = Begin("", Deadline(0), False, None)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._halves = HalfBatch(self._cluster.client, self._cluster.settings.producer_group)
+        self._acks: dict[RocketMQAckContext, list[Ack]] = {}
+        self.messages = 0
+
+    # --- one transaction ----------------------------------------------------------------------------------------------
+
+    def begin(self, begin: Begin) -> None:
+        if self._unpublished is not None:  # the next owner of the id publishes only the last transaction of each writer
+            publish_exclusively(self._owner.ender, *self._unpublished, begin.deadline)
+            self._unpublished = None
+        self._forget()
+        self._begun = begin
+        self._seconds = self._lifetime(begin)
+        self._expires_at = int((time.time() + self._seconds) * 1000)
+        self._origin = HalfOrigin(self._owner.ledger.begin(begin.deadline), self._expires_at, self._owner.opening)
+
+    def _lifetime(self, begin: Begin) -> float:
+        """Return for how many seconds no other process may abort the transaction."""
+        return begin.deadline.left()
+
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders | None,
+        partition: int | None,
+        timestamp: int | None,
+    ) -> None:
+        if self.messages >= _MOST_MESSAGES:
+            raise InvalidOption(
+                f"a transaction on RocketMQ has at most {_MOST_MESSAGES} messages: each is ended for itself"
+            )
+        deadline = self._begun.deadline
+        deadline.check("the transaction")
+        target = self._target(topic, partition, deadline)
+        slot = TransactionSlot(self._begun.transaction, target.count)
+        own = properties(slot, self._origin)
+        message = to_wire(topic, value, key, headers, timestamp, own=own, unique_key=unique_key(topic, slot))
+        number = partition if partition is not None else self._chosen(key, len(target.queues))
+        self._halves.take(target, target.queues[number], message, deadline)
+        self.messages += 1
+
+    def _chosen(self, key: bytes | None, count: int) -> int:
+        return next(self._round_robin) % count if key is None else partition_of(key, count)
+
+    def _target(self, topic: str, partition: int | None, deadline: Deadline) -> HalfTarget:
+        """Return the state of a topic. The broker is asked for its queues once in each transaction."""
+        target = self._halves.targets.get(topic)
+        if target is None or (partition is not None and not 0 <= partition < len(target.queues)):
+            queues = self._cluster.topics.require(topic, partition, deadline)
+            if target is None:
+                settings = self._cluster.brokers.config(queues[0].broker, deadline)
+                if self._seconds > settings.longest_transaction:
+                    raise InvalidOption(
+                        f"a transaction to {topic} may take {self._seconds:.0f} s here, and"
+                        f" {settings.longest_transaction:g} s are allowed: broker {settings.name} discards halves"
+                        f" after {settings.discarded_after:g} s (transactionCheckMax x transactionCheckInterval),"
+                        " and has to ask about them before. Take shorter timeouts, or have that changed"
+                    )
+                target = self._halves.targets[topic] = HalfTarget(queues, settings)
+            target.queues = queues
+        return target
+
+    def send_many(self, topic: str, items: Iterable[Item]) -> None:
+        for item in items:
+            value, key, headers = (item, None, None) if item.__class__ is bytes else encode_item(item)
+            self.send(topic, value, key, headers, None, None)
+
+    def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        assert isinstance(context, RocketMQAckContext)
+        deadline = self._begun.deadline
+        deadline.check("the transaction")
+        self._acks[context] = context.acks(positions, deadline, so_far=self._acks.get(context, ()))
+
+    def flush(self, deadline: Deadline) -> None:
+        """Return when all messages taken so far are stored. Raise `DeliveryFailed` or `AccessDenied`."""
+        with self._cluster.context.events.step("step:store", self._begun.transaction, messages=self.messages):
+            self._halves.flush(deadline)
+
+    def evidence(self) -> Evidence:
+        return Evidence({}, self.messages, self._expires_at, self._origin.log)
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, deadline: Deadline) -> None:
+        raise NotImplementedError("a plain writer is never asked to prepare")
+
+    def commit(self, deadline: Deadline) -> None:
+        self._store(deadline)
+        if not (self.messages or self._acks):
+            return
+        # From before the decision on, so that this process does not answer a check-back by publishing the same halves.
+        with self._owner.ender.as_owner(self._begun.transaction):
+            all_published = self._decide_and_publish(deadline)
+        if not all_published:
+            self._publish_rest(deadline)
+
+    def _decide_and_publish(self, deadline: Deadline) -> bool:
+        """Decide and publish. Return whether nothing is left to publish."""
+        try:
+            claim = self._claim(Decision.COMMIT, deadline, self._all_acks())
+        except (Conflict, Fenced):
+            self._abort_quietly(deadline)
+            raise
+        if claim.decision is Decision.ABORT:
+            self._drop(deadline)
+            if self._begun.deadline.expired or time.time() * 1000 >= self._expires_at:
+                raise TransactionTimedOut("the transaction was aborted because its time was over; run it again")
+            raise TransactionAborted("somebody else aborted the transaction; run it again")
+        with self._cluster.context.events.step("step:publish", self._begun.transaction):
+            try:
+                halves = self._halves.stored(deadline)
+                if not self._owner.ender.publish_fresh(halves, deadline):
+                    return False
+                self._owner.ender.confirm_published(halves, deadline)
+            except PublishedMessageMissing as error:
+                raise self._unpublished_error(error) from error
+            except TxnBridgeError:
+                return False
+            return True
+
+    def _unpublished_error(self, error: TxnBridgeError) -> OutcomeUnknown:
+        """Return the error for a committed transaction that may be unpublished, and remember to publish it later."""
+        self._unpublished = self._begun.transaction, self._halves.parts
+        return OutcomeUnknown(
+            "it is committed, and may not be published; any bridge of its application publishes what is not, when the"
+            f" broker asks: {error}"
+        )
+
+    def _all_acks(self) -> list[Ack]:
+        return [ack for acks in self._acks.values() for ack in acks]
+
+    def _claim(self, decision: Decision, deadline: Deadline, acks: Sequence[Ack] = ()) -> LedgerClaim:
+        transaction, data = self._begun.transaction, {**parts_as_json(self._halves.parts), "writer": self._number}
+        with self._cluster.context.events.step("step:decide", transaction, decision=decision.value) as step:
+            claim = self._owner.ledger.claim(transaction, decision, data, deadline, log=self._origin.log, acks=acks)
+            step["decided"] = claim.decision.value
+        return claim
+
+    def _publish_rest(self, deadline: Deadline) -> None:
+        """Publish the halves that could not be ended directly. Raise `OutcomeUnknown` or `EvidenceLost`."""
+        transaction = self._begun.transaction
+        try:
+            publish_exclusively(self._owner.ender, transaction, self._halves.parts, deadline)
+        except EvidenceLost:
+            raise
+        except TxnBridgeError as error:
+            raise self._unpublished_error(error) from error
+
+    def _store(self, deadline: Deadline) -> None:
+        """Return when every half is stored. Abort the transaction and raise if that fails."""
+        deadline.check("the transaction")
+        try:
+            self.flush(deadline)
+        except (DeliveryFailed, AccessDenied):
+            self._abort_quietly(deadline)
+            raise
+
+    def _abort_quietly(self, deadline: Deadline) -> None:
+        """Abort a transaction that cannot commit. It also ends aborted if this request fails."""
+        try:
+            self.abort(deadline)
+        except TxnBridgeError as error:
+            _log.debug("transaction %s is aborted when its time is over: %s", self._begun.transaction, error)
+
+    def abort(self, deadline: Deadline) -> None:
+        if deadline.left() < _ABORT_GRACE:
+            deadline = Deadline(_ABORT_GRACE)
+        if not (self.messages or self._acks):
+            return
+        try:
+            claim = self._claim(Decision.ABORT, deadline)
+        except BrokerUnavailable as error:
+            raise OutcomeUnknown(f"it is aborted when its time is over: {error}") from error
+        if claim.decision is Decision.COMMIT:
+            raise InvalidState("the transaction is committed: an earlier attempt had come through")
+        self._drop(deadline)
+
+    def _drop(self, deadline: Deadline) -> None:
+        if deadline.left() < _ABORT_GRACE:
+            deadline = Deadline(_ABORT_GRACE)
+        with self._cluster.context.events.step("step:drop", self._begun.transaction):
+            stored = self._halves.stored(Deadline(_SETTLE_BEFORE_ABORT))
+            self._owner.ender.drop([(q.broker, half) for q, halves in stored.items() for half in halves], deadline)
+
+    # --- reopening and closing ----------------------------------------------------------------------------------------
+
+    def reopen(self, deadline: Deadline) -> None:
+        """Make the writer usable again. A commit of the transaction before is published before the next one."""
+        self._owner.check(deadline)
+        self._settle(deadline)
+        self._forget()
+
+    def _settle(self, deadline: Deadline) -> None:
+        """Decide the previous transaction by an ABORT claim. Its commit may stand in the log, or be on its way."""
+        if not (self.messages or self._acks):
+            return
+        transaction = self._begun.transaction
+        try:
+            claim = self._claim(Decision.ABORT, deadline)
+        except EvidenceLost as error:
+            _log.warning("nobody can tell what became of transaction %s: %s", transaction, error)
+        except OutcomeUnknown as error:
+            raise BrokerUnavailable(f"first it has to be known what became of {transaction}: {error}") from error
+        else:
+            if claim.decision is Decision.COMMIT:
+                self._unpublished = transaction, parts_from_json(claim.data)
+            else:
+                self._drop(deadline)
+
+    def close(self) -> None:
+        """Do nothing: the broker asks about halves that were not ended."""

@@ -1,0 +1,351 @@
+"""A client: brokers by name, name servers in turn, membership that survives lost connections, bounded questions."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+from txnbridge_rocketmq.client import client as client_module
+from txnbridge_rocketmq.client.client import RemotingClient, _NotificationQueue
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.errors import (
+    Disconnected,
+    ErrorResponse,
+    RemotingError,
+    ResponseTimeout,
+    Unreachable,
+)
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.groups import Membership, members
+from txnbridge_rocketmq.client.sending import CheckBack
+
+from tests.in_time import within
+from tests.rocketmq.kit import ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads, pairs, stored
+
+LONG = 30.0
+SHORT = 0.3
+SHOP = Membership(frozenset({"shop"}))
+
+
+class Cluster:
+    """A name server and a broker of a few lines, which note what is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[RemotingCommand] = []
+        self.names: list[RemotingCommand] = []
+        self.known = True
+        self.broker = FakeBroker(self._answer)
+        self.name_server = FakeBroker(self._name)
+
+    def _answer(self, peer: Peer, command: RemotingCommand) -> None:
+        self.asked.append(command)
+        if command.code == RequestCode.GET_CONSUMER_LIST_BY_GROUP:
+            return  # never answered
+        if command.code == 9002:
+            peer.answer(command, ResponseCode.SYSTEM_BUSY, remark="[PCBUSY_CLEAN_QUEUE]")
+        else:
+            peer.answer(command, remark="done")
+
+    def _name(self, peer: Peer, command: RemotingCommand) -> None:
+        self.names.append(command)
+        addresses = {"0": self.broker.address} if self.known else {}
+        if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
+            told = {"brokerAddrTable": {"a": {"brokerName": "a", "brokerAddrs": addresses}}}
+            peer.answer(command, body=json.dumps(told).encode())
+        elif command.fields["topic"] == "orders":
+            queues = [{"brokerName": "a", "perm": 6, "readQueueNums": 2, "writeQueueNums": 2}]
+            brokers = [{"brokerName": "a", "brokerAddrs": addresses}]
+            peer.answer(command, body=json.dumps({"queueDatas": queues, "brokerDatas": brokers}).encode())
+        else:
+            peer.answer(command, ResponseCode.TOPIC_NOT_EXIST, remark="No topic route info")
+
+    def moves(self) -> None:
+        """The broker goes away and another one takes its name."""
+        self.broker.close()
+        self.broker = FakeBroker(self._answer)
+
+    def requests(self, code: int) -> list[RemotingCommand]:
+        return [command for command in self.asked if command.code == code]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.broker.close()
+    cluster.name_server.close()
+
+
+@pytest.fixture
+def client(cluster) -> Iterator[RemotingClient]:
+    with RemotingClient([cluster.name_server.address], client_id="me@1") as client:
+        yield client
+
+
+# --- finding brokers --------------------------------------------------------------------------------------------------
+
+
+def test_a_broker_is_found_by_its_name_and_asked_for_once(cluster, client):
+    assert [client.call("a", echo(), LONG) for _ in range(3)] == ["done"] * 3
+    assert len(cluster.names) == 1
+    assert len(cluster.broker.peers) == 1
+
+
+def test_a_broker_that_nobody_knows_is_unreachable(client):
+    with pytest.raises(Unreachable, match="no master of broker b") as caught:
+        client.call("b", echo(), LONG)
+    assert not caught.value.may_have_had_effect
+
+
+def test_a_route_is_remembered_and_asked_for_anew_on_demand(cluster, client):
+    found = client.route("orders", LONG)
+    assert found is not None
+    assert [(each.broker, each.queue) for each in found.writable] == [("a", 0), ("a", 1)]
+    client.route("orders", LONG)
+    assert len(cluster.names) == 1
+    client.route("orders", LONG, fresh=True)
+    client.call("a", echo(), LONG)  # the route told where it is
+    assert len(cluster.names) == 2
+    assert client.route("missing", LONG) is None
+
+
+def test_a_broker_that_moved_is_found_again(cluster, client):
+    assert client.call("a", echo(), LONG) == "done"
+    cluster.moves()
+    said = []
+
+    def asked_again() -> bool:
+        try:
+            said.append(client.call("a", echo(), LONG))
+        except RemotingError:
+            return False
+        return True
+
+    assert becomes_true(asked_again)
+    assert said == ["done"]
+
+
+def test_name_servers_are_asked_in_turn_and_one_that_fails_last(cluster):
+    with FakeBroker() as gone:
+        pass
+    with FakeBroker(reads=False) as silent:
+        addresses = [gone.address, silent.address, cluster.name_server.address]
+        with RemotingClient(addresses) as client:
+            with within(3 * SHORT):
+                assert client.brokers(3 * SHORT) == {"a": cluster.broker.address}
+            assert client._name_servers[0] == cluster.name_server.address
+
+
+def test_without_any_name_server_the_last_reason_is_told():
+    with FakeBroker() as gone:
+        pass
+    with RemotingClient([gone.address, gone.address]) as client, pytest.raises(Unreachable, match=gone.address):
+        client.brokers(LONG)
+
+
+@pytest.mark.parametrize("addresses", [[], ["nowhere"]])
+def test_what_is_no_name_server_is_refused(addresses):
+    with pytest.raises(ValueError, match=r"name server|host:port"):
+        RemotingClient(addresses)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_repeated_by_itself(cluster, client):
+    with pytest.raises(ErrorResponse, match="PCBUSY") as caught:
+        client.call("a", echo(2), LONG)
+    assert not caught.value.may_have_had_effect
+    with pytest.raises(ResponseTimeout):
+        client.call("a", members("g"), SHORT)
+    assert len(cluster.requests(9002)) == len(cluster.requests(RequestCode.GET_CONSUMER_LIST_BY_GROUP)) == 1
+
+
+def test_a_call_ends_by_its_time_wherever_it_waits(cluster):
+    with FakeBroker(reads=False) as silent, RemotingClient([silent.address]) as client:
+        with within(SHORT), pytest.raises(ResponseTimeout):
+            client.call("a", echo(), SHORT)
+
+
+def test_many_threads_that_come_first_share_one_connection(cluster, client):
+    address = cluster.broker.address
+    threads = [threading.Thread(target=client.call_address, args=(address, echo(), LONG)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cluster.requests(9001)) == 16
+    assert len(cluster.broker.peers) == 1
+
+
+def test_closing_ends_what_waits_and_every_thread(cluster):
+    before = our_threads()
+    client = RemotingClient([cluster.name_server.address])
+    client.join(SHOP, LONG)
+    call = client.submit("a", members("g"), LONG)
+    assert len(our_threads(before)) == 4  # two connections, heartbeats, questions
+    client.close()
+    client.close()
+    with pytest.raises(Disconnected):
+        call.result()
+    with pytest.raises(RemotingError, match="closed"):
+        client.call("a", echo(), LONG)
+    assert our_threads(before) == []
+
+
+# --- membership -------------------------------------------------------------------------------------------------------
+
+
+def test_who_joins_is_known_to_every_broker_when_the_call_returns(cluster, client):
+    client.join(SHOP, LONG)
+    (beat,) = cluster.requests(RequestCode.HEART_BEAT)
+    assert json.loads(beat.body)["producerDataSet"] == [{"groupName": "shop"}]
+    assert json.loads(beat.body)["clientID"] == "me@1"
+
+
+def test_who_leaves_a_group_says_so(cluster, client):
+    client.join(Membership(frozenset({"shop", "bar"}), {"readers": frozenset({"orders"})}), LONG)
+    client.join(SHOP, LONG)
+    left = [dict(command.fields) for command in cluster.requests(RequestCode.UNREGISTER_CLIENT)]
+    assert left == [{"clientID": "me@1", "producerGroup": "bar"}, {"clientID": "me@1", "consumerGroup": "readers"}]
+    client.close()
+    assert dict(cluster.requests(RequestCode.UNREGISTER_CLIENT)[-1].fields) == {
+        "clientID": "me@1",
+        "producerGroup": "shop",
+    }
+
+
+def test_a_broker_is_told_again_on_each_new_connection(cluster, client):
+    client.join(SHOP, LONG)
+    cluster.broker.peers[0].hang_up()
+    assert becomes_true(lambda: len(cluster.requests(RequestCode.HEART_BEAT)) == 2)
+    assert len(cluster.broker.peers) == 2
+
+
+def test_a_broker_that_comes_back_elsewhere_is_told(cluster, client):
+    client.join(SHOP, LONG)
+    cluster.known = False
+    cluster.moves()
+    cluster.known = True
+    assert becomes_true(lambda: len(cluster.requests(RequestCode.HEART_BEAT)) == 2)
+
+
+def test_heartbeats_go_on(cluster):
+    with RemotingClient([cluster.name_server.address], heartbeat_seconds=0.1) as client:
+        client.join(SHOP, LONG)
+        assert becomes_true(lambda: len(cluster.requests(RequestCode.HEART_BEAT)) >= 3)
+
+
+def test_joining_fails_if_no_broker_can_be_told(cluster, client):
+    cluster.broker.close()
+    with pytest.raises(Unreachable):
+        client.join(SHOP, LONG)
+
+
+# --- questions --------------------------------------------------------------------------------------------------------
+
+HALF = stored(b"hello", "orders", pairs(UNIQ_KEY="AB", PGROUP="shop", REAL_TOPIC="orders"))
+ASKED = {"tranStateTableOffset": "9", "commitLogOffset": "4711", "transactionId": "AB", "bname": "a"}
+QUESTION = frame(RequestCode.CHECK_TRANSACTION_STATE, 1, ONE_WAY, ASKED, HALF)
+
+
+def test_questions_reach_the_callback_and_what_is_bad_is_passed_over(cluster, caplog):
+    checks: list[CheckBack] = []
+    changed: list[str] = []
+
+    def on_checks(asked: Sequence[CheckBack]) -> None:
+        checks.extend(asked)
+        if len(checks) == 1:
+            raise ZeroDivisionError
+
+    with RemotingClient([cluster.name_server.address], on_checks=on_checks, on_members=changed.append) as client:
+        client.join(SHOP, LONG)
+        peer = cluster.broker.peers[0]
+        peer.send(frame(RequestCode.CHECK_TRANSACTION_STATE, 1, ONE_WAY, ASKED, b"garbage"))
+        peer.send(QUESTION)
+        assert becomes_true(lambda: len(checks) == 1)
+        peer.send(QUESTION)
+        peer.send(frame(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, 3, ONE_WAY, {"consumerGroup": "readers"}))
+        assert becomes_true(lambda: changed == ["readers"])
+        assert [check.half.log_offset for check in checks] == [4711, 4711]
+        assert "ZeroDivisionError" in caplog.text and "hello" not in caplog.text
+
+
+def test_a_callback_may_ask_the_broker(cluster):
+    said: list[str] = []
+    with RemotingClient(
+        [cluster.name_server.address], on_checks=lambda checks: said.extend(map(ask, checks))
+    ) as client:
+
+        def ask(check: CheckBack) -> str:
+            return client.call(check.broker, echo(), LONG)
+
+        client.join(SHOP, LONG)
+        cluster.broker.peers[0].send(QUESTION)
+        assert becomes_true(lambda: said == ["done"])
+
+
+def test_what_this_client_does_not_do_is_answered_as_such(cluster, client):
+    client.call("a", echo(), LONG)
+    cluster.broker.peers[0].send(frame(307, 99, 0))
+    assert becomes_true(lambda: cluster.requests(3) != [])
+    (answer,) = cluster.requests(3)
+    assert (answer.opaque, answer.is_answer) == (99, True)
+
+
+def test_what_is_asked_while_the_callback_is_at_work_comes_together(cluster):
+    together: list[int] = []
+    go_on = threading.Event()
+
+    def on_checks(checks: Sequence[CheckBack]) -> None:
+        together.append(len(checks))
+        assert go_on.wait(LONG)
+
+    with RemotingClient([cluster.name_server.address], on_checks=on_checks) as client:
+        client.join(SHOP, LONG)
+        cluster.broker.peers[0].send(QUESTION)
+        assert becomes_true(lambda: together == [1])
+        for _ in range(3):
+            cluster.broker.peers[0].send(QUESTION)
+        client.call("a", echo(), LONG)  # answered behind the questions
+        go_on.set()
+        assert becomes_true(lambda: together == [1, 3])
+
+
+def test_closing_leaves_a_callback_alone_that_does_not_end(cluster):
+    before = our_threads()
+    asked, over = threading.Event(), threading.Event()
+
+    def hang(checks: object) -> None:
+        asked.set()
+        over.wait()
+
+    client = RemotingClient([cluster.name_server.address], on_checks=hang)
+    client.join(SHOP, LONG)
+    try:
+        cluster.broker.peers[0].send(QUESTION)
+        assert asked.wait(LONG)
+        with within(1):
+            client.close(1)
+    finally:
+        over.set()
+    assert becomes_true(lambda: our_threads(before) == [])
+
+
+def test_questions_that_wait_are_bounded_in_number_and_in_bytes(monkeypatch):
+    monkeypatch.setattr(client_module, "_MOST_NOTIFICATIONS", 3)
+    monkeypatch.setattr(client_module, "_MOST_NOTIFICATION_BYTES", 100)
+    questions = _NotificationQueue()
+    assert questions.put(RemotingCommand(39, body=bytes(60)))
+    assert not questions.put(RemotingCommand(39, body=bytes(60)))
+    assert (
+        questions.put(RemotingCommand(39))
+        and questions.put(RemotingCommand(39))
+        and not questions.put(RemotingCommand(39))
+    )
+    assert [len(command.body) for command in questions.take()] == [60, 0, 0]
+    assert questions.put(RemotingCommand(39, body=bytes(100)))
+    questions.close()
+    assert questions.take() == []

@@ -1,0 +1,387 @@
+"""A connection: every call ends by its time, and says whether the request may have had effect."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import struct
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from txnbridge_rocketmq.client.codes import ResponseCode
+from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
+from txnbridge_rocketmq.client.errors import (
+    Disconnected,
+    ErrorResponse,
+    NotDurable,
+    ProtocolViolation,
+    RemotingError,
+    ResponseTimeout,
+    Unreachable,
+)
+from txnbridge_rocketmq.client.frames import RemotingCommand
+
+from tests.in_time import GRACE, within
+from tests.rocketmq.kit import ANSWER, ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads
+
+LONG = 30.0
+SHORT = 0.2
+
+
+@pytest.fixture
+def broker():
+    with FakeBroker() as broker:
+        yield broker
+
+
+@pytest.fixture
+def connection(broker):
+    connection = RemotingConnection(broker.address, LONG)
+    yield connection
+    connection.close()
+
+
+@pytest.fixture
+def peer(broker, connection):
+    return broker.peer()
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_answers_belong_to_their_requests_in_any_order(connection, peer):
+    calls = [connection.submit(echo(number), LONG) for number in range(5)]
+    asked = [peer.next() for _ in calls]
+    for command in reversed(asked):
+        peer.answer(command, remark=str(command.code))
+    assert [call.result() for call in calls] == ["9000", "9001", "9002", "9003", "9004"]
+
+
+def test_many_threads_share_a_connection():
+    def reply(peer: Peer, command: RemotingCommand) -> None:
+        peer.answer(command, body=command.body)
+
+    with FakeBroker(reply) as broker:
+        connection = RemotingConnection(broker.address, LONG)
+        wrong = []
+
+        def ask(thread: int) -> None:
+            for number in range(200):
+                said = f"{thread}-{number}" * 50
+                if connection.call(echo(body=said.encode()), LONG) != said:
+                    wrong.append(said)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        connection.close()
+    assert wrong == []
+
+
+def test_a_refusal_carries_code_remark_and_what_was_asked(connection, peer):
+    call = connection.submit(echo(), LONG)
+    peer.answer(peer.next(), ResponseCode.TOPIC_NOT_EXIST, remark="topic[x] not exist")
+    with pytest.raises(ErrorResponse, match=r"echo 1: TOPIC_NOT_EXIST \(17\), topic\[x\] not exist") as caught:
+        call.result()
+    assert (caught.value.code, caught.value.remark) == (17, "topic[x] not exist")
+    assert not caught.value.may_have_had_effect
+
+
+@pytest.mark.parametrize(
+    ("code", "effect"),
+    [
+        (ResponseCode.SYSTEM_ERROR, True),
+        (ResponseCode.SYSTEM_BUSY, False),
+        (ResponseCode.FLUSH_DISK_TIMEOUT, True),
+        (ResponseCode.SLAVE_NOT_AVAILABLE, True),
+        (ResponseCode.FLUSH_SLAVE_TIMEOUT, True),
+        (ResponseCode.MESSAGE_ILLEGAL, False),
+        (ResponseCode.ILLEGAL_OPERATION, False),
+        (4242, True),
+    ],
+)
+def test_a_refusal_says_whether_it_may_have_had_effect(connection, peer, code, effect):
+    call = connection.submit(echo(), LONG)
+    peer.answer(peer.next(), code)
+    with pytest.raises(ErrorResponse) as caught:
+        call.result()
+    assert caught.value.may_have_had_effect is effect
+
+
+def test_an_answer_to_nothing_disturbs_nobody(connection, peer):
+    call = connection.submit(echo(), LONG)
+    peer.send(frame(0, 4711, ANSWER, remark="to nobody"))
+    peer.answer(peer.next(), remark="mine")
+    assert call.result() == "mine"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RemotingError("x", may_have_had_effect=True),
+        ErrorResponse(17, "no", "asking"),
+        NotDurable(10, "slow", "sending", "AB"),
+        ResponseTimeout("late"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_survive_pickling(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error) and str(copy) == str(error) and copy.__dict__ == error.__dict__
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_ends_by_its_time_and_may_have_had_effect(connection, peer):
+    with within(SHORT), pytest.raises(ResponseTimeout, match="did not answer") as caught:
+        connection.call(echo(), SHORT)
+    assert caught.value.may_have_had_effect
+    assert connection.is_open
+
+
+def test_a_call_that_nobody_waits_for_ends_by_its_time_too(connection, peer):
+    ended = threading.Event()
+    call = connection.submit(echo(), SHORT)
+    call.when_done(lambda _: ended.set())
+    assert ended.wait(SHORT + GRACE)
+    with pytest.raises(ResponseTimeout):
+        call.result()
+
+
+def test_an_answer_that_comes_late_is_nobodys(connection, peer):
+    with pytest.raises(ResponseTimeout):
+        connection.call(echo(1), SHORT)
+    call = connection.submit(echo(2), LONG)
+    peer.answer(peer.next(), remark="late")
+    peer.answer(peer.next(), remark="mine")
+    assert call.result() == "mine"
+
+
+def test_no_more_requests_are_in_flight_than_allowed(broker):
+    connection = RemotingConnection(broker.address, LONG, ConnectionSettings(most_in_flight=3))
+    peer = broker.peer()
+    calls = [connection.submit(echo(number), LONG) for number in range(3)]
+    with pytest.raises(ResponseTimeout, match="too many") as caught:
+        connection.submit(echo(), SHORT)
+    assert not caught.value.may_have_had_effect
+    peer.answer(peer.next(), remark="done")
+    assert calls[0].result() == "done"
+    calls.append(connection.submit(echo(), LONG))
+    connection.close()
+
+
+def test_every_way_that_a_call_ends_makes_room_for_the_next(broker):
+    connection = RemotingConnection(broker.address, LONG, ConnectionSettings(most_in_flight=1))
+    peer = broker.peer()
+    with pytest.raises(ResponseTimeout):
+        connection.call(echo(), SHORT)
+    peer.next()
+    with pytest.raises(ValueError, match="more than"):
+        connection.submit(echo(body=bytes(17 << 20)), LONG)
+    call = connection.submit(echo(), LONG)
+    peer.answer(peer.next(), 1)
+    with pytest.raises(ErrorResponse):
+        call.result()
+    call = connection.submit(echo(), LONG)
+    peer.answer(peer.next(), remark="last")
+    assert call.result() == "last"
+    connection.close()
+
+
+def test_a_broker_that_reads_nothing_holds_nobody_past_their_time():
+    with FakeBroker(reads=False) as broker:
+        connection = RemotingConnection(broker.address, LONG)
+        with within(1), pytest.raises(ResponseTimeout, match="took no more bytes") as caught:
+            while True:
+                connection.submit(echo(body=bytes(4 << 20)), 1.0)
+        # Half a frame is out: nothing can follow it, and the broker never has it whole.
+        assert not caught.value.may_have_had_effect
+        assert becomes_true(lambda: not connection.is_open)
+        connection.close()
+
+
+def test_a_connection_that_has_fallen_silent_is_given_up(broker, connection, peer, monkeypatch):
+    monkeypatch.setattr("txnbridge_rocketmq.client.connection._SILENCE_SECONDS", SHORT)
+    other = connection.submit(echo(), LONG)
+    with pytest.raises(ResponseTimeout):
+        connection.call(echo(), SHORT)
+    with pytest.raises(Disconnected, match="fallen silent") as caught:
+        other.result()
+    assert caught.value.may_have_had_effect
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_listening_is_unreachable():
+    with FakeBroker() as gone:
+        pass
+    with pytest.raises(Unreachable, match=gone.address) as caught:
+        RemotingConnection(gone.address, LONG)
+    assert not caught.value.may_have_had_effect
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:x", "host:65536", "host:-1"])
+def test_what_is_no_address_is_unreachable(address):
+    with pytest.raises(Unreachable, match="host:port"):
+        RemotingConnection(address, LONG)
+
+
+def test_a_lost_connection_ends_every_call_and_may_have_had_effect(connection, peer):
+    calls = [connection.submit(echo(number), LONG) for number in range(3)]
+    peer.next()
+    peer.hang_up()
+    for call in calls:
+        with pytest.raises(Disconnected) as caught:
+            call.result()
+        assert caught.value.may_have_had_effect
+    with pytest.raises(Disconnected) as caught:
+        connection.submit(echo(), LONG)
+    assert not caught.value.may_have_had_effect
+
+
+def test_an_answer_that_breaks_off_is_a_lost_connection(connection, peer):
+    call = connection.submit(echo(), LONG)
+    peer.send(frame(0, peer.next().opaque, ANSWER, body=bytes(1000))[:-1])
+    peer.hang_up()
+    with pytest.raises(Disconnected):
+        call.result()
+
+
+def test_closing_ends_every_call_and_the_thread(broker):
+    before = our_threads()
+    connection = RemotingConnection(broker.address, LONG)
+    broker.peer()
+    call = connection.submit(echo(), LONG)
+    assert len(our_threads(before)) == 1
+    connection.close()
+    connection.close()
+    with pytest.raises(Disconnected, match="was closed"):
+        call.result()
+    assert our_threads(before) == []
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"HTTP/1.1 400 Bad Request\r\n\r\n", struct.pack(">ii", 6, 2) + b"[]", struct.pack(">i", 2**31 - 1)]
+)
+def test_garbage_ends_the_connection_and_every_call(connection, peer, garbage):
+    call = connection.submit(echo(), LONG)
+    peer.send(garbage)
+    with pytest.raises(ProtocolViolation) as caught:
+        call.result()
+    assert caught.value.may_have_had_effect
+    assert becomes_true(lambda: not connection.is_open)
+
+
+def answer_twice(peer: Peer, command: RemotingCommand) -> None:
+    peer.answer(command)
+    peer.answer(command)
+
+
+DEEDS: dict[str, Callable[[Peer, RemotingCommand], None]] = {
+    "answer": lambda peer, command: peer.answer(command),
+    "answer twice": answer_twice,
+    "never answer": lambda peer, command: None,
+    "answer another": lambda peer, command: peer.send(frame(0, command.opaque + 1000, ANSWER)),
+    "refuse": lambda peer, command: peer.answer(command, 1),
+    "ask": lambda peer, command: peer.send(frame(39, command.opaque, ONE_WAY)),
+    "hang up": lambda peer, command: peer.hang_up(),
+    "garbage": lambda peer, command: peer.send(b"\xff" * 8),
+}
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(sorted(DEEDS)), min_size=1, max_size=8))
+def test_whatever_a_broker_does_every_call_ends_once_and_makes_room(deeds):
+    left = iter(deeds)
+    with FakeBroker(lambda peer, command: DEEDS[next(left)](peer, command)) as broker:
+        connection = RemotingConnection(broker.address, LONG, ConnectionSettings(most_in_flight=2))
+        calls: list[Call[str]] = []
+        ended: list[Call[str]] = []
+        for _ in deeds:
+            with contextlib.suppress(ResponseTimeout, Disconnected):  # no room, or none any more
+                calls.append(connection.submit(echo(), SHORT))
+                calls[-1].when_done(ended.append)
+        for call in calls:
+            with contextlib.suppress(RemotingError):
+                call.result()
+        assert becomes_true(lambda: sorted(map(id, ended)) == sorted(map(id, calls)))
+        assert connection._waiting == {}
+        assert connection._slots._value == 2
+        connection.close()
+
+
+# --- callbacks and questions ------------------------------------------------------------------------------------------
+
+
+def test_callbacks_are_called_once_whenever_they_are_added(connection, peer):
+    seen: list[str] = []
+
+    def note(call: Call[str]) -> None:
+        assert call.done()
+        seen.append(call.result())
+
+    call = connection.submit(echo(), LONG)
+    call.when_done(note)
+    peer.answer(peer.next(), remark="x")
+    assert call.result() == "x"
+    call.when_done(note)
+    assert becomes_true(lambda: seen == ["x", "x"])
+
+
+def test_a_callback_that_fails_is_logged_and_harms_nobody(connection, peer, caplog):
+    call, other = connection.submit(echo(1), LONG), connection.submit(echo(2), LONG)
+    call.when_done(lambda _: 1 / 0)
+    peer.answer(peer.next())
+    peer.answer(peer.next(), remark="fine")
+    assert other.result() == "fine"
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_callback_may_not_send(connection, peer):
+    caught: list[BaseException] = []
+
+    def send(_: Call[str]) -> None:
+        try:
+            connection.submit(echo(), LONG)
+        except RuntimeError as error:
+            caught.append(error)
+
+    call = connection.submit(echo(), LONG)
+    call.when_done(send)
+    peer.answer(peer.next())
+    call.result()
+    assert becomes_true(lambda: len(caught) == 1)
+
+
+def test_what_the_broker_asks_is_handed_on_and_can_be_answered(broker):
+    asked: list[RemotingCommand] = []
+
+    def on_request(connection: RemotingConnection, command: RemotingCommand) -> None:
+        asked.append(command)
+        connection.answer(command, 3, "never heard of it")
+
+    connection = RemotingConnection(broker.address, LONG, on_request=on_request)
+    peer = broker.peer()
+    peer.send(frame(40, 1, ONE_WAY))
+    peer.send(frame(307, 2, 0, {"a": "b"}))
+    answer = peer.next()
+    assert (answer.code, answer.opaque, answer.flag) == (3, 2, ANSWER)
+    assert [(command.code, command.fields) for command in asked] == [(40, {}), (307, {"a": "b"})]
+    connection.close()
+
+
+def test_nothing_of_a_body_or_field_shows_in_errors_and_reprs(connection, peer):
+    call = connection.submit(echo(body=b"s3cret"), SHORT)
+    with pytest.raises(ResponseTimeout) as caught:
+        call.result()
+    assert (
+        "s3cret"
+        not in f"{call.request!r} {caught.value!r} {RemotingCommand(1, fields={'a': 's3cret'}, body=b's3cret')!r}"
+    )

@@ -1,0 +1,516 @@
+"""The client and a real broker: what the broker does with each request is what the client says that it does."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from txnbridge_conformance.brokers import RocketMQ
+from txnbridge_rocketmq.client import administration, groups, reading, routes
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, ResponseCode, SystemFlag
+from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, ResponseTimeout
+from txnbridge_rocketmq.client.groups import Membership, Queue
+from txnbridge_rocketmq.client.reading import PullStatus
+from txnbridge_rocketmq.client.records import unwrap
+from txnbridge_rocketmq.client.sending import (
+    CheckBack,
+    HalfEnd,
+    HalfHandle,
+    WireMessage,
+    end,
+    half_handle,
+    send,
+    send_half,
+)
+
+from tests.in_time import within
+from tests.rocketmq.kit import BROKER, batched, becomes_true, bodies, pairs, read_all
+
+LONG = 30.0
+SHORT = 0.5
+# A group of producers that nobody is a member of: its halves are asked about and nobody answers.
+ALONE = "alone"
+
+
+def name_server(broker: RocketMQ) -> str:
+    return broker.url.removeprefix("rocketmq://")
+
+
+def new_client(broker: RocketMQ, **options) -> RemotingClient:
+    return RemotingClient([name_server(broker)], **options)
+
+
+def put_half(
+    client: RemotingClient, topic: str, body: bytes, group: str = ALONE, immunity: int | None = None
+) -> HalfHandle:
+    message = WireMessage(topic, body)
+    return half_handle(topic, group, client.call(BROKER, send_half(message, group, 0, immunity), LONG))
+
+
+@pytest.fixture
+def half(client, topic) -> Iterator[HalfHandle]:
+    """An open half, ended after the test in any case: open ones are written again at each look."""
+    half = put_half(client, topic, b"half")
+    yield half
+    close(client, half)
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_comes_back_as_it_was_sent(client, topic):
+    message = WireMessage(topic, bytes(range(256)), {"own": "ä\n'\""}, ("k1", "k2"), "new", "AB12", 7, 1234)
+    stored = client.call(BROKER, send(message, ALONE, 0), LONG)
+    (record,) = read_all(client, topic)
+    assert (record.topic, record.queue, record.queue_offset) == (topic, 0, stored.queue_offset)
+    assert record.offset_id == stored.offset_id
+    assert (record.payload(), record.flag, record.born_time) == (message.body, 7, 1234)
+    assert (record.keys, record.tags, record.unique_key) == (["k1", "k2"], "new", "AB12")
+    assert record.properties["own"] == "ä\n'\""
+    assert not record.is_committed_half and record.prepared_offset == 0
+
+
+def test_a_body_that_a_java_client_compressed_is_read(client, topic):
+    request = send(WireMessage(topic, zlib.compress(b"x" * 10_000)), ALONE, 0)
+    request = replace(request, fields={**request.fields, "f": str(SystemFlag.COMPRESSED | 0x300)})
+    client.call(BROKER, request, LONG)
+    assert bodies(client, topic) == [b"x" * 10_000]
+
+
+def test_a_batch_that_a_java_client_stored_as_one_is_taken_apart(client):
+    topic = f"batched-{uuid.uuid4().hex}"
+    client.call(BROKER, administration.create_topic(topic, 1, attributes={"queue.type": "BatchCQ"}), LONG)
+    assert becomes_true(lambda: client.route(topic, LONG, fresh=True) is not None)
+    inner = batched(b"one", pairs(KEYS="a")) + batched(b"two", pairs(KEYS="b"))
+    request = send(WireMessage(topic, inner), ALONE, 0)
+    send_batch = 320
+    request = replace(request, code=send_batch, fields={**request.fields, "m": "true"})
+    for _ in range(2):
+        client.call(BROKER, request, LONG)
+    assert becomes_true(lambda: client.call(BROKER, reading.max_offset(topic, 0), LONG) == 4)
+    records = client.call(BROKER, reading.pull(topic, 0, 0, ALONE), LONG).records
+    assert all(record.holds_several for record in records)
+    found = [(each.queue_offset, each.payload(), each.keys) for record in records for each in unwrap(record)]
+    assert found == [(0, b"one", ["a"]), (1, b"two", ["b"]), (2, b"one", ["a"]), (3, b"two", ["b"])]
+
+
+def test_queues_have_bounds_and_are_searched_by_time(client, topic):
+    assert client.call(BROKER, reading.max_offset(topic, 0), LONG) == 0
+    for number in range(3):
+        client.call(BROKER, send(WireMessage(topic, b"%d" % number), ALONE, 0), LONG)
+    assert client.call(BROKER, reading.min_offset(topic, 0), LONG) == 0
+    assert becomes_true(lambda: client.call(BROKER, reading.max_offset(topic, 0), LONG) == 3)  # a moment later
+    at = [record.stored_time for record in read_all(client, topic)]
+    assert client.call(BROKER, reading.offset_at(topic, 0, at[0] - 1), LONG) == 0
+    assert client.call(BROKER, reading.offset_at(topic, 0, at[2]), LONG) <= 2
+    assert client.call(BROKER, reading.offset_at(topic, 0, at[2] + 60_000), LONG) == 4  # behind the marker
+
+
+def test_a_pull_beyond_the_end_says_where_to_go_on(client, topic):
+    client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
+    assert becomes_true(lambda: client.call(BROKER, reading.max_offset(topic, 0), LONG) == 1)  # a moment later
+    at_end = client.call(BROKER, reading.pull(topic, 0, 1, ALONE), LONG)
+    assert (at_end.status, at_end.next_offset, at_end.records) == (PullStatus.NOTHING_NEW, 1, [])
+    beyond = client.call(BROKER, reading.pull(topic, 0, 99, ALONE), LONG)
+    assert (beyond.status, beyond.next_offset, beyond.max_offset) == (PullStatus.OUT_OF_RANGE, 1, 1)
+
+
+def test_a_queue_tells_where_a_message_lies_in_the_commit_log(client, topic):
+    def told(offset):
+        return client.call(BROKER, reading.log_offset_at(topic, 0, offset), LONG)
+
+    assert told(0) is None  # nothing was ever there
+    for number in range(3):
+        client.call(BROKER, send(WireMessage(topic, b"%d" % number), ALONE, 0), LONG)
+    records = read_all(client, topic)
+    assert [told(each.queue_offset) for each in records] == [each.log_offset for each in records]
+    assert told(99) is None
+
+
+def test_a_pull_that_waits_is_answered_when_a_message_comes(client, topic):
+    waiting = client.submit(BROKER, reading.pull(topic, 0, 0, ALONE, wait=15), LONG)
+    client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
+    pulled = waiting.result()
+    while pulled.status is PullStatus.NOTHING_NEW:  # it came before the pull, and could not be read yet
+        pulled = client.call(BROKER, reading.pull(topic, 0, 0, ALONE, wait=15), LONG)
+    assert [record.body for record in pulled.records] == [b"x"]
+
+
+def test_a_message_is_found_by_its_key_by_whoever_has_a_clock_that_is_behind(client, topic, monkeypatch):
+    """Else it would be taken for one that is missing, and be published again."""
+    stored = client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
+    behind = time.time() - 600
+    monkeypatch.setattr(time, "time", lambda: behind)
+    asked = reading.by_unique_key(topic, stored.unique_key)
+    assert becomes_true(lambda: [each.body for each in client.call(BROKER, asked, LONG)] == [b"x"])
+
+
+def test_a_message_is_found_by_its_key_and_by_its_address(client, topic):
+    stored = client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
+
+    def found(request) -> list[bytes]:
+        return [record.body for record in client.call(BROKER, request, LONG)]
+
+    # The index is written a moment after the message.
+    assert becomes_true(lambda: found(reading.by_unique_key(topic, stored.unique_key)) == [b"x"])
+    assert found(reading.by_unique_key(topic, "no such key")) == []
+    assert found(reading.by_unique_key(HALF_TOPIC, stored.unique_key)) == []
+    there = reading.at_log_offset(topic, stored.offset_id.log_offset)
+    assert client.call_address(stored.offset_id.address, there, LONG).body == b"x"
+    nowhere = reading.at_log_offset(topic, stored.offset_id.log_offset + 10**12)
+    with pytest.raises(ErrorResponse, match="can not find message"):
+        client.call(BROKER, nowhere, LONG)
+
+
+def test_many_requests_in_flight_are_all_answered_each_with_its_own(client, topic):
+    keys = [uuid.uuid4().hex for _ in range(500)]
+    calls = [
+        client.submit(BROKER, send(WireMessage(topic, key.encode(), unique_key=key), ALONE, 0), LONG) for key in keys
+    ]
+    stored = {call.result().queue_offset: call.result().unique_key for call in calls}
+    assert {record.queue_offset: record.body.decode() for record in read_all(client, topic)} == stored
+    assert len(stored) == 500
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"topic": "no-such-topic"}, ResponseCode.TOPIC_NOT_EXIST),
+        ({"queue": 77}, ResponseCode.INVALID_PARAMETER),
+        ({"body": bytes((4 << 20) + 1)}, ResponseCode.MESSAGE_ILLEGAL),
+        ({"properties": {"own": "x" * 33_000}}, ResponseCode.MESSAGE_ILLEGAL),
+    ],
+    ids=lambda value: str(*value) if isinstance(value, dict) else "",
+)
+def test_what_the_broker_does_not_take_is_refused_without_effect(client, topic, change, code):
+    options = {"topic": topic, "queue": 0, "body": b"x", "properties": {}, **change}
+    message = WireMessage(options["topic"], options["body"], options["properties"])
+    with pytest.raises(ErrorResponse) as caught:
+        client.call(BROKER, send(message, ALONE, options["queue"]), LONG)
+    assert caught.value.code == code
+    assert not caught.value.may_have_had_effect
+    assert bodies(client, topic) == []
+
+
+def test_the_largest_body_is_taken_and_comes_back(client, topic):
+    client.call(BROKER, send(WireMessage(topic, bytes(4 << 20)), ALONE, 0), LONG)
+    assert bodies(client, topic) == [bytes(4 << 20)]
+
+
+# --- halves -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_half_is_seen_when_it_is_committed_and_not_before(client, topic):
+    half = put_half(client, topic, b"half")
+    assert bodies(client, topic) == []
+    client.call(BROKER, end(half, HalfEnd.COMMIT), LONG)
+    (record,) = read_all(client, topic)
+    assert (record.body, record.unique_key) == (b"half", half.unique_key)
+    assert record.is_committed_half and record.prepared_offset == half.log_offset
+
+
+def test_an_aborted_half_is_never_seen(client, topic):
+    half = put_half(client, topic, b"half")
+    client.call(BROKER, end(half, HalfEnd.ABORT), LONG)
+    assert bodies(client, topic) == []
+
+
+@pytest.mark.parametrize(
+    ("ends", "copies"),
+    [("CC", 2), ("CA", 1), ("AC", 1), ("AA", 0)],
+    ids=["commit twice", "abort after commit", "commit after abort", "abort twice"],
+)
+def test_the_broker_remembers_no_outcome(client, topic, ends, copies):
+    """Whoever ends a half twice must know what the broker does not."""
+    half = put_half(client, topic, b"half")
+    for how in ends:
+        client.call(BROKER, end(half, HalfEnd.COMMIT if how == "C" else HalfEnd.ABORT), LONG)
+    assert bodies(client, topic) == [b"half"] * copies
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"group": "other"}, "producer group wrong"),
+        ({"queue_offset": 10**6}, "state table offset wrong"),
+        ({"log_offset": 10**12}, "Find prepared transaction message failed"),
+    ],
+    ids=lambda value: str(*value) if isinstance(value, dict) else "",
+)
+def test_a_half_is_ended_only_by_its_true_address(client, topic, half, change, words):
+    with pytest.raises(ErrorResponse, match=words):
+        client.call(BROKER, end(replace(half, **change), HalfEnd.COMMIT), LONG)
+    assert bodies(client, topic) == []
+
+
+def test_an_end_behind_the_immunity_is_refused_unless_the_broker_had_asked(client, topic):
+    half = put_half(client, topic, b"half", immunity=2)
+
+    def refused() -> bool:
+        """Aborting it does no harm as long as the broker takes it."""
+        try:
+            client.call(BROKER, end(replace(half, group="other"), HalfEnd.ABORT), LONG)
+        except ErrorResponse as error:
+            return error.code == ResponseCode.ILLEGAL_OPERATION
+        raise AssertionError("the wrong group was taken")
+
+    assert becomes_true(refused)
+    with pytest.raises(ErrorResponse) as caught:
+        client.call(BROKER, end(half, HalfEnd.COMMIT), LONG)
+    assert caught.value.code == ResponseCode.ILLEGAL_OPERATION
+    assert not caught.value.may_have_had_effect
+    assert bodies(client, topic) == []
+    client.call(BROKER, end(half, HalfEnd.COMMIT, from_check=True), LONG)
+    assert bodies(client, topic) == [b"half"]
+    close(client, half)
+
+
+def close(client: RemotingClient, half: HalfHandle) -> None:
+    """End every copy of a half that the broker may have made."""
+    for copy in client.call(BROKER, reading.by_unique_key(HALF_TOPIC, half.unique_key), LONG):
+        newest = replace(half, queue_offset=copy.queue_offset, log_offset=copy.log_offset)
+        client.call(BROKER, end(newest, HalfEnd.ABORT, from_check=True), LONG)
+
+
+def test_any_process_ends_a_half_by_its_address_also_after_the_broker_was_killed(rocketmq_broker, client, topic):
+    half = put_half(client, topic, b"half")
+    rocketmq_broker.restart()
+    with new_client(rocketmq_broker) as other:
+        other.call(BROKER, end(half, HalfEnd.COMMIT, from_check=True), LONG)
+        assert bodies(other, topic) == [b"half"]
+        close(other, half)
+
+
+# --- the broker's question --------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """Notes what a broker asks, and what it is told if there is an answer."""
+
+    def __init__(self) -> None:
+        self.checks: list[CheckBack] = []
+        self.answer: Callable[[CheckBack], None] | None = None
+
+    def __call__(self, checks: Sequence[CheckBack]) -> None:
+        for check in checks:
+            self.checks.append(check)
+            if self.answer is not None:
+                self.answer(check)
+
+    def about(self, half: HalfHandle) -> list[CheckBack]:
+        return [check for check in self.checks if check.half.unique_key == half.unique_key]
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked()
+
+
+@pytest.fixture
+def shop(rocketmq_broker, asked) -> Iterator[RemotingClient]:
+    """A member of the group "shop"."""
+    with new_client(rocketmq_broker, on_checks=asked) as client:
+        client.join(Membership(frozenset({"shop"})), LONG)
+        yield client
+
+
+def test_the_broker_asks_a_member_of_the_group_and_takes_its_answer(client, shop, asked, topic):
+    half = put_half(client, topic, b"half", group="shop")
+    assert becomes_true(lambda: len(asked.about(half)) >= 2)
+    first, second = asked.about(half)[:2]
+    assert (first.times, second.times) == (1, 2)
+    assert (first.half.topic, first.half.group, first.broker) == (topic, "shop", BROKER)
+    assert first.record.payload() == b"half"
+    # Each time it is another copy that has to be ended.
+    assert half.log_offset < first.half.log_offset < second.half.log_offset
+    asked.answer = lambda check: client.call(BROKER, end(check.half, HalfEnd.COMMIT, from_check=True), LONG)
+    assert becomes_true(lambda: bodies(client, topic) == [b"half"])
+
+
+def test_copies_of_a_half_are_found_by_its_key(client, shop, asked, topic):
+    half = put_half(client, topic, b"half", group="shop")
+    assert becomes_true(lambda: len(asked.about(half)) >= 2)
+    known = {half.log_offset, *(check.half.log_offset for check in asked.about(half)[:2])}
+
+    def found() -> list[int]:
+        copies = client.call(BROKER, reading.by_unique_key(HALF_TOPIC, half.unique_key), LONG)
+        return [copy.log_offset for copy in copies]
+
+    assert becomes_true(lambda: known <= set(found()))  # the index is written a moment after the copy
+    assert found() == sorted(found())
+    asked.answer = lambda check: client.call(BROKER, end(check.half, HalfEnd.ABORT, from_check=True), LONG)
+    answered = len(asked.about(half))
+    assert becomes_true(lambda: len(asked.about(half)) > answered)
+    assert bodies(client, topic) == []
+
+
+def test_a_broker_that_was_killed_asks_again_when_it_is_back(rocketmq_broker, client, shop, asked, topic):
+    half = put_half(client, topic, b"half", group="shop")
+    rocketmq_broker.restart()
+    asked.answer = lambda check: shop.call(BROKER, end(check.half, HalfEnd.ABORT, from_check=True), LONG)
+    assert becomes_true(lambda: len(asked.about(half)) >= 1)
+
+
+def test_when_a_member_leaves_the_others_are_asked(rocketmq_broker, client, topic):
+    stays, leaves = Asked(), Asked()
+    with new_client(rocketmq_broker, on_checks=stays) as one, new_client(rocketmq_broker, on_checks=leaves) as other:
+        for member in (one, other):
+            member.join(Membership(frozenset({"pair"})), LONG)
+        assert client.call(BROKER, administration.producers("pair"), LONG) == sorted([one.client_id, other.client_id])
+        other.close()
+        assert client.call(BROKER, administration.producers("pair"), LONG) == [one.client_id]
+        halves = [put_half(client, topic, b"half", group="pair") for _ in range(4)]
+        stays.answer = lambda check: one.call(BROKER, end(check.half, HalfEnd.ABORT, from_check=True), LONG)
+        assert becomes_true(lambda: all(stays.about(half) for half in halves))
+        assert leaves.checks == []
+    assert client.call(BROKER, administration.producers("pair"), LONG) == []
+
+
+@pytest.mark.full
+def test_a_half_that_nobody_answers_for_is_set_aside_and_can_be_resumed(rocketmq_broker, client, settings, topic):
+    settings(transactionCheckMax=2)
+    half = put_half(client, topic, b"half", group="late")
+
+    def discarded():
+        try:
+            return client.call(BROKER, reading.by_unique_key(DISCARDED_TOPIC, half.unique_key), LONG)
+        except ErrorResponse:  # its topic is made with its first message
+            return []
+
+    assert becomes_true(lambda: len(discarded()) == 1, 60)
+    (record,) = discarded()
+    assert record.properties["REAL_TOPIC"] == topic
+    asked = Asked()
+    with new_client(rocketmq_broker, on_checks=asked) as member:
+        asked.answer = lambda check: member.call(BROKER, end(check.half, HalfEnd.COMMIT, from_check=True), LONG)
+        member.join(Membership(frozenset({"late"})), LONG)
+        assert record.offset_id.address == rocketmq_broker.broker_address()
+        client.call(BROKER, administration.resume_half(record.offset_id), LONG)
+        assert becomes_true(lambda: bodies(client, topic) == [b"half"])
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_remembers_where_it_is_the_last_word_counts(client, topic, group):
+    assert client.call(BROKER, groups.committed_offset(group, topic, 0), LONG) is None
+    for offset in (5, 1):
+        client.call(BROKER, groups.commit_offset(group, topic, 0, offset), LONG)
+        assert client.call(BROKER, groups.committed_offset(group, topic, 0), LONG) == offset
+    client.call(BROKER, administration.delete_group(group), LONG)
+    client.call(BROKER, administration.create_group(group), LONG)
+    assert client.call(BROKER, groups.committed_offset(group, topic, 0), LONG) is None
+
+
+def test_members_of_a_group_are_listed_and_told_of_each_other(rocketmq_broker, client, topic, group):
+    membership = Membership(consumers={group: frozenset({topic})})
+    told: list[str] = []
+    assert client.call(BROKER, groups.members(group), LONG) == []
+    with new_client(rocketmq_broker, on_members=told.append) as one, new_client(rocketmq_broker) as other:
+        one.join(membership, LONG)
+        assert client.call(BROKER, groups.members(group), LONG) == [one.client_id]
+        before = len(told)
+        other.join(membership, LONG)
+        assert client.call(BROKER, groups.members(group), LONG) == sorted([one.client_id, other.client_id])
+        assert becomes_true(lambda: len(told) > before)
+        before = len(told)
+        other.close()
+        assert becomes_true(lambda: len(told) > before)
+        assert set(told) == {group}
+        assert client.call(BROKER, groups.members(group), LONG) == [one.client_id]
+
+
+def test_a_queue_is_locked_for_one_member_at_a_time(client, topic, group):
+    wanted = [Queue(topic, BROKER, 0)]
+    assert client.call(BROKER, groups.lock(group, "a", wanted), LONG) == set(wanted)
+    assert client.call(BROKER, groups.lock(group, "b", wanted), LONG) == set()
+    assert client.call(BROKER, groups.lock(group, "a", wanted), LONG) == set(wanted)
+    client.call(BROKER, groups.unlock(group, "a", wanted), LONG)
+    assert client.call(BROKER, groups.lock(group, "b", wanted), LONG) == set(wanted)
+
+
+# --- administration ---------------------------------------------------------------------------------------------------
+
+
+def test_a_topic_is_made_described_and_deleted(rocketmq_broker, client):
+    name = f"made-{uuid.uuid4().hex}"
+    assert client.route(name, LONG) is None
+    client.call(BROKER, administration.create_topic(name, 3, "FIFO"), LONG)
+    assert becomes_true(lambda: client.route(name, LONG) is not None)
+    found = client.route(name, LONG)
+    assert found is not None
+    assert found.writable == found.readable == tuple(Queue(name, BROKER, number) for number in range(3))
+    assert found.masters == {BROKER: rocketmq_broker.broker_address()} == client.brokers(LONG)
+    assert client.call(BROKER, administration.topic_attributes(name), LONG) == {"message.type": "FIFO"}
+    assert name in client.ask_name_server(routes.topics(), LONG)
+    client.call(BROKER, administration.delete_topic(name), LONG)
+    client.ask_name_server(administration.forget_topic(name), LONG)
+    assert client.route(name, LONG, fresh=True) is None
+    assert client.call(BROKER, administration.topic_attributes(name), LONG) is None
+
+
+def test_settings_are_read_as_they_are_now(client, settings):
+    before = client.call(BROKER, administration.broker_settings(), LONG)
+    assert before["transactionOpMsgMaxSize"] == "1"
+    settings(transactionCheckMax=77)
+    assert client.call(BROKER, administration.broker_settings(), LONG) == {**before, "transactionCheckMax": "77"}
+
+
+# --- trouble ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_frozen_broker_holds_no_call_past_its_time_and_answers_when_it_goes_on(rocketmq_broker, client, topic):
+    client.call(BROKER, reading.max_offset(topic, 0), LONG)
+    rocketmq_broker.pause()
+    try:
+        with within(SHORT), pytest.raises(ResponseTimeout) as caught:
+            client.call(BROKER, send(WireMessage(topic, b"late"), ALONE, 0), SHORT)
+        assert caught.value.may_have_had_effect
+    finally:
+        rocketmq_broker.resume()
+    # It was true that it might have had effect.
+    assert becomes_true(lambda: bodies(client, topic) == [b"late"])
+
+
+def test_calls_go_on_when_a_killed_broker_is_back_and_what_is_said_of_lost_ones_is_true(rocketmq_broker, client, topic):
+    stop = threading.Event()
+    stored: list[bytes] = []
+    never_stored: list[bytes] = []
+
+    def keep_sending(thread: int) -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            body = b"%d-%d" % (thread, number)
+            try:
+                client.call(BROKER, send(WireMessage(topic, body), ALONE, 0), SHORT)
+            except RemotingError as error:
+                if not error.may_have_had_effect:
+                    never_stored.append(body)
+                stop.wait(0.02)
+            else:
+                stored.append(body)
+
+    threads = [threading.Thread(target=keep_sending, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert becomes_true(lambda: len(stored) > 10)
+        rocketmq_broker.restart()
+        before = len(stored)
+        assert becomes_true(lambda: len(stored) > before + 10)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    found = bodies(client, topic)
+    assert len(found) == len(set(found))
+    assert set(stored) <= set(found)
+    assert never_stored
+    assert set(never_stored) & set(found) == set()

@@ -1,0 +1,330 @@
+"""What each request is on the wire, and what is refused before it gets there."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from txnbridge_rocketmq import client as remoting
+from txnbridge_rocketmq.client import administration, groups, reading, routes
+from txnbridge_rocketmq.client.codes import ResponseCode
+from txnbridge_rocketmq.client.errors import ErrorResponse, NotDurable, ProtocolViolation
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.groups import Membership, Queue
+from txnbridge_rocketmq.client.reading import NewestByKey, PullStatus
+from txnbridge_rocketmq.client.records import unpack_properties
+from txnbridge_rocketmq.client.sending import (
+    HalfEnd,
+    HalfHandle,
+    WireMessage,
+    check_back_of,
+    end,
+    half_handle,
+    send,
+    send_half,
+)
+
+from tests.rocketmq.kit import pairs, stored
+
+pytestmark = pytest.mark.offline
+
+STORED = {"msgId": "7F00000100002A9F000000000002B67C", "queueId": "2", "queueOffset": "5", "transactionId": "AB"}
+HALF = HalfHandle("orders", "shop", 5, 177788, "AB")
+
+
+def test_a_message_is_sent_with_its_fields_by_their_letters():
+    message = WireMessage("orders", b"hello", {"own": "x"}, ("k1", "k2"), "new", "AB", 3, 1234)
+    request = send(message, "shop", 2)
+    told = dict(request.fields)
+    assert unpack_properties(told.pop("i")) == {
+        "own": "x",
+        "KEYS": "k1 k2",
+        "TAGS": "new",
+        "UNIQ_KEY": "AB",
+        "WAIT": "true",
+    }
+    assert told == {
+        "a": "shop",
+        "b": "orders",
+        "c": "NO-TEMPLATE",
+        "d": "4",
+        "e": "2",
+        "f": "0",
+        "g": "1234",
+        "h": "3",
+        "j": "0",
+        "k": "false",
+        "m": "false",
+    }
+    assert (request.code, request.body) == (310, b"hello")
+
+
+def test_a_half_says_that_it_is_one_and_whose():
+    request = send_half(WireMessage("orders", b"hello", unique_key="AB"), "shop", 0, immunity=6)
+    assert request.fields["f"] == "4"
+    properties = unpack_properties(request.fields["i"])
+    assert (properties["TRAN_MSG"], properties["PGROUP"]) == ("true", "shop")
+    assert properties["CHECK_IMMUNITY_TIME_IN_SECONDS"] == "6"
+
+
+def test_two_messages_without_a_unique_key_get_two():
+    one, two = (unpack_properties(send(WireMessage("t", b"x"), "g", 0).fields["i"])["UNIQ_KEY"] for _ in range(2))
+    assert one != two and len(one) == 32
+
+
+def test_where_it_was_stored_is_what_ends_a_half():
+    receipt = send_half(WireMessage("orders", b"x", unique_key="AB"), "shop", 2).result(
+        RemotingCommand(0, fields=STORED)
+    )
+    assert (receipt.queue, receipt.queue_offset, receipt.offset_id.log_offset) == (2, 5, 177788)
+    assert half_handle("orders", "shop", receipt) == HALF
+    assert end(HALF, HalfEnd.COMMIT, from_check=True).fields == {
+        "topic": "orders",
+        "producerGroup": "shop",
+        "tranStateTableOffset": "5",
+        "commitLogOffset": "177788",
+        "commitOrRollback": "8",
+        "fromTransactionCheck": "true",
+        "msgId": "AB",
+        "transactionId": "AB",
+    }
+    assert end(HALF, HalfEnd.ABORT).fields["commitOrRollback"] == "12"
+
+
+@pytest.mark.parametrize(
+    "code", [ResponseCode.FLUSH_DISK_TIMEOUT, ResponseCode.SLAVE_NOT_AVAILABLE, ResponseCode.FLUSH_SLAVE_TIMEOUT]
+)
+def test_what_is_stored_less_safely_than_asked_is_an_error_that_knows_where(code):
+    request = send(WireMessage("orders", b"x"), "shop", 2)
+    with pytest.raises(NotDurable) as caught:
+        request.result(RemotingCommand(code, fields=STORED))
+    assert caught.value.may_have_had_effect
+    assert (caught.value.code, caught.value.offset_id) == (code, STORED["msgId"])
+
+
+@pytest.mark.parametrize("missing", ["msgId", "queueId", "queueOffset"])
+def test_an_answer_that_lacks_something_is_no_success(missing):
+    told = {name: value for name, value in STORED.items() if name != missing}
+    with pytest.raises(ProtocolViolation) as caught:
+        send(WireMessage("orders", b"x"), "shop", 2).result(RemotingCommand(0, fields=told))
+    assert caught.value.may_have_had_effect
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (WireMessage("orders", b""), "any byte"),
+        (WireMessage("or.ders", b"x"), "no name of a topic"),
+        (WireMessage("", b"x"), "no name of a topic"),
+        (WireMessage("t" * 128, b"x"), "no name of a topic"),
+        (WireMessage("orders", b"x", keys=("a b",)), "space"),
+        (WireMessage("orders", b"x", keys=("",)), "empty"),
+        (WireMessage("orders", b"x", {"a": ""}), "empty"),
+        (WireMessage("orders", b"x", {"a": "\x01"}), "separator"),
+    ],
+)
+def test_a_message_that_brokers_would_change_or_choke_on_is_refused(message, words):
+    with pytest.raises(ValueError, match=words):
+        send(message, "shop", 0)
+
+
+@pytest.mark.parametrize("name", ["DELAY", "TIMER_DELAY_SEC", "TIMER_DELAY_MS", "TIMER_DELIVER_MS"])
+def test_a_half_to_be_delivered_late_is_refused(name):
+    with pytest.raises(ValueError, match="late"):
+        send_half(WireMessage("orders", b"x", {name: "3"}), "shop", 0)
+
+
+@pytest.mark.parametrize("group", ["", "a b", "g" * 121, "ä"])
+def test_a_group_that_brokers_do_not_take_is_refused(group):
+    with pytest.raises(ValueError, match="no name of a group"):
+        send(WireMessage("orders", b"x"), group, 0)
+
+
+# --- the broker's question --------------------------------------------------------------------------------------------
+
+
+def question(**changed: str) -> RemotingCommand:
+    properties = {"UNIQ_KEY": "AB", "PGROUP": "shop", "REAL_TOPIC": "orders", "TRANSACTION_CHECK_TIMES": "2", **changed}
+    body = stored(b"hello", "orders", pairs(**{name: value for name, value in properties.items() if value}))
+    asked = {"tranStateTableOffset": "9", "commitLogOffset": "4711", "transactionId": "XY", "bname": "broker-a"}
+    return RemotingCommand(39, fields={**asked, "topic": "RMQ_SYS_TRANS_HALF_TOPIC"}, body=body)
+
+
+def test_a_question_tells_the_newest_copy_and_the_message():
+    check = check_back_of(question())
+    assert check.half == HalfHandle("orders", "shop", 9, 4711, "AB")
+    assert (check.broker, check.times, check.record.payload()) == ("broker-a", 2, b"hello")
+
+
+def test_a_question_about_a_half_without_a_key_of_its_own_names_it_all_the_same():
+    assert check_back_of(question(UNIQ_KEY="")).half.unique_key == "XY"
+
+
+@pytest.mark.parametrize("changed", [{"PGROUP": ""}, {"TRANSACTION_CHECK_TIMES": "often"}])
+def test_a_question_that_lacks_something_is_refused(changed):
+    with pytest.raises(ProtocolViolation):
+        check_back_of(question(**changed))
+
+
+def test_a_question_without_a_record_is_refused():
+    with pytest.raises(ProtocolViolation):
+        check_back_of(RemotingCommand(39, fields=question().fields))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+BOUNDS = {"nextBeginOffset": "7", "minOffset": "1", "maxOffset": "9"}
+
+
+def test_a_pull_brings_records_and_bounds():
+    pulled = reading.pull("orders", 0, 5, "g").result(
+        RemotingCommand(0, fields=BOUNDS, body=stored(b"a") + stored(b"b"))
+    )
+    assert (pulled.status, pulled.next_offset, pulled.min_offset, pulled.max_offset) == (PullStatus.FOUND, 7, 1, 9)
+    assert [record.body for record in pulled.records] == [b"a", b"b"]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(19, PullStatus.NOTHING_NEW), (20, PullStatus.AGAIN), (21, PullStatus.OUT_OF_RANGE)]
+)
+def test_a_pull_that_finds_nothing_says_where_to_go_on(code, status):
+    pulled = reading.pull("orders", 0, 5, "g").result(RemotingCommand(code, fields=BOUNDS))
+    assert (pulled.status, pulled.next_offset, pulled.records) == (status, 7, [])
+
+
+def test_a_pull_waits_at_the_broker_only_if_asked_to():
+    assert reading.pull("orders", 0, 5, "g").fields["sysFlag"] == "4"
+    waiting = reading.pull("orders", 0, 5, "g", wait=1.5).fields
+    assert (waiting["sysFlag"], waiting["suspendTimeoutMillis"]) == ("6", "1500")
+
+
+def test_a_look_up_leaves_out_what_only_shares_the_hash_of_a_key():
+    mine = stored(b"mine", "orders", pairs(UNIQ_KEY="AB", KEYS="k1"), log_offset=2)
+    newer = stored(b"newer", "orders", pairs(UNIQ_KEY="AB", KEYS="k2 k1"), log_offset=3)
+    foreign = stored(b"foreign", "orders", pairs(UNIQ_KEY="CD", KEYS="k3"), log_offset=1)
+    elsewhere = stored(b"elsewhere", "audit", pairs(UNIQ_KEY="AB", KEYS="k1"), log_offset=4)
+    answer = RemotingCommand(0, body=newer + foreign + mine + elsewhere)
+    assert [each.body for each in reading.by_unique_key("orders", "AB").result(answer)] == [b"mine", b"newer"]
+    assert reading.by_unique_key("orders", "AB").result(RemotingCommand(22)) == []
+    newest = reading.newest_by_unique_key("orders", "AB", 4, body=True).result(answer)
+    assert newest.record is not None and newest.record.body == b"newer"
+    assert reading.newest_by_unique_key("orders", "AB").result(RemotingCommand(22)) == NewestByKey(None, False)
+
+
+@pytest.mark.parametrize(("count", "may_have_more"), [(1, True), (2, False)])
+def test_a_look_up_that_brings_only_others_says_whether_older_ones_may_be_left(count, may_have_more):
+    foreign = stored(b"foreign", "orders", pairs(UNIQ_KEY="CD"))
+    request = reading.newest_by_unique_key("orders", "AB", count)
+    assert (request.fields["maxNum"], "_UNIQUE_KEY_QUERY" in request.fields) == (str(count), False)
+    assert request.result(RemotingCommand(0, body=foreign)) == NewestByKey(None, may_have_more)
+
+
+# --- groups, routes, administration -----------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_names_the_groups():
+    membership = Membership(frozenset({"b", "a"}), {"readers": frozenset({"orders"})})
+    body = json.loads(groups.heartbeat("me@1", membership).body)
+    assert body["clientID"] == "me@1"
+    assert body["producerDataSet"] == [{"groupName": "a"}, {"groupName": "b"}]
+    (consumer,) = body["consumerDataSet"]
+    assert consumer["groupName"] == "readers"
+    assert [each["topic"] for each in consumer["subscriptionDataSet"]] == ["orders"]
+
+
+def test_what_is_left_of_a_membership_is_what_the_other_lacks():
+    old = Membership(frozenset({"a", "b"}), {"r": frozenset(), "s": frozenset()})
+    new = Membership(frozenset({"b"}), {"s": frozenset({"t"})})
+    assert old.without(new) == Membership(frozenset({"a"}), {"r": frozenset()})
+    assert old.without(old).is_empty
+
+
+def test_a_position_that_was_never_said_is_none():
+    request = groups.committed_offset("g", "orders", 0)
+    assert request.result(RemotingCommand(0, fields={"offset": "5"})) == 5
+    assert request.result(RemotingCommand(22)) is None
+    with pytest.raises(ErrorResponse):
+        request.result(RemotingCommand(26))
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [(groups.members("g"), "no consumer for this group, g"), (administration.producers("g"), "the group[g] not exist")],
+)
+def test_a_list_of_nobody_is_empty_and_any_other_error_is_one(request_, words):
+    assert request_.result(RemotingCommand(1, remark=words)) == []
+    with pytest.raises(ErrorResponse):
+        request_.result(RemotingCommand(1, remark="disk on fire"))
+
+
+def test_a_route_lists_queues_by_permission_and_masters():
+    told = {
+        "brokerDatas": [
+            {"brokerName": "b", "cluster": "c", "brokerAddrs": {"0": "h:2", "1": "h:3"}},
+            {"brokerName": "a", "cluster": "c", "brokerAddrs": {"1": "h:1"}},
+        ],
+        "queueDatas": [
+            {"brokerName": "b", "perm": 6, "readQueueNums": 2, "writeQueueNums": 1},
+            {"brokerName": "a", "perm": 4, "readQueueNums": 1, "writeQueueNums": 1},
+        ],
+    }
+    found = routes.route("orders").result(RemotingCommand(0, body=json.dumps(told).encode()))
+    assert found is not None
+    assert found.readable == (Queue("orders", "a", 0), Queue("orders", "b", 0), Queue("orders", "b", 1))
+    assert found.writable == (Queue("orders", "b", 0),)
+    assert found.masters == {"b": "h:2"}
+    assert routes.route("orders").result(RemotingCommand(17)) is None
+
+
+@pytest.mark.parametrize("count", [-1, 10**9, "many"])
+def test_a_route_with_an_unlikely_number_of_queues_is_refused(count):
+    data = {"brokerName": "b", "perm": 6, "readQueueNums": count, "writeQueueNums": 1}
+    with pytest.raises(ProtocolViolation):
+        routes.route("t").result(RemotingCommand(0, body=json.dumps({"queueDatas": [data]}).encode()))
+
+
+@pytest.mark.parametrize("key", ["0", '"0"'])
+def test_the_cluster_is_read_with_and_without_quotes_around_numbers(key):
+    told = '{"brokerAddrTable":{"a":{"brokerAddrs":{%s:"127.0.0.1:30911",1:"h:1"},"brokerName":"a"}}}'
+    assert routes.masters().result(RemotingCommand(0, body=(told % key).encode())) == {"a": "127.0.0.1:30911"}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"[" * 100_000, b"{", b'{"brokerAddrTable":1}'])
+def test_a_body_that_is_not_what_was_asked_for_is_refused(body):
+    for request in (routes.masters(), routes.topics(), routes.route("t"), groups.members("g")):
+        if body == b'{"brokerAddrTable":1}' and request.code != 106:
+            continue
+        with pytest.raises(ProtocolViolation):
+            request.result(RemotingCommand(0, body=body))
+
+
+def test_a_topic_is_made_with_its_kind():
+    told = administration.create_topic("orders", 4, "TRANSACTION", {"queue.type": "BatchCQ"}).fields
+    assert told["attributes"] == "+message.type=TRANSACTION,+queue.type=BatchCQ"
+    assert (told["readQueueNums"], told["writeQueueNums"], told["perm"]) == ("4", "4", "6")
+
+
+def test_settings_are_lines_and_cannot_smuggle_others():
+    assert administration.change_broker_settings({"a": "1", "b": "2"}).body == b"a=1\nb=2\n"
+    for bad in ({"a": "1\nb=2"}, {"a=1\nb": "2"}):
+        with pytest.raises(ValueError, match="line break"):
+            administration.change_broker_settings(bad)
+    assert administration.broker_settings().result(RemotingCommand(0, body=b"a=1\n\nb=x=y\n")) == {"a": "1", "b": "x=y"}
+
+
+# --- the package ------------------------------------------------------------------------------------------------------
+
+
+def test_the_client_knows_nothing_of_bridges_and_needs_only_python():
+    # All but `retry`, which raises the bridge's errors.
+    folder = Path(remoting.__file__).parent
+    foreign = set()
+    for path in set(folder.glob("*.py")) - {folder / "retry.py"}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            foreign |= {name for name in names if name.startswith("txnbridge")}
+    assert foreign
+    assert {name for name in foreign if not name.startswith("txnbridge_rocketmq.client")} == set()

@@ -1,0 +1,442 @@
+"""Decision logs on a live broker: the contract, and what faults make of it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextlib import contextmanager
+
+import pytest
+from click.testing import CliRunner
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.sending import WireMessage, send
+from txnbridge_rocketmq.cluster import identify_cluster
+from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
+
+from tests.cluster_names import *  # noqa: F403
+from tests.in_time import paused, takes
+from tests.log_contract import *  # noqa: F403
+from tests.log_contract import append, bounds, keeping, read
+from tests.log_faults import *  # noqa: F403
+from tests.log_live import *  # noqa: F403
+from tests.log_live import AnyName, outlive_kill_9
+from tests.rocketmq.kit import LONG, FakeBroker, cluster_for, settings_for, stored
+from txnbridge import Decision
+from txnbridge._decisions import Decisions
+from txnbridge.cli import main
+from txnbridge.cli._common import ExitCode
+from txnbridge.errors import (
+    DeadlineExceeded,
+    EvidenceLost,
+    InvalidOption,
+    OutcomeUnknown,
+    PositionLost,
+    StorageFailed,
+)
+from txnbridge.spi import Deadline
+
+
+class OpenLog(RocketMQDecisionLog):
+    """With connections of its own, as another process has it."""
+
+    def __init__(self, url, name, timeout=LONG, **given):
+        self.cluster = cluster_for(url, timeout, **given)
+        try:
+            topic = self.cluster.settings.log_topic(name)
+            super().__init__(self.cluster.client, self.cluster.topics.internal(topic, Deadline(timeout)))
+        except BaseException:
+            self.cluster.client.close()
+            raise
+
+    def close(self):
+        super().close()
+        self.cluster.client.close()
+
+
+@pytest.fixture
+def topic(name):
+    """Its topic."""
+    return f"_txnbridge-log-{name}"
+
+
+@pytest.fixture
+def opened():
+    yield from keeping(OpenLog)
+
+
+@pytest.fixture
+def open_named(rocketmq_broker, opened):
+    return lambda name, url=rocketmq_broker.url: opened(url, name)
+
+
+@pytest.fixture
+def logs_broker(rocketmq_broker):
+    return rocketmq_broker
+
+
+@pytest.fixture
+def append_request():
+    return "SEND_MESSAGE_V2"
+
+
+@pytest.fixture
+def too_large():
+    return 5_300_000, "MESSAGE_ILLEGAL"
+
+
+@pytest.fixture
+def made_with_two(rocketmq_broker, topic):
+    rocketmq_broker.create_topic(topic, queues=2)
+    return f"{topic} must have one queue"
+
+
+@pytest.fixture
+def remove_topic(log, topic):
+    return lambda: delete_topic(log, topic)
+
+
+@pytest.fixture
+def pausing(rocketmq_broker):
+    return lambda: paused(rocketmq_broker)
+
+
+@pytest.fixture
+def stalled():
+    return lambda used: [OutcomeUnknown]
+
+
+class TestNames(AnyName):
+    endings = (" b", "/b", "ü", "%20b", ".b", "~", "|", "")
+
+
+# --- the contract, besides what all logs promise ----------------------------------------------------------------------
+
+
+def test_a_reading_that_begins_behind_the_end_finds_nothing(log):
+    append(log, b"0", b"1")
+    assert read(log, (9,)) == []
+
+
+def test_an_application_whose_name_no_topic_can_have_is_refused(rocketmq_broker):
+    with pytest.raises(InvalidOption, match="1 to 127"):
+        OpenLog(rocketmq_broker.url, "x" * 120)
+
+
+# --- its topic --------------------------------------------------------------------------------------------------------
+
+
+def test_a_trimmed_log_begins_later_for_all_and_what_is_before_can_still_be_read(log, open_named, name):
+    at = append(log, b"0", b"1", b"2")
+    log.trim(at[1], Deadline(LONG))
+    for each in (log, open_named(name)):
+        assert bounds(each) == (at[1], at[2])
+        assert read(each) == [(at[1], b"1"), (at[2], b"2")]
+        assert read(each, at[0]) == [(at[0], b"0"), (at[1], b"1"), (at[2], b"2")]
+
+
+def test_a_log_that_was_trimmed_beyond_its_end_begins_where_it_did(log):
+    at = append(log, b"0", b"1")
+    log.trim((99,), Deadline(LONG))
+    assert bounds(log) == (at[0], at[1])
+
+
+def test_a_log_whose_topic_is_made_anew_begins_at_its_first_record(log, open_named, name, topic):
+    at = append(log, b"0", b"1")
+    log.trim(at[1], Deadline(LONG))
+    log.cluster.topics.delete(topic, Deadline(LONG))
+    anew = open_named(name)
+    at = append(anew, b"new", b"next")
+    assert at[0] == anew.origin
+    assert bounds(anew) == (at[0], at[1])
+
+
+# --- records that are gone, by a broker of a few lines ----------------------------------------------------------------
+
+
+class Trimmed:
+    """A broker whose queue has lost records; `pulls` answers each pull by its offset."""
+
+    address = ""
+
+    def __init__(self, first, end, pulls):
+        self._first, self._end, self._pulls = first, end, pulls
+
+    def __call__(self, peer, command):
+        if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
+            table = f'{{"brokerAddrTable":{{"b":{{"brokerName":"b","brokerAddrs":{{0:"{self.address}"}}}}}}}}'
+            peer.answer(command, body=table.encode())
+        elif command.code == RequestCode.GET_MIN_OFFSET:
+            peer.answer(command, fields={"offset": str(self._first)})
+        elif command.code == RequestCode.GET_MAX_OFFSET:
+            peer.answer(command, fields={"offset": str(self._end)})
+        elif command.code == RequestCode.QUERY_CONSUMER_OFFSET:
+            peer.answer(command, int(ResponseCode.QUERY_NOT_FOUND))
+        else:
+            at = int(command.fields["queueOffset"])  # some are asked for before they are needed
+            code, following, offsets = self._pulls.get(at, (ResponseCode.PULL_NOT_FOUND, at, []))
+            body = b"".join(stored(b"%d" % offset, "log", queue=0, queue_offset=offset) for offset in offsets)
+            told = {"nextBeginOffset": following, "minOffset": self._first, "maxOffset": self._end}
+            fields = {name: str(value) for name, value in told.items()}
+            peer.answer(command, int(code), fields=fields, body=body)
+
+
+@contextmanager
+def trimmed(first, end, pulls):
+    reply = Trimmed(first, end, pulls)
+    with FakeBroker(reply) as broker, RemotingClient([broker.address]) as client:
+        reply.address = broker.address
+        yield RocketMQDecisionLog(client, Queue("log", "b", 0))
+
+
+LOST = {
+    "dropped in front": {3: (ResponseCode.PULL_OFFSET_MOVED, 5, []), 5: (ResponseCode.SUCCESS, 8, [5, 6, 7])},
+    "dropped, and not yet counted as dropped": {
+        3: (ResponseCode.PULL_RETRY_IMMEDIATELY, 5, []),
+        5: (ResponseCode.SUCCESS, 8, [5]),
+    },
+    "dropped on the way": {3: (ResponseCode.SUCCESS, 5, [3, 4]), 5: (ResponseCode.PULL_RETRY_IMMEDIATELY, 7, [])},
+    "dropped within an answer": {3: (ResponseCode.SUCCESS, 8, [3, 5])},
+}
+
+
+@pytest.mark.parametrize("pulls", LOST.values(), ids=LOST)
+def test_a_log_with_a_hole_is_not_read_over_it(pulls):
+    with trimmed(3, 8, pulls) as log, pytest.raises(PositionLost, match=r"no record [345] any more"):
+        read(log, (3,))
+
+
+def test_a_log_begins_with_the_first_record_that_is_there():
+    pulls = {3: (ResponseCode.PULL_RETRY_IMMEDIATELY, 5, []), 5: (ResponseCode.SUCCESS, 6, [5])}
+    with trimmed(3, 8, pulls) as log:
+        assert bounds(log) == ((5,), (7,))
+
+
+def test_a_log_of_which_nothing_is_left_has_no_begin():
+    with trimmed(8, 8, {}) as log:
+        assert bounds(log) == (None, None)
+        assert read(log) == []
+        assert log.was_used(Deadline(LONG))
+
+
+def test_a_log_that_became_shorter_while_it_was_read_ends_early():
+    pulls = {3: (ResponseCode.SUCCESS, 5, [3, 4]), 5: (ResponseCode.PULL_NOT_FOUND, 5, [])}
+    with trimmed(3, 8, pulls) as log:
+        assert read(log) == [((3,), b"3"), ((4,), b"4")]
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_that_is_not_as_safe_as_the_broker_was_told_to_make_it_is_not_decided(log, settings):
+    """No replica is there: the broker stores the record, and says so."""
+    append(log, b"0")
+    settings(brokerRole="SYNC_MASTER", inSyncReplicas=2, minInSyncReplicas=1, slaveTimeout=200)
+    with pytest.raises(OutcomeUnknown, match=r"SLAVE_NOT_AVAILABLE|FLUSH_SLAVE_TIMEOUT|IN_SYNC"):
+        log.append(b"1", Deadline(LONG))
+
+
+def test_a_log_outlives_kill_9_of_its_broker(start_rocketmq, opened):
+    broker = start_rocketmq(settings={"autoCreateTopicEnable": "true"})
+    log = opened(broker.url, "kept")
+    outlive_kill_9(broker, log, rounds=1)
+    # This broker makes topics for whoever sends, with many queues. A log that is gone is not made so.
+    delete_topic(log, "_txnbridge-log-kept")
+    takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"never", deadline))
+    assert log.cluster.topics.existing_queues("_txnbridge-log-kept", Deadline(LONG)) == ()
+
+
+@pytest.mark.full
+def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
+    """As it comes, a broker drops what is older than three days; this one does so at once, file by file."""
+    hours = ";".join(f"{hour:02}" for hour in range(24))
+    broker = start_rocketmq(
+        settings={
+            "mappedFileSizeCommitLog": str(8 << 20),
+            "fileReservedTime": "0",
+            "deleteWhen": hours,
+            "cleanResourceInterval": "500",
+        }
+    )
+    log = opened(broker.url, "dropped")
+    large = b"x" * 900_000
+    at = append(log, b"first", *[large] * 40)
+    deadline = Deadline(200)  # the first look is after a minute
+    while log.begin(Deadline(LONG)) == at[0]:
+        deadline.check("waiting for the broker to drop the first file")
+        time.sleep(0.5)
+    with pytest.raises(PositionLost):
+        read(log, at[0])
+    begin, end = bounds(log)
+    assert at[0] < begin <= end == at[-1]
+    left = read(log)
+    assert [position for position, _ in left] == at[at.index(begin) :]
+    # Nobody takes it for a new one.
+    with pytest.raises((EvidenceLost, OutcomeUnknown)):
+        Decisions(log, timeout=20).claim("id", Decision.COMMIT)
+
+
+@contextmanager
+def forgetful():
+    """A log whose broker stores what it is sent, and then does not say any more where its queue ends."""
+
+    def reply(peer, command):
+        if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
+            table = f'{{"brokerAddrTable":{{"b":{{"brokerName":"b","brokerAddrs":{{0:"{broker.address}"}}}}}}}}'
+            peer.answer(command, body=table.encode())
+        elif command.code == RequestCode.SEND_MESSAGE_V2:
+            peer.answer(
+                command, fields={"msgId": "7F0000010000000100000000000000FF", "queueId": "0", "queueOffset": "3"}
+            )
+        else:
+            peer.answer(command, int(ResponseCode.SYSTEM_BUSY), remark="no")
+
+    with FakeBroker(reply) as broker, RemotingClient([broker.address]) as client:
+        yield RocketMQDecisionLog(client, Queue("log", "b", 0))
+
+
+def test_of_a_record_that_was_stored_nobody_says_that_nothing_was():
+    """Else a commit that stands would be taken for one that was never asked for, and be run again."""
+    with forgetful() as log:
+        takes(0.5, OutcomeUnknown, lambda deadline: log.append(b"stored", deadline))
+
+
+# --- a topic that is not the same any more ----------------------------------------------------------------------------
+
+
+def delete_topic(log, topic):
+    log.cluster.topics.delete(topic, Deadline(LONG))
+
+
+def test_a_log_whose_topic_is_deleted_is_empty_and_not_made_anew_by_a_record(log, topic):
+    append(log, b"0")
+    delete_topic(log, topic)
+    assert bounds(log) == (None, None)
+    error = takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"1", deadline))
+    assert "topic is not there" in str(error)
+    assert log.cluster.topics.existing_queues(topic, Deadline(LONG)) == ()
+
+
+def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, name, topic, opened):
+    """Made anew, and the first record in it is of a process that still believes in the one before."""
+    old = Decisions(log, timeout=20)
+    begin = old.begin(opening=old.open("owner"))
+    old.claim("token", Decision.COMMIT, begin=begin)
+    delete_topic(log, topic)
+    opened(rocketmq_broker.url, name)
+    with pytest.raises((EvidenceLost, OutcomeUnknown)):
+        old.claim("more", Decision.COMMIT)
+    with pytest.raises(EvidenceLost, match="txnbridge log renew"):
+        Decisions(opened(rocketmq_broker.url, name), timeout=20).open("owner")
+    renew = ["log", "renew", "--url", rocketmq_broker.url, "--application", name]
+    assert CliRunner().invoke(main, renew).exit_code == ExitCode.USAGE
+    done = CliRunner().invoke(main, [*renew, "--yes"])
+    assert done.exit_code == ExitCode.OK, done.output
+    young = Decisions(opened(rocketmq_broker.url, name), timeout=20)
+    opening = young.open("owner")
+    for number in range(9):  # it grows beyond what the old one has read
+        new = young.begin(opening=opening)
+        assert young.claim(f"new-{number}", Decision.COMMIT, begin=new, opening=opening).mine
+    with pytest.raises(EvidenceLost, match="began it anew"):
+        young.read("token", begin=begin)
+    end = young._log.end(Deadline(LONG))
+    for call in (old.begin, lambda: old.open("owner"), lambda: old.claim("late", Decision.COMMIT, begin=begin)):
+        with pytest.raises(EvidenceLost):
+            call()
+    assert young._log.end(Deadline(LONG)) == end
+
+
+# --- the cluster's own name -------------------------------------------------------------------------------------------
+
+
+def name_at(url, prefix):
+    settings = settings_for(url, prefix=prefix)
+    with RemotingClient(settings.name_servers) as client:
+        return identify_cluster(settings, client, Deadline(LONG))
+
+
+def remove(cluster, *topics):
+    for topic in topics:
+        cluster.topics.delete(topic, Deadline(LONG))
+
+
+@pytest.fixture
+def named(rocketmq_broker):
+    return lambda prefix: name_at(rocketmq_broker.url, prefix)
+
+
+@pytest.fixture
+def open_log(of_the_prefix):
+    return lambda prefix: of_the_prefix.topics.internal(f"{prefix}log-here", Deadline(LONG))
+
+
+@pytest.fixture
+def lose_name(of_the_prefix):
+    return lambda prefix: remove(of_the_prefix, of_the_prefix.settings.cluster_topic, repeated(of_the_prefix))
+
+
+@pytest.fixture
+def write_foreign_name(rocketmq_broker, client):
+    def write(prefix):
+        rocketmq_broker.create_topic(f"{prefix}cluster", queues=1)
+        client.call("broker-1", send(WireMessage(f"{prefix}cluster", b"something else"), "other", 0), LONG)
+
+    return write
+
+
+@pytest.fixture
+def of_the_prefix(rocketmq_broker, name):
+    """A cluster of its own, as long as nobody else uses the prefix."""
+    cluster = cluster_for(rocketmq_broker.url, prefix=f"{name}-")
+    yield cluster
+    cluster.client.close()
+
+
+def repeated(cluster):
+    return f"{cluster.settings.cluster_topic}-{cluster.id}-{cluster.topics.home}"
+
+
+def test_a_name_outlives_the_record_that_made_it(named, of_the_prefix, name):
+    remove(of_the_prefix, of_the_prefix.settings.cluster_topic)
+    assert named(f"{name}-").id == of_the_prefix.id
+
+
+def test_a_name_outlives_the_topic_that_repeats_it(named, of_the_prefix, name):
+    remove(of_the_prefix, repeated(of_the_prefix))
+    assert named(f"{name}-").id == of_the_prefix.id
+    assert repeated(of_the_prefix) in of_the_prefix.topics.all(Deadline(LONG))
+
+
+def test_of_two_names_none_is_believed(rocketmq_broker, named, of_the_prefix, name):
+    rocketmq_broker.create_topic(f"{name}-cluster-{uuid.uuid4().hex}-broker-1", queues=1)
+    with pytest.raises(StorageFailed, match="several names"):
+        named(f"{name}-")
+
+
+# --- several brokers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_with_two_brokers_a_log_stays_on_one_and_is_not_begun_anew_on_the_other(start_rocketmq, opened):
+    broker = start_rocketmq(nodes=2)
+    log = opened(broker.url, "home")
+    assert log.cluster.topics.home == "broker-1"
+    append(log, b"0")
+    # The same log on both: refused by name.
+    broker.create_topic("_txnbridge-log-both", queues=1)
+    with pytest.raises(InvalidOption, match=r"_txnbridge-log-both must have one queue.*broker-1\[0\], broker-2\[0\]"):
+        OpenLog(broker.url, "both")
+    broker.kill(1)
+    with RemotingClient(settings_for(broker.url).name_servers) as client:
+        deadline = Deadline(180)
+        while "broker-1" in client.brokers(LONG):
+            deadline.check("waiting until the name server forgets the broker")
+            time.sleep(0.1)
+    # Whoever comes now knows where it was, and finds it there when it is back.
+    takes(1, DeadlineExceeded, lambda deadline: OpenLog(broker.url, "home", deadline.seconds))
+    broker.start(1)
+    again = opened(broker.url, "home", 90)
+    assert again.cluster.id == log.cluster.id
+    append(again, b"1")
+    assert [record for _, record in read(again)] == [b"0", b"1"]

@@ -1,0 +1,174 @@
+"""Which of a queue's messages are repeats: by what is remembered, and by what a broker finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.records import MessageExt, OffsetId
+from txnbridge_rocketmq.read import duplicates
+from txnbridge_rocketmq.read.duplicates import DuplicateFilter
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, slot_of, unique_key
+
+pytestmark = pytest.mark.offline
+
+ORIGIN = HalfOrigin({"at": [0], "id": "x"}, 0)
+
+
+@dataclass
+class Queue:
+    """A queue as a broker fills it: halves stand in the same commit log as what is published from them."""
+
+    records: list[MessageExt] = field(default_factory=list)
+    log: int = 0
+    halves: dict[int, list[int]] = field(default_factory=dict)  # where the copies of each half stand, oldest first
+
+    def store(self, number: int) -> None:
+        self.log += 1
+        self.halves[number] = [self.log]
+
+    def copy(self, number: int) -> None:
+        """The broker looks at a half that is open."""
+        self.log += 1
+        self.halves[number].append(self.log)
+
+    def publish(self, number: int | None, copy: int = 0) -> None:
+        """End a copy of a half with COMMIT; None is a message of anybody else."""
+        self.log += 1
+        told, at = {"a": "b"}, 0
+        if number is not None:
+            mark, at = TransactionSlot("t", number), self.halves[number][copy]
+            told = {**properties(mark, ORIGIN), Property.UNIQUE_KEY: unique_key("t", mark)}
+            if copy:
+                told[Property.CHECKS] = str(copy)
+        self.records.append(
+            MessageExt(
+                topic="t",
+                queue=0,
+                queue_offset=len(self.records),
+                offset_id=OffsetId("127.0.0.1", 1, self.log),
+                flag=0,
+                system_flag=8,
+                born_time=0,
+                stored_time=0,
+                prepared_offset=at,
+                reconsumed=0,
+                properties=told,
+                body=b"x",
+            )
+        )
+
+    def first_ones(self, start: int) -> list[int]:
+        """The offsets of what is no repeat, from an offset on."""
+        seen, found = set(), []
+        for record in self.records:
+            mark = slot_of(record)
+            if mark is None or mark not in seen:
+                found.append(record.queue_offset)
+            seen.add(mark)
+        return [offset for offset in found if offset >= start]
+
+
+@dataclass
+class Reading:
+    """A reader of that queue; counts the look-ups."""
+
+    queue: Queue
+    first: int = 0
+    repeats: DuplicateFilter = field(default_factory=DuplicateFilter)
+    looked_up: int = 0
+
+    def read(self, start: int, count: int) -> list[int]:
+        batch = self.queue.records[start : start + count]
+        suspects = self.repeats.suspects(batch, self.first)
+        self.looked_up += len(suspects)
+        found = {
+            each.queue_offset: [other for other in self.queue.records if other.unique_key == each.unique_key]
+            for each in suspects
+        }
+        return [record.queue_offset for record in self.repeats.sift(batch, found)]
+
+
+def in_order(count: int) -> Queue:
+    """A queue with messages whose halves are stored and published one after another."""
+    queue = Queue()
+    for number in range(count):
+        queue.store(number)
+        queue.publish(number)
+    return queue
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "copy", "publish", "publish", "foreign"]), st.integers(0, 5), st.integers(0, 3)
+    ),
+    min_size=1,
+    max_size=60,
+)
+READS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("remembered", [2, 10_000])
+@given(steps=STEPS, reads=READS)
+def test_only_the_first_copy_is_handed_out_wherever_a_reader_starts_and_goes_back_to(remembered, steps, reads):
+    queue = Queue()
+    for step, number, copy in steps:
+        if step == "foreign":
+            queue.publish(None)
+        elif step == "store":
+            if number not in queue.halves:
+                queue.store(number)
+        elif number in queue.halves and step == "copy":
+            queue.copy(number)
+        elif number in queue.halves:
+            queue.publish(number, min(copy, len(queue.halves[number]) - 1))
+    reading = Reading(queue)
+    before = duplicates._REMEMBERED
+    duplicates._REMEMBERED = remembered
+    try:
+        for start, count in reads:
+            wanted = [offset for offset in queue.first_ones(start) if offset < start + count]
+            assert reading.read(start, count) == wanted
+    finally:
+        duplicates._REMEMBERED = before
+
+
+def test_who_reads_from_the_queues_first_message_looks_nothing_up():
+    reading = Reading(in_order(500))
+    assert reading.read(0, 250) + reading.read(250, 250) == list(range(500))
+    assert reading.looked_up == 0
+
+
+def test_who_starts_in_the_middle_looks_up_what_was_under_way_then():
+    queue = Queue()
+    for number in range(3):
+        queue.store(number)
+    queue.publish(0)
+    queue.publish(1)
+    for number in range(3, 100):
+        queue.store(number)
+        queue.publish(number)
+    queue.publish(2)
+    reading = Reading(queue)
+    assert reading.read(1, 200) == list(range(1, 100))
+    assert reading.looked_up == 2  # the second and the third: their halves stand before the first that was read
+
+
+def test_a_copy_that_comes_much_later_is_a_repeat_also_where_the_first_one_is_forgotten(monkeypatch):
+    monkeypatch.setattr(duplicates, "_REMEMBERED", 10)
+    queue = in_order(100)
+    queue.publish(3)
+    reading = Reading(queue)
+    found = [offset for start in range(0, 101, 32) for offset in reading.read(start, 32)]
+    assert found == list(range(100))
+    assert reading.looked_up == 1
+
+
+def test_messages_of_others_are_never_taken_for_repeats():
+    queue = Queue()
+    for _ in range(3):
+        queue.publish(None)
+    assert Reading(queue, first=1).read(0, 3) == [0, 1, 2]

@@ -1,0 +1,926 @@
+"""Halves and their ends on a broker of a few lines: what is decided is published once, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any
+
+import pytest
+from txnbridge_rocketmq import half_store
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.half_store import RocketMQHalfStore
+from txnbridge_rocketmq.outcome import check_back, end_transaction
+from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
+from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
+from txnbridge_rocketmq.write import transaction_properties
+
+from tests.core.decisions_kit import MemoryLog
+from tests.rocketmq.half_broker import HalfBroker, Killed, Process, choose, same_hash, send
+from tests.rocketmq.kit import becomes_true
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    DeliveryFailed,
+    EvidenceLost,
+    InvalidOption,
+    InvalidToken,
+    OutcomeUnknown,
+    TxnBridgeError,
+)
+from txnbridge.spi import Begin, Deadline, Decision, Half, HalfMessage, Outcome, Token, TokenState
+
+VALUES = [b"%d" % number for number in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_INDEX_SECONDS", "_PAUSE", "_LOOK_SECONDS"):
+        monkeypatch.setattr(end_transaction, name, 0.0005)
+    monkeypatch.setattr(end_transaction, "_SURELY_INDEXED", 0.05)
+    monkeypatch.setattr(transaction_properties, "CLOCKS_DIFFER_SECONDS", 0.0)
+
+
+@pytest.fixture
+def broker() -> HalfBroker:
+    return HalfBroker()
+
+
+@pytest.fixture
+def log() -> MemoryLog:
+    return MemoryLog()
+
+
+@pytest.fixture
+def owner(broker: HalfBroker, log: MemoryLog) -> Process:
+    return Process(broker, log, "owner", "billing")
+
+
+@pytest.fixture
+def other(broker: HalfBroker, log: MemoryLog) -> Process:
+    return Process(broker, log, "other")
+
+
+def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
+    """The `nth` request of a kind meets a fault."""
+    count = 0
+
+    def found(request: RpcRequest[Any]) -> str | int | None:
+        nonlocal count
+        count += request.code == code
+        return fault if request.code == code and count == nth else None
+
+    broker.fault = found
+
+
+def answer_all(process: Process, broker: HalfBroker) -> None:
+    """The broker asks until nothing is open: what is not decided is aborted when its time is over."""
+    until = Deadline(30)
+    while broker.open:
+        assert not until.expired, "halves are still open"
+        process.checks.answer(broker.ask())
+        time.sleep(0.02)
+
+
+def test_each_message_is_published_once_and_in_order(owner, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    send(writer, "b", *VALUES)
+    assert broker.published == []
+    writer.commit(Deadline(60))
+    assert broker.seen("a") == broker.seen("b") == VALUES
+    assert not broker.open
+
+
+@pytest.mark.parametrize(
+    "fault", ["lose request", "lose answer", int(ResponseCode.SYSTEM_BUSY), int(ResponseCode.SYSTEM_ERROR)]
+)
+@pytest.mark.parametrize("nth", [1, 3, 5])
+def test_an_end_that_fails_is_made_good_once_and_in_order(owner, broker, fault, nth):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    once(broker, RequestCode.END_TRANSACTION, fault, nth)
+    writer.commit(Deadline(60))
+    assert broker.seen("a") == VALUES
+
+
+def test_what_is_too_old_for_its_owner_is_looked_for_first(owner, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    broker.ask()  # nobody answers; the first places are those of old copies now
+    broker.late = True
+    writer.commit(Deadline(60))
+    assert broker.seen("a") == VALUES
+    assert not broker.open
+
+
+NOT_PLAINLY_STORED = [
+    "lose request",
+    "lose answer",
+    int(ResponseCode.NO_PERMISSION),
+    int(ResponseCode.MESSAGE_ILLEGAL),
+    int(ResponseCode.FLUSH_DISK_TIMEOUT),
+]
+
+
+def fail_to_store_one(broker: HalfBroker, fault: str | int) -> None:
+    once(broker, RequestCode.SEND_MESSAGE_V2, fault, 3)
+    if fault == ResponseCode.FLUSH_DISK_TIMEOUT:
+        broker.fault = stored_but(broker)
+
+
+@pytest.mark.parametrize("fault", NOT_PLAINLY_STORED)
+def test_a_half_that_is_not_plainly_stored_aborts_all(owner, other, broker, fault):
+    writer = owner.begin()
+    fail_to_store_one(broker, fault)
+    send(writer, "a", *VALUES)
+    with pytest.raises(AccessDenied if fault == ResponseCode.NO_PERMISSION else DeliveryFailed):
+        writer.commit(Deadline(60))
+    answer_all(other, broker)
+    assert broker.published == []
+
+
+@pytest.mark.parametrize("fault", NOT_PLAINLY_STORED)
+def test_nothing_is_prepared_of_which_a_half_is_not_plainly_stored(owner, other, broker, fault):
+    writer = owner.begin(hold=60)
+    fail_to_store_one(broker, fault)
+    send(writer, "a", *VALUES)
+    with pytest.raises(AccessDenied if fault == ResponseCode.NO_PERMISSION else DeliveryFailed):
+        writer.prepare(Deadline(60))
+    with pytest.raises(InvalidToken, match="never prepared"):
+        finish(other, token_of(owner, 1, writer))
+    answer_all(other, broker)
+    assert broker.published == []
+
+
+@pytest.mark.parametrize("fault", ["lose request", "lose answer", int(ResponseCode.SYSTEM_BUSY)])
+def test_an_abort_that_is_lost_on_its_way_is_what_the_broker_is_told_when_it_asks(owner, other, broker, fault):
+    writer = owner.begin(timeout=60)
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    once(broker, RequestCode.END_TRANSACTION, fault, 2)
+    writer.abort(Deadline(60))
+    assert bool(broker.open) is (fault != "lose answer")
+    other.checks.answer(broker.ask())  # long before its time is over
+    assert not broker.open
+    assert broker.published == []
+
+
+def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(owner, other, broker, log):
+    writer = owner.begin(timeout=0.01)
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    log.append = refuse
+    with pytest.raises(OutcomeUnknown, match="when its time is over"):
+        writer.abort(Deadline(1))
+    assert len(broker.open) == len(VALUES), "it may have been committed, as far as its owner can tell"
+    del log.append
+    answer_all(other, broker)
+    assert broker.published == []
+
+
+@pytest.mark.parametrize("stands", [True, False], ids=["stands in the log", "never came there"])
+def test_what_became_of_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, broker, log, stands):
+    writer = owner.begin(1)
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    lose_answers(log, stands)
+    with pytest.raises(OutcomeUnknown):
+        writer.commit(Deadline(0.1))
+    if not stands:
+        with pytest.raises(BrokerUnavailable, match=f"{owner.id}/x/1"):
+            writer.reopen(Deadline(0.1))
+    del log.append
+    writer.reopen(Deadline(60))
+    writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
+    send(writer, "a", b"next")
+    writer.commit(Deadline(60))
+    assert broker.seen("a") == [*(VALUES if stands else []), b"next"]
+    assert not broker.open
+
+
+def lose_answers(log: MemoryLog, stands: bool) -> None:
+    """From now on nobody hears whether a record was stored, which it was or was not."""
+    append = log.append
+
+    def lose(record: bytes, deadline: Deadline | None = None) -> Any:
+        if stands:
+            append(record, deadline)
+        raise OutcomeUnknown("no answer")
+
+    log.append = lose  # type: ignore[method-assign]
+
+
+def stored_but(broker: HalfBroker) -> Any:
+    """Stores a half, and says that it was not flushed."""
+    answer = broker.answer
+
+    def store(request):
+        found = answer(request)
+        if request.code == RequestCode.SEND_MESSAGE_V2 and len(broker.halves) == 3:
+            return type(found)(ResponseCode.FLUSH_DISK_TIMEOUT, 0, 1, found.fields)
+        return found
+
+    broker.answer = store  # type: ignore[method-assign]
+    return lambda request: None
+
+
+@pytest.mark.parametrize(
+    ("first_asked", "seconds", "taken"),
+    [(6, 30, True), (6, 42, False), (60, 5, False)],  # halves are discarded after 50 s
+    ids=["asked about behind its end", "discarded before its end", "too young to be asked about"],
+)
+def test_a_transaction_is_refused_that_would_be_discarded_before_it_is_asked_about(
+    owner, broker, first_asked, seconds, taken
+):
+    broker.told |= {
+        "transactionTimeOut": str(first_asked * 1000),
+        "transactionCheckInterval": "5000",
+        "transactionCheckMax": "10",
+    }
+    writer = owner.begin(timeout=seconds)
+    if taken:
+        send(writer, "a", b"1")
+    else:
+        with pytest.raises(InvalidOption, match="discards halves after 50 s"):
+            send(writer, "a", b"1")
+    writer.abort(Deadline(60))
+
+
+def test_a_busy_broker_is_asked_again(owner, broker):
+    writer = owner.begin()
+    once(broker, RequestCode.SEND_MESSAGE_V2, int(ResponseCode.SYSTEM_BUSY), 2)
+    send(writer, "a", *VALUES)
+    writer.commit(Deadline(60))
+    assert sorted(broker.seen("a")) == VALUES
+
+
+# --- what the broker asks -------------------------------------------------------------------------------------------
+
+
+def test_nobody_answers_while_nothing_is_decided(owner, other, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    for _ in range(3):
+        other.checks.answer(broker.ask())
+    assert len(broker.open) == len(VALUES)
+    broker.late = True
+    writer.commit(Deadline(60))
+    assert broker.seen("a") == VALUES
+
+
+def test_one_look_at_the_log_answers_all_that_is_asked_about_a_transaction(owner, other, broker, log, monkeypatch):
+    looks = 0
+    end = log.end
+
+    def counted(deadline: Deadline) -> Any:
+        nonlocal looks
+        looks += 1
+        return end(deadline)
+
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    other.checks.answer(broker.ask()[:1])
+    monkeypatch.setattr(log, "end", counted)
+    other.checks.answer(broker.ask()[:1])
+    for_one, looks = looks, 0
+    asked = [check for _ in range(20) for check in broker.ask()]  # about copies of copies
+    assert len(asked) == 20 * len(VALUES)
+    other.checks.answer(asked)
+    assert looks == for_one > 0
+    broker.late = True
+    writer.commit(Deadline(60))
+    broker.open.update(half.queue_offset for half in broker.halves)
+    looks = 0
+    other.checks.answer(broker.ask())
+    assert broker.seen("a") == VALUES
+    assert not broker.open and 0 < looks < 2 * len(VALUES)
+
+
+def test_past_its_deadline_it_is_first_written_down_that_it_is_aborted(owner, other, broker, log):
+    writer = owner.begin(timeout=0.01)
+    send(writer, "a", b"late")
+    writer.flush(Deadline(60))
+    while not writer._begun.deadline.expired:
+        time.sleep(0.001)
+    (check,) = broker.ask()
+    log.append = refuse
+    other.checks.answer([check])
+    assert broker.open, "without the record nothing is answered"
+    del log.append
+    other.checks.answer([check])
+    assert not broker.open
+    with pytest.raises(TxnBridgeError):
+        writer.commit(Deadline(60))
+    assert broker.published == []
+
+
+@pytest.mark.parametrize("decided", [False, True], ids=["undecided", "decided"])
+def test_where_the_evidence_is_gone_nothing_is_decided_or_answered_and_that_is_said_once(
+    owner, other, broker, log, caplog, decided
+):
+    writer = owner.begin(timeout=0.01)
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    if decided:
+        claim = writer._claim(Decision.COMMIT, Deadline(60))
+        assert claim.decision is Decision.COMMIT
+    while not writer._begun.deadline.expired:
+        time.sleep(0.001)
+    log.trim((log.next,))  # by age, while everything stood still
+    Process(broker, log, "later").begin(2)
+    stood = list(log.records)
+    for _ in range(3):
+        other.checks.answer(broker.ask())
+    assert len(broker.open) == len(VALUES), "they wait for an administrator"
+    assert broker.published == []
+    assert log.records == stood
+    (warned,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert f"nobody can tell what became of transaction {owner.id}/x/1" in warned.getMessage()
+
+
+@pytest.mark.parametrize("asked", ["the broker", "a status"])
+def test_nobody_aborts_by_the_clock_of_another_host_before_clocks_may_differ(owner, other, broker, monkeypatch, asked):
+    monkeypatch.setattr(transaction_properties, "CLOCKS_DIFFER_SECONDS", 60.0)
+    writer = owner.begin(timeout=0.01)
+    send(writer, "a", b"late")
+    writer.flush(Deadline(60))
+    while not writer._begun.deadline.expired:
+        time.sleep(0.001)
+    token = token_of(owner, 1, writer)
+
+    def ask() -> TokenState:
+        if asked == "the broker":
+            other.checks.answer(broker.ask())
+        return status(other, token)
+
+    assert ask() is TokenState.PREPARED
+    monkeypatch.setattr(transaction_properties, "CLOCKS_DIFFER_SECONDS", 0.0)
+    assert ask() is TokenState.ABORTED
+    assert status(other, token) is TokenState.ABORTED
+
+
+def refuse(record: bytes, deadline: Deadline) -> Any:
+    raise BrokerUnavailable("not now")
+
+
+def test_what_is_asked_about_after_it_was_published_is_not_published_again(owner, other, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.commit(Deadline(60))
+    broker.open.update(half.queue_offset for half in broker.halves)  # it has forgotten that they have ended
+    answer_all(other, broker)
+    assert broker.seen("a") == VALUES
+
+
+def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tell(
+    owner, other, broker, log, monkeypatch
+):
+    for name in ("_AGAIN_SECONDS", "_LEAST_PAUSE"):
+        monkeypatch.setattr(check_back, name, 0.01)
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    assert writer._claim(Decision.COMMIT, Deadline(60)).decision is Decision.COMMIT
+    broker.discard()
+    looks = Counter[str]()
+
+    def away(deadline: Deadline) -> Any:
+        looks["log"] += 1
+        raise ZeroDivisionError if looks["log"] == 1 else BrokerUnavailable("not now")
+
+    log.end = away
+    looking = threading.Thread(target=other.checks._end_discarded_halves)
+    looking.start()
+    try:
+        assert becomes_true(lambda: looks["log"] > 1)
+        assert broker.published == []
+        del log.end
+        assert becomes_true(lambda: broker.seen("a") == VALUES)
+    finally:
+        other.checks.close()
+        looking.join()
+
+
+def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.commit(Deadline(60))
+    stray = broker.halves[0]
+    properties = {**stray.properties, "txnbridge.number": "99", "UNIQ_KEY": "STRAY"}
+    broker._keep("a", 0, properties, b"stray")
+    answer_all(other, broker)
+    assert broker.seen("a") == VALUES
+
+
+def test_whoever_opens_an_id_first_publishes_what_its_dead_owner_decided(owner, broker, log):
+    broker.told["transactionTimeOut"] = "1"
+    first = owner.begin(1)
+    send(first, "a", b"first")
+    first.commit(Deadline(60))
+    writer = owner.begin(2)
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+
+    def die(request):
+        if request.code == RequestCode.END_TRANSACTION:
+            raise Killed
+
+    broker.fault = die
+    with pytest.raises(Killed):
+        writer.commit(Deadline(60))
+    broker.fault = lambda request: None
+    newer = Process(broker, log, "newer", "billing").begin(3)
+    assert broker.seen("a") == [b"first", *VALUES]
+    send(newer, "a", b"newer")
+    newer.commit(Deadline(60))
+    assert broker.seen("a") == [b"first", *VALUES, b"newer"]
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def token_of(process: Process, number: int, writer: Any) -> Token:
+    found = writer.evidence()
+    return Token("rocketmq", "cluster", f"{process.id}/x/{number}", {}, True, found.expires_at, 5, log=found.log)
+
+
+def prepared(process: Process, number: int = 1, hold: float = 60) -> Token:
+    writer = process.begin(number, hold=hold)
+    send(writer, "a", *(b"%d" % (10 * number + n) for n in range(3)))
+    writer.prepare(Deadline(60))
+    return token_of(process, number, writer)
+
+
+def finish(process: Process, token: Token, decision: Decision = Decision.COMMIT, seconds: float = 60) -> Outcome:
+    ledger = process.decisions.ledger(token.transaction.rsplit("/", 2)[0], token.log)
+    return end_prepared(process.ender, token, decision, ledger, Deadline(seconds))
+
+
+def test_a_token_commits_the_newest_copies_once(owner, other, broker):
+    token = prepared(owner)
+    broker.ask(), broker.ask()
+    broker.late = True
+    assert [finish(other, token), finish(owner, token), finish(other, token, Decision.ABORT)] == [Outcome.COMMITTED] * 3
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+    assert not broker.open
+
+
+def test_the_lock_of_one_who_died_holds_nobody_up_for_long(owner, other, broker, monkeypatch):
+    monkeypatch.setattr("txnbridge_rocketmq.outcome.outcome._STALLED_SECONDS", 0.05)
+    token = prepared(owner)
+    with owner.ender.exclusively(token.transaction, Deadline(60)) as turn:
+        assert turn is end_transaction.LockHolder.CALLER
+        assert finish(other, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_of_two_that_publish_at_once_one_waits_for_the_other(owner, other, broker):
+    token = prepared(owner)
+    with ThreadPoolExecutor(1) as pool:
+        with owner.ender.exclusively(token.transaction, Deadline(60)):
+            waiting = pool.submit(finish, other, token)
+            with pytest.raises(NotYet):  # in Python 3.10 not the built-in one
+                waiting.result(0.2)
+            assert broker.published == []
+        assert waiting.result(60) is Outcome.COMMITTED
+
+
+def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(owner, other, broker, monkeypatch):
+    monkeypatch.setattr("txnbridge_rocketmq.outcome.outcome._STALLED_SECONDS", 0.05)
+    token = prepared(owner)
+    answer = broker.answer
+
+    def sleep(request: RpcRequest[Any]) -> Any:
+        answered = answer(request)
+        if request.code == RequestCode.END_TRANSACTION:
+            broker.answer = answer
+            assert finish(other, token) is Outcome.COMMITTED  # who takes the sleeper for dead
+            time.sleep(end_transaction._LOOK_HOLDS)
+        return answered
+
+    broker.answer = sleep
+    assert finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_where_looking_takes_longer_than_a_look_holds_fewer_are_looked_for(owner, other, broker, monkeypatch):
+    monkeypatch.setattr(end_transaction, "_LOOK_HOLDS", 0.1)
+    token = prepared(owner)
+    broker.fault = lambda request: time.sleep(0.04) if request.code == RequestCode.QUERY_MESSAGE else None
+    assert finish(other, token) is Outcome.COMMITTED  # three take 0.12 seconds, one 0.04
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_who_publishes_for_long_keeps_his_lock(owner, other, broker, monkeypatch):
+    monkeypatch.setattr(end_transaction, "_PUBLISHED_AT_ONCE", 1)
+    token = prepared(owner)
+    answer = broker.answer
+
+    def forget(request: RpcRequest[Any]) -> Any:
+        if request.code == RequestCode.END_TRANSACTION:
+            broker.locks.clear()  # as after a minute
+        return answer(request)
+
+    def locked(request: RpcRequest[Any]) -> None:
+        if request.code == RequestCode.QUERY_MESSAGE and broker.published:
+            taken.append(bool(broker.locks))
+
+    taken: list[bool] = []
+    broker.answer, broker.fault = forget, locked
+    assert finish(other, token) is Outcome.COMMITTED
+    assert any(taken)
+
+
+def test_a_token_whose_halves_are_gone_says_so(owner, other, broker):
+    token = prepared(owner)
+    broker.halves.pop()
+    with pytest.raises(EvidenceLost, match="1 messages"):
+        finish(other, token)
+
+
+def test_who_may_decide_and_not_publish_hears_that_at_once(owner, other, broker):
+    token = prepared(owner)
+    broker.fault = lambda request: (
+        int(ResponseCode.NO_PERMISSION) if request.code == RequestCode.END_TRANSACTION else None
+    )
+    with pytest.raises(AccessDenied, match=r"is committed, and .* publishing to a: "):
+        finish(other, token)
+    broker.fault = lambda request: None
+    assert finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+@pytest.mark.parametrize("decision", [Decision.COMMIT, Decision.ABORT])
+def test_who_may_decide_and_not_finish_is_told_that_it_is_decided(owner, other, broker, decision):
+    token = prepared(owner)
+    broker.fault = lambda request: (
+        int(ResponseCode.NO_PERMISSION) if request.code == RequestCode.QUERY_MESSAGE else None
+    )
+    outcome = "committed" if decision is Decision.COMMIT else "aborted"
+    with pytest.raises(AccessDenied, match=f"transaction {token.transaction} is {outcome}, and"):
+        finish(other, token, decision)
+    broker.fault = lambda request: None
+    assert finish(owner, token, Decision.COMMIT) is Outcome[outcome.upper()]
+
+
+@pytest.mark.parametrize(("decision", "outcome"), [(Decision.COMMIT, "committed"), (Decision.ABORT, "aborted")])
+def test_who_has_decided_and_has_no_time_to_finish_does_not_say_that_nothing_was_decided(
+    owner, other, broker, decision, outcome
+):
+    token = prepared(owner)
+    broker.fault = lambda request: int(ResponseCode.SYSTEM_BUSY) if request.code == RequestCode.QUERY_MESSAGE else None
+    with pytest.raises(OutcomeUnknown, match=f"transaction {token.transaction} is {outcome}, and"):
+        finish(other, token, decision, 0.3)
+    broker.fault = lambda request: None
+    assert finish(owner, token, Decision.COMMIT) is Outcome[outcome.upper()]
+
+
+def test_past_its_hold_a_token_only_aborts(owner, other, broker):
+    token = prepared(owner, hold=0.0)
+    other_clock = pytest.MonkeyPatch()
+    other_clock.setattr("txnbridge_rocketmq.outcome.outcome.time.time", lambda: (token.expires_at or 0) / 1000 + 1)
+    try:
+        assert finish(other, token) is Outcome.ABORTED
+    finally:
+        other_clock.undo()
+    assert finish(other, token) is Outcome.ABORTED
+    assert broker.published == []
+    assert not broker.open
+
+
+def test_a_proxy_that_answers_and_does_nothing_is_found_out(owner, other, broker):
+    token = prepared(owner)
+    once(broker, RequestCode.END_TRANSACTION, 0)
+    with pytest.raises(OutcomeUnknown, match=r"is committed, and .* proxy"):
+        finish(other, token)
+
+
+def swallow(broker: HalfBroker) -> None:
+    """From now on it says yes to the end of each half, and does nothing."""
+    broker.fault = lambda request: 0 if request.code == RequestCode.END_TRANSACTION else None
+
+
+def test_what_swallows_the_first_commit_of_its_owner_is_found_out_and_the_next_one_makes_it_good(owner, broker):
+    swallow(broker)
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    with pytest.raises(OutcomeUnknown, match="proxy"):
+        writer.commit(Deadline(60))
+    token = Token("rocketmq", "cluster", f"{owner.id}/x/1", {}, False, None, 5, log=writer.evidence().log)
+    assert status(owner, token) is TokenState.UNKNOWN
+    with pytest.raises(BrokerUnavailable, match="proxy"):
+        writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
+    broker.fault = lambda request: None
+    writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
+    assert broker.seen("a") == VALUES
+    assert status(owner, token) is TokenState.COMMITTED
+
+
+def test_a_first_commit_that_swallows_is_found_out_after_an_end_that_was_lost(owner, broker):
+    swallow(broker)
+    swallowed, lost = broker.fault, iter(["lose request"])
+    broker.fault = lambda request: next(lost, 0) if swallowed(request) == 0 else None
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    with pytest.raises(OutcomeUnknown, match="proxy"):
+        writer.commit(Deadline(60))
+
+
+def test_a_first_commit_that_nobody_could_look_for_is_looked_for_before_the_next(owner, broker):
+    swallow(broker)
+    swallows = broker.fault
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    broker.fault = lambda request: "lose answer" if request.code == RequestCode.QUERY_MESSAGE else swallows(request)
+    with pytest.raises(OutcomeUnknown, match="it is committed"):
+        writer.commit(Deadline(0.3))
+    broker.fault = swallows
+    with pytest.raises(BrokerUnavailable, match="proxy"):
+        writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
+    broker.fault = lambda request: None
+    writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
+    assert broker.seen("a") == VALUES
+
+
+def test_committed_is_not_said_of_messages_that_nobody_saw_published(owner, other, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    broker.late = True  # so that each has to be looked for
+    broker.fault = lambda request: int(ResponseCode.SYSTEM_ERROR) if request.code == RequestCode.QUERY_MESSAGE else None
+    with pytest.raises(OutcomeUnknown, match="it is committed, and may not be published"):
+        writer.commit(Deadline(0.3))
+    token = Token("rocketmq", "cluster", f"{owner.id}/x/1", {}, False, None, 5, log=writer.evidence().log)
+    assert status(other, token, 0.3) is TokenState.UNKNOWN
+    broker.fault = lambda request: None
+    assert status(other, token) is status(owner, token) is TokenState.UNKNOWN
+    answer_all(other, broker)
+    assert status(other, token) is status(owner, token) is TokenState.COMMITTED
+    assert broker.seen("a") == VALUES
+
+
+@pytest.mark.parametrize("others", [1, 20, 63])
+def test_a_message_or_half_is_found_behind_newer_ones_whose_keys_have_the_same_hash(owner, other, broker, others):
+    token = prepared(owner)
+    half = broker.halves[0]
+    for _ in range(others):
+        properties = {**half.properties, "UNIQ_KEY": same_hash(half.key)}
+        broker.open.discard(broker._keep("a", 0, properties, b"another").queue_offset)
+        broker.published.append(("a", 1, properties, b"another"))
+    assert finish(other, token) is finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_a_message_is_not_taken_for_missing_behind_more_such_ones_than_the_broker_offers(owner, other, broker):
+    token = prepared(owner)
+    assert finish(owner, token) is Outcome.COMMITTED
+    _, _, properties, _ = broker.published[0]
+    broker.published += [("a", 1, {**properties, "UNIQ_KEY": same_hash(properties["UNIQ_KEY"])}, b"another")] * 64
+    with pytest.raises(EvidenceLost, match="same hash"):
+        finish(other, token)
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+@pytest.mark.parametrize(("index", "looks"), [("true", [1, 0, 0]), ("false", [0, 0, 0])], ids=["once", "no index"])
+def test_a_broker_that_was_seen_to_publish_or_keeps_no_index_is_not_looked_at(owner, broker, index, looks):
+    broker.told["messageIndexEnable"] = index
+    counts = []
+    for number in range(3):
+        writer = owner.begin(number)
+        send(writer, "a", *VALUES)
+        asked: list[int] = []
+        broker.fault = lambda request, asked=asked: asked.append(request.code)
+        writer.commit(Deadline(60))
+        counts.append(asked.count(RequestCode.QUERY_MESSAGE))
+    assert counts == looks
+
+
+def test_a_user_who_may_not_look_hears_that_once_and_commits(owner, broker, caplog):
+    broker.fault = lambda request: (
+        int(ResponseCode.NO_PERMISSION) if request.code == RequestCode.QUERY_MESSAGE else None
+    )
+    for number in range(2):
+        writer = owner.begin(number)
+        send(writer, "a", *VALUES)
+        writer.commit(Deadline(60))
+    assert broker.seen("a") == VALUES * 2
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def status(process: Process, token: Token, seconds: float = 60) -> TokenState:
+    ledger = process.decisions.ledger(token.transaction.rsplit("/", 2)[0], token.log)
+    return status_of(process.ender, token, ledger, Deadline(seconds)).state
+
+
+def test_nobody_waits_beyond_its_deadline_while_another_thread_opens_the_id(owner, log):
+    append, appending, stored = log.append, threading.Event(), threading.Event()
+
+    def append_slowly(record, deadline=None):
+        appending.set()
+        assert stored.wait(30)
+        return append(record)
+
+    log.append = append_slowly
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(owner.owner.prepare_writer, Deadline(30))
+        assert appending.wait(30)
+        try:
+            with pytest.raises(DeadlineExceeded, match="opened billing"):
+                owner.owner.prepare_writer(Deadline(0.1))
+            assert not first.done()
+        finally:
+            stored.set()
+
+
+# --- half messages of applications ----------------------------------------------------------------------------------
+
+
+def half(number: int, seconds: float) -> Half:
+    message = HalfMessage("a", b"%d" % number, None, (), 0, None)
+    return Half("shop", f"half-shop-x/y/{number}", [message], 0, int((time.time() + seconds) * 1000))
+
+
+class Asker(RocketMQHalfStore):
+    """Asks an application, which is a member of the group."""
+
+    def __init__(self, process: Process, broker: HalfBroker) -> None:
+        super().__init__(process.ender)
+        self._broker = broker
+        self._check_backs["shop"] = OrderedDict()
+
+    def ask(self) -> list[str]:
+        """The broker asks; those that the application is asked about."""
+        self._note_check_backs("shop", self._broker.ask())
+        return [each.transaction for each in self.checks("shop", 4, Deadline(0.1))]
+
+
+def test_a_half_message_of_which_nobody_can_tell_anything_holds_up_no_other(owner, other, broker, log):
+    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
+    store.put(half(1, 60), Deadline(60))
+    log.trim((log.next,))  # by age, while everything stood still
+    later = RocketMQHalfStore(Process(broker, log, "later").ender)
+    later.put(half(2, 60), Deadline(60))
+    assert asker.ask() == [half(2, 60).transaction]
+
+
+def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(owner, other, broker, monkeypatch):
+    monkeypatch.setattr(half_store, "_IN_WORK_SECONDS", 1.0)
+    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
+    for number in (1, 2, 3):
+        store.put(half(number, 60), Deadline(60))
+    silent = {each.key for each in broker.halves if each.body == b"1"}
+    broker.fault = lambda request: "lose answer" if request.fields.get("key") in silent else None
+    assert asker.ask() == [half(2, 60).transaction, half(3, 60).transaction]
+
+
+def test_of_half_messages_that_wait_to_be_asked_about_only_the_broker_keeps_the_bodies(owner, other, broker):
+    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
+    store.put(half(1, 60), Deadline(60))
+    asker._note_check_backs("shop", broker.ask())
+    [[(check, *_)]] = [[list(asked.values()) for asked in found.values()] for found in asker._check_backs.values()]
+    assert check.record.body == b""
+    [found] = asker.checks("shop", 1, Deadline(60))
+    assert [message.value for message in found.messages] == [b"1"]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "seconds"), [(3.0, 0.0), (0.0, 0.3)], ids=["by a clock that is ahead", "by one who fell asleep"]
+)
+def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(
+    owner, other, broker, log, monkeypatch, ahead, seconds
+):
+    monkeypatch.setattr(transaction_properties, "CLOCKS_DIFFER_SECONDS", ahead)
+    asker, wanted, noted = Asker(other, broker), half(1, seconds), half_store._prepare_record
+    append = log.append
+    asking: list[Any] = []
+
+    def note_and_sleep(*given):
+        found = noted(*given)
+        stored.set()  # its owner goes on
+        done.wait(30)
+        time.sleep(max(0.0, wanted.deadline_at / 1000 - time.time()))
+        return found
+
+    def store_the_record(record, deadline=None):
+        if b'"prepare"' in record and not asking:
+            asking.append(pool.submit(asker.ask))
+            assert stored.wait(30)
+        return append(record, deadline)
+
+    stored, done = threading.Event(), threading.Event()
+    monkeypatch.setattr(half_store, "_prepare_record", note_and_sleep)
+    log.append = store_the_record
+    with ThreadPoolExecutor(1) as pool:
+        put = RocketMQHalfStore(owner.ender).put(wanted, Deadline(60))
+        done.set()
+        assert asking[0].result(30) == []
+    assert RocketMQHalfStore(owner.ender).end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"1"]
+
+
+# --- everything at once ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_lost_and_whoever_dies_what_is_decided_is_published_once_and_in_order(seed):
+    assert what_went_wrong(seed) == []
+
+
+def test_without_a_look_first_messages_come_twice(monkeypatch):
+    def publish(self, transaction, parts, deadline, *, first=False):
+        lines = self._sequences(end_transaction._expected(transaction, parts), deadline)
+        self._commit_halves(lines, True, deadline)
+
+    monkeypatch.setattr(end_transaction.HalfEnder, "publish", publish)
+    assert any(what_went_wrong(seed) for seed in range(40))
+
+
+def test_without_the_log_a_transaction_is_torn(monkeypatch):
+    monkeypatch.setattr(
+        CheckBackHandler, "_settle", lambda self, record, mark, deadline: True
+    )  # "it is not known here: abort"
+    assert any(what_went_wrong(seed) for seed in range(40))
+
+
+def what_went_wrong(seed: int) -> list[str]:
+    """Processes that die, lose answers and take over from one another; in the end, when all is answered."""
+    chance = random.Random(seed)
+    broker, log = HalfBroker(), MemoryLog()
+    tokens: list[Token] = []
+    number = 0
+    for _ in range(6):
+        process = Process(broker, log, f"p{chance.getrandbits(30)}", chance.choice(["billing", None]))
+        broker.late = chance.random() < 0.3
+        broker.fault = faults(chance)
+        try:
+            for _ in range(3):
+                number += 1
+                live(process, broker, number, tokens, chance)
+        except Killed:
+            broker.locks.clear()  # as after a minute
+    broker.fault = lambda request: None
+    last = Process(broker, log, "last")
+    for token in tokens:
+        finish(last, token)
+    answer_all(last, broker)
+    return findings(broker)
+
+
+def faults(chance: random.Random) -> Any:
+    def fault(request: RpcRequest[Any]) -> str | int | None:
+        found = choose(chance, lose_request=0.03, lose_answer=0.03, busy=0.02, killed=0.02)
+        if found == "killed":
+            raise Killed
+        if request.code not in (RequestCode.END_TRANSACTION, RequestCode.SEND_MESSAGE_V2):
+            return None
+        return int(ResponseCode.SYSTEM_BUSY) if found == "busy" else found
+
+    return fault
+
+
+def live(process: Process, broker: HalfBroker, number: int, tokens: list[Token], chance: random.Random) -> None:
+    act = chance.choice(["commit", "abort", "prepare", "end", "asked"])
+    values = [b"%d.%d" % (number, n) for n in range(chance.randrange(1, 6))]
+    try:
+        if act == "asked":
+            process.checks.answer(broker.ask())
+        elif act == "end" and tokens:
+            finish(process, chance.choice(tokens), chance.choice([Decision.COMMIT, Decision.ABORT]))
+        elif act == "prepare":
+            writer = process.begin(number, hold=0.05)
+            send(writer, "a", *values)
+            writer.prepare(Deadline(0.3))
+            tokens.append(token_of(process, number, writer))
+        else:
+            writer = process.begin(number, timeout=0.1)
+            send(writer, "a", *values)
+            writer.commit(Deadline(0.3)) if act == "commit" else writer.abort(Deadline(0.3))
+    except TxnBridgeError:
+        pass
+
+
+def findings(broker: HalfBroker) -> list[str]:
+    """Of each transaction all or nothing is published, each message once and in its order."""
+    seen = broker.seen("a")
+    found = [f"{body!r} came twice" for body in set(seen) if seen.count(body) > 1]
+    sent: dict[bytes, set[int]] = {}
+    for half in broker.halves:
+        transaction, _, part = half.body.partition(b".")
+        sent.setdefault(transaction, set()).add(int(part))
+    for transaction, parts in sent.items():
+        published = [int(body.partition(b".")[2]) for body in seen if body.partition(b".")[0] == transaction]
+        if published not in ([], sorted(parts)):
+            found.append(f"of {transaction!r} came {published}, of {sorted(parts)}")
+    return found

@@ -1,0 +1,278 @@
+"""Transactions that nobody has ended, on a live broker: listed, ended by hand, asked about again."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from txnbridge_rocketmq.admin import open_halves
+from txnbridge_rocketmq.client import administration
+from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.sending import HalfEnd, HalfHandle, WireMessage, end, send_half
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, handle_of_copy
+from txnbridge_rocketmq.outcome.outcome import end_prepared
+
+from tests.rocketmq import writing_kit
+from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
+from tests.rocketmq.reading_kit import new_topic, unique
+from tests.rocketmq.writing_kit import copies, flush
+from txnbridge import Outcome, TransactionAborted
+from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, NotFound, OutcomeUnknown
+from txnbridge.testing import Child, tell
+
+
+@pytest.fixture
+def observer(open_bridge):
+    """An administrator's bridge; nobody asks it about what others have left."""
+    return open_bridge(application="observers").admin
+
+
+@pytest.fixture
+def topic(client):
+    return new_topic(client, 2)
+
+
+def listed(admin, name):
+    return [each for each in admin.transactions() if each.transaction == name]
+
+
+def gone(admin, name):
+    time.sleep(2)  # what was decided a moment ago is not listed, whether or not it has ended
+    return becomes_true(lambda: not listed(admin, name))
+
+
+def published(client, topic):
+    """In its first queue."""
+    return bodies(client, topic)
+
+
+def prepare_and_go(open_bridge, topic):
+    """What names a prepared transaction of which no bridge is left, and its application."""
+    application = unique("gone")
+    with open_bridge(application=application) as bridge:
+        with bridge.transaction(prepare=True, hold=600) as txn:
+            txn.send(topic, b"left", partition=0)
+        return txn.id, str(txn.token), application
+
+
+def open_and_wait(url, topic, application, id=None):
+    """Tells the transaction's id; it is killed long before its deadline."""
+    bridge = writing_kit.open_bridge(url, application=application, transactional_id=id)
+    txn = bridge.transaction(timeout=600)
+    txn.send(topic, b"left", partition=0)
+    flush(txn)
+    tell(txn.id)
+    time.sleep(600)
+
+
+def die_with_an_open_one(broker, topic):
+    """The id of a transaction whose process is dead."""
+    with Child(open_and_wait, broker.url, topic, unique("gone")) as child:
+        name = child.told()
+        child.kill()
+    return name
+
+
+def test_an_open_transaction_is_listed_until_it_ends(open_bridge, observer, topic):
+    id = unique("owner")
+    with open_bridge(transactional_id=id).transaction() as txn:
+        for partition in (0, 1, 1):
+            txn.send(topic, b"1", partition=partition)
+        flush(txn)
+        (found,) = listed(observer, txn.id)
+        assert (found.state, found.transactional_id, found.owner) == ("open", id, writing_kit.APPLICATION)
+        assert (found.partitions, found.messages, found.token) == (((topic, 0), (topic, 1)), 3, None)
+        assert found.since is not None and abs(found.since / 1000 - time.time()) < 60
+        assert found.expires_at is not None and 0 < found.expires_at - found.since < 60_000
+    assert gone(observer, txn.id)
+
+
+def test_what_is_decided_and_not_published_is_listed_and_published_by_hand(
+    open_bridge, observer, client, topic, monkeypatch
+):
+    def die(*args, **how):
+        raise BrokerUnavailable("as if the process were killed")
+
+    with monkeypatch.context() as patched, open_bridge(application=unique("gone")) as bridge:
+        patched.setattr(HalfEnder, "publish_fresh", die)
+        patched.setattr(HalfEnder, "publish", die)
+        with pytest.raises(OutcomeUnknown, match="it is committed"):
+            with bridge.transaction(timeout=10) as txn:
+                txn.send(topic, b"late", partition=0)
+    assert becomes_true(lambda: [each.state for each in listed(observer, txn.id)] == ["ending"])
+    assert published(client, topic) == []
+    assert any(txn.id in each.subject and "nobody ends it" in each.text for each in observer.check())
+    assert observer.abort(txn.id) is Outcome.COMMITTED  # that is true, whatever was asked for
+    assert gone(observer, txn.id)
+    assert published(client, topic) == [b"late"]
+
+
+def test_a_prepared_transaction_is_listed_with_a_token_that_ends_it(open_bridge, observer, client, topic):
+    bridge = open_bridge()
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"1", partition=0)
+    (found,) = listed(observer, txn.id)
+    assert (found.state, found.messages, found.expires_at) == ("prepared", 1, txn.token.expires_at)
+    assert str(found.token) == str(txn.token)
+    assert bridge.commit(str(found.token)) is Outcome.COMMITTED
+    assert gone(observer, txn.id)
+    assert published(client, topic) == [b"1"]
+
+
+def test_a_copy_that_is_left_of_what_was_published_is_dropped_by_hand(open_bridge, observer, client, topic):
+    name, _, _ = prepare_and_go(open_bridge, topic)
+    assert becomes_true(lambda: len(copies(client, topic, name)) >= 2)
+    client.call(BROKER, end(handle_of_copy(copies(client, topic, name)[0]), HalfEnd.COMMIT, from_check=True), LONG)
+    assert becomes_true(lambda: published(client, topic) == [b"left"])
+    assert observer.commit(name) is Outcome.COMMITTED
+    time.sleep(3)
+    assert not listed(observer, name)  # nobody else drops it
+    assert published(client, topic) == [b"left"]
+
+
+@pytest.mark.parametrize("decision", ["commit", "abort"])
+def test_an_administrator_ends_what_is_prepared_without_its_token(open_bridge, observer, client, topic, decision):
+    name, _, _ = prepare_and_go(open_bridge, topic)
+    wanted = Outcome.COMMITTED if decision == "commit" else Outcome.ABORTED
+    assert getattr(observer, decision)(name) is wanted
+    assert gone(observer, name)
+    assert published(client, topic) == ([b"left"] if decision == "commit" else [])
+
+
+@pytest.mark.parametrize("decision", ["commit", "abort"])
+def test_a_copy_that_the_broker_makes_while_a_transaction_is_ended_by_hand_is_dropped_too(
+    open_bridge, observer, client, topic, decision, monkeypatch
+):
+    def end_and_copy(*args):
+        outcome = end_prepared(*args)
+        newest = copies(client, topic, name)[-1]
+        client.call(BROKER, administration.resume_half(newest.offset_id), LONG)  # as a look that began before
+        return outcome
+
+    name, _, _ = prepare_and_go(open_bridge, topic)
+    monkeypatch.setattr(open_halves, "end_prepared", end_and_copy)
+    getattr(observer, decision)(name)
+    assert gone(observer, name)
+
+
+def test_a_transaction_that_is_not_there_cannot_be_ended(observer):
+    for call in (observer.commit, observer.abort, observer.repair):
+        with pytest.raises(NotFound, match="no/such/one"):
+            call("no/such/one")
+
+
+def test_an_administrator_aborts_what_a_dead_process_left_open_and_does_not_commit_it(
+    rocketmq_broker, observer, client, topic
+):
+    name = die_with_an_open_one(rocketmq_broker, topic)
+    with pytest.raises(InvalidState, match="only its writer"):
+        observer.commit(name)
+    assert observer.abort(name) is Outcome.ABORTED
+    assert gone(observer, name)
+    assert published(client, topic) == []
+
+
+def test_what_a_dead_owner_left_open_is_aborted_when_another_has_opened_its_id(
+    rocketmq_broker, open_bridge, observer, topic
+):
+    id = unique("owner")
+    with Child(open_and_wait, rocketmq_broker.url, topic, id, id) as child:
+        left = child.told()
+        child.kill()
+    with open_bridge(application=id, transactional_id=id).transaction(prepare=True, hold=600) as txn:
+        txn.send(topic, b"prepared", partition=0)
+    assert becomes_true(lambda: [each.state for each in listed(observer, left)] == ["open"])
+    with open_bridge(application=id, transactional_id=id).transaction():
+        pass  # writers are opened, and so is the id
+    assert gone(observer, left)  # long before its deadline
+    assert [each.state for each in listed(observer, txn.id)] == ["prepared"]
+    assert observer.abort(txn.id) is Outcome.ABORTED
+
+
+def test_what_an_administrator_aborted_its_owner_cannot_commit(open_bridge, observer, client, topic):
+    with pytest.raises(TransactionAborted):
+        with open_bridge().transaction() as txn:
+            txn.send(topic, b"never", partition=0)
+            flush(txn)
+            assert observer.abort(txn.id) is Outcome.ABORTED
+    assert published(client, topic) == []
+
+
+def test_a_half_of_another_client_is_listed_and_can_be_aborted(observer, client, topic):
+    stored = client.call(BROKER, send_half(WireMessage(topic, b"foreign"), "strangers", 1), LONG)
+    (found,) = listed(observer, stored.unique_key)
+    assert (found.state, found.owner, found.transactional_id) == ("open", "strangers", "")
+    assert (found.partitions, found.expires_at, found.token) == (((topic, 1),), None, None)
+    with pytest.raises(InvalidState, match="another client's"):
+        observer.commit(stored.unique_key)
+    assert observer.abort(stored.unique_key) is Outcome.ABORTED
+    assert gone(observer, stored.unique_key)
+
+
+def test_a_topic_in_use_by_a_transaction_is_not_deleted(open_bridge, observer, topic):
+    with open_bridge().transaction() as txn:
+        txn.send(topic, b"1", partition=0)
+        flush(txn)
+        with pytest.raises(InvalidState, match=txn.id):
+            observer.delete_topic(topic)
+    assert gone(observer, txn.id)
+    observer.delete_topic(topic)
+
+
+def discard(observer, settings, name):
+    """Let the broker give up, and go on as before."""
+    settings(transactionCheckMax=1)
+    assert becomes_true(lambda: [each.state for each in listed(observer, name)] == ["discarded"])
+    settings(transactionCheckMax=1000)
+
+
+def test_a_discarded_half_of_another_client_keeps_no_topic(observer, client, topic, settings):
+    stored = client.call(BROKER, send_half(WireMessage(topic, b"foreign"), "strangers", 1), LONG)
+    with pytest.raises(InvalidState, match=stored.unique_key):
+        observer.delete_topic(topic)
+    discard(observer, settings, stored.unique_key)
+    assert observer.abort(stored.unique_key) is Outcome.ABORTED
+    observer.delete_topic(topic)
+
+
+@pytest.mark.parametrize("how", ["token", "by hand"])
+def test_what_the_broker_has_given_up_is_listed_and_still_ends_as_it_is_decided(
+    open_bridge, observer, client, topic, settings, how
+):
+    name, token, application = prepare_and_go(open_bridge, topic)
+    discard(observer, settings, name)
+    (advice,) = [each for each in observer.check() if name in each.subject]
+    assert (advice.level, "repair" in advice.remedy) == ("problem", True)
+    if how == "token":
+        assert open_bridge(application=application).commit(token) is Outcome.COMMITTED
+    else:
+        assert observer.commit(name) is Outcome.COMMITTED
+    assert gone(observer, name)
+    assert published(client, topic) == [b"left"]
+
+
+def test_the_broker_asks_again_about_what_it_has_given_up(rocketmq_broker, observer, client, topic, settings):
+    name = die_with_an_open_one(rocketmq_broker, topic)
+    discard(observer, settings, name)
+    assert observer.repair(name) == f"the broker asks again about 1 halves of {name}"
+    assert becomes_true(lambda: any(each.state != "discarded" for each in listed(observer, name)))
+    with pytest.raises(InvalidState, match="has not given up"):
+        observer.repair(name)
+    assert observer.abort(name) is Outcome.ABORTED
+    assert gone(observer, name)
+    assert published(client, topic) == []
+
+
+def test_what_nobody_can_decide_any_more_is_told_of_and_not_touched(open_bridge, observer, client, topic):
+    name, _, application = prepare_and_go(open_bridge, topic)
+    observer.delete_topic(f"_txnbridge-log-{application}")
+    observer = open_bridge(application="late observers").admin  # which has never seen that log
+    (found,) = listed(observer, name)
+    assert found.state == "lost"
+    assert any(name in each.subject and "nobody may end it" in each.text for each in observer.check())
+    with pytest.raises(EvidenceLost):
+        observer.abort(name)
+    newest = copies(client, topic, name)[-1]  # else the broker would write it again and again
+    half = HalfHandle(topic, newest.properties[Property.GROUP], newest.queue_offset, newest.log_offset, "")
+    client.call(BROKER, end(half, HalfEnd.ABORT, from_check=True), LONG)
+    assert gone(observer, name)
