@@ -340,11 +340,11 @@ def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, nam
         assert young.claim(f"new-{number}", Decision.COMMIT, begin=new, opening=opening).mine
     with pytest.raises(EvidenceLost, match="began it anew"):
         young.read("token", begin=begin)
-    end = young._log.end(Deadline(LONG))
+    end = young._engine._log.end(Deadline(LONG))
     for call in (old.begin, lambda: old.open("owner"), lambda: old.claim("late", Decision.COMMIT, begin=begin)):
         with pytest.raises(EvidenceLost):
             call()
-    assert young._log.end(Deadline(LONG)) == end
+    assert young._engine._log.end(Deadline(LONG)) == end
 
 
 # --- the cluster's own name -------------------------------------------------------------------------------------------
