@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from txnbridge_embedded.storage.schema import PAGE_BYTES
-from txnbridge_embedded.storage.store import CHECKPOINT_BYTES
+from txnbridge_embedded.client.schema import PAGE_BYTES
+from txnbridge_embedded.client.store import CHECKPOINT_BYTES
 
 import txnbridge
 

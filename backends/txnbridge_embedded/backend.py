@@ -22,9 +22,9 @@ from txnbridge.spi import (
     absent,
 )
 from txnbridge_embedded.broker import EmbeddedBroker
-from txnbridge_embedded.likes import LIKES
+from txnbridge_embedded.capabilities import LIKES
+from txnbridge_embedded.client.store import Store
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.storage.store import Store
 
 _DEFAULTS = Settings()
 # SQLite's own bound for one value.

@@ -28,15 +28,15 @@ from txnbridge.spi import (
     TokenState,
     Writer,
 )
-from txnbridge_embedded import endings
-from txnbridge_embedded.admin import EmbeddedAdmin
-from txnbridge_embedded.halves import EmbeddedHalves
-from txnbridge_embedded.log import EmbeddedLog
+from txnbridge_embedded.admin.admin import EmbeddedAdmin
+from txnbridge_embedded.client.session import Session
+from txnbridge_embedded.client.store import LEAVING_SECONDS, Connection, Store, now_ms
+from txnbridge_embedded.decision_log import EmbeddedLog
+from txnbridge_embedded.half_store import EmbeddedHalves
+from txnbridge_embedded.outcome import outcome
+from txnbridge_embedded.outcome.writer_evidence import Instance, Owner, take_over
 from txnbridge_embedded.read.reader import open_reader
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.storage.session import Session
-from txnbridge_embedded.storage.store import LEAVING_SECONDS, Connection, Store, now_ms
-from txnbridge_embedded.write.instance import Instance, Owner, take_over
 from txnbridge_embedded.write.publisher import EmbeddedPublisher
 from txnbridge_embedded.write.writer import EmbeddedWriter, PlainWriter, PreparingWriter
 
@@ -69,14 +69,14 @@ class EmbeddedBroker(Broker):
                 self.events.step("step:open", identity=identity.name, writers=count),
                 self.store.writing(connection, deadline, "opening an id"),
             ):
-                endings.forget_old(connection, now_ms() - int(self.settings.keep_seconds * 1000))
+                outcome.forget_old(connection, now_ms() - int(self.settings.keep_seconds * 1000))
                 epoch = take_over(connection, identity.name, identity.host) if identity.owned else None
                 owner = Owner(identity.name, identity.host, epoch)
                 instances = [Instance(owner) for _ in range(count)]
                 for instance in instances:
                     instance.add(connection)
             self._owners[identity.name] = owner
-            endings.finish_aborts(self.store, connection, deadline, self.events)
+            outcome.finish_aborts(self.store, connection, deadline, self.events)
         return [self._plain_writer(owner, instance) for instance in instances]
 
     def _plain_writer(self, owner: Owner, instance: Instance) -> Writer:
@@ -118,7 +118,7 @@ class EmbeddedBroker(Broker):
     def _end(self, token: Token, decision: Decision, deadline: Deadline) -> Outcome:
         _check(token)
         with self.session(deadline) as connection:
-            return endings.decide(self.store, connection, token.transaction, decision, deadline, self.events)
+            return outcome.decide(self.store, connection, token.transaction, decision, deadline, self.events)
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
         _check(token)
@@ -193,7 +193,7 @@ def _record_expired(connection: Connection, token: Token) -> Status:
     reason = "its deadline passed"
     if "p" in token.how:
         ((number,),) = connection.execute("SELECT number FROM transactions WHERE id = ?", (token.transaction,))
-        endings.mark_aborted(connection, number, reason)
+        outcome.mark_aborted(connection, number, reason)
     else:
         connection.execute("UPDATE writers SET retired = 1 WHERE id = ?", (token.how.get("w"),))
     return Status(TokenState.ABORTED, reason=reason)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from txnbridge_embedded import endings
-from txnbridge_embedded.admin import EmbeddedAdmin
-from txnbridge_embedded.storage.schema import MAX_PARTITION_ID
-from txnbridge_embedded.storage.store import now_ms
+from txnbridge_embedded.admin.admin import EmbeddedAdmin
+from txnbridge_embedded.client.schema import MAX_PARTITION_ID
+from txnbridge_embedded.client.store import now_ms
+from txnbridge_embedded.outcome import outcome
 from txnbridge_embedded.write import retention
 
 from tests.embedded.kit import NO_LEDGER, begin, commit, offsets, open_writer, prepare, rows, send, values
@@ -204,7 +204,7 @@ def test_nothing_is_removed_beyond_what_is_undecided(broker, clock):
 
 
 def test_much_is_removed_in_pieces(broker, clock, monkeypatch):
-    monkeypatch.setattr(endings, "_PIECE_ROWS", 3)
+    monkeypatch.setattr(outcome, "_PIECE_ROWS", 3)
     create(broker, retention_seconds=1)
     commit(open_writer(broker), "orders", *[b"x"] * 10)
     clock.now += 10**9
@@ -275,7 +275,7 @@ def test_the_doctor_ends_what_is_past_its_deadline_and_says_so(broker):
 def test_the_doctor_names_what_weakens_a_promise(opened, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1 << 20})())
     broker = opened(durability="survives-process-kill-only")
-    monkeypatch.setattr("txnbridge_embedded.admin._LONG_WAL_BYTES", 0)
+    monkeypatch.setattr("txnbridge_embedded.admin.admin._LONG_WAL_BYTES", 0)
     assert {subject for subject, _ in findings(broker, "warning")} == {"durability", "disk", "log"}
 
 
@@ -291,7 +291,7 @@ def test_the_doctor_tells_that_the_file_cannot_be_written(broker):
 
 
 def test_the_doctor_stops_at_its_deadline_in_a_file_that_is_too_large_for_it(broker, monkeypatch):
-    monkeypatch.setattr("txnbridge_embedded.admin._STATEMENTS_BETWEEN_LOOKS", 1)
+    monkeypatch.setattr("txnbridge_embedded.admin.admin._STATEMENTS_BETWEEN_LOOKS", 1)
     commit(open_writer(broker), "orders", b"1")
     deadline = Deadline(1000)
     deadline.at = 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from txnbridge_embedded.backend import OPTIONS, EmbeddedBackend, file_of
-from txnbridge_embedded.likes import LIKES
+from txnbridge_embedded.capabilities import LIKES
 from txnbridge_embedded.settings import Settings
 
 import txnbridge

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from txnbridge_embedded.broker import EmbeddedBroker
-from txnbridge_embedded.storage.store import Connection, Store
+from txnbridge_embedded.client.store import Connection, Store
 
 from tests.embedded.kit import (
     NO_LEDGER,

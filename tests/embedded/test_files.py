@@ -9,8 +9,8 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from txnbridge_embedded.storage import files
-from txnbridge_embedded.storage.store import translate
+from txnbridge_embedded.client import files
+from txnbridge_embedded.client.store import translate
 
 from tests.embedded.kit import begin, commit, open_broker, open_writer, send, values
 from txnbridge.errors import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from txnbridge_embedded import endings
+from txnbridge_embedded.outcome import outcome
 
 from tests.embedded.kit import (
     NO_LEDGER,
@@ -269,12 +269,12 @@ def test_a_decision_that_failed_in_the_middle_may_be_repeated(broker, happens):
 
 
 def test_whoever_comes_next_finishes_an_abort_that_was_left_half_done(opened, monkeypatch):
-    monkeypatch.setattr(endings, "_PIECE_ROWS", 3)
+    monkeypatch.setattr(outcome, "_PIECE_ROWS", 3)
     broker = opened()
     token = prepare(broker, "orders", *[b"%d" % n for n in range(10)])
     commit(open_writer(broker), "orders", b"behind")
     pieces: list[object] = []
-    real = endings._remove_piece
+    real = outcome._remove_piece
 
     def two_pieces_and_die(*arguments):
         if len(pieces) == 2:
@@ -283,7 +283,7 @@ def test_whoever_comes_next_finishes_an_abort_that_was_left_half_done(opened, mo
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(endings, "_remove_piece", two_pieces_and_die)
+        patch.setattr(outcome, "_remove_piece", two_pieces_and_die)
         with pytest.raises(SystemExit):
             broker.abort(token, NO_LEDGER, Deadline(5))
     assert rows(broker, "SELECT state FROM transactions") == [("aborting",)]
@@ -296,12 +296,12 @@ def test_whoever_comes_next_finishes_an_abort_that_was_left_half_done(opened, mo
 
 
 def test_others_write_between_the_pieces_of_a_large_abort(opened, monkeypatch):
-    monkeypatch.setattr(endings, "_PIECE_ROWS", 10)
+    monkeypatch.setattr(outcome, "_PIECE_ROWS", 10)
     broker = opened()
     token = prepare(broker, "orders", *[b"%d" % n for n in range(100)])
     other = opened()
     writer = open_writer(other)
-    real = endings.remove_messages
+    real = outcome.remove_messages
     between = []
 
     def remove(*arguments):
@@ -309,14 +309,14 @@ def test_others_write_between_the_pieces_of_a_large_abort(opened, monkeypatch):
         between.append(done)
         return done
 
-    real_piece = endings._remove_piece
+    real_piece = outcome._remove_piece
 
     def piece(*arguments):
         commit(writer, "audit", b"%d" % len(between))  # needs the lock that a single long removal would hold
         return real_piece(*arguments)
 
-    monkeypatch.setattr(endings, "remove_messages", remove)
-    monkeypatch.setattr(endings, "_remove_piece", piece)
+    monkeypatch.setattr(outcome, "remove_messages", remove)
+    monkeypatch.setattr(outcome, "_remove_piece", piece)
     broker.abort(token, NO_LEDGER, Deadline(5))
     assert len(between) == 10
     assert len(values(other, "audit")) == 11

@@ -171,7 +171,7 @@ def test_a_store_that_nobody_can_tell_the_outcome_of_is_unknown(broker, monkeypa
     broker.admin.create_topic("orders", 1, Deadline(5))
     failing(broker.store, happens=True)
     answers = iter((True, False))
-    monkeypatch.setattr("txnbridge_embedded.storage.files.in_place", lambda *_: next(answers))
+    monkeypatch.setattr("txnbridge_embedded.client.files.in_place", lambda *_: next(answers))
     publish(publisher, "orders", b"1")
     with pytest.raises(OutcomeUnknown):
         publisher.flush(Deadline(5))

@@ -6,8 +6,8 @@ import time
 from contextlib import suppress
 
 import pytest
-from txnbridge_embedded.read import polling
-from txnbridge_embedded.storage.schema import OFFSET_BITS
+from txnbridge_embedded.client.schema import OFFSET_BITS
+from txnbridge_embedded.read import base_reader
 
 from tests.embedded import kit
 from tests.in_time import within
@@ -342,7 +342,7 @@ def test_what_can_be_read_comes_before_the_trouble_of_ending_what_is_overdue(bro
     def fail(*_):
         raise StorageFailed("no room")
 
-    monkeypatch.setattr(polling, "end_expired", fail)
+    monkeypatch.setattr(base_reader, "end_expired", fail)
     with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "waiting"):
         connection.execute("UPDATE transactions SET deadline_at = 0")
     assert take_values(reader, 1) == [b"marker"]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from txnbridge_embedded.storage.store import CHECKPOINT_BYTES
+from txnbridge_embedded.client.store import CHECKPOINT_BYTES
 
 from tests.embedded.kit import begin, commit, open_broker, open_writer, rows, send, values
 from tests.in_time import takes

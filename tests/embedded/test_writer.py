@@ -6,10 +6,10 @@ import time
 from collections import Counter
 
 import pytest
-from txnbridge_embedded.storage.schema import MAX_OFFSET
-from txnbridge_embedded.storage.store import CommitUnclear
-from txnbridge_embedded.write import outgoing
-from txnbridge_embedded.write.murmur import murmur2, partition_of
+from txnbridge_embedded.client.schema import MAX_OFFSET
+from txnbridge_embedded.client.store import CommitUnclear
+from txnbridge_embedded.write import staged_messages
+from txnbridge_embedded.write.partitioner import murmur2, partition_of
 
 from tests.embedded.kit import begin, commit, offsets, open_preparing, open_writer, read, rows, send, token_of, values
 from txnbridge.errors import (
@@ -210,7 +210,7 @@ def test_large_generated_messages_are_taken_few_at_a_time(opened):
 
 
 def test_a_topic_that_grows_gets_messages_in_its_new_partitions(broker, monkeypatch):
-    monkeypatch.setattr("txnbridge_embedded.storage.store._TOPIC_AGE", 0)
+    monkeypatch.setattr("txnbridge_embedded.client.store._TOPIC_AGE", 0)
     commit(writer := open_writer(broker), "orders", b"1")
     broker.admin.grow_topic("orders", 2, Deadline(5))
     for _ in range(2):
@@ -639,7 +639,7 @@ def test_if_the_file_cannot_tell_the_outcome_is_unknown_until_it_can(broker, mon
     send(writer, "orders", b"1")
     failing(broker.store, happens=happens)
     with monkeypatch.context() as patch:
-        patch.setattr("txnbridge_embedded.storage.files.in_place", answers := Answers(True, False, False))
+        patch.setattr("txnbridge_embedded.client.files.in_place", answers := Answers(True, False, False))
         with pytest.raises(OutcomeUnknown):
             writer.commit(Deadline(5))
     assert answers.given
@@ -667,7 +667,7 @@ def test_an_interrupt_inside_the_commit_leaves_the_file_unlocked_and_the_outcome
     writer = open_writer(broker)
     transaction = begin(writer)
     send(writer, "orders", b"1")
-    real = outgoing.store
+    real = staged_messages.store
 
     def interrupted(*arguments):
         real(*arguments)

@@ -104,7 +104,7 @@ def test_a_package_imports_only_what_its_room_may_see(package):
         ("txnbridge_embedded._broker", "from txnbridge.capabilities import Capability"),
         ("txnbridge_kafka._broker", "from txnbridge_embedded import EmbeddedBackend"),
         ("txnbridge_kafka._broker", "import txnbridge_conformance.history"),
-        ("txnbridge_embedded.storage.store.rows", "from ..locks._lease import Lease"),
+        ("txnbridge_embedded.client.store.rows", "from ..locks._lease import Lease"),
         ("txnbridge_conformance.suite.test_ack", "from txnbridge._transaction import Transaction"),
         ("txnbridge_conformance.suite.test_ack", "from txnbridge import _transaction"),
         ("txnbridge_conformance.suite.test_ack", "from txnbridge.cli import main"),

@@ -13,7 +13,7 @@ import pytest
 from pyspark_txnbridge import _fetch, _plan
 from pyspark_txnbridge._source_options import SourceOptions
 from txnbridge_conformance.looking import eventually
-from txnbridge_embedded.storage.schema import OFFSET_BITS
+from txnbridge_embedded.client.schema import OFFSET_BITS
 
 import txnbridge
 from tests.spark.kit import mostly_embedded, new_run, where_positions_are_numbers

@@ -8,12 +8,13 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from txnbridge.spi import Deadline, Partition
-from txnbridge_embedded.group import acks, members
-from txnbridge_embedded.group.acks import AckContext
-from txnbridge_embedded.read.cursor import Cursor
-from txnbridge_embedded.read.polling import PollingReader
-from txnbridge_embedded.storage.bounds import Bounds, count_between, first_since, read_bounds
-from txnbridge_embedded.storage.store import LEAVING_SECONDS, Connection, now_ms
+from txnbridge_embedded.client.store import LEAVING_SECONDS, Connection, now_ms
+from txnbridge_embedded.client.visibility import Bounds, count_between, first_since, read_bounds
+from txnbridge_embedded.read import group_members
+from txnbridge_embedded.read.base_reader import PollingReader
+from txnbridge_embedded.read.partition import Cursor
+from txnbridge_embedded.write import acks
+from txnbridge_embedded.write.acks import AckContext
 
 _log = logging.getLogger("txnbridge.embedded")
 _NAMED = 8  # so many partitions are named in a line of the log
@@ -29,16 +30,16 @@ class GroupReader(PollingReader):
         self._context: AckContext | None = None
         start = self._subscription.start
         self._join(start, self._search(start, deadline) if isinstance(start, int) else {}, deadline)
-        self._heartbeat = members.Heartbeat(self._store, self._settings.lease_seconds, self._member)
+        self._heartbeat = group_members.Heartbeat(self._store, self._settings.lease_seconds, self._member)
         # For one that is dropped without `close`. (Not at exit, where it could run in a forked child.)
         weakref.finalize(self, self._heartbeat.stop).atexit = False
 
     def _join(self, start: str | int, found: Mapping[int, int], deadline: Deadline) -> None:
         now, topics = now_ms(), self._subscription.topics
         with self._writing("join", deadline) as connection:
-            self._group_id = members.enter_group(connection, self._group, self._subscription.sharing)
-            members.record_starts(connection, self._group_id, topics, start, found)
-            self._member = members.add_member(connection, self._group_id, topics, self._lease_ms)
+            self._group_id = group_members.enter_group(connection, self._group, self._subscription.sharing)
+            group_members.record_starts(connection, self._group_id, topics, start, found)
+            self._member = group_members.add_member(connection, self._group_id, topics, self._lease_ms)
             self._share_out(connection, now)
         _log.info("group %r: joined", self._group)
 
@@ -126,7 +127,7 @@ class GroupReader(PollingReader):
         try:
             now = now_ms()
             with self._writing("leave", deadline) as connection:
-                members.remove_members(connection, self._group_id, [self._member])
+                group_members.remove_members(connection, self._group_id, [self._member])
                 self._share_out(connection, now)
             _log.info("group %r: left", self._group)
         finally:

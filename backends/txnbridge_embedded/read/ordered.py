@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 
 from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline, Partition, Position
-from txnbridge_embedded.group import acks, members, standing
-from txnbridge_embedded.group.members import Held
-from txnbridge_embedded.read.cursor import Cursor
+from txnbridge_embedded.admin import groups
+from txnbridge_embedded.client.ranges import Range, runs, without
+from txnbridge_embedded.client.store import Connection, now_ms
+from txnbridge_embedded.client.visibility import Bounds, first_since, read_bounds
+from txnbridge_embedded.read import group_members
+from txnbridge_embedded.read.group_members import Held
 from txnbridge_embedded.read.grouped import GroupReader, named
-from txnbridge_embedded.storage.bounds import Bounds, first_since, read_bounds
-from txnbridge_embedded.storage.ranges import Range, runs, without
-from txnbridge_embedded.storage.store import Connection, now_ms
+from txnbridge_embedded.read.partition import Cursor
+from txnbridge_embedded.write import acks
 
 _log = logging.getLogger("txnbridge.embedded")
 
@@ -84,7 +86,7 @@ class OrderedReader(GroupReader):
     def _read_assignments(self, connection: Connection) -> None:
         (generation,) = connection.execute("SELECT generation FROM groups WHERE id = ?", (self._group_id,)).fetchone()
         if generation != self._generation:
-            self._assignments = members.read_assignments(connection, self._group_id)
+            self._assignments = group_members.read_assignments(connection, self._group_id)
             self._generation = generation
             self._tell_of_others(connection)
 
@@ -92,13 +94,13 @@ class OrderedReader(GroupReader):
         """A member that waits for what another one has, perhaps a dead one, tells in the log how long that may last."""
         if not _log.isEnabledFor(logging.INFO):
             return
-        for holder, partitions in standing.held_by_others(connection, self._group_id, self._member).items():
+        for holder, partitions in groups.held_by_others(connection, self._group_id, self._member).items():
             _log.info("group %r: %s: with %s", self._group, named(partitions), holder)
 
     def _is_stale(self, connection: Connection, bounds: Mapping[Partition, Bounds], now: int) -> bool:
         held = [self._assignments.get(found.id) for found in bounds.values()]
         return any(row is None or row.is_overdue(now, self._lease_ms) for row in held) or bool(
-            members.expired_members(connection, self._group_id, now)
+            group_members.expired_members(connection, self._group_id, now)
         )
 
     def _look_closer(self, connection: Connection, view: View, partition: Partition) -> None:
@@ -146,11 +148,11 @@ class OrderedReader(GroupReader):
                 now = now_ms()
                 with self._writing("release", deadline) as connection:
                     ids = [cursor.id for cursor in self._leaving.values()]
-                    members.release(connection, self._group_id, self._member, ids)
+                    group_members.release(connection, self._group_id, self._member, ids)
                     self._share_out(connection, now)
 
     def _share_out(self, connection: Connection, now: int) -> None:
-        members.share_out(connection, self._group_id, now, self._lease_ms)
+        group_members.share_out(connection, self._group_id, now, self._lease_ms)
 
     # --- where it stands --------------------------------------------------------------------------------------------
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from txnbridge.spi import Deadline, Emitter, Reader, ReaderListener, Subscription
-from txnbridge_embedded.read.alone import LoneReader
+from txnbridge_embedded.client.store import Store
+from txnbridge_embedded.read.base_reader import PollingReader
 from txnbridge_embedded.read.ordered import OrderedReader
-from txnbridge_embedded.read.polling import PollingReader
 from txnbridge_embedded.read.shared import SharedReader
+from txnbridge_embedded.read.ungrouped import LoneReader
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.storage.store import Store
 
 
 def open_reader(

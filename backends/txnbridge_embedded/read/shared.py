@@ -12,14 +12,14 @@ from contextlib import suppress
 
 from txnbridge.errors import DeadlineExceeded, NotSupported
 from txnbridge.spi import Deadline, Message, Partition, Position
-from txnbridge_embedded.group import members
-from txnbridge_embedded.read.cursor import Cursor, position_lost
+from txnbridge_embedded.client import headers
+from txnbridge_embedded.client.ranges import runs
+from txnbridge_embedded.client.store import OFFSET_BITS, Connection, now_ms
+from txnbridge_embedded.client.visibility import Bounds, read_bounds
+from txnbridge_embedded.read import group_members
+from txnbridge_embedded.read.base_reader import POLL_BYTES, SHORT_CALL
 from txnbridge_embedded.read.grouped import GroupReader
-from txnbridge_embedded.read.polling import POLL_BYTES, SHORT_CALL
-from txnbridge_embedded.storage import headers
-from txnbridge_embedded.storage.bounds import Bounds, read_bounds
-from txnbridge_embedded.storage.ranges import runs
-from txnbridge_embedded.storage.store import OFFSET_BITS, Connection, now_ms
+from txnbridge_embedded.read.partition import Cursor, position_lost
 
 Lent = dict[int, int]  # offsets, and how often each has been handed out
 
@@ -42,14 +42,14 @@ class SharedReader(GroupReader):
         return {partition: (cursor.id, 0) for partition, cursor in self._cursors.items()}
 
     def _share_out(self, connection: Connection, now: int) -> None:
-        members.tidy(connection, self._group_id, now)
+        group_members.tidy(connection, self._group_id, now)
 
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
         now = now_ms()
         with self._reading(deadline) as connection:
             alive = self._is_member(connection)
             bounds = read_bounds(connection, self._subscription.topics, self._group_id)
-            stale = bool(members.expired_members(connection, self._group_id, now))
+            stale = bool(group_members.expired_members(connection, self._group_id, now))
         with suppress(DeadlineExceeded):
             if not alive:
                 self._join_again(deadline)

@@ -17,10 +17,10 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Emitter, Publisher, RawHeaders
+from txnbridge_embedded.client.store import CommitUnclear, Store, Topic, now_ms
+from txnbridge_embedded.outcome.writer_evidence import Instance, Owner, take_over
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.storage.store import CommitUnclear, Store, Topic, now_ms
-from txnbridge_embedded.write.instance import Instance, Owner, take_over
-from txnbridge_embedded.write.outgoing import Outgoing, Rows, store
+from txnbridge_embedded.write.staged_messages import Outgoing, Rows, store
 
 # In front of a publisher's name among the identities, so that no transactional id is taken for one.
 _PREFIX = "\x1fpublisher "

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sqlite3
 
 from txnbridge.spi import Deadline
-from txnbridge_embedded.endings import remove_messages
-from txnbridge_embedded.storage.store import Connection, Store, Topic, now_ms
-from txnbridge_embedded.write.outgoing import MARK_EVERY_MS
+from txnbridge_embedded.client.store import Connection, Store, Topic, now_ms
+from txnbridge_embedded.outcome.outcome import remove_messages
+from txnbridge_embedded.write.staged_messages import MARK_EVERY_MS
 
 
 def trim(store: Store, connection: Connection, topic: Topic, deadline: Deadline) -> bool:

@@ -35,13 +35,12 @@ from txnbridge.spi import (
     RawHeaders,
     Writer,
 )
-from txnbridge_embedded import endings
-from txnbridge_embedded.group import acks
+from txnbridge_embedded.client.store import LEAVING_SECONDS, CommitUnclear, Store, Topic, now_ms
+from txnbridge_embedded.outcome import outcome
+from txnbridge_embedded.outcome.writer_evidence import Instance, Owner
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.storage.store import LEAVING_SECONDS, CommitUnclear, Store, Topic, now_ms
-from txnbridge_embedded.write import retention
-from txnbridge_embedded.write.instance import Instance, Owner
-from txnbridge_embedded.write.outgoing import Outgoing, Rows, store
+from txnbridge_embedded.write import acks, retention
+from txnbridge_embedded.write.staged_messages import Outgoing, Rows, store
 
 _log = logging.getLogger("txnbridge.embedded")
 
@@ -216,7 +215,7 @@ class EmbeddedWriter(Writer):
         if self._stored and self._begun is not None:
             try:
                 transaction = self._begun.transaction
-                endings.abort_open(self._store, self._connection, transaction, "aborted", deadline, self._events)
+                outcome.abort_open(self._store, self._connection, transaction, "aborted", deadline, self._events)
             except TxnBridgeError as error:
                 _log.warning("parts of transaction %s wait to be removed: %s", self._begun.transaction, error)
         self._begun = None
@@ -400,16 +399,16 @@ class PreparingWriter(EmbeddedWriter):
         if not self._prepared:
             return self._let_go(deadline)
         try:
-            outcome = self._decide(Decision.ABORT, deadline)
+            ended = self._decide(Decision.ABORT, deadline)
         except (EvidenceLost, InvalidState):  # it was never prepared after all
             self._prepared = False
             return self._let_go(deadline)
-        if outcome is Outcome.COMMITTED:
+        if ended is Outcome.COMMITTED:
             raise InvalidState(f"transaction {self._begin.transaction} was committed by its token")
         return None
 
     def _decide(self, decision: Decision, deadline: Deadline) -> Outcome:
-        return endings.decide(self._store, self._connection, self._begin.transaction, decision, deadline, self._events)
+        return outcome.decide(self._store, self._connection, self._begin.transaction, decision, deadline, self._events)
 
     def reopen(self, deadline: Deadline) -> None:
         self._reconnect()

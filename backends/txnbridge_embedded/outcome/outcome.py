@@ -11,9 +11,9 @@ import sqlite3
 
 from txnbridge.errors import EvidenceLost, InvalidState, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Decision, Emitter, Outcome
-from txnbridge_embedded.group import acks
-from txnbridge_embedded.storage.schema import OFFSET_BITS
-from txnbridge_embedded.storage.store import CommitUnclear, Connection, Store, now_ms
+from txnbridge_embedded.client.schema import OFFSET_BITS
+from txnbridge_embedded.client.store import CommitUnclear, Connection, Store, now_ms
+from txnbridge_embedded.write import acks
 
 _log = logging.getLogger("txnbridge.embedded")
 

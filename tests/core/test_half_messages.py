@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance.looking import eventually
-from txnbridge_embedded.halves import EmbeddedHalves
+from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
 from tests.embedded.kit import rows

@@ -25,8 +25,8 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, FairSemaphore
-from txnbridge_embedded.storage import files, schema
-from txnbridge_embedded.storage.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
+from txnbridge_embedded.client import files, schema
+from txnbridge_embedded.client.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
 
 __all__ = ["MAX_OFFSET", "OFFSET_BITS", "CommitUnclear", "Connection", "Store", "Topic", "now_ms", "translate"]
 

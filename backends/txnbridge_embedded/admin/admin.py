@@ -23,14 +23,14 @@ from txnbridge.spi import (
     Token,
     TopicInfo,
 )
-from txnbridge_embedded import endings
-from txnbridge_embedded.group import acks, standing
-from txnbridge_embedded.storage.bounds import read_bounds
-from txnbridge_embedded.storage.headers import unpack_raw
-from txnbridge_embedded.storage.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
-from txnbridge_embedded.storage.session import Session
-from txnbridge_embedded.storage.store import Connection, Topic, add_partitions, add_topic, latest, now_ms, read_topic
-from txnbridge_embedded.write import retention
+from txnbridge_embedded.admin import groups
+from txnbridge_embedded.client.headers import unpack_raw
+from txnbridge_embedded.client.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
+from txnbridge_embedded.client.session import Session
+from txnbridge_embedded.client.store import Connection, Topic, add_partitions, add_topic, latest, now_ms, read_topic
+from txnbridge_embedded.client.visibility import read_bounds
+from txnbridge_embedded.outcome import outcome
+from txnbridge_embedded.write import acks, retention
 
 INTERNAL = "_txnbridge-"
 # A log that is so much longer than the point where it is copied means that a reader keeps an old snapshot.
@@ -132,7 +132,7 @@ class EmbeddedAdmin(Admin):
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
         with self._session(deadline) as connection:
             # What is past its deadline would hold readers back, and here is none that would end it.
-            endings.end_expired(self._store, connection, deadline, self._session.events)
+            outcome.end_expired(self._store, connection, deadline, self._session.events)
             with self._store.reading(connection, deadline):
                 for name in topics:
                     self._existing(connection, name)
@@ -163,13 +163,13 @@ class EmbeddedAdmin(Admin):
 
     def group(self, name: str, deadline: Deadline) -> GroupInfo:
         with self._session(deadline) as connection, self._store.reading(connection, deadline):
-            return standing.look(connection, name)
+            return groups.look(connection, name)
 
     def reset_group(
         self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
     ) -> dict[Partition, Position]:
         with self._session(deadline) as connection:
-            return standing.reset(self._store, connection, name, to, topics, deadline)
+            return groups.reset(self._store, connection, name, to, topics, deadline)
 
     # --- transactions ----------------------------------------------------------------------------------------------
 
@@ -216,12 +216,12 @@ class EmbeddedAdmin(Admin):
             if row is None:
                 raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
             if row[0] == "open" and decision is Decision.ABORT:
-                endings.abort_open(
+                outcome.abort_open(
                     self._store, connection, transaction, "aborted by an administrator", deadline, self._session.events
                 )
                 return Outcome.ABORTED
             reason = "aborted by an administrator"
-            return endings.decide(
+            return outcome.decide(
                 self._store, connection, transaction, decision, deadline, self._session.events, reason
             )
 
@@ -241,7 +241,7 @@ class EmbeddedAdmin(Admin):
     def _clean_up(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
         """Do what was left undone; a file that cannot be written is a finding."""
         try:
-            ended = endings.end_expired(self._store, connection, deadline, self._session.events)
+            ended = outcome.end_expired(self._store, connection, deadline, self._session.events)
             self._remove_garbage(connection, deadline)
             with self._store.reading(connection, deadline):
                 names = [name for (name,) in connection.execute("SELECT name FROM topics")]
@@ -339,7 +339,7 @@ class EmbeddedAdmin(Admin):
 
     def _remove_piece(self, connection: Connection, partition: int, deadline: Deadline) -> bool:
         with self._store.writing(connection, deadline, "removing the messages of a deleted topic"):
-            done = endings.remove_messages(connection, partition, 0, MAX_OFFSET) == MAX_OFFSET
+            done = outcome.remove_messages(connection, partition, 0, MAX_OFFSET) == MAX_OFFSET
             if done:
                 connection.execute("DELETE FROM garbage WHERE partition_id = ?", (partition,))
             return done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from txnbridge_embedded import log as log_module
+from txnbridge_embedded import decision_log as log_module
 
 from tests.embedded.kit import open_broker, rows
 from tests.embedded.test_writer import failing

@@ -18,12 +18,12 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Emitter, Message, Partition, Position, Reader, ReaderListener, Subscription
-from txnbridge_embedded.endings import end_expired
-from txnbridge_embedded.read.cursor import Cursor, position_lost
+from txnbridge_embedded.client.change_notification import Watch
+from txnbridge_embedded.client.store import Connection, Store, now_ms, translate
+from txnbridge_embedded.client.visibility import Bounds
+from txnbridge_embedded.outcome.outcome import end_expired
+from txnbridge_embedded.read.partition import Cursor, position_lost
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.storage.bounds import Bounds
-from txnbridge_embedded.storage.store import Connection, Store, now_ms, translate
-from txnbridge_embedded.storage.wake import Watch
 
 # A reader looks this often although nobody has written, because leases and deadlines run out silently, and no less
 # often while it has enough to hand out, because partitions may have left.

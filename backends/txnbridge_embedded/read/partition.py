@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 from txnbridge.errors import PositionLost, StorageFailed
 from txnbridge.spi import NO_HEADERS, Message, Partition
-from txnbridge_embedded.storage import headers
-from txnbridge_embedded.storage.bounds import Bounds
-from txnbridge_embedded.storage.ranges import Range, merged, without
-from txnbridge_embedded.storage.store import MAX_OFFSET, OFFSET_BITS
+from txnbridge_embedded.client import headers
+from txnbridge_embedded.client.ranges import Range, merged, without
+from txnbridge_embedded.client.store import MAX_OFFSET, OFFSET_BITS
+from txnbridge_embedded.client.visibility import Bounds
 
 # Rows are fetched in portions, the first so small that it does not fill the memory whatever is in it, the others by
 # what the ones before were like.

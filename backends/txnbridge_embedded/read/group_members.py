@@ -25,9 +25,9 @@ from types import MappingProxyType
 
 from txnbridge.errors import InvalidOption, TxnBridgeError
 from txnbridge.spi import Deadline
-from txnbridge_embedded.group.assignment import assign
-from txnbridge_embedded.storage.bounds import read_bounds
-from txnbridge_embedded.storage.store import Connection, Store, now_ms
+from txnbridge_embedded.client.store import Connection, Store, now_ms
+from txnbridge_embedded.client.visibility import read_bounds
+from txnbridge_embedded.read.rebalance import assign
 
 _log = logging.getLogger("txnbridge.embedded")
 

@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 from txnbridge.errors import AccessDenied, BackendMissing, InvalidOption, NotFound, StorageFailed, TxnBridgeError
-from txnbridge_embedded.storage.schema import APPLICATION_ID, OLDEST, VERSION
+from txnbridge_embedded.client.schema import APPLICATION_ID, OLDEST, VERSION
 
 OLDEST_SQLITE = (3, 35)  # the first with RETURNING
 

@@ -8,9 +8,10 @@ from datetime import datetime
 
 from txnbridge.errors import InvalidState, NotFound
 from txnbridge.spi import Deadline, GroupInfo, GroupMember, Partition, Position
-from txnbridge_embedded.group import acks, members
-from txnbridge_embedded.storage.bounds import Bounds, count_between, first_since, read_bounds
-from txnbridge_embedded.storage.store import Connection, Store, now_ms
+from txnbridge_embedded.client.store import Connection, Store, now_ms
+from txnbridge_embedded.client.visibility import Bounds, count_between, first_since, read_bounds
+from txnbridge_embedded.read import group_members
+from txnbridge_embedded.write import acks
 
 
 def look(connection: sqlite3.Connection, name: str) -> GroupInfo:
@@ -18,7 +19,7 @@ def look(connection: sqlite3.Connection, name: str) -> GroupInfo:
     group_id = _id_of(connection, name)
     bounds = _read_bounds(connection, group_id)
     by_id = {found.id: partition for partition, found in bounds.items()}
-    held = members.read_assignments(connection, group_id)
+    held = group_members.read_assignments(connection, group_id)
     return GroupInfo(
         name,
         tuple(
@@ -52,7 +53,9 @@ def reset(
     with store.writing(connection, deadline, f"setting group {name!r}"):
         group_id = _id_of(connection, name)
         _check_free(connection, group_id, name)
-        members.remove_members(connection, group_id, members.expired_members(connection, group_id, now_ms()))
+        group_members.remove_members(
+            connection, group_id, group_members.expired_members(connection, group_id, now_ms())
+        )
         bounds = _wanted(connection, name, topics)
         reached = {p: times.get(p, found.kept if to == "earliest" else found.end) for p, found in bounds.items()}
         for partition, offset in reached.items():

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from txnbridge.spi import Deadline, Partition
-from txnbridge_embedded.storage.ranges import Range, without
-from txnbridge_embedded.storage.store import OFFSET_BITS, Connection, Store
+from txnbridge_embedded.client.ranges import Range, without
+from txnbridge_embedded.client.store import OFFSET_BITS, Connection, Store
 
 _SCAN_ROWS = 20_000  # offsets in one snapshot of a search by time, which takes some 10 ms
 

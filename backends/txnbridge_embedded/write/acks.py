@@ -17,8 +17,8 @@ from operator import itemgetter
 
 from txnbridge.errors import Conflict
 from txnbridge.spi import Partition, Position
-from txnbridge_embedded.storage.ranges import Range, merged, runs
-from txnbridge_embedded.storage.store import OFFSET_BITS
+from txnbridge_embedded.client.ranges import Range, merged, runs
+from txnbridge_embedded.client.store import OFFSET_BITS
 
 NEVER = 1 << 62  # a lease until then is held by a prepared transaction: only its end frees the message
 

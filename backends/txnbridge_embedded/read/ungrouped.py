@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from txnbridge.errors import InvalidState
 from txnbridge.spi import Deadline, Partition, Position
-from txnbridge_embedded.read.cursor import Cursor
-from txnbridge_embedded.read.polling import PollingReader
-from txnbridge_embedded.storage.bounds import Bounds, count_between, first_since, read_bounds
+from txnbridge_embedded.client.visibility import Bounds, count_between, first_since, read_bounds
+from txnbridge_embedded.read.base_reader import PollingReader
+from txnbridge_embedded.read.partition import Cursor
 
 
 class LoneReader(PollingReader):

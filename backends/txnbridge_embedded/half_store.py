@@ -10,10 +10,10 @@ from typing import Any
 
 from txnbridge.errors import DeadlineExceeded, NotFound
 from txnbridge.spi import Deadline, Decision, Half, HalfMessage, HalfStore, Outcome
-from txnbridge_embedded.storage.headers import pack, unpack_raw
-from txnbridge_embedded.storage.session import Session
-from txnbridge_embedded.storage.store import Connection, Topic, latest, now_ms
-from txnbridge_embedded.write.outgoing import Outgoing, store
+from txnbridge_embedded.client.headers import pack, unpack_raw
+from txnbridge_embedded.client.session import Session
+from txnbridge_embedded.client.store import Connection, Topic, latest, now_ms
+from txnbridge_embedded.write.staged_messages import Outgoing, store
 
 _COLUMNS = "id, group_name, transaction_id, check_at, deadline_at, checks"
 # How often an asker looks whether a half is due. They are due after seconds.

@@ -10,11 +10,11 @@ from typing import Any
 
 from txnbridge.errors import InvalidOption, NotFound, StorageFailed
 from txnbridge.spi import Item, RawHeaders, encode_item
+from txnbridge_embedded.client.headers import pack
+from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
+from txnbridge_embedded.client.store import Topic
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.storage.headers import pack
-from txnbridge_embedded.storage.schema import MAX_OFFSET, OFFSET_BITS
-from txnbridge_embedded.storage.store import Topic
-from txnbridge_embedded.write.murmur import partition_of
+from txnbridge_embedded.write.partitioner import partition_of
 
 # What a message costs in memory beyond its bytes: the bytes object's head and a place in a list.
 _OVERHEAD = 64

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from txnbridge.errors import OutcomeUnknown, PositionLost
 from txnbridge.spi import Deadline, DecisionLog, Position
-from txnbridge_embedded.storage.schema import MAX_OFFSET, OFFSET_BITS
-from txnbridge_embedded.storage.session import Session
-from txnbridge_embedded.storage.store import CommitUnclear, Connection
+from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
+from txnbridge_embedded.client.session import Session
+from txnbridge_embedded.client.store import CommitUnclear, Connection
 
 _READ_ROWS = 500  # records in memory at once: a log of millions is read in passing
 _TRIM_ROWS = 10_000  # records removed at once, some milliseconds: nobody waits long for the lock

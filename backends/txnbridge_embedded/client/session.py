@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from txnbridge.errors import DeadlineExceeded, InvalidState, OutcomeUnknown
 from txnbridge.spi import Deadline, Emitter
+from txnbridge_embedded.client.store import CommitUnclear, Connection, Store
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.storage.store import CommitUnclear, Connection, Store
 
 
 class Session:

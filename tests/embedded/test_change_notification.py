@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from txnbridge_embedded.storage import wake
+from txnbridge_embedded.client import change_notification
 
 from tests.embedded import kit
 from tests.in_time import within
@@ -19,14 +19,14 @@ from txnbridge.testing import Child, tell
 def told(request, monkeypatch):
     """Whether the operating system tells of writes."""
     if request.param == "blind":
-        monkeypatch.setattr(wake, "_watch", lambda path: -1)
+        monkeypatch.setattr(change_notification, "_watch", lambda path: -1)
     return request.param == "told"
 
 
 def read_and_tell(path: Path, told: bool) -> None:
     """Tell of each message; an empty one is the last."""
     if not told:
-        wake._watch = lambda path: -1
+        change_notification._watch = lambda path: -1
     broker = kit.open_broker(path)
     reader = kit.alone(broker)
     tell("waiting")
@@ -56,7 +56,7 @@ def test_a_reader_in_another_process_wakes_for_each_commit(broker, path, told):
 def rest(path: Path, told: bool, group: str | None) -> float:
     """Wait for nothing; what part of a core that takes, with all threads."""
     if not told:
-        wake._watch = lambda path: -1
+        change_notification._watch = lambda path: -1
     broker = kit.open_broker(path)
     reader = broker.reader(Subscription(("orders",), group), kit.Silent(), Deadline(10)) if group else kit.alone(broker)
     reader.poll(1, Deadline(0.1))
@@ -89,7 +89,7 @@ def test_a_reader_wakes_for_what_its_own_process_commits(broker, told):
 
 def test_a_wait_ends_when_its_time_is_over(broker, told, path):
     with broker.session(Deadline(10)) as connection:
-        watch = wake.Watch(connection, path)
+        watch = change_notification.Watch(connection, path)
         watch.mark()
         deadline = Deadline(0.1)
         with within(0.1):
@@ -102,7 +102,7 @@ def test_a_commit_that_takes_long_is_still_noticed(broker, opened, told, path):
     """The write that is told of comes long before its commit, with nothing in between."""
     other = opened()
     with broker.session(Deadline(10)) as connection, other.session(Deadline(10)) as writing:
-        watch = wake.Watch(connection, path)
+        watch = change_notification.Watch(connection, path)
         watch.mark()
         writing.execute("PRAGMA cache_size = 1")  # so that pages are written before the commit
         committing = threading.Event()
