@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pyarrow as pa
 from pyspark_txnbridge import _driver
+from pyspark_txnbridge._batch_identity import Unit
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._task import write_partition
-from pyspark_txnbridge._unit import Unit
 
 from benchmarks._harness import Report, Settings, at_most, estimate, run
 from benchmarks._kafka import broker, new_topic

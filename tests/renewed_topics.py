@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 
-from txnbridge_conformance.looking import eventually, seen, send, values
+from txnbridge_conformance.observing import eventually, seen, send, values
 
 import txnbridge
 from tests import chaos

@@ -20,7 +20,7 @@ import txnbridge
 from txnbridge import Bridge, Capabilities, Capability, TxnBridgeError
 from txnbridge.testing import Child, Unvisited
 
-pytest.register_assert_rewrite("txnbridge_conformance.suite", "txnbridge_conformance.looking")
+pytest.register_assert_rewrite("txnbridge_conformance.suite", "txnbridge_conformance.observing")
 
 
 class Connect(Protocol):

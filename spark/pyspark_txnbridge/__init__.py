@@ -13,10 +13,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pyspark_txnbridge._batch_identity import BatchInDoubt
     from pyspark_txnbridge._foreach import write_exactly_once
     from pyspark_txnbridge._listener import BatchLogger
     from pyspark_txnbridge._source import DefaultSource
-    from pyspark_txnbridge._unit import BatchInDoubt
 
 __all__ = ["BatchInDoubt", "BatchLogger", "DefaultSource", "write_exactly_once"]
 

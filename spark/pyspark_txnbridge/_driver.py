@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, TypeVar
 
-from pyspark_txnbridge._options import SinkOptions
-from pyspark_txnbridge._rows import Count
-from pyspark_txnbridge._session import Claim, Keeper, Opening, Session, close_logging_errors, connect, sessions
-from pyspark_txnbridge._sweep import (
+from pyspark_txnbridge._batch_identity import Unit, Written
+from pyspark_txnbridge._cleanup import (
     ask_all,
     check_log,
     decided,
@@ -28,8 +26,10 @@ from pyspark_txnbridge._sweep import (
     other_rows,
     sweep,
 )
+from pyspark_txnbridge._options import SinkOptions
+from pyspark_txnbridge._rows import Count
+from pyspark_txnbridge._session import Claim, Keeper, Opening, Session, close_logging_errors, connect, sessions
 from pyspark_txnbridge._task import TASK_SHARE
-from pyspark_txnbridge._unit import Unit, Written
 from txnbridge import (
     AccessDenied,
     Bridge,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from pyspark_txnbridge._plan import MADE_ANEW, Range, connect, is_another, report_loss, show
+from pyspark_txnbridge._offset_ranges import MADE_ANEW, Range, connect, is_another, report_loss, show
 from pyspark_txnbridge._session import Keeper
 from pyspark_txnbridge._source_options import SourceOptions
 from txnbridge import InvalidState, Message, Position, PositionLost

@@ -12,9 +12,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pyspark_txnbridge import _driver
+from pyspark_txnbridge._batch_identity import Unit, Written
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns
-from pyspark_txnbridge._unit import Unit, Written
 from txnbridge import InvalidOption
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from pyspark_txnbridge import _plan
+from pyspark_txnbridge import _offset_ranges
 from pyspark_txnbridge._source_options import EARLIEST, SourceOptions
 from txnbridge import InvalidOption
 
@@ -24,23 +24,23 @@ class BatchReader(DataSourceReader):
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        topic_ids, bounds = _plan.look(self._options)
-        start = _plan.resolve("startingOffsets", self._options.starting or EARLIEST, bounds)
-        end = _plan.resolve("endingOffsets", self._options.ending, bounds)
+        topic_ids, bounds = _offset_ranges.look(self._options)
+        start = _offset_ranges.resolve("startingOffsets", self._options.starting or EARLIEST, bounds)
+        end = _offset_ranges.resolve("endingOffsets", self._options.ending, bounds)
         for (topic, number), at in start.items():
             readable = bounds[topic, number][1]
             if end[topic, number] < at <= readable:
                 raise InvalidOption(
-                    f"the end of {topic}[{number}], {_plan.show(end[topic, number])}, lies before its start,"
-                    f" {_plan.show(at)}: endingOffsets is behind startingOffsets"
+                    f"the end of {topic}[{number}], {_offset_ranges.show(end[topic, number])}, lies before its start,"
+                    f" {_offset_ranges.show(at)}: endingOffsets is behind startingOffsets"
                 )
-        return tasks(_plan.ranges(start, end, bounds, self._options, topic_ids))
+        return tasks(_offset_ranges.ranges(start, end, bounds, self._options, topic_ids))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(self._options, partition)
 
 
-def tasks(ranges: Sequence[_plan.Range]) -> list[InputPartition]:
+def tasks(ranges: Sequence[_offset_ranges.Range]) -> list[InputPartition]:
     """A task for each range."""
     return [InputPartition(each) for each in ranges]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyspark_txnbridge._batch_identity import BatchInDoubt
+from pyspark_txnbridge._cleanup import decided, finish, knows, mark_done, shut_out, sweep, writer_ids
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._session import Session
-from pyspark_txnbridge._sweep import decided, finish, knows, mark_done, shut_out, sweep, writer_ids
-from pyspark_txnbridge._unit import BatchInDoubt
 from txnbridge import Decision, InvalidOption, InvalidState, TokenState
 from txnbridge.spi import OpenTransaction
 

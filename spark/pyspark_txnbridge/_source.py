@@ -21,9 +21,9 @@ from pyspark.sql.types import StructType
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from pyspark_txnbridge._batch_identity import Unit, Written
     from pyspark_txnbridge._options import SinkOptions
     from pyspark_txnbridge._rows import Columns
-    from pyspark_txnbridge._unit import Unit, Written
 
 
 @dataclass
@@ -42,7 +42,7 @@ class DefaultSource(DataSource):
 
     def schema(self) -> str:
         from pyspark_txnbridge._fetch import columns
-        from pyspark_txnbridge._plan import look
+        from pyspark_txnbridge._offset_ranges import look
         from pyspark_txnbridge._source_options import SourceOptions
 
         options = SourceOptions.parse(self.options)
@@ -100,8 +100,8 @@ class BatchWriter(DataSourceArrowWriter):
     """One job. It is made once, and the same copy reaches every task and the commit."""
 
     def __init__(self, options: SinkOptions, columns: Columns) -> None:
+        from pyspark_txnbridge._batch_identity import Unit
         from pyspark_txnbridge._options import NAMELESS
-        from pyspark_txnbridge._unit import Unit
 
         self._options = options
         self._columns = columns
@@ -164,7 +164,7 @@ def _write(unit: Unit, options: SinkOptions, columns: Columns, rows: Iterator[pa
 
 def _micro_batch(options: SinkOptions) -> Unit:
     """Which micro-batch this task belongs to. These properties are Spark's own, and in no documentation."""
-    from pyspark_txnbridge._unit import Unit
+    from pyspark_txnbridge._batch_identity import Unit
     from txnbridge import NotSupported
 
     context = _context()

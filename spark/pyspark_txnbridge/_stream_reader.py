@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from pyspark_txnbridge import _plan
-from pyspark_txnbridge._plan import Bounds, Offsets
+from pyspark_txnbridge import _offset_ranges
+from pyspark_txnbridge._offset_ranges import Bounds, Offsets
 from pyspark_txnbridge._reader import read, tasks
 from pyspark_txnbridge._source_options import LATEST, SourceOptions
 from txnbridge import InvalidOption
@@ -29,26 +29,28 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._seen: Offsets | None = None
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 (Spark's names, here and below)
-        topic_ids, bounds = _plan.look(self._options)
-        return _plan.to_json(_plan.resolve("startingOffsets", self._options.starting or LATEST, bounds), topic_ids)
+        topic_ids, bounds = _offset_ranges.look(self._options)
+        return _offset_ranges.to_json(
+            _offset_ranges.resolve("startingOffsets", self._options.starting or LATEST, bounds), topic_ids
+        )
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         most = self._options.max_offsets
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        _, bounds = _plan.look(self._options)
+        _, bounds = _offset_ranges.look(self._options)
         self._last = {partition: end for partition, (_, end) in bounds.items()}
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        topic_ids, bounds = _plan.look(self._options)
+        topic_ids, bounds = _offset_ranges.look(self._options)
         self._seen = {partition: end for partition, (_, end) in bounds.items()}
-        before = _plan.topic_ids_of(start)
-        stands = _plan.in_the_same_topics(_plan.from_json(start), before, topic_ids, self._options)
-        end = _plan.go_on(stands, self._as_it_was(bounds), self._options)
+        before = _offset_ranges.topic_ids_of(start)
+        stands = _offset_ranges.in_the_same_topics(_offset_ranges.from_json(start), before, topic_ids, self._options)
+        end = _offset_ranges.go_on(stands, self._as_it_was(bounds), self._options)
         if isinstance(limit, ReadMaxRows):
-            end = _plan.limited(stands, end, bounds, limit.max_rows)
-        return _plan.to_json(end, topic_ids)
+            end = _offset_ranges.limited(stands, end, bounds, limit.max_rows)
+        return _offset_ranges.to_json(end, topic_ids)
 
     def _as_it_was(self, bounds: Bounds) -> Bounds:
         if self._last is None:
@@ -57,22 +59,22 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return {each: (first, max(first, last[each])) for each, (first, _) in bounds.items() if each in last}
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        return None if self._seen is None else _plan.to_json(self._seen)
+        return None if self._seen is None else _offset_ranges.to_json(self._seen)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        topic_ids, bounds = _plan.look(self._options)
-        planned, before = _plan.topic_ids_of(end), _plan.topic_ids_of(start)
+        topic_ids, bounds = _offset_ranges.look(self._options)
+        planned, before = _offset_ranges.topic_ids_of(end), _offset_ranges.topic_ids_of(start)
         # What the plan only placed in a topic that had been made anew has no rows in it, and was told by the plan.
         begin = {
             partition: at
-            for partition, at in _plan.from_json(start).items()
-            if not _plan.is_another(before.get(partition[0]), planned.get(partition[0]))
+            for partition, at in _offset_ranges.from_json(start).items()
+            if not _offset_ranges.is_another(before.get(partition[0]), planned.get(partition[0]))
         }
-        until = _plan.in_the_same_topics(_plan.from_json(end), planned, topic_ids, self._options)
-        return tasks(_plan.ranges(begin, until, bounds, self._options, planned))
+        until = _offset_ranges.in_the_same_topics(_offset_ranges.from_json(end), planned, topic_ids, self._options)
+        return tasks(_offset_ranges.ranges(begin, until, bounds, self._options, planned))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(self._options, partition)
 
     def stop(self) -> None:
-        _plan.let_go(self._options)
+        _offset_ranges.let_go(self._options)

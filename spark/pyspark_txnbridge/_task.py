@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from pyspark_txnbridge._batch_identity import Unit, Written
+from pyspark_txnbridge._cleanup import check_log, decided, finish_decided, is_done, lost, shut_out, sweep, writer_id
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns, Count
 from pyspark_txnbridge._session import Keeper, Opening, Session, close_logging_errors, connect, sessions
-from pyspark_txnbridge._sweep import check_log, decided, finish_decided, is_done, lost, shut_out, sweep, writer_id
-from pyspark_txnbridge._unit import Unit, Written
 from txnbridge import Bridge, Decision, InvalidState, TransactionAborted, TxnBridgeError
 
 if TYPE_CHECKING:

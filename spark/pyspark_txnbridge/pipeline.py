@@ -186,7 +186,7 @@ def _errors_of_ours() -> Iterator[None]:
     """Raise what our own code raised in Spark's processes as it was, not as Spark wraps it."""
     from pyspark.errors import AnalysisException, PySparkException
 
-    from pyspark_txnbridge._unit import BatchInDoubt
+    from pyspark_txnbridge._batch_identity import BatchInDoubt
 
     known = vars(errors) | {BatchInDoubt.__name__: BatchInDoubt}
     try:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 
 from tests.cli.conftest import Invoke
 from txnbridge import Bridge, Decision

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge

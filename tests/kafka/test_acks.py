@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
-from txnbridge_conformance.looking import eventually, seen, send, take, values
+from txnbridge_conformance.observing import eventually, seen, send, take, values
 from txnbridge_kafka.client.librdkafka import GroupMembership, membership_of
 
 import txnbridge

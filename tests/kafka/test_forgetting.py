@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.looking import eventually, seen, send, values
+from txnbridge_conformance.observing import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, NewTopic
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 

@@ -9,7 +9,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from txnbridge_conformance import faults
 from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.looking import seen, send, values
+from txnbridge_conformance.observing import seen, send, values
 from txnbridge_kafka.client.librdkafka import PATIENCE, refresh_metadata
 
 import txnbridge

@@ -6,7 +6,7 @@ import os
 
 import pytest
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.looking import eventually, seen, send, values
+from txnbridge_conformance.observing import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, RunChild
 from txnbridge_kafka.client.responses import OPEN
 

@@ -14,7 +14,7 @@ from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartKafka
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.looking import eventually, seen, send, take, values
+from txnbridge_conformance.observing import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect, RunChild
 
 import txnbridge

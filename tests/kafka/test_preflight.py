@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 from txnbridge_kafka.admin.doctor import judge
 from txnbridge_kafka.topics import KafkaTopics
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.looking import eventually, mark, seen, send, take, up_to, values
+from txnbridge_conformance.observing import eventually, mark, seen, send, take, up_to, values
 from txnbridge_conformance.plugin import NewTopic
 
 import txnbridge

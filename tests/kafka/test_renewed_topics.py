@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from txnbridge_conformance.looking import eventually, seen, send, take, values
+from txnbridge_conformance.observing import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import NewTopic
 
 from tests.renewed_topics import made_anew_again_and_again

@@ -24,7 +24,7 @@ from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
-from txnbridge_conformance.looking import take
+from txnbridge_conformance.observing import take
 from txnbridge_kafka.client import connections, messages, request_runner
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.client.responses import END_TXN_CODES, EndTxnResult, TransactionDescription

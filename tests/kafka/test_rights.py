@@ -14,7 +14,7 @@ from confluent_kafka import admin as kafka
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._ports import HOST, free_ports
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
-from txnbridge_conformance.looking import eventually, seen, values
+from txnbridge_conformance.observing import eventually, seen, values
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.decision_log import KafkaDecisionLog

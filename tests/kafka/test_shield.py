@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 from confluent_kafka import KafkaException, Producer
 from txnbridge_conformance import faults
-from txnbridge_conformance.looking import seen, send, take, values
+from txnbridge_conformance.observing import seen, send, take, values
 from txnbridge_conformance.plugin import Connect
 
 import txnbridge

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import count
 
 import pytest
-from txnbridge_conformance.looking import seen, send, values
+from txnbridge_conformance.observing import seen, send, values
 from txnbridge_conformance.plugin import Connect
 
 from tests.kafka.kit import flush, writer_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers, plugin
-from txnbridge_conformance.looking import take, values
+from txnbridge_conformance.observing import take, values
 
 import txnbridge
 from tests.pulsar.client_kit import SOON, admin, service

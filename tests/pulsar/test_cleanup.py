@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartPulsar
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 from txnbridge_pulsar.admin import cleanup
 from txnbridge_pulsar.client import PulsarClient
 from txnbridge_pulsar.outcome import proof

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import pulsar_or_skip
-from txnbridge_conformance.looking import eventually, mark, seen, send, take, up_to, values
+from txnbridge_conformance.observing import eventually, mark, seen, send, take, up_to, values
 from txnbridge_pulsar.client import PulsarClient, Single, full_topic_name
 from txnbridge_pulsar.settings.topic_names import encoded
 from txnbridge_pulsar.write.fence import fence_prefix

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from txnbridge_conformance.brokers.plugin import pulsar_or_skip
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 from txnbridge_pulsar.client import Single
 from txnbridge_pulsar.decision_log import PulsarLog, cluster_id
 

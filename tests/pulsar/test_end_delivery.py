@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import pulsar_or_skip
-from txnbridge_conformance.looking import eventually, seen, send, take, values
+from txnbridge_conformance.observing import eventually, seen, send, take, values
 from txnbridge_pulsar.client import Transactions, TxnId
 from txnbridge_pulsar.client.rest import path_of
 from txnbridge_pulsar.outcome import end_delivery

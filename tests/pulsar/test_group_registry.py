@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from txnbridge_conformance import plugin
-from txnbridge_conformance.looking import eventually, mark, send, take, up_to, values
+from txnbridge_conformance.observing import eventually, mark, send, take, up_to, values
 
 from tests.pulsar.client_kit import admin
 from txnbridge import Consumer, PositionLost

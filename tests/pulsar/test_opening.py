@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 from txnbridge_pulsar.client import AccessMode, PulsarClient, Single, TxnId
 
 from tests.pulsar.client_kit import SOON, admin, cut, path_of

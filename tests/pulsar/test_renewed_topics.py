@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.looking import send, take, values
+from txnbridge_conformance.observing import send, take, values
 
 from tests.pulsar.client_kit import admin, path_of
 from tests.pulsar.writing_kit import Connect, concrete, new_topic, unique

@@ -9,7 +9,7 @@ from urllib.error import HTTPError
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.looking import eventually, take
+from txnbridge_conformance.observing import eventually, take
 from txnbridge_pulsar.client import PulsarClient, RequestTimedOut
 from txnbridge_pulsar.outcome.outcome import end_prepared
 

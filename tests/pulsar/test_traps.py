@@ -14,7 +14,7 @@ import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers import _pulsar
 from txnbridge_conformance.brokers.plugin import StartPulsar, pulsar_or_skip
-from txnbridge_conformance.looking import eventually, send
+from txnbridge_conformance.observing import eventually, send
 from txnbridge_pulsar.client import (
     EARLIEST,
     AccessMode,

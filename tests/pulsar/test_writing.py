@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 from txnbridge_conformance import brokers, faults
-from txnbridge_conformance.looking import eventually, send, take, values
+from txnbridge_conformance.observing import eventually, send, take, values
 from txnbridge_pulsar.client import PulsarClient
 from txnbridge_pulsar.read.reader import PulsarReader
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers, faults
-from txnbridge_conformance.looking import take
+from txnbridge_conformance.observing import take
 from txnbridge_rocketmq.client.client import RemotingClient
 
 from tests.core.reading_kit import SOON

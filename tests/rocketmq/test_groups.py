@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.looking import take
+from txnbridge_conformance.observing import take
 from txnbridge_rocketmq.client import groups
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import ResponseCode

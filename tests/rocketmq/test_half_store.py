@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.plugin import RunChild
 from txnbridge_rocketmq.admin import open_halves
 from txnbridge_rocketmq.client.codes import Property

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
-from txnbridge_conformance.looking import eventually, send, take, values
+from txnbridge_conformance.observing import eventually, send, take, values
 from txnbridge_rocketmq.client import reading
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.records import MessageExt

@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.requests import RpcRequest, as_body, fields, nothing
 from txnbridge_rocketmq.client.security import Credentials

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.sending import WireMessage, send

@@ -14,14 +14,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from pyspark_txnbridge import _driver
+from pyspark_txnbridge._batch_identity import Unit, Written
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._session import sessions
 from pyspark_txnbridge._task import _writers, write_partition
-from pyspark_txnbridge._unit import Unit, Written
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._jars import java
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.spark import faults

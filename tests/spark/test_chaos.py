@@ -18,7 +18,7 @@ from confluent_kafka import Consumer, TopicPartition
 from pyspark_txnbridge import _recovery
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._session import Session
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.chaos import SECONDS, begin, say

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 
 from tests.spark.kit import mostly_embedded, new_run, where_positions_are_numbers
 from txnbridge import BackendMissing, InvalidOption, NotFound, PositionLost
@@ -23,8 +23,8 @@ import pyspark
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812 (as everybody calls it)
 from pyspark_txnbridge import _commands, pipeline
+from pyspark_txnbridge._batch_identity import BatchInDoubt
 from pyspark_txnbridge._pipeline_command import command
-from pyspark_txnbridge._unit import BatchInDoubt
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 from pyspark_txnbridge import _driver
+from pyspark_txnbridge._batch_identity import BatchInDoubt, Unit
 from pyspark_txnbridge._driver import with_session
 from pyspark_txnbridge._recovery import recover
 from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._session import sessions
 from pyspark_txnbridge._task import write_partition
-from pyspark_txnbridge._unit import BatchInDoubt, Unit
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write

@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from pyspark_txnbridge import _fetch, _plan
+from pyspark_txnbridge import _fetch, _offset_ranges
 from pyspark_txnbridge._source_options import SourceOptions
-from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.observing import eventually
 from txnbridge_embedded.client.schema import OFFSET_BITS
 
 import txnbridge
@@ -31,7 +31,7 @@ from pyspark_txnbridge._stream_reader import StreamReader
 def nothing_read():
     yield
     _fetch._feeds.clear()
-    _plan._planners.clear()
+    _offset_ranges._planners.clear()
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_partitions_that_a_topic_gets_are_read_from_their_beginning(url, bridge,
         send(fresh, topic, [2, 3], partition=2)
     end = stream.plan()
     (first, _end) = bridge.admin.bounds(topic)[topic, 2]
-    assert end[topic]["2"] == _plan.to_json({(topic, 2): first})[topic]["2"]
+    assert end[topic]["2"] == _offset_ranges.to_json({(topic, 2): first})[topic]["2"]
     assert flat(stream.run()) == [2, 3]
 
 
@@ -431,24 +431,30 @@ def test_a_missing_topic_is_named(url):
 
 
 def test_a_limit_is_shared_out_evenly_and_used_up():
-    start: _plan.Offsets = {("in", number): (100,) for number in range(4)}
-    end: _plan.Offsets = {("in", 0): (102,), ("in", 1): (100,), ("in", 2): (150,), ("in", 3): (1100,), ("in", 4): (7,)}
+    start: _offset_ranges.Offsets = {("in", number): (100,) for number in range(4)}
+    end: _offset_ranges.Offsets = {
+        ("in", 0): (102,),
+        ("in", 1): (100,),
+        ("in", 2): (150,),
+        ("in", 3): (1100,),
+        ("in", 4): (7,),
+    }
     bounds: dict[Any, Any] = dict.fromkeys(end, ((0,), (2000,)))
     for most, shares in [(1, [1, 0, 0, 0]), (11, [2, 0, 5, 4]), (100, [2, 0, 49, 49]), (5000, [2, 0, 50, 1000])]:
-        found = _plan.limited(start, end, bounds, most)
+        found = _offset_ranges.limited(start, end, bounds, most)
         assert [found["in", number][0] - 100 for number in range(4)] == shares
         assert found["in", 4] == (7,)  # new: it is only placed
     bounds["in", 3] = (1100,), (2000,)
-    assert _plan.limited(start, end, bounds, 1)["in", 3] == (1100,)  # so is what has lost its position
+    assert _offset_ranges.limited(start, end, bounds, 1)["in", 3] == (1100,)  # so is what has lost its position
 
 
 def test_positions_of_any_kind_survive_a_checkpoint():
     offsets = {("b", 0): (5,), ("a", 10): (3, 4, 0), ("a", 2): (0, 0, 1)}
-    told = _plan.to_json(offsets)
+    told = _offset_ranges.to_json(offsets)
     assert json.dumps(told) == '{"a": {"2": [0, 0, 1], "10": [3, 4, 0]}, "b": {"0": 5}}'
-    assert _plan.from_json(told) == offsets
+    assert _offset_ranges.from_json(told) == offsets
     with pytest.raises(NotSupported, match="more than a number"):
-        _plan.limited(offsets, offsets, {}, 5)
+        _offset_ranges.limited(offsets, offsets, {}, 5)
 
 
 def test_positions_of_more_than_a_number_have_a_column_of_their_own():

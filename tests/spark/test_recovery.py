@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 from click.testing import CliRunner
-from pyspark_txnbridge._unit import BatchInDoubt, Unit
+from pyspark_txnbridge._batch_identity import BatchInDoubt, Unit
 
 import txnbridge
 from tests.log_contract import place_of

@@ -23,7 +23,7 @@ from txnbridge import (
     connect,
 )
 from txnbridge.testing import tell
-from txnbridge_conformance.looking import patience, seen, send, take, values
+from txnbridge_conformance.observing import patience, seen, send, take, values
 
 # What a program needs at most before its own transaction times out; dead ones block nobody longer than the hold after.
 TIMEOUT = 20.0

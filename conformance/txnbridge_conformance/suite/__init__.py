@@ -6,11 +6,11 @@ lacks a capability.
 
 from txnbridge_conformance.suite.administering import *
 from txnbridge_conformance.suite.consuming import *
-from txnbridge_conformance.suite.deciding import *
-from txnbridge_conformance.suite.dying import *
-from txnbridge_conformance.suite.halving import *
+from txnbridge_conformance.suite.crash_walk import *
+from txnbridge_conformance.suite.decision_log import *
+from txnbridge_conformance.suite.fencing import *
+from txnbridge_conformance.suite.half_messages import *
 from txnbridge_conformance.suite.messages import *
-from txnbridge_conformance.suite.owning import *
 from txnbridge_conformance.suite.preparing import *
 from txnbridge_conformance.suite.publishing import *
 from txnbridge_conformance.suite.transactions import *

@@ -18,7 +18,7 @@ from txnbridge import (
     codecs,
 )
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.looking import eventually, seen, send, take, values
+from txnbridge_conformance.observing import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect, Much, NewTopic, RunChild
 from txnbridge_conformance.promises import needs, proves
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge import Bridge, Capability, Topic, codecs
-from txnbridge_conformance.looking import seen, send, take, values
+from txnbridge_conformance.observing import seen, send, take, values
 from txnbridge_conformance.plugin import Connect, NewTopic
 from txnbridge_conformance.promises import needs, proves
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from txnbridge import Bridge, Capability, InvalidState
-from txnbridge_conformance.looking import seen, values
+from txnbridge_conformance.observing import seen, values
 from txnbridge_conformance.plugin import Connect
 from txnbridge_conformance.promises import proves
 

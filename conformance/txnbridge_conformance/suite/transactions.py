@@ -20,7 +20,7 @@ from txnbridge import (
     TxnBridgeError,
 )
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.looking import is_marker, patience, seen, send, take, values
+from txnbridge_conformance.observing import is_marker, patience, seen, send, take, values
 from txnbridge_conformance.plugin import Connect, Much, NewTopic, RunChild
 from txnbridge_conformance.promises import needs, proves
 

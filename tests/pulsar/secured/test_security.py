@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from txnbridge_conformance.looking import seen, values
+from txnbridge_conformance.observing import seen, values
 from txnbridge_pulsar.client import Transactions
 
 import txnbridge

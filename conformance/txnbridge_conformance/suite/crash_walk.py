@@ -11,7 +11,7 @@ from txnbridge import Bridge, Capability, Outcome, TokenState
 from txnbridge.testing import Child, Point, crash_everywhere
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.faults.programs import Case
-from txnbridge_conformance.looking import seen, send, values
+from txnbridge_conformance.observing import seen, send, values
 from txnbridge_conformance.plugin import NewTopic
 from txnbridge_conformance.promises import needs, proves
 

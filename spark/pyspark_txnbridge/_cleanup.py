@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from pyspark_txnbridge._batch_identity import BatchInDoubt, Unit
 from pyspark_txnbridge._options import NAMELESS, SinkOptions
 from pyspark_txnbridge._session import Claim, Session, close_logging_errors, connect
-from pyspark_txnbridge._unit import BatchInDoubt, Unit
 from txnbridge import (
     AccessDenied,
     BrokerUnavailable,

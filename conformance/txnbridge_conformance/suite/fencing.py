@@ -7,7 +7,7 @@ import pytest
 from txnbridge import Bridge, Capability, Fenced, Outcome, TokenState
 from txnbridge.testing import Child, Point, Unvisited
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.looking import seen, send, values
+from txnbridge_conformance.observing import seen, send, values
 from txnbridge_conformance.plugin import Connect, Much, RunChild
 from txnbridge_conformance.promises import needs, proves
 

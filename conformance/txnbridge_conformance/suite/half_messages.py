@@ -19,7 +19,7 @@ from txnbridge import (
     TxnBridgeError,
 )
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.looking import eventually, seen, values
+from txnbridge_conformance.observing import eventually, seen, values
 from txnbridge_conformance.plugin import NewTopic, RunChild
 from txnbridge_conformance.promises import proves
 
