@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["BatchInDoubt", "BatchLogger", "DefaultSource", "write_exactly_once"]
 
 _PLACES = {
-    "BatchInDoubt": "_unit",
+    "BatchInDoubt": "_batch_identity",
     "BatchLogger": "_listener",
     "DefaultSource": "_source",
     "write_exactly_once": "_foreach",
