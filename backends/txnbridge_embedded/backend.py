@@ -1,4 +1,4 @@
-"""What the embedded broker promises, its options, and how a URL becomes a file."""
+"""The embedded backend: its capabilities, its options, and the file of a URL."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from txnbridge.spi import (
     absent,
 )
 from txnbridge_embedded.broker import EmbeddedBroker
-from txnbridge_embedded.capabilities import LIKES
+from txnbridge_embedded.capabilities import PROFILES
 from txnbridge_embedded.client.store import Store
 from txnbridge_embedded.settings import Settings
 
 _DEFAULTS = Settings()
-# SQLite's own bound for one value.
+# SQLite's own limit for one value.
 _LARGEST_MESSAGE = 1_000_000_000
 
 OPTIONS: Mapping[str, Option] = {
@@ -39,7 +39,7 @@ OPTIONS: Mapping[str, Option] = {
         "system may take the last commits, kill -9 does not; the disk is not waited for",
         ("full", "survives-process-kill-only"),
     ),
-    "like": Option(str, "", "refuse what another broker would refuse", ("", *LIKES)),
+    "like": Option(str, "", "refuse what another broker would refuse", ("", *PROFILES)),
     "max_bytes": Option(int, 0, "bound of the file's size; 0: the disk"),
     "max_message_bytes": Option(int, _DEFAULTS.max_message_bytes, "bound of one message with its key and headers"),
     "spill_bytes": Option(
@@ -88,7 +88,7 @@ class EmbeddedBackend(Backend):
 
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> EmbeddedBroker:
         _check(options, context)
-        like = LIKES.get(options["like"])
+        like = PROFILES.get(options["like"])
         most = options["max_message_bytes"]
         limits = Limits(message_bytes=most)
         if like is not None:
@@ -122,7 +122,7 @@ class EmbeddedBackend(Backend):
 
 
 def _hold(seconds: float, context: Context, limits: Limits) -> float:
-    """How long a prepared transaction may live after its deadline, where the other broker bounds both together."""
+    """Return the time for which a transaction may stay prepared after its deadline, within a profile's limit."""
     if limits.prepared_seconds is None:
         return seconds
     return max(0.0, min(seconds, limits.prepared_seconds - context.timeout))
@@ -135,7 +135,7 @@ def _check(options: Mapping[str, Any], context: Context) -> None:
         least = 0 if name == "max_bytes" else 1e-3
         if OPTIONS[name].kind in (int, float) and not least <= value:
             raise InvalidOption(f"option {name!r} must be above 0, not {value}")
-        # SQLite counts in 63 bits, and Python waits for no longer than that many nanoseconds.
+        # SQLite's integers have 63 bits, and Python waits no longer than that many nanoseconds.
         most = TIMEOUT_MAX if OPTIONS[name].kind is float else (1 << 63) - 1
         if OPTIONS[name].kind in (int, float) and value > most:
             raise InvalidOption(f"option {name!r} is at most {most:g}")
@@ -153,7 +153,7 @@ def _why(error: Exception) -> str:
 
 
 def file_of(url: Url) -> Path:
-    """The file that a URL names; without a path, one in the user's data folder, which is made."""
+    """Return the file that a URL names; without a path, a file in the user's data folder, which is created."""
     if url.hosts:
         raise InvalidOption(
             f"{url}: the embedded broker is a file, not a host: embedded:PATH or embedded:///absolute/path"

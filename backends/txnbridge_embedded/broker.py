@@ -42,7 +42,7 @@ from txnbridge_embedded.write.writer import EmbeddedWriter, PlainWriter, Prepari
 
 
 class EmbeddedBroker(Broker):
-    """All that is not a writer's or a reader's goes through one session."""
+    """One open file. Calls of neither writers nor readers go through one session."""
 
     def __init__(
         self, store: Store, settings: Settings, context: Context, capabilities: Capabilities, limits: Limits
@@ -55,8 +55,8 @@ class EmbeddedBroker(Broker):
         self.events = context.events
         self.session = Session(store, settings, context.events)
         self._owners: dict[str, Owner] = {}
-        self._writers: set[EmbeddedWriter] = set()  # open ones
-        self._left: list[Instance] = []  # of closed writers and publishers
+        self._writers: set[EmbeddedWriter] = set()  # the open ones
+        self._left: list[Instance] = []  # instances of closed writers and publishers
         self._publishers: list[EmbeddedPublisher] = []
         self._closed = False
         self._admin = EmbeddedAdmin(self.session)
@@ -127,8 +127,8 @@ class EmbeddedBroker(Broker):
                 status = _look(connection, token)
             if status is not None:
                 return status
-            # Its deadline is over and nobody has ended it. A commit checks the deadline with the file locked, so once
-            # this call has had the lock, and it has still not ended, no commit can come any more. That is recorded,
+            # The deadline is over, and the transaction has not ended. A commit checks the deadline with the file
+            # locked. So if it has not ended once this call has the lock, no commit can come any more. That is recorded,
             # because the clock may be set back.
             try:
                 with self.store.writing(connection, deadline, "looking at a transaction"):
@@ -136,7 +136,7 @@ class EmbeddedBroker(Broker):
             except DeadlineExceeded:
                 return Status(TokenState.UNKNOWN, reason="its deadline has passed, and another process writes just now")
 
-    # --- the rest --------------------------------------------------------------------------------------------------
+    # --- administration and closing --------------------------------------------------------------------------------
 
     @property
     def admin(self) -> Admin:
@@ -153,10 +153,10 @@ class EmbeddedBroker(Broker):
             return
         self._closed = True
         for writer in list(self._writers):
-            if not writer.in_use:  # its user ends the transaction, and closes it
+            if not writer.in_use:  # else its user ends the transaction, and closes the writer
                 writer.close()
         for publisher in self._publishers:
-            with suppress(TxnBridgeError):  # its own flush has raised it, or will
+            with suppress(TxnBridgeError):  # the publisher's own flush raises it
                 publisher.close(deadline)
         leaving = Deadline(min(deadline.left(), LEAVING_SECONDS))
         with suppress(TxnBridgeError), self.session(leaving) as connection:
@@ -165,7 +165,7 @@ class EmbeddedBroker(Broker):
         self.store.close()
 
     def _leave(self, connection: Connection, deadline: Deadline) -> None:
-        """Forget the writers that nobody will ask about; let the others' open transactions count as aborted."""
+        """Remove the rows of writers that no token names; the open transactions of the others count as aborted."""
         if self._left:
             with self.store.writing(connection, deadline, "closing"):
                 for instance in self._left:
@@ -184,7 +184,7 @@ def _check(token: Token) -> None:
 
 
 def _look(connection: Connection, token: Token) -> Status | None:
-    """What the file says of a token's transaction; None if that is up to its deadline, which has passed."""
+    """Return the status of a token's transaction; None if it is undecided and its deadline has passed."""
     return _look_at_prepared(connection, token) if "p" in token.how else _look_at_plain(connection, token)
 
 

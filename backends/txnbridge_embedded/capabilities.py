@@ -1,7 +1,7 @@
-"""The embedded broker in the shoes of another: `like=kafka` refuses what that broker would refuse.
+"""Capabilities, and profiles of other brokers: with `like=kafka` the embedded broker refuses what Kafka would refuse.
 
-So a program that passes its tests here does not surprise there. Only what is missing there is taken away; how long
-things take, and what can go wrong on the way, is not imitated.
+So a program that passes its tests here also works there. A profile only takes capabilities away; it does not imitate
+another broker's timing and faults.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from txnbridge.spi import Capability, Limits, RawHeaders, Support, absent
 
 
 @dataclass(frozen=True)
-class Like:
-    """What another broker lacks."""
+class BrokerProfile:
+    """The capabilities and limits that another broker lacks."""
 
     name: str
     limits: Limits
     lacks: Mapping[Capability, Support] = field(default_factory=dict)
-    names: str = ".*"  # what a topic can be called there, as a regular expression
-    naming: str = ""  # the same in words
+    names: str = ".*"  # a regular expression for topics' names
+    naming: str = ""  # the rule for topics' names, in words
 
     def refuse_name(self, topic: str) -> None:
         """Raise `InvalidOption` for a topic that this broker could not have."""
@@ -53,8 +53,8 @@ _ONE_POSITION = "a group has one position in each partition, so messages are ack
 _NO_HALVES = "the broker asks nobody back"
 _ONE_MEMBER = "a partition is read by one member of a group"
 
-LIKES: Mapping[str, Like] = {
-    "kafka": Like(
+PROFILES: Mapping[str, BrokerProfile] = {
+    "kafka": BrokerProfile(
         "Kafka",
         Limits(message_bytes=999_964, prepared_seconds=900.0),  # the defaults of its clients and its broker
         _lacks(
@@ -66,7 +66,7 @@ LIKES: Mapping[str, Like] = {
         r"(?!\.\.?$)[a-zA-Z0-9._-]{1,249}",
         "it has up to 249 letters (without accents), digits, '.', '_' and '-', and is not '.' or '..'",
     ),
-    "pulsar": Like(
+    "pulsar": BrokerProfile(
         "Pulsar",
         Limits(message_bytes=5 << 20),
         _lacks(
@@ -75,7 +75,7 @@ LIKES: Mapping[str, Like] = {
             (Capability.HALF_MESSAGES, _NO_HALVES),
         ),
     ),
-    "rocketmq": Like(
+    "rocketmq": BrokerProfile(
         "RocketMQ",
         Limits(message_bytes=4 << 20, transaction_messages=10_000),
         _lacks(

@@ -10,12 +10,12 @@ from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
 from txnbridge_embedded.client.session import Session
 from txnbridge_embedded.client.store import CommitUnclear, Connection
 
-_READ_ROWS = 500  # records in memory at once: a log of millions is read in passing
-_TRIM_ROWS = 10_000  # records removed at once, some milliseconds: nobody waits long for the lock
+_READ_ROWS = 500  # records in memory at once, so that a log of millions needs little memory
+_TRIM_ROWS = 10_000  # records removed at once: some milliseconds, so that others wait briefly for the lock
 
 
 class EmbeddedLog(DecisionLog):
-    """One log. A position is the record's number, from 0."""
+    """One log in the file. A position is the record's number, from 0."""
 
     origin = (0,)
     numbered = True
@@ -65,7 +65,7 @@ class EmbeddedLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """As the contract says; raises `PositionLost` if records that are still to be read are trimmed meanwhile."""
+        """Yield records. Raise `PositionLost` if records that are still to be read are trimmed meanwhile."""
         begin, following = self._bounds(deadline)
         at = begin if first is None else max(first[0], begin)
         stop = following - 1 if last is None else min(last[0], following - 1)

@@ -1,4 +1,4 @@
-"""Half messages: kept beside the topics until somebody says what is to become of them."""
+"""Half messages: kept beside the topics until they are published or dropped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from txnbridge.spi import Deadline, Decision, Half, HalfMessage, HalfStore, Outc
 from txnbridge_embedded.client.headers import pack, unpack_raw
 from txnbridge_embedded.client.session import Session
 from txnbridge_embedded.client.store import Connection, Topic, latest, now_ms
-from txnbridge_embedded.write.staged_messages import Outgoing, store
+from txnbridge_embedded.write.staged_messages import StagedMessages, store
 
 _COLUMNS = "id, group_name, transaction_id, check_at, deadline_at, checks"
-# How often an asker looks whether a half is due. They are due after seconds.
+# How often a resolver looks whether a half is due; a check-back is due after seconds.
 _LOOK_SECONDS = 0.2
-# The pause between two checks doubles up to so many times `half_check_seconds`.
+# The pause between two check-backs doubles up to this multiple of `half_check_seconds`.
 _LONGEST_PAUSE = 8
 _OUTCOMES = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}
 
@@ -33,7 +33,7 @@ class EmbeddedHalves(HalfStore):
 
     def put(self, half: Half, deadline: Deadline) -> Half:
         with self._session(deadline) as connection:
-            # Taken apart as if they were sent now: a message that cannot be published is refused before it is stored.
+            # Encode the messages as for a send, so that one that cannot be published is refused before it is stored.
             self._take(half.messages, lambda name: self._store.ensure_topic(connection, name, deadline))
             with self._writing(connection, deadline, half.transaction, "storing a half message"):
                 added = connection.execute(
@@ -74,7 +74,7 @@ class EmbeddedHalves(HalfStore):
             return outcome
 
     def _pause(self, checks: int) -> int:
-        """Milliseconds to the next check, after so many: what nobody knew several times need not be asked so often."""
+        """Return the milliseconds to the next check-back, which grow with the number of unanswered ones."""
         return self._interval * min(1 << max(0, checks - 1), _LONGEST_PAUSE)
 
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
@@ -83,7 +83,7 @@ class EmbeddedHalves(HalfStore):
                 if lent := self._due(group, limit, deadline):
                     return lent
             except DeadlineExceeded:
-                if deadline.left() <= _LOOK_SECONDS:  # it was locked all the time
+                if deadline.left() <= _LOOK_SECONDS:  # the file was locked all the time
                     raise
             if deadline.left() <= _LOOK_SECONDS:
                 return []
@@ -98,14 +98,14 @@ class EmbeddedHalves(HalfStore):
             with self._store.reading(connection, deadline):
                 due = (group, _now(connection), limit)
                 if connection.execute(query, due).fetchone() is None:
-                    return []  # the usual case, without the file's lock
+                    return []  # mostly no half is due, and the lock is not taken
             with self._store.writing(connection, deadline, "looking for half messages to ask about"):
                 return [
                     half for row in connection.execute(query, due).fetchall() if (half := self._lend(connection, row))
                 ]
 
     def _lend(self, connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half | None:
-        """One more check: the next is due only when there was time to answer. None if there were enough of them."""
+        """Lend a half for one more check-back; return None if it had too many, and is parked."""
         half_id, group, transaction, *_, checks = row
         if checks >= self._session.settings.half_checks:
             with self._session.events.step("half.park", transaction, group=group, checks=checks):
@@ -157,15 +157,15 @@ class EmbeddedHalves(HalfStore):
         for rows in outgoing.pending():
             store(connection, rows, now)
 
-    def _take(self, messages: Iterable[HalfMessage], find_topic: Callable[[str], Topic]) -> Outgoing:
-        outgoing = Outgoing(find_topic, lambda: None, self._session.settings)
+    def _take(self, messages: Iterable[HalfMessage], find_topic: Callable[[str], Topic]) -> StagedMessages:
+        outgoing = StagedMessages(find_topic, lambda: None, self._session.settings)
         for message in messages:
             outgoing.add(*message)
         return outgoing
 
 
 def _now(connection: sqlite3.Connection) -> int:
-    """The clock, or the latest time of the file where the clock was set back: so checks come early rather than late."""
+    """Return the clock, or the latest time in the file if the clock was set back, so that check-backs are not late."""
     return max(now_ms(), latest(connection))
 
 

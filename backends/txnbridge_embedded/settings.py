@@ -1,4 +1,4 @@
-"""The options of one broker, with their defaults."""
+"""The settings of one embedded broker, with their defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DAY = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Durations are seconds. `backend.OPTIONS` says what each is for."""
+    """The settings of one broker; durations are seconds. `backend.OPTIONS` describes each."""
 
     spill_bytes: int = 8 << 20
     max_message_bytes: int = 16 << 20
@@ -22,6 +22,7 @@ class Settings:
     redeliver_seconds: float = 30.0
     half_check_seconds: float = 30.0
     half_checks: int = 15
-    # Refuses a message (value, headers, how many came before it in the transaction) that another broker would not take.
+    # Refuse a message (value, headers, number of messages before it in the transaction), or a topic's name, that
+    # another broker would not take.
     refuse: Callable[[bytes | None, RawHeaders, int], None] | None = None
-    refuse_name: Callable[[str], None] | None = None  # the same for a topic
+    refuse_name: Callable[[str], None] | None = None

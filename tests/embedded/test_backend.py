@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from txnbridge_embedded.backend import OPTIONS, EmbeddedBackend, file_of
-from txnbridge_embedded.capabilities import LIKES
+from txnbridge_embedded.capabilities import PROFILES
 from txnbridge_embedded.settings import Settings
 
 import txnbridge
@@ -91,12 +91,12 @@ def test_every_promise_but_sharing_by_key_is_kept_natively():
     assert {c for c in Capability if kept[c].level is not Level.NATIVE} == {Capability.SHARE_KEY}
 
 
-@pytest.mark.parametrize("name", LIKES)
+@pytest.mark.parametrize("name", PROFILES)
 def test_like_takes_away_what_the_other_broker_lacks_and_nothing_else(opened, name):
     broker = opened(like=name)
     lacking = {c for c in Capability if not broker.capabilities[c]}
-    assert lacking == {Capability.SHARE_KEY} | LIKES[name].lacks.keys()
-    assert broker.limits.message_bytes == LIKES[name].limits.message_bytes
+    assert lacking == {Capability.SHARE_KEY} | PROFILES[name].lacks.keys()
+    assert broker.limits.message_bytes == PROFILES[name].limits.message_bytes
     assert opened().capabilities[Capability.INDIVIDUAL_ACK]  # the file itself is not changed
 
 
@@ -168,7 +168,7 @@ def test_like_kafka_bounds_how_long_a_prepared_transaction_lives(opened):
 
 
 def test_a_tombstone_is_taken_everywhere(opened):
-    for name in LIKES:
+    for name in PROFILES:
         broker = opened(like=name)
         writer = open_writer(broker)
         begin(writer)

@@ -1,7 +1,7 @@
-"""How transactions end that are in the file before their end: prepared ones, and plain ones larger than the memory.
+"""Ends transactions that are in the file before their end: prepared ones, and plain ones larger than the memory.
 
 The decision is one small write transaction. A commit needs no more; after an abort the messages are removed in small
-pieces, so that no other writer waits long. Every step may be the last of its process: the next one goes on.
+pieces, so that no other writer waits long. If a process dies between two steps, the next one goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from txnbridge_embedded.write import acks
 
 _log = logging.getLogger("txnbridge.embedded")
 
-# One piece of a removal takes some ten milliseconds.
+# Removing so many rows takes some ten milliseconds.
 _PIECE_ROWS = 10_000
 _PIECE_BYTES = 8 << 20
 
@@ -31,10 +31,10 @@ def decide(
     events: Emitter,
     reason: str = "aborted by its token",
 ) -> Outcome:
-    """End a prepared transaction; the true outcome, whoever brought it about. Safe to repeat.
+    """End a prepared transaction; return the true outcome, also if another process ended it. Safe to repeat.
 
-    Raises `EvidenceLost` if the file knows nothing of it, `InvalidState` if it is not prepared, `OutcomeUnknown` if
-    the file failed in the middle, `BrokerUnavailable` before.
+    Raise `EvidenceLost` if the file does not know it, `InvalidState` if it is not prepared, `OutcomeUnknown` if the
+    file failed in the middle, `BrokerUnavailable` if it failed before.
     """
     try:
         state = _decide_once(store, connection, transaction, decision, deadline, events, reason)
@@ -96,7 +96,7 @@ def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> st
 def abort_open(
     store: Store, connection: Connection, transaction: str, reason: str, deadline: Deadline, events: Emitter
 ) -> None:
-    """Abort a transaction of one's own that is stored and was never prepared."""
+    """Abort a stored transaction of the caller's own that was not prepared."""
     with (
         events.step("step:decide", transaction, decision="abort"),
         store.writing(connection, deadline, "aborting a transaction"),
@@ -110,7 +110,7 @@ def abort_open(
 
 
 def end_expired(store: Store, connection: Connection, deadline: Deadline, events: Emitter) -> int:
-    """Abort whatever is past its deadline and finish what others left half aborted; how many were past it."""
+    """Abort transactions past their deadline, and finish aborts of others; return the number of the former."""
     with store.reading(connection, deadline):
         expired = connection.execute(
             "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state IN ('open', 'prepared')"
@@ -134,7 +134,7 @@ def end_expired(store: Store, connection: Connection, deadline: Deadline, events
 
 
 def finish_aborts(store: Store, connection: Connection, deadline: Deadline, events: Emitter) -> None:
-    """Remove the messages of every aborted transaction, piece by piece; what time does not allow is left to others."""
+    """Remove the messages of aborted transactions, piece by piece, until the deadline; others remove the rest."""
     try:
         with store.reading(connection, deadline):
             aborted = connection.execute(
@@ -145,12 +145,12 @@ def finish_aborts(store: Store, connection: Connection, deadline: Deadline, even
                 while not _remove_piece(store, connection, number, deadline):
                     pass
     except TxnBridgeError as error:
-        # The decision stands, and readers pass what is left once somebody has removed it.
+        # The abort is decided; readers pass the remaining messages once a process has removed them.
         _log.debug("aborted messages are left for others to remove: %s", error)
 
 
 def _remove_piece(store: Store, connection: Connection, number: int, deadline: Deadline) -> bool:
-    """Remove some messages of an aborted transaction; True if none are left."""
+    """Remove some messages of an aborted transaction; return whether none are left."""
     with store.writing(connection, deadline, "removing aborted messages"):
         row = connection.execute(
             "SELECT partition_id, first, last FROM undecided WHERE number = ? LIMIT 1", (number,)
@@ -169,7 +169,7 @@ def _remove_piece(store: Store, connection: Connection, number: int, deadline: D
 
 
 def remove_messages(connection: sqlite3.Connection, partition: int, first: int, last: int) -> int:
-    """Remove the first messages of a range of offsets, as many as a piece takes; the last offset that is done."""
+    """Remove the first messages of a range of offsets, up to a bound; return the last offset that is done."""
     base = partition << OFFSET_BITS
     size = 0
     rows = connection.execute(
@@ -187,7 +187,7 @@ def remove_messages(connection: sqlite3.Connection, partition: int, first: int, 
 
 
 def forget_old(connection: sqlite3.Connection, before: int) -> None:
-    """Drop the records of what ended before a time, inside a write transaction; nobody can ask about it any more."""
+    """Drop the rows of transactions that ended before a time, inside a write transaction: their tokens have expired."""
     connection.execute("DELETE FROM transactions WHERE ended_at < ?", (before,))
     connection.execute("DELETE FROM halves WHERE ended_at < ?", (before,))
     connection.execute("DELETE FROM writers WHERE used_at < ?", (before,))

@@ -1,4 +1,4 @@
-"""Who writes: the owner of an id, and each writer's evidence of what it committed last."""
+"""The owner of an id, and each writer's evidence of its last commit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from txnbridge_embedded.outcome import outcome
 
 
 class Owner:
-    """An identity as one bridge opened it; `epoch` is None if nobody else can hold the name."""
+    """An identity that one bridge has opened; `epoch` is None if no other process can hold the name."""
 
     def __init__(self, name: str, host: str, epoch: int | None) -> None:
         self.host = host
-        self.name = None if epoch is None else name  # to file things under
+        self.name = None if epoch is None else name  # the key of its rows
         self._epoch = epoch
 
     def check(self, connection: sqlite3.Connection) -> None:
@@ -31,7 +31,7 @@ class Owner:
 
 
 def take_over(connection: sqlite3.Connection, name: str, host: str) -> int:
-    """Become the newest owner of an id, inside a write transaction: nothing older commits any more; its epoch."""
+    """Become the newest owner of an id, inside a write transaction; return the epoch. Older owners commit no more."""
     ((epoch,),) = connection.execute(
         "INSERT INTO identities VALUES (?, 1, ?, ?) ON CONFLICT(name) DO UPDATE SET epoch = epoch + 1,"
         " host = excluded.host, opened_at = excluded.opened_at RETURNING epoch",
@@ -47,29 +47,29 @@ def take_over(connection: sqlite3.Connection, name: str, host: str) -> int:
 
 
 class Instance:
-    """A row of `writers`: it numbers one writer's transactions and remembers the last that was committed.
+    """A row of `writers`: it numbers one writer's transactions and holds the number of the last committed one.
 
-    A commit counts only while the row is there and not retired. So whoever retires it (a newer owner of the id, or the
-    writer itself after any doubt) knows from `last` what happened, and that nothing more can.
+    A commit counts only while the row is there and not retired. So the process that retires it (a newer owner of the
+    id, or the writer itself after any doubt) knows from `last` what was committed, and that nothing more can be.
     """
 
     def __init__(self, owner: Owner) -> None:
         self.id = secrets.token_hex(8)
         self.last = 0
-        self.told = False  # a token may name this instance, so its row has to outlive it
-        self.dead = False  # others have retired or forgotten it
+        self.told = False  # True if a token may name this instance, whose row then has to stay
+        self.dead = False  # True if another process has retired or removed it
         self._owner = owner
 
     def add(self, connection: sqlite3.Connection) -> None:
-        """Enter it, inside a write transaction."""
+        """Insert the row, inside a write transaction."""
         connection.execute(
             "INSERT INTO writers(id, identity, used_at) VALUES (?, ?, ?)", (self.id, self._owner.name, now_ms())
         )
 
     def claim(self, connection: sqlite3.Connection) -> None:
-        """Note the next transaction as committed, inside the write transaction that commits it.
+        """Record the next transaction as committed, inside the write transaction that commits it.
 
-        Raises `Fenced` or `TransactionAborted` if this instance may commit no more.
+        Raise `Fenced` or `TransactionAborted` if this instance may commit no more.
         """
         found = connection.execute(
             "UPDATE writers SET last = ?, used_at = max(used_at, ?) WHERE id = ? AND retired = 0",
@@ -83,8 +83,8 @@ class Instance:
             )
 
     def retire(self, connection: sqlite3.Connection) -> int:
-        """Let it commit nothing more, inside a write transaction; returns the last that it did commit."""
-        # It always writes, also for a row that was never stored: see `settle`.
+        """Prevent further commits, inside a write transaction; return the number of the last one."""
+        # This always writes, also for a row that was never stored: see `settle`.
         ((last,),) = connection.execute(
             "INSERT INTO writers(id, identity, used_at, retired) VALUES (?, ?, ?, 1)"
             " ON CONFLICT(id) DO UPDATE SET retired = 1 RETURNING last",
@@ -93,10 +93,10 @@ class Instance:
         return int(last)
 
     def settle(self, store: Store, connection: Connection, deadline: Deadline) -> bool:
-        """Whether a commit happened in whose middle SQLite failed; `connection` is a new one.
+        """Return whether a commit happened in which SQLite failed; `connection` is a new one.
 
-        Retiring is a commit of its own. Once it is done the failed one cannot come to life any more: whatever it left
-        in the log, behind the last commit that SQLite knows, has been written over. Raises `OutcomeUnknown`.
+        Retiring is a commit of its own. After it the failed one cannot take effect any more, because its remains in the
+        log, behind the last commit that SQLite knows, are overwritten. Raise `OutcomeUnknown`.
         """
         try:
             with store.writing(connection, deadline, "looking what became of the commit"):
@@ -105,5 +105,5 @@ class Instance:
             raise OutcomeUnknown(f"looking what became of the commit: {error}") from error.__cause__
 
     def forget(self, connection: sqlite3.Connection) -> None:
-        """Remove the row of a writer that nobody will ever ask about."""
+        """Remove the row of a writer that no token names."""
         connection.execute("DELETE FROM writers WHERE id = ?", (self.id,))

@@ -1,3 +1,3 @@
-"""What comes into the file: by `writer` in transactions, by `publisher` without, both through `outgoing`; and what
-`retention` removes of it again.
+"""Writing into the file: `writer` in transactions, `publisher` without, both through `staged_messages`; `acks` stores
+acknowledgements, and `retention` removes old messages.
 """

@@ -1,10 +1,10 @@
-"""What a group has acknowledged, and who may acknowledge.
+"""Acknowledgements: the offsets that a group has acknowledged, and the check whether a member still may.
 
-Everything here runs inside a write transaction of the caller's, so that acknowledgements become true together with
-the messages of their transaction, or not at all.
+Every function runs inside a write transaction of its caller, so acknowledgements take effect together with the messages
+of their transaction, or not at all.
 
-Offsets have gaps where transactions were aborted. An acknowledged message takes the gap in front of it along, so that
-a group's acknowledged offsets grow together into one range, whose end is `positions.next`.
+Offsets have gaps where transactions were aborted. An acknowledged message also covers the gap in front of it, so a
+group's acknowledged offsets grow together into one range, whose end is `positions.next`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from txnbridge.spi import Partition, Position
 from txnbridge_embedded.client.ranges import Range, merged, runs
 from txnbridge_embedded.client.store import OFFSET_BITS
 
-NEVER = 1 << 62  # a lease until then is held by a prepared transaction: only its end frees the message
+NEVER = (
+    1 << 62
+)  # the lease of a message that a prepared transaction holds: only that transaction's end frees the message
 
 
 @dataclass(frozen=True)
 class AckContext:
-    """Proof of one reader's assignment: its member, and for each partition its id and the epoch it was given with."""
+    """Proves a reader's assignment: its member, and for each partition its id and the epoch of its assignment."""
 
     group_id: int
     group: str
@@ -42,26 +44,26 @@ def apply_acks(
 ) -> None:
     """Acknowledge delivered messages; with a transaction's `number` only reserve them until it is decided.
 
-    Raises `Conflict` if the assignment (or the lease) under which they were delivered has ended, or if somebody else
-    has acknowledged or reserved one of them.
+    Raise `Conflict` if the assignment (or the lease) under which they were delivered has ended, or if another member or
+    transaction has acknowledged or reserved one of them.
     """
     for partition, acked in positions.items():
         _Acks(connection, context, partition).apply(runs(offset for (offset,) in acked), number)
 
 
 def commit_pending(connection: sqlite3.Connection, number: int) -> None:
-    """What a prepared transaction reserved is acknowledged."""
+    """Acknowledge the messages that a prepared transaction has reserved."""
     for group_id, partition_id, ranges in _pending(connection, number):
         _acknowledge(connection, group_id, partition_id, ranges)
     connection.execute("DELETE FROM pending_acks WHERE number = ?", (number,))
 
 
 def abort_pending(connection: sqlite3.Connection, number: int) -> None:
-    """What a prepared transaction reserved is given back, to be delivered again.
+    """Give the messages back that a prepared transaction has reserved, to be delivered again.
 
-    The reader that has the partition has passed these messages by, so they are left for it in `pending_acks` under the
-    negative of the new `positions.rewinds`: it delivers again what carries a number that it has not seen yet, until
-    they are acknowledged. (A later owner of the partition reads everything that is not acknowledged anyway.)
+    The reader that has the partition has passed these messages, so they stay for it in `pending_acks` under the
+    negative of the new `positions.rewinds`. The reader delivers messages again whose number it has not seen yet, until
+    they are acknowledged. (A later owner of the partition reads all unacknowledged messages anyway.)
     """
     for group_id, partition_id, ranges in _pending(connection, number):
         where = (group_id, partition_id)
@@ -78,7 +80,7 @@ def abort_pending(connection: sqlite3.Connection, number: int) -> None:
 
 
 def groups_of(connection: sqlite3.Connection, number: int) -> list[str]:
-    """The names of the groups in which a prepared transaction has reserved messages."""
+    """Return the names of the groups in which a prepared transaction has reserved messages."""
     rows = connection.execute(
         "SELECT DISTINCT name FROM pending_acks JOIN groups ON groups.id = group_id WHERE number = ? ORDER BY name",
         (number,),
@@ -87,14 +89,14 @@ def groups_of(connection: sqlite3.Connection, number: int) -> list[str]:
 
 
 def forget_partitions(connection: sqlite3.Connection, partition_ids: Iterable[int]) -> None:
-    """Drop what every group knows of some partitions, because they are being deleted."""
+    """Drop the rows of all groups about partitions that are being deleted."""
     ids = [(partition_id,) for partition_id in partition_ids]
     for table in ("assignments", "positions", "acks", "pending_acks", "leases"):
         connection.executemany(f"DELETE FROM {table} WHERE partition_id = ?", ids)
 
 
 def taken(connection: sqlite3.Connection, group_id: int, partition_id: int) -> list[Range]:
-    """What of a partition is acknowledged or reserved beyond the group's position."""
+    """Return the ranges of a partition that are acknowledged or reserved beyond the group's position."""
     rows = connection.execute(
         "SELECT first, last FROM acks WHERE group_id = :group AND partition_id = :partition UNION ALL"
         " SELECT first, last FROM pending_acks WHERE group_id = :group AND partition_id = :partition AND number > 0",
@@ -104,7 +106,7 @@ def taken(connection: sqlite3.Connection, group_id: int, partition_id: int) -> l
 
 
 def returned(connection: sqlite3.Connection, group_id: int, partition_id: int, rewinds: int) -> list[Range]:
-    """What aborted prepared transactions have given back since `positions.rewinds` was so much."""
+    """Return the ranges that aborted prepared transactions have given back since `positions.rewinds` had this value."""
     rows = connection.execute(
         "SELECT first, last FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < ?",
         (group_id, partition_id, -rewinds),
@@ -113,7 +115,7 @@ def returned(connection: sqlite3.Connection, group_id: int, partition_id: int, r
 
 
 def skip_to(connection: sqlite3.Connection, group_id: int, partition_id: int, offset: int) -> None:
-    """Give up what lies below an offset, because retention has removed it."""
+    """Move a group's position to an offset, because retention has removed the messages below it."""
     connection.execute(
         "DELETE FROM leases WHERE group_id = ? AND partition_id = ? AND offset < ? AND until < ?",
         (group_id, partition_id, offset, NEVER),
@@ -126,7 +128,7 @@ def skip_to(connection: sqlite3.Connection, group_id: int, partition_id: int, of
 
 
 class _Acks:
-    """Acknowledgements of one partition by one member."""
+    """The acknowledgements of one partition by one member."""
 
     def __init__(self, connection: sqlite3.Connection, context: AckContext, partition: Partition) -> None:
         self._connection = connection
@@ -166,7 +168,7 @@ class _Acks:
             raise self._conflict("has been taken from this reader since these messages were delivered")
 
     def _check_leases(self, acked: Sequence[Range]) -> None:
-        # A lease that has run out still counts while nobody else has got the message.
+        # An expired lease still counts until another member gets the message.
         for first, last in acked:
             (count,) = self._connection.execute(
                 "SELECT count(*) FROM leases WHERE group_id = ? AND partition_id = ? AND offset BETWEEN ? AND ?"
@@ -183,7 +185,7 @@ class _Acks:
             raise self._conflict("has a message of these reserved by a prepared transaction")
 
     def _overlaps(self, table: str, which: str, first: int, last: int) -> bool:
-        # The ranges do not overlap each other, so the last one that begins in time tells.
+        # The ranges do not overlap, so only the last one that begins at or before the offset can hold it.
         row = self._connection.execute(
             f"SELECT last FROM {table} WHERE group_id = ? AND partition_id = ? AND first <= ? AND {which}"
             " ORDER BY first DESC LIMIT 1",
@@ -192,7 +194,7 @@ class _Acks:
         return row is not None and row[0] >= first
 
     def _gap_before(self, first: int, lowest: int) -> int:
-        """Where the gap in front of a message begins; what retention has taken away is no gap."""
+        """Return the begin of the gap in front of a message; offsets that retention removed are no gap."""
         base = self._id << OFFSET_BITS
         (before,) = self._connection.execute(
             "SELECT max(id) FROM messages WHERE id >= ? AND id < ?", (base + lowest, base + first)
@@ -200,7 +202,7 @@ class _Acks:
         return min(first, lowest) if before is None else before - base + 1
 
     def _reserve(self, ranges: Sequence[Range], number: int) -> None:
-        # "OR REPLACE": a mark of something given back earlier (number < 0) may begin at the same offset.
+        # "OR REPLACE": a range that was given back earlier (number < 0) may begin at the same offset.
         self._connection.executemany(
             "INSERT OR REPLACE INTO pending_acks VALUES (?, ?, ?, ?, ?)",
             ((*self._where, first, last, number) for first, last in ranges),
@@ -248,7 +250,7 @@ def _acknowledge(connection: sqlite3.Connection, group_id: int, partition_id: in
 
 
 def advance(connection: sqlite3.Connection, group_id: int, partition_id: int, reached: int) -> None:
-    """Set the position of a group, and take along the acknowledged ranges that it meets."""
+    """Set the position of a group, and move it over the acknowledged ranges that it reaches."""
     where = (group_id, partition_id)
     while row := connection.execute(
         "SELECT first, last FROM acks WHERE group_id = ? AND partition_id = ? ORDER BY first LIMIT 1", where
@@ -266,7 +268,7 @@ def advance(connection: sqlite3.Connection, group_id: int, partition_id: int, re
 
 
 def _add_range(connection: sqlite3.Connection, group_id: int, partition_id: int, first: int, last: int) -> None:
-    """Insert an acknowledged range, grown together with those that it touches."""
+    """Insert an acknowledged range, joined with the ranges that it touches."""
     where = (group_id, partition_id)
     before = connection.execute(
         "SELECT first, last FROM acks WHERE group_id = ? AND partition_id = ? AND first < ?"

@@ -1,4 +1,4 @@
-"""The hash by which Kafka's Java client gives a key its partition."""
+"""Assigns a key to a partition, by the hash of Kafka's Java client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FACTOR = 0x5BD1_E995
 
 
 def murmur2(data: bytes) -> int:
-    """MurmurHash 2 with Kafka's seed, as an unsigned number of 32 bits."""
+    """Return MurmurHash 2 with Kafka's seed, as an unsigned number of 32 bits."""
     length = len(data)
     state = 0x9747_B28C ^ length
     whole = length & ~3
@@ -23,7 +23,7 @@ def murmur2(data: bytes) -> int:
     return state ^ state >> 15
 
 
-@lru_cache(maxsize=16384)  # hashing takes longer than all the rest of a send, and keys repeat
+@lru_cache(maxsize=16384)  # hashing takes longer than all other work of a send, and keys repeat
 def partition_of(key: bytes, partitions: int) -> int:
-    """The number of the partition that a key belongs to."""
+    """Return the number of a key's partition."""
     return (murmur2(key) & 0x7FFF_FFFF) % partitions

@@ -1,4 +1,4 @@
-"""Sends without a transaction: a thread stores what has come together while it stored what came before."""
+"""Sends without a transaction: a thread stores messages in batches, each with all that came meanwhile."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from txnbridge.spi import Deadline, Emitter, Publisher, RawHeaders
 from txnbridge_embedded.client.store import CommitUnclear, Store, Topic, now_ms
 from txnbridge_embedded.outcome.writer_evidence import Instance, Owner, take_over
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.write.staged_messages import Outgoing, Rows, store
+from txnbridge_embedded.write.staged_messages import Rows, StagedMessages, store
 
-# In front of a publisher's name among the identities, so that no transactional id is taken for one.
+# The prefix of publishers' names among the identities, which no transactional id can have.
 _PREFIX = "\x1fpublisher "
 
 
 class EmbeddedPublisher(Publisher):
-    """Stores in batches; a named one shuts out an older publisher of its name, so that its sequences are its own.
+    """Stores messages in batches. A named publisher fences an older one of its name, which shares its sequences.
 
-    After a failure it takes nothing more: what was sent later would be out of order.
+    After a failure it takes no more messages, because later ones would be out of order.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class EmbeddedPublisher(Publisher):
         self._name = name
         self._closed = closed
         self._room = settings.spill_bytes
-        self._lookups = store.connect()  # the caller's; the other is the thread's
+        self._lookups = store.connect()  # for the calling thread; the publisher's thread has another connection
         try:
             self._connection = store.connect()
             try:
@@ -58,12 +58,12 @@ class EmbeddedPublisher(Publisher):
             self._lookups.close()
             raise
         self._instance: Instance | None = None
-        self._state = threading.Condition()  # guards all below
-        self._outgoing = Outgoing(self._find_topic, lambda: None, settings)
-        self._call = deadline  # of the call that runs
+        self._state = threading.Condition()  # guards the attributes below
+        self._outgoing = StagedMessages(self._find_topic, lambda: None, settings)
+        self._call = deadline  # of the running call
         self._oldest: Deadline | None = None  # of the oldest message in memory
-        self._taken: dict[int, int] = {}  # topic id -> its last sequence, stored or not
-        self._sequences: dict[int, int] = {}  # the same for what is in memory
+        self._taken: dict[int, int] = {}  # by topic id: the last sequence, stored or not
+        self._sequences: dict[int, int] = {}  # by topic id: the last sequence in memory
         self._sent = self._stored = 0
         self._error: TxnBridgeError | None = None
         self._closing = False
@@ -162,7 +162,7 @@ class EmbeddedPublisher(Publisher):
                 self._closed(self._instance)
 
     def _store_next(self) -> bool:
-        """Wait for messages and store all that are there; False when no more will be stored."""
+        """Wait for messages and store all that are there. Return False when no more will be stored."""
         with self._state:
             self._state.wait_for(lambda: self._outgoing.count or self._closing)
             if not self._outgoing.count:
@@ -170,14 +170,14 @@ class EmbeddedPublisher(Publisher):
             rows, sequences, sent, deadline = self._outgoing.take(), self._sequences, self._sent, self._oldest
             self._outgoing.clear()
             self._sequences, self._oldest = {}, None
-            self._state.notify_all()  # there is room again
+            self._state.notify_all()  # there is room for more messages
         assert deadline is not None
         error: TxnBridgeError | None = None
         try:
             self._store_rows(rows, sequences, deadline)
         except TxnBridgeError as failure:
             error = failure
-        except Exception as bug:  # it must not die silently with its thread
+        except Exception as bug:  # an error must not vanish with the thread
             error = DeliveryFailed(f"{type(bug).__name__}: {bug}")
             error.__cause__ = bug
         with self._state:
@@ -199,7 +199,7 @@ class EmbeddedPublisher(Publisher):
                     instance.add(self._connection)
                 try:
                     instance.claim(self._connection)
-                except TransactionAborted:  # it was idle for long: nobody was told of its batches, so another may go on
+                except TransactionAborted:  # after long idling: no token names this instance, so a new one goes on
                     instance = Instance(self._owner)
                     instance.add(self._connection)
                     instance.claim(self._connection)
@@ -225,7 +225,7 @@ class EmbeddedPublisher(Publisher):
 
 
 def _again(error: TxnBridgeError) -> TxnBridgeError:
-    """The error that ended the publisher, for one more call that meets it."""
+    """Return a copy of the error that ended the publisher, for another call."""
     if isinstance(error, Fenced):
         return Fenced(str(error), newer=error.newer)
     if isinstance(error, OutcomeUnknown):

@@ -1,4 +1,4 @@
-"""Removes the oldest messages of topics that keep them for a time or up to a size only."""
+"""Retention: removes the oldest messages of topics with a bound in time or size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from txnbridge_embedded.write.staged_messages import MARK_EVERY_MS
 
 
 def trim(store: Store, connection: Connection, topic: Topic, deadline: Deadline) -> bool:
-    """Remove one piece of what may go from each partition; True if nothing is left to remove."""
+    """Remove some expired messages of each partition; return whether none are left to remove."""
     if topic.retention_ms is None and topic.retention_bytes is None:
         return True
     done = True
@@ -31,7 +31,7 @@ def _trim_piece(connection: sqlite3.Connection, topic: Topic, partition: int) ->
     first, end = found
     reached = remove_messages(connection, partition, first, end - 1) + 1
     connection.execute("UPDATE partitions SET first = ? WHERE id = ?", (reached, partition))
-    # The last mark below stays: it tells how old, and how far in, the messages behind it are.
+    # The last mark below stays: it gives the age and the byte position of the messages behind it.
     connection.execute(
         "DELETE FROM marks WHERE partition_id = ? AND offset <"
         " (SELECT max(offset) FROM marks WHERE partition_id = ? AND offset <= ?)",
@@ -41,7 +41,7 @@ def _trim_piece(connection: sqlite3.Connection, topic: Topic, partition: int) ->
 
 
 def _may_go(connection: sqlite3.Connection, topic: Topic, partition: int) -> tuple[int, int] | None:
-    """The oldest offset, and the first one that has to stay; None if all have to."""
+    """Return the oldest offset, and the first one that has to stay; None if all have to stay."""
     row = connection.execute("SELECT first, next, bytes FROM partitions WHERE id = ?", (partition,)).fetchone()
     if row is None:
         return None
@@ -58,7 +58,7 @@ def _may_go(connection: sqlite3.Connection, topic: Topic, partition: int) -> tup
 
 
 def _old_before(connection: sqlite3.Connection, kept_ms: int | None, partition: int, following: int) -> int:
-    """The offset before which everything was written longer ago than topics keep it."""
+    """Return the offset in front of which all messages are older than the topic keeps them."""
     if kept_ms is None:
         return 0
     oldest_kept = now_ms() - kept_ms
@@ -66,14 +66,14 @@ def _old_before(connection: sqlite3.Connection, kept_ms: int | None, partition: 
         "SELECT max(offset) FROM marks WHERE partition_id = ? AND at <= ?", (partition, oldest_kept)
     ).fetchone()
     (newest,) = connection.execute("SELECT max(at) FROM marks WHERE partition_id = ?", (partition,)).fetchone()
-    # A message gets a mark of its own if the last one is older than this: so nothing was written later.
+    # A message gets a mark of its own if the last mark is older than this, so no message behind it is newer.
     if newest is not None and newest + MARK_EVERY_MS <= oldest_kept:
         return following
     return offset or 0
 
 
 def _too_much_before(connection: sqlite3.Connection, kept: int | None, partition: int, size: int) -> int:
-    """The offset behind which there are still as many bytes as the topic keeps."""
+    """Return the offset behind which there are as many bytes as the topic keeps."""
     if kept is None:
         return 0
     (offset,) = connection.execute(

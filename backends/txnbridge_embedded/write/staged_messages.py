@@ -1,4 +1,4 @@
-"""Messages on their way into the file: kept by partition as columns, then stored all at once."""
+"""Staged messages: a transaction keeps them in memory by partition, as columns, and stores them all at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from txnbridge_embedded.client.store import Topic
 from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.write.partitioner import partition_of
 
-# What a message costs in memory beyond its bytes: the bytes object's head and a place in a list.
+# A message's memory beyond its bytes: the header of the bytes object, and an entry in a list.
 _OVERHEAD = 64
 _MOST_AT_ONCE = 1000  # messages that `add_many` takes from its caller between two looks at the memory
 MARK_EVERY_MS = 60_000  # how exact retention by age is
@@ -24,7 +24,7 @@ _MARKS_KEPT = 16  # how exact retention by size is: to a sixteenth of it
 
 
 class Rows:
-    """Messages for one partition, a list a column. A column that no message used yet is None, which is quicker."""
+    """The messages for one partition, with a list for each column. A column that no message uses is None, for speed."""
 
     __slots__ = ("bytes", "headers", "keys", "partition", "timestamps", "topic", "values")
 
@@ -51,7 +51,7 @@ class Rows:
                 column.extend(repeat(None, len(values)))
 
     def columns(self, now: int) -> Iterator[Iterable[Any]]:
-        """Timestamp, key, headers and value of each message; a message without a timestamp gets `now`."""
+        """Return the columns timestamp, key, headers and value; a message without a timestamp gets `now`."""
         yield repeat(now) if self.timestamps is None else [now if at is None else at for at in self.timestamps]
         yield repeat(None) if self.keys is None else self.keys
         yield repeat(None) if self.headers is None else self.headers
@@ -67,10 +67,10 @@ def _grown(column: list[Any] | None, count: int, entry: Any) -> list[Any] | None
     return column
 
 
-class Outgoing:
-    """What one transaction (or publisher) holds in memory.
+class StagedMessages:
+    """The messages that one transaction (or publisher) holds in memory.
 
-    `find_topic` looks a topic up or makes it; `overflow` is called when the memory is full and has to empty it.
+    `find_topic` looks a topic up or creates it; `overflow` is called when the memory is full, and has to empty it.
     """
 
     def __init__(self, find_topic: Callable[[str], Topic], overflow: Callable[[], None], settings: Settings) -> None:
@@ -80,23 +80,23 @@ class Outgoing:
         self._most = settings.max_message_bytes
         self._refuse = settings.refuse
         self._refuse_name = settings.refuse_name
-        self._turns: dict[str, int] = {}  # how often a partition was chosen for a topic
-        self._emptied = 0  # how often the memory was
+        self._turns: dict[str, int] = {}  # by topic: how often a partition was chosen
+        self._emptied = 0  # how often the memory was emptied
         self.count = 0  # messages taken since `clear`, in memory or stored
         self.bytes = 0  # in memory now
         self._topics: dict[str, Topic] = {}
         self._rows: dict[int, Rows] = {}  # by partition id
-        self._keyless: dict[str, Rows] = {}  # where a topic's messages without a key go in this transaction
+        self._keyless: dict[str, Rows] = {}  # by topic: the partition for messages without a key in this transaction
 
     def clear(self) -> None:
-        """Forget everything, for a new transaction."""
+        """Forget all messages, for a new transaction."""
         self.count = self.bytes = 0
         self._topics.clear()
         self._rows.clear()
         self._keyless.clear()
 
     def take(self) -> list[Rows]:
-        """What is in memory, to be stored; the memory is empty afterwards."""
+        """Return the messages in memory, and empty it."""
         rows = [rows for rows in self._rows.values() if rows.values]
         self.bytes = 0
         self._rows.clear()
@@ -104,11 +104,11 @@ class Outgoing:
         return rows
 
     def pending(self) -> list[Rows]:
-        """What is in memory, left there."""
+        """Return the messages in memory, which stay there."""
         return [rows for rows in self._rows.values() if rows.values]
 
     def topics(self) -> list[Topic]:
-        """The topics of this transaction."""
+        """Return the topics of this transaction."""
         return list(self._topics.values())
 
     # --- taking messages -------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Outgoing:
         partition: int | None,
         timestamp: int | None,
     ) -> None:
-        """Take one message. Raises `NotFound` and `InvalidOption`, and then has not taken it."""
+        """Take one message. Raise `NotFound` or `InvalidOption` without taking it."""
         if key is None and partition is None:
             rows = self._keyless.get(topic) or self._choose(topic)
         else:
@@ -156,7 +156,7 @@ class Outgoing:
                 for item in chunk:
                     value, key, headers = encode_item(item)
                     self.add(topic, value, key, headers, None, None)
-            # Large messages are taken few at a time, so that a generator's never fill the memory.
+            # Large messages are taken a few at a time, so that a generator of them never fills the memory.
             small = self._emptied == emptied and self.bytes - before < self._room // 4
             most = min(most * 2, _MOST_AT_ONCE) if small else max(1, most // 2)
             keyless = self._keyless[topic]
@@ -191,10 +191,10 @@ class Outgoing:
         return topic
 
     def _choose(self, name: str) -> Rows:
-        """A partition for a topic's messages without a key: one after another, a transaction or call each."""
+        """Return the partition for a topic's messages without a key: the next one for each transaction or call."""
         topic = self._topic(name)
         count = len(topic.partitions)
-        # The first is any, or programs that send one message each would all use the same.
+        # The first one is random, or programs that send one message each would all use the same partition.
         turn = self._turns[name] = self._turns.get(name, random.randrange(count)) + 1
         rows = self._keyless[name] = self._rows_of(topic, topic.partitions[turn % count])
         return rows
@@ -220,7 +220,7 @@ class Outgoing:
 
 
 def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, int]:
-    """Append messages to their partition; returns their first and last offset. Raises `NotFound` if it is gone."""
+    """Append messages to their partition; return their first and last offset. Raise `NotFound` if it is gone."""
     count = len(rows.values)
     found = connection.execute(
         "UPDATE partitions SET next = next + ?, bytes = bytes + ? WHERE id = ? RETURNING next, bytes",
@@ -241,7 +241,7 @@ def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, in
 
 
 def _mark(connection: sqlite3.Connection, rows: Rows, offset: int, now: int, size: int) -> None:
-    """Note now and then when an offset was written and how many bytes were before it: retention goes by that."""
+    """Record now and then the time of an offset and the number of bytes in front of it, for retention."""
     last = connection.execute(
         "SELECT at, bytes FROM marks WHERE partition_id = ? ORDER BY offset DESC LIMIT 1", (rows.partition,)
     ).fetchone()

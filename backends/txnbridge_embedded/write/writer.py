@@ -1,6 +1,6 @@
-"""Writers: a transaction waits in memory and is stored at its end, in one write transaction of the file's.
+"""Writers: a transaction waits in memory and is stored at its end, in one write transaction of the file.
 
-One that outgrows the memory is stored in parts before, undecided: readers stop in front of it.
+A transaction that outgrows the memory is stored in parts before its end, undecided: readers stop in front of it.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from txnbridge_embedded.outcome import outcome
 from txnbridge_embedded.outcome.writer_evidence import Instance, Owner
 from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.write import acks, retention
-from txnbridge_embedded.write.staged_messages import Outgoing, Rows, store
+from txnbridge_embedded.write.staged_messages import Rows, StagedMessages, store
 
 _log = logging.getLogger("txnbridge.embedded")
 
-# How often a writer looks for messages past their retention: it costs a query a partition.
+# How often a writer looks for expired messages: that costs a query for each partition.
 TRIM_SECONDS = 10.0
 
 Acks = tuple[acks.AckContext, Mapping[Partition, Sequence[Position]]]
 
 
 class EmbeddedWriter(Writer):
-    """What plain and preparing writers share: taking messages, and storing those that the memory cannot hold."""
+    """Base of plain and preparing writers: takes messages, and stores those that the memory cannot hold."""
 
-    instance: Instance | None = None  # the evidence of what a plain one committed
+    instance: Instance | None = None  # a plain writer's evidence of its commits
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class EmbeddedWriter(Writer):
         self._events = events
         self._owner = owner
         self._connection = store.connect()
-        self._outgoing = Outgoing(self._find_topic, self._spill, settings)
+        self._outgoing = StagedMessages(self._find_topic, self._spill, settings)
         self._begun: Begin | None = None
         self._begun_at = 0
         self._expires_at = 0
         self._acks: list[Acks] = []
-        self._stored = False  # parts of the transaction may be in the file
-        self._failed = False  # a part could not be stored: the rest may never be committed
+        self._stored = False  # True if parts of the transaction may be in the file
+        self._failed = False  # True if a part could not be stored: the transaction may never be committed
 
     # --- one transaction -------------------------------------------------------------------------------------------
 
@@ -106,17 +106,17 @@ class EmbeddedWriter(Writer):
         self._acks.append((context, positions))
 
     @property
-    def messages(self) -> int:  # type: ignore[override]  # without `quick` nobody but this writer counts
+    def messages(self) -> int:  # type: ignore[override]  # without `quick` only this writer counts
         return self._outgoing.count
 
     def flush(self, deadline: Deadline) -> None:
-        """Store in the file what waits in memory, undecided."""
+        """Store the messages in memory in the file, undecided."""
         if self._outgoing.bytes:
             self._store_part(deadline)
 
     @property
     def in_use(self) -> bool:
-        """Whether it has a transaction, and so somebody who works with it."""
+        """True if it has a transaction, whose user works with it."""
         return self._begun is not None
 
     @property
@@ -132,7 +132,7 @@ class EmbeddedWriter(Writer):
         self._store_part(self._begin.deadline)
 
     def _store_part(self, deadline: Deadline) -> None:
-        """Move the memory into the file, undecided."""
+        """Move the messages in memory into the file, undecided."""
         self._stored = True
         rows = self._outgoing.take()
         try:
@@ -159,7 +159,7 @@ class EmbeddedWriter(Writer):
             raise TransactionTimedOut(f"transaction {self._begin.transaction} was not ended by its deadline")
 
     def _enter(self, state: str, deadline_at: int) -> int:
-        """Bring this transaction's row into a state, and make it first if need be; its number."""
+        """Set the state of this transaction's row, and create the row if it is missing; return its number."""
         begin = self._begin
         found = self._connection.execute(
             "INSERT INTO transactions(id, identity, host, state, prepared, begun_at, deadline_at, messages)"
@@ -186,7 +186,7 @@ class EmbeddedWriter(Writer):
         now = now_ms()
         for part in rows:
             first, last = store(self._connection, part, now)
-            # Mostly the next part follows the one before without a message of others between them.
+            # Mostly the next part follows directly behind the one before, without messages of others in between.
             grown = self._connection.execute(
                 "UPDATE undecided SET last = ? WHERE number = ? AND partition_id = ? AND last = ?",
                 (last, number, part.partition, first - 1),
@@ -199,17 +199,17 @@ class EmbeddedWriter(Writer):
     # --- ending ----------------------------------------------------------------------------------------------------
 
     def _aborted(self, error: TxnBridgeError) -> TxnBridgeError:
-        """What it means for the whole transaction that a part of it, or its end, met this error."""
+        """Return the error of the whole transaction for an error of a part of it, or of its end."""
         if isinstance(error, TransactionAborted | Fenced):
             return error
-        if isinstance(error, NotFound):  # deleted, and perhaps made anew
+        if isinstance(error, NotFound):  # the topic was deleted, and perhaps made anew
             for topic in self._outgoing.topics():
                 self._store.forget_topic(topic.name)
         text = f"transaction {self._begin.transaction} was aborted: {error}"
         return TransactionTimedOut(text) if isinstance(error, DeadlineExceeded) else DeliveryFailed(text)
 
     def _let_go(self, deadline: Deadline) -> None:
-        """Forget the transaction and remove what is stored of it, as far as time allows: nobody can commit it."""
+        """Forget the transaction, and remove its stored messages as far as time allows: it can't be committed."""
         self._outgoing.clear()
         self._acks.clear()
         if self._stored and self._begun is not None:
@@ -231,7 +231,7 @@ class EmbeddedWriter(Writer):
 
 
 class PlainWriter(EmbeddedWriter):
-    """Commits in one write transaction, in which its instance notes the number of the transaction."""
+    """Commits in one write transaction, in which its instance records the transaction's number."""
 
     def __init__(
         self,
@@ -244,19 +244,19 @@ class PlainWriter(EmbeddedWriter):
     ) -> None:
         super().__init__(store, settings, events, owner, closed)
         self.instance: Instance = instance
-        self._stale = False  # the instance is retired or in doubt
+        self._stale = False  # True if the instance is retired, or may be
         self._how: dict[str, Any] = {}
         self._trimmed_at = time.monotonic()
 
     def begin(self, begin: Begin) -> None:
-        # A number that a token names is not given to another transaction.
+        # The number that a token names is never used for another transaction.
         if self._stale or self.instance.told or self.instance.dead:
             self.reopen(begin.deadline)
         super().begin(begin)
         self._how = {"w": self.instance.id, "n": self.instance.last + 1}
 
     def evidence(self) -> Evidence:
-        # The instance may be another by now, and its next number too; the token is about what was begun.
+        # The instance and its next number may have changed since the begin; the token names those of the begin.
         self.instance.told = True
         return Evidence(self._how, self._outgoing.count, self._expires_at)
 
@@ -282,7 +282,7 @@ class PlainWriter(EmbeddedWriter):
         self._trim(deadline)
 
     def _trim(self, deadline: Deadline) -> None:
-        """Now and then remove a piece of what is past its retention in the topics that were just written."""
+        """Remove now and then some expired messages of the topics that were just written."""
         now = time.monotonic()
         if now - self._trimmed_at < TRIM_SECONDS:
             return
@@ -290,7 +290,7 @@ class PlainWriter(EmbeddedWriter):
         try:
             for topic in self._outgoing.topics():
                 retention.trim(self._store, self._connection, topic, deadline)
-        except TxnBridgeError as error:  # the commit stands, and the next writer tries again
+        except TxnBridgeError as error:  # the commit counts in any case, and the next writer tries again
             _log.debug("messages past their retention are left for others to remove: %s", error)
 
     def _write(self) -> None:
@@ -311,7 +311,7 @@ class PlainWriter(EmbeddedWriter):
             connection.execute("DELETE FROM undecided WHERE number = ?", mine[0])
 
     def _look_what_happened(self, error: CommitUnclear, deadline: Deadline) -> None:
-        """SQLite failed while it committed. Return if it happened; raise if it did not, or if nobody can tell now."""
+        """Return if a commit happened in which SQLite failed. Raise if it did not, or if that can't be known now."""
         self._stale = True
         try:
             self._reconnect()
@@ -342,9 +342,9 @@ class PlainWriter(EmbeddedWriter):
 
 
 class PreparingWriter(EmbeddedWriter):
-    """Prepares one transaction, which then needs no writer any more."""
+    """Prepares one transaction, which then needs its writer no more."""
 
-    _prepared = False  # or it may be
+    _prepared = False  # True if it is, or may be
 
     def begin(self, begin: Begin) -> None:
         super().begin(begin)
@@ -356,7 +356,7 @@ class PreparingWriter(EmbeddedWriter):
     def prepare(self, deadline: Deadline) -> None:
         hold = self._begin.hold
         ends = self._expires_at + int(1000 * (self._settings.hold_seconds if hold is None else hold))
-        self._prepared = True  # it may be, as soon as an exception from a signal handler comes in between
+        self._prepared = True  # set before, because an exception from a signal handler may come in between
         try:
             with (
                 self._events.step("step:store", self._begin.transaction, messages=self._outgoing.count),
@@ -377,7 +377,7 @@ class PreparingWriter(EmbeddedWriter):
         self._expires_at = ends
 
     def _look_what_happened(self, error: CommitUnclear, deadline: Deadline) -> None:
-        """Return if it was prepared. If the failed commit came to life later, it would expire: nobody has its token."""
+        """Return if it was prepared. If the failed commit took effect later, it would expire without a token."""
         try:
             self._reconnect()
             with self._store.reading(self._connection, deadline):
@@ -400,7 +400,7 @@ class PreparingWriter(EmbeddedWriter):
             return self._let_go(deadline)
         try:
             ended = self._decide(Decision.ABORT, deadline)
-        except (EvidenceLost, InvalidState):  # it was never prepared after all
+        except (EvidenceLost, InvalidState):  # it was not prepared
             self._prepared = False
             return self._let_go(deadline)
         if ended is Outcome.COMMITTED:
