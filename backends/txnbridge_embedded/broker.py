@@ -29,8 +29,8 @@ from txnbridge.spi import (
     Writer,
 )
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
-from txnbridge_embedded.client.session import Session
-from txnbridge_embedded.client.store import LEAVING_SECONDS, Connection, Store, now_ms
+from txnbridge_embedded.client.session import SharedConnection
+from txnbridge_embedded.client.store import LEAVING_SECONDS, FileConnection, Store, now_ms
 from txnbridge_embedded.decision_log import EmbeddedLog
 from txnbridge_embedded.half_store import EmbeddedHalves
 from txnbridge_embedded.outcome import outcome
@@ -53,7 +53,7 @@ class EmbeddedBroker(Broker):
         self.store = store
         self.settings = settings
         self.events = context.events
-        self.session = Session(store, settings, context.events)
+        self.session = SharedConnection(store, settings, context.events)
         self._owners: dict[str, Owner] = {}
         self._writers: set[EmbeddedWriter] = set()  # the open ones
         self._left: list[Instance] = []  # instances of closed writers and publishers
@@ -164,7 +164,7 @@ class EmbeddedBroker(Broker):
         self.session.close()
         self.store.close()
 
-    def _leave(self, connection: Connection, deadline: Deadline) -> None:
+    def _leave(self, connection: FileConnection, deadline: Deadline) -> None:
         """Remove the rows of writers that no token names; the open transactions of the others count as aborted."""
         if self._left:
             with self.store.writing(connection, deadline, "closing"):
@@ -183,12 +183,12 @@ def _check(token: Token) -> None:
         raise InvalidToken("this token is damaged: its fields are not those of a transaction of the embedded broker")
 
 
-def _look(connection: Connection, token: Token) -> Status | None:
+def _look(connection: FileConnection, token: Token) -> Status | None:
     """Return the status of a token's transaction; None if it is undecided and its deadline has passed."""
     return _look_at_prepared(connection, token) if "p" in token.how else _look_at_plain(connection, token)
 
 
-def _record_expired(connection: Connection, token: Token) -> Status:
+def _record_expired(connection: FileConnection, token: Token) -> Status:
     """Abort a transaction whose deadline has passed, inside a write transaction, so that it stays aborted."""
     reason = "its deadline passed"
     if "p" in token.how:
@@ -199,7 +199,7 @@ def _record_expired(connection: Connection, token: Token) -> Status:
     return Status(TokenState.ABORTED, reason=reason)
 
 
-def _look_at_prepared(connection: Connection, token: Token) -> Status | None:
+def _look_at_prepared(connection: FileConnection, token: Token) -> Status | None:
     row = connection.execute(
         "SELECT state, deadline_at, reason FROM transactions WHERE id = ?", (token.transaction,)
     ).fetchone()
@@ -217,7 +217,7 @@ def _look_at_prepared(connection: Connection, token: Token) -> Status | None:
     return Status(TokenState.UNKNOWN, expires_at=deadline_at, reason="it is still open and not prepared yet")
 
 
-def _look_at_plain(connection: Connection, token: Token) -> Status | None:
+def _look_at_plain(connection: FileConnection, token: Token) -> Status | None:
     row = connection.execute("SELECT last, retired FROM writers WHERE id = ?", (token.how.get("w"),)).fetchone()
     if row is None:
         return _FORGOTTEN

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from txnbridge.errors import OutcomeUnknown, PositionLost
 from txnbridge.spi import Deadline, DecisionLog, Position
 from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
-from txnbridge_embedded.client.session import Session
-from txnbridge_embedded.client.store import CommitUnclear, Connection
+from txnbridge_embedded.client.session import SharedConnection
+from txnbridge_embedded.client.store import CommitUnclear, FileConnection
 
 _READ_ROWS = 500  # records in memory at once, so that a log of millions needs little memory
 _TRIM_ROWS = 10_000  # records removed at once: some milliseconds, so that others wait briefly for the lock
@@ -20,7 +20,7 @@ class EmbeddedLog(DecisionLog):
     origin = (0,)
     numbered = True
 
-    def __init__(self, session: Session, name: str, deadline: Deadline) -> None:
+    def __init__(self, session: SharedConnection, name: str, deadline: Deadline) -> None:
         self._session = session
         with session(deadline) as connection:
             with session.store.reading(connection, deadline):
@@ -95,7 +95,7 @@ class EmbeddedLog(DecisionLog):
             while self._remove_some(connection, deadline):
                 pass
 
-    def _remove_some(self, connection: Connection, deadline: Deadline) -> bool:
+    def _remove_some(self, connection: FileConnection, deadline: Deadline) -> bool:
         with self._session.store.writing(connection, deadline, "trimming a decision log"):
             (first,) = connection.execute("SELECT first FROM logs WHERE id = ?", (self._id,)).fetchone()
             if not first:

@@ -11,8 +11,8 @@ from typing import Any
 from txnbridge.errors import DeadlineExceeded, NotFound
 from txnbridge.spi import Deadline, Decision, Half, HalfMessage, HalfStore, Outcome
 from txnbridge_embedded.client.headers import pack, unpack_raw
-from txnbridge_embedded.client.session import Session
-from txnbridge_embedded.client.store import Connection, Topic, latest, now_ms
+from txnbridge_embedded.client.session import SharedConnection
+from txnbridge_embedded.client.store import FileConnection, StoredTopic, latest, now_ms
 from txnbridge_embedded.write.staged_messages import StagedMessages, store
 
 _COLUMNS = "id, group_name, transaction_id, check_at, deadline_at, checks"
@@ -26,7 +26,7 @@ _OUTCOMES = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}
 class EmbeddedHalves(HalfStore):
     """Stores a half, or publishes it, in one write transaction each."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: SharedConnection) -> None:
         self._session = session
         self._store = session.store
         self._interval = int(session.settings.half_check_seconds * 1000)
@@ -138,7 +138,7 @@ class EmbeddedHalves(HalfStore):
     # --- inside a write transaction --------------------------------------------------------------------------------
 
     @contextmanager
-    def _writing(self, connection: Connection, deadline: Deadline, transaction: str, what: str) -> Iterator[None]:
+    def _writing(self, connection: FileConnection, deadline: Deadline, transaction: str, what: str) -> Iterator[None]:
         with self._session.events.step("step:half", transaction), self._store.writing(connection, deadline, what):
             yield
 
@@ -151,13 +151,13 @@ class EmbeddedHalves(HalfStore):
             raise NotFound(f"group {half.group!r} has no half message of transaction {half.transaction!r} (any more)")
         return row[0], row[1], row[2]
 
-    def _publish(self, connection: Connection, half_id: int) -> None:
+    def _publish(self, connection: FileConnection, half_id: int) -> None:
         outgoing = self._take(_messages(connection, half_id), lambda name: self._store.topic(connection, name))
         now = now_ms()
         for rows in outgoing.pending():
             store(connection, rows, now)
 
-    def _take(self, messages: Iterable[HalfMessage], find_topic: Callable[[str], Topic]) -> StagedMessages:
+    def _take(self, messages: Iterable[HalfMessage], find_topic: Callable[[str], StoredTopic]) -> StagedMessages:
         outgoing = StagedMessages(find_topic, lambda: None, self._session.settings)
         for message in messages:
             outgoing.add(*message)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from txnbridge_embedded.broker import EmbeddedBroker
-from txnbridge_embedded.client.store import Connection, Store
+from txnbridge_embedded.client.store import FileConnection, Store
 
 from tests.embedded.kit import (
     NO_LEDGER,
@@ -143,7 +143,7 @@ def do_everything(path, last):
 
     connect = Store.connect
 
-    def connect_and_count(store, **options) -> Connection:
+    def connect_and_count(store, **options) -> FileConnection:
         connection = connect(store, **options)
         connection.set_trace_callback(count)
         return connection

@@ -6,6 +6,7 @@ doubled, and no writer, turn or consumer may stay taken.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -71,8 +72,9 @@ class Work:
         for message in self.batch or ():
             with suppress(InvalidState):  # it is acknowledged already, or comes again anyway
                 self.consumer.nack(message)
-        empty = 0
-        while empty < 3:
+        # A poll that does not wait may be empty although messages are there: on a busy machine looks are far apart.
+        empty, until = 0, time.monotonic() + 60
+        while empty < 3 or (self.missing() and time.monotonic() < until):
             try:
                 empty = 0 if self.step() else empty + 1
             except OutcomeUnknown:
@@ -81,10 +83,13 @@ class Work:
         self.check()
         self.feed()
 
-    def check(self) -> None:
+    def missing(self) -> int:
         while batch := self.reader.poll(1000, 0):
             for message in batch:
                 self.found[message.partition].append(int(message.value or b""))
+        return self.sent - sum(map(len, self.found.values()))
+
+    def check(self) -> None:
         for partition, found in self.found.items():
             assert sorted(found) == list(range(partition, self.sent, 2))
 

@@ -1,4 +1,4 @@
-"""Topics, open transactions, and what the doctor looks at."""
+"""Administration: topics, groups, open transactions, and the doctor."""
 
 from __future__ import annotations
 
@@ -26,24 +26,32 @@ from txnbridge.spi import (
 from txnbridge_embedded.admin import groups
 from txnbridge_embedded.client.headers import unpack_raw
 from txnbridge_embedded.client.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
-from txnbridge_embedded.client.session import Session
-from txnbridge_embedded.client.store import Connection, Topic, add_partitions, add_topic, latest, now_ms, read_topic
+from txnbridge_embedded.client.session import SharedConnection
+from txnbridge_embedded.client.store import (
+    FileConnection,
+    StoredTopic,
+    add_partitions,
+    add_topic,
+    latest,
+    now_ms,
+    read_topic,
+)
 from txnbridge_embedded.client.visibility import read_bounds
 from txnbridge_embedded.outcome import outcome
 from txnbridge_embedded.write import acks, retention
 
 INTERNAL = "_txnbridge-"
-# A log that is so much longer than the point where it is copied means that a reader keeps an old snapshot.
+# A log this much longer than the length at which it is copied means that a reader keeps an old snapshot.
 _LONG_WAL_BYTES = 256 << 20
 _LITTLE_ROOM_BYTES = 256 << 20
-_STATEMENTS_BETWEEN_LOOKS = 100_000  # of SQLite's own machine: some milliseconds between two looks at the clock
-_CLOCK_SECONDS = 5  # a clock that is kept right is set back by less
+_STATEMENTS_BETWEEN_LOOKS = 100_000  # of SQLite's virtual machine between two looks at the clock: some milliseconds
+_CLOCK_SECONDS = 5  # a clock that is synchronised is set back by less
 
 
 class EmbeddedAdmin(Admin):
-    """Works on the file itself, through the broker's own session."""
+    """Works on the file itself, through the broker's shared connection."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: SharedConnection) -> None:
         self._session = session
         self._store = session.store
 
@@ -103,11 +111,11 @@ class EmbeddedAdmin(Admin):
                 connection.execute("DELETE FROM partitions WHERE topic_id = ?", (topic.id,))
                 connection.execute("DELETE FROM topics WHERE id = ?", (topic.id,))
             self._store.forget_topic(name)
-            # The topic is gone; what time does not allow is left to the next deletion or the doctor.
+            # The topic is gone; the next deletion or the doctor removes the remaining messages.
             with suppress(TxnBridgeError):
                 self._remove_garbage(connection, deadline)
 
-    def _check_decided(self, connection: sqlite3.Connection, topic: Topic) -> None:
+    def _check_decided(self, connection: sqlite3.Connection, topic: StoredTopic) -> None:
         for partition in topic.partitions:
             row = connection.execute(
                 "SELECT id FROM transactions JOIN undecided USING (number) WHERE partition_id = ?"
@@ -131,7 +139,7 @@ class EmbeddedAdmin(Admin):
 
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
         with self._session(deadline) as connection:
-            # What is past its deadline would hold readers back, and here is none that would end it.
+            # End transactions past their deadline: they would hold readers back, and no reader is here to end them.
             outcome.end_expired(self._store, connection, deadline, self._session.events)
             with self._store.reading(connection, deadline):
                 for name in topics:
@@ -144,7 +152,7 @@ class EmbeddedAdmin(Admin):
             ids = dict(connection.execute("SELECT name, id FROM topics"))
         return {name: str(ids[name]) for name in topics if name in ids}
 
-    def _existing(self, connection: sqlite3.Connection, name: str) -> Topic:
+    def _existing(self, connection: sqlite3.Connection, name: str) -> StoredTopic:
         topic = read_topic(connection, name)
         if topic is None:
             raise NotFound(f"there is no topic {name!r}")
@@ -228,18 +236,18 @@ class EmbeddedAdmin(Admin):
     # --- the doctor ------------------------------------------------------------------------------------------------
 
     def check(self, deadline: Deadline) -> list[Advice]:
-        connection = self._store.connect()  # its own: looking through a large file lasts
+        connection = self._store.connect()  # of its own, because checking a large file lasts
         try:
             damage = list(self._damage(connection, deadline))
             if damage:
-                return damage  # what else a damaged file says may be wrong, and it is better not written
+                return damage  # the rest of a damaged file may be wrong, and it should not be written
             sound = Advice("ok", "file", f"{self._store.path} is sound")
             return [sound, *self._clean_up(connection, deadline), *self._look(connection, deadline)]
         finally:
             connection.close()
 
-    def _clean_up(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
-        """Do what was left undone; a file that cannot be written is a finding."""
+    def _clean_up(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
+        """Finish what dead processes left behind; a file that cannot be written is a finding."""
         try:
             ended = outcome.end_expired(self._store, connection, deadline, self._session.events)
             self._remove_garbage(connection, deadline)
@@ -255,7 +263,7 @@ class EmbeddedAdmin(Admin):
         if ended:
             yield Advice("warning", "transactions", f"{ended} past their deadline were aborted just now")
 
-    def _look(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
+    def _look(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
         yield from self._room()
         if not self._store.durable:
             yield Advice("warning", "durability", "a power cut may take the last commits", "open with durability=full")
@@ -299,8 +307,8 @@ class EmbeddedAdmin(Admin):
                 remedy = f"txnbridge resolver run --group {shlex.quote(group)} --check MODULE:FUNCTION"
                 yield Advice("warning", f"half messages of {group}", text, remedy)
 
-    def _damage(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
-        # Looking through a large file lasts, and only this stops it in time.
+    def _damage(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
+        # Checking a large file lasts, and only this stops it in time.
         connection.set_progress_handler(lambda: deadline.expired, _STATEMENTS_BETWEEN_LOOKS)
         try:
             with self._store.reading(connection, deadline):
@@ -329,7 +337,7 @@ class EmbeddedAdmin(Admin):
         if log > _LONG_WAL_BYTES:
             yield Advice("warning", "log", f"{log >> 20} MiB long: a reader keeps an old state of the file for long")
 
-    def _remove_garbage(self, connection: Connection, deadline: Deadline) -> None:
+    def _remove_garbage(self, connection: FileConnection, deadline: Deadline) -> None:
         """Remove the messages of deleted topics, piece by piece."""
         with self._store.reading(connection, deadline):
             deleted = connection.execute("SELECT partition_id FROM garbage").fetchall()
@@ -337,7 +345,7 @@ class EmbeddedAdmin(Admin):
             while not self._remove_piece(connection, partition, deadline):
                 pass
 
-    def _remove_piece(self, connection: Connection, partition: int, deadline: Deadline) -> bool:
+    def _remove_piece(self, connection: FileConnection, partition: int, deadline: Deadline) -> bool:
         with self._store.writing(connection, deadline, "removing the messages of a deleted topic"):
             done = outcome.remove_messages(connection, partition, 0, MAX_OFFSET) == MAX_OFFSET
             if done:
@@ -354,7 +362,7 @@ def _partitions_of(connection: sqlite3.Connection, number: int) -> list[Partitio
 
 
 def _damaged_headers(connection: sqlite3.Connection) -> list[str]:
-    """What to say of the first message whose headers cannot be read, if there is one."""
+    """Return a line about the first message whose headers cannot be read, if there is one."""
     for row_id, text in connection.execute("SELECT id, headers FROM messages WHERE headers IS NOT NULL"):
         try:
             unpack_raw(text)
@@ -364,7 +372,7 @@ def _damaged_headers(connection: sqlite3.Connection) -> list[str]:
     return []
 
 
-def _described(topic: Topic) -> str:
+def _described(topic: StoredTopic) -> str:
     text = f"with {len(topic.partitions)} partition{'s' if len(topic.partitions) > 1 else ''}"
     if topic.retention_ms is not None:
         text += f", kept for {topic.retention_ms / 1000:g} s"

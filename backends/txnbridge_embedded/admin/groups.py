@@ -1,4 +1,4 @@
-"""Where a group stands, as an administrator sees and sets it."""
+"""Shows and resets a group's positions, for administrators."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from datetime import datetime
 
 from txnbridge.errors import InvalidState, NotFound
 from txnbridge.spi import Deadline, GroupInfo, GroupMember, Partition, Position
-from txnbridge_embedded.client.store import Connection, Store, now_ms
+from txnbridge_embedded.client.store import FileConnection, Store, now_ms
 from txnbridge_embedded.client.visibility import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.read import group_members
 from txnbridge_embedded.write import acks
 
 
 def look(connection: sqlite3.Connection, name: str) -> GroupInfo:
-    """One group, to be called within a snapshot. Raises `NotFound`."""
+    """Return one group, within a snapshot. Raise `NotFound`."""
     group_id = _id_of(connection, name)
     bounds = _read_bounds(connection, group_id)
     by_id = {found.id: partition for partition, found in bounds.items()}
@@ -36,13 +36,13 @@ def look(connection: sqlite3.Connection, name: str) -> GroupInfo:
 
 def reset(
     store: Store,
-    connection: Connection,
+    connection: FileConnection,
     name: str,
     to: str | int,
     topics: Sequence[str] | None,
     deadline: Deadline,
 ) -> dict[Partition, Position]:
-    """Set where a group without members goes on. Raises `NotFound`, `InvalidState`."""
+    """Set the positions of a group without members. Raise `NotFound`, `InvalidState`."""
     with store.reading(connection, deadline):
         bounds = _wanted(connection, name, topics)
     times = (
@@ -64,7 +64,7 @@ def reset(
 
 
 def held_by_others(connection: sqlite3.Connection, group_id: int, member: str) -> dict[str, list[Partition]]:
-    """What other members have, under what tells who that is and for how long, as text for people."""
+    """Return the partitions of other members, by a text that names the member and its lease."""
     found: dict[str, list[Partition]] = {}
     rows = connection.execute(
         "SELECT m.host, m.expires_at, t.name, p.number FROM assignments a JOIN members m ON m.id = a.member"
@@ -78,7 +78,7 @@ def held_by_others(connection: sqlite3.Connection, group_id: int, member: str) -
 
 
 def lease(host: str, until: int) -> str:
-    """Who has a lease and for how long, as text for people."""
+    """Return the holder and the end of a lease as text."""
     return f"{host}, whose lease ends at {datetime.fromtimestamp(until / 1000):%H:%M:%S} unless it is renewed"
 
 
@@ -97,7 +97,7 @@ def _living(connection: sqlite3.Connection, group_id: int) -> list[tuple[str, st
 
 
 def _read_bounds(connection: sqlite3.Connection, group_id: int) -> Mapping[Partition, Bounds]:
-    """Of every partition that the group has begun to read."""
+    """Return the bounds of every partition that the group has begun to read."""
     rows = connection.execute(
         "SELECT DISTINCT t.name FROM positions q JOIN partitions p ON p.id = q.partition_id"
         " JOIN topics t ON t.id = p.topic_id WHERE q.group_id = ?",
@@ -130,7 +130,7 @@ def _set(connection: sqlite3.Connection, group_id: int, partition_id: int, offse
     for table in ("acks", "pending_acks", "leases"):
         connection.execute(f"DELETE FROM {table} WHERE group_id = ? AND partition_id = ?", where)
     connection.execute("UPDATE positions SET next = ? WHERE group_id = ? AND partition_id = ?", (offset, *where))
-    # The member that had it last may only be paused: what it acknowledges was delivered before this.
+    # The member that had the partition last may only be paused; its messages were delivered before this reset.
     connection.execute(
         "UPDATE assignments SET member = NULL, epoch = epoch + 1 WHERE group_id = ? AND partition_id = ?", where
     )

@@ -1,3 +1,3 @@
-"""The file. `files` says whether a path can be one, `schema` what is in it; `store` opens it and knows whose turn it is
-to write. `wake` waits for others' commits.
+"""The file: `files` checks the path, `schema` has the tables, `store` opens it and gives writers their turn, and
+`change_notification` waits for commits of others.
 """

@@ -1,9 +1,9 @@
-"""Waiting until somebody has committed something into the file, in whatever process.
+"""Waits until another connection, in any process, has committed into the file.
 
-SQLite tells by `PRAGMA data_version` whether another connection has changed the file, but it has to be asked, and
-sleeping and waking costs some 40 us of a core each time. Linux tells at once that the write-ahead log is being written,
-which comes some milliseconds before the commit that it announces, if one comes. So a waiting reader sleeps until then
-and asks from then on, at first often. Where Linux is not there to tell, the reader asks all the time.
+SQLite tells by `PRAGMA data_version` whether another connection has changed the file. But it has to be asked, and each
+sleep costs some 40 us of a core. Linux tells at once that the write-ahead log is written, some milliseconds before the
+commit, if one follows. So a waiting reader sleeps until then, and asks SQLite from then on, at first often. Without
+Linux the reader asks all the time.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import sqlite3
 import time
 from pathlib import Path
 
-# The first pause after the log was written, for commits that are quick.
+# The first pause after the log was written, for quick commits.
 _SHORT = 0.001
-# Later pauses are this part of the time since then: so a commit is noticed late by no more than this part of the time
-# that it took, and a write that was never committed is soon not asked about any more.
+# Later pauses are this share of the time since the write. So a commit is noticed late by this share of its duration at
+# most, and the reader soon asks less often about a write without a commit.
 _PART = 0.25
-# The longest pause of a reader that nobody tells: it keeps an idle one below 2 % of a core, and wakes it in 2 ms.
+# The longest pause of a reader without inotify: it costs an idle reader less than 2 % of a core, and 2 ms of delay.
 _LONG = 0.004
 
 _IN_MODIFY = 2  # <sys/inotify.h>
 
 
-class Watch:
+class ChangeNotification:
     """Tells when another connection has changed the file."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
@@ -36,11 +36,11 @@ class Watch:
         self._log = _LogWatch(f"{path}-wal")
 
     def mark(self) -> None:
-        """What is there now is known (or will be looked at next)."""
+        """Note the present state of the file as known."""
         self._seen = self._version()
 
     def wait(self, seconds: float) -> None:
-        """Return as soon as something has changed since `mark`, or when the time is over."""
+        """Return as soon as the file has changed since `mark`, or when the time is over."""
         until = time.monotonic() + seconds
         while self._version() == self._seen:
             now = time.monotonic()
@@ -57,16 +57,16 @@ class Watch:
         try:
             return self._cursor.execute("PRAGMA data_version").fetchone()
         except sqlite3.OperationalError:
-            # The file is being recovered: that is a change, and whoever looks next meets what is wrong, if it lasts.
+            # The file is being recovered, which is a change; a lasting error shows at the next look.
             return None
 
     def close(self) -> None:
-        """Let go of what tells."""
+        """Close the connection and the inotify descriptor."""
         self._log.close()
 
 
 class _LogWatch:
-    """Linux's inotify on one file; `blind` where there is none (or no more, its number is limited)."""
+    """Linux's inotify on one file; `blind` if there is none (the number of watches is limited)."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = _watch(path)
@@ -76,13 +76,13 @@ class _LogWatch:
             self._poll.register(self._descriptor, select.POLLIN)
 
     def is_written_within(self, seconds: float) -> bool:
-        """Wait for a write; False if none came. A blind one never sees any, and does not wait for long."""
+        """Wait for a write; return False if none came. A blind watch never sees one, and waits only briefly."""
         if self.blind:
             time.sleep(min(seconds, _LONG))
             return False
         if not self._poll.poll(seconds * 1000):
             return False
-        os.read(self._descriptor, 1 << 16)  # what happened is all the same
+        os.read(self._descriptor, 1 << 16)  # the kind of event does not matter
         return True
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class _LogWatch:
 
 
 def _watch(path: str) -> int:
-    """A descriptor that becomes readable when a file is written; -1 if that cannot be had."""
+    """Return a descriptor that becomes readable when a file is written; -1 if the system gives none."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "inotify_init1"):
         return -1

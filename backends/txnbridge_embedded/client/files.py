@@ -1,4 +1,4 @@
-"""Whether a path can hold a broker's file, and whether what is there is one of ours."""
+"""Checks whether a path can hold a broker's file, and whether an existing file is a broker's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from txnbridge_embedded.client.schema import APPLICATION_ID, OLDEST, VERSION
 
 OLDEST_SQLITE = (3, 35)  # the first with RETURNING
 
-# Several machines may mount these; SQLite's write-ahead log needs memory that all its users share.
+# File systems that several machines may mount; SQLite's write-ahead log needs memory that all its users share.
 _NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ncpfs", "afs", "ceph", "lustre", "glusterfs", "beegfs", "gpfs"),
     *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.rclone", "fuse.davfs", "davfs"),
@@ -28,7 +28,7 @@ def check_sqlite(version: tuple[int, ...] = sqlite3.sqlite_version_info) -> None
 
 
 def check_path(path: Path, create: bool) -> None:
-    """Raise the error that says best why there can be no broker's file at this path."""
+    """Raise the error that says best why no broker's file can be at this path."""
     try:
         _check_kind(path, create)
     except PermissionError as error:
@@ -54,8 +54,8 @@ def _check_kind(path: Path, create: bool) -> None:
 
 
 def check_mount(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> None:
-    """Raise `InvalidOption` for a path on a network mount, where the system says what is mounted where."""
-    if not mounts.exists():  # macOS, BSD: nothing tells it so simply
+    """Raise `InvalidOption` for a path on a network mount, if the system lists its mounts."""
+    if not mounts.exists():  # macOS and BSD have no such list
         return
     kind, point = mount_of(path.resolve(), mounts.read_text())
     if kind in _NETWORK:
@@ -66,7 +66,7 @@ def check_mount(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> None
 
 
 def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
-    """The kind and the place of the mount that holds a path; of two at one place the later hides the other."""
+    """Return the kind and the place of the mount that holds a path; a later mount hides an earlier one there."""
     best = ("", "")
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -83,8 +83,8 @@ def _unescape(point: str) -> str:
 
 
 def check_header(connection: sqlite3.Connection, path: Path) -> int:
-    """Which version of ours the file is; 0 for an empty one. Raises for another program's, a newer or a damaged one."""
-    # In one statement, because another process may be making the file right now.
+    """Return the file's version; 0 for an empty file. Raise for another program's, a newer or a damaged file."""
+    # In one statement, because another process may be creating the file right now.
     application, version, tables = connection.execute(
         "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master)"
         " FROM pragma_application_id, pragma_user_version"
@@ -103,7 +103,7 @@ def check_header(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def in_place(path: Path, inode: tuple[int, int]) -> bool:
-    """Whether the file that was opened is still the one at this path."""
+    """Return whether the file that was opened is still the one at this path."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Headers as text in the file: a JSON list of pairs, each value's bytes as Latin-1 characters."""
+"""The format of headers in the file: a JSON list of pairs, with each value's bytes as Latin-1 characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from txnbridge.spi import NO_HEADERS, Headers, RawHeaders
 
 
 def pack(headers: RawHeaders | None) -> str | None:
-    """The text to store; None for no headers."""
+    """Return headers as text; None for no headers."""
     if not headers:
         return None
     # ASCII only, because a name may hold lone surrogates, which SQLite's UTF-8 cannot.
@@ -18,15 +18,15 @@ def pack(headers: RawHeaders | None) -> str | None:
 
 
 def unpack_raw(text: str | None) -> list[tuple[str, bytes | None]]:
-    """The pairs that were stored. Raises `StorageFailed` if they are damaged."""
+    """Return the stored pairs. Raise `StorageFailed` if they are damaged."""
     if not text:
         return []
     try:
         return [(str(name), None if value is None else value.encode("latin-1")) for name, value in json.loads(text)]
-    except (ValueError, TypeError, AttributeError, RecursionError):  # whose text would quote them
+    except (ValueError, TypeError, AttributeError, RecursionError):  # the error's text would quote the headers
         raise StorageFailed("the headers of a message are damaged: restore a copy of the file") from None
 
 
 def unpack(text: str | None) -> Headers:
-    """The headers that were stored. Raises `StorageFailed` if they are damaged."""
+    """Return the stored headers. Raise `StorageFailed` if they are damaged."""
     return Headers(unpack_raw(text)) if text else NO_HEADERS

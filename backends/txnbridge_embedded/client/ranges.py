@@ -1,4 +1,4 @@
-"""Ranges of offsets, first and last included: a list of them is sorted and its ranges do not touch."""
+"""Ranges of offsets, first and last included. A proper list of ranges is sorted, and its ranges do not touch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ Range = tuple[int, int]
 
 
 def runs(offsets: Iterable[int]) -> list[Range]:
-    """The runs of consecutive offsets among some offsets."""
+    """Return the runs of consecutive offsets."""
     ordered = sorted(offsets)
-    # Nearly always one run, which is told faster as a whole; the number first, or the list could be endless.
+    # Nearly always there is one run, which is quicker to check; its length is checked first, to bound the list.
     if ordered and ordered[-1] - ordered[0] + 1 == len(ordered):
         first, last = ordered[0], ordered[-1]
         if ordered == list(range(first, last + 1)):
@@ -19,7 +19,7 @@ def runs(offsets: Iterable[int]) -> list[Range]:
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """The same offsets as a proper list of ranges, whatever the order and overlaps of those given."""
+    """Return the same offsets as a proper list; the given ranges may overlap, in any order."""
     found: list[Range] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -30,7 +30,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 
 
 def without(ranges: Iterable[Range], holes: Iterable[Range]) -> Iterator[Range]:
-    """What is left of some ranges without the offsets of others, both proper lists."""
+    """Yield the ranges without the offsets of others; both are proper lists."""
     waiting = iter(holes)
     hole = next(waiting, None)
     for first, last in ranges:

@@ -1,4 +1,4 @@
-"""What is in the file, version 2, and how its parts are numbered."""
+"""The tables of the file, version 2, and the numbers of their rows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import sqlite3
 import time
 import uuid
 
-APPLICATION_ID = 0x74786E62  # "txnb", in the file's header: tells our file from another program's
+APPLICATION_ID = 0x74786E62  # "txnb", in the file's header: marks the file as ours
 VERSION = 2  # of the schema, in the file's header
-OLDEST = 1  # that is read: it is upgraded when it is opened
+OLDEST = 1  # the oldest version that is read: the file is upgraded when it is opened
 
 OFFSET_BITS = 40  # a message's row id is partition << 40 | offset, so that a partition's messages lie together
 MAX_OFFSET = (1 << OFFSET_BITS) - 1
-MAX_PARTITION_ID = (1 << 22) - 1  # what 63 bits leave, with one bit to spare
+MAX_PARTITION_ID = (1 << 22) - 1  # 63 bits without the offset's, and one bit to spare
 
-# Of rows of 1 KiB three fit on SQLite's usual page of 4 KiB and a quarter is wasted, on this one seven. A commit of one
-# message writes a page of each table that it touches, so much larger ones would make small commits dear.
+# Three rows of 1 KiB fit on SQLite's usual page of 4 KiB, which wastes a quarter; seven fit on this page. A commit of
+# one message writes a page of each table that it touches, so much larger pages would make small commits slow.
 PAGE_BYTES = 8192
 
 _SCHEMA = """
@@ -125,7 +125,7 @@ CREATE TABLE half_messages(
   partition INTEGER, timestamp INTEGER, PRIMARY KEY(half, number)) WITHOUT ROWID;
 """
 
-# From version 1. Processes that have the file open already go on as they did.
+# The upgrade from version 1. Processes that have the file open go on as before.
 _UPGRADE = (
     "ALTER TABLE half_messages ADD COLUMN partition INTEGER",
     "ALTER TABLE half_messages ADD COLUMN timestamp INTEGER",
@@ -133,7 +133,7 @@ _UPGRADE = (
 
 
 def create(connection: sqlite3.Connection) -> None:
-    """Make the tables, inside a write transaction on an empty file."""
+    """Create the tables, inside a write transaction on an empty file."""
     for statement in _SCHEMA.split(";"):
         connection.execute(statement)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -144,7 +144,7 @@ def create(connection: sqlite3.Connection) -> None:
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
-    """Make version 1 this one, inside a write transaction."""
+    """Upgrade version 1 to this version, inside a write transaction."""
     for statement in _UPGRADE:
         connection.execute(statement)
     connection.execute(f"PRAGMA user_version = {VERSION}")

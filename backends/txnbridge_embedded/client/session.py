@@ -1,4 +1,4 @@
-"""One connection to the file for what is neither a writer's nor a reader's."""
+"""A connection to the file for calls of neither writers nor readers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from contextlib import contextmanager
 
 from txnbridge.errors import DeadlineExceeded, InvalidState, OutcomeUnknown
 from txnbridge.spi import Deadline, Emitter
-from txnbridge_embedded.client.store import CommitUnclear, Connection, Store
+from txnbridge_embedded.client.store import CommitUnclear, FileConnection, Store
 from txnbridge_embedded.settings import Settings
 
 
-class Session:
-    """`with session(deadline) as connection:`, for one caller at a time."""
+class SharedConnection:
+    """A connection for one caller at a time: `with shared(deadline) as connection:`."""
 
     def __init__(self, store: Store, settings: Settings, events: Emitter) -> None:
         self.store = store
         self.settings = settings
         self.events = events
         self._lock = threading.Lock()
-        self._connection: Connection | None = store.connect()
+        self._connection: FileConnection | None = store.connect()
         self._closed = False
 
     @contextmanager
-    def __call__(self, deadline: Deadline) -> Iterator[Connection]:
+    def __call__(self, deadline: Deadline) -> Iterator[FileConnection]:
         if not self._lock.acquire(timeout=deadline.left()):
             raise DeadlineExceeded(f"other calls kept {self.store.path} busy for {deadline.seconds:g} s")
         try:
@@ -34,7 +34,7 @@ class Session:
                 self._connection = self.store.connect()
             yield self._connection
         except (CommitUnclear, OutcomeUnknown):
-            self._disconnect()  # whatever state it is in
+            self._disconnect()  # in any state
             raise
         finally:
             self._lock.release()

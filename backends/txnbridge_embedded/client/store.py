@@ -1,4 +1,4 @@
-"""The file: its connections, whose turn it is to write, its topics, and what SQLite's errors mean."""
+"""The file: its connections, the turns of its writers, its topics, and the translation of SQLite's errors."""
 
 from __future__ import annotations
 
@@ -28,55 +28,64 @@ from txnbridge.spi import Deadline, FairSemaphore
 from txnbridge_embedded.client import files, schema
 from txnbridge_embedded.client.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
 
-__all__ = ["MAX_OFFSET", "OFFSET_BITS", "CommitUnclear", "Connection", "Store", "Topic", "now_ms", "translate"]
+__all__ = [
+    "MAX_OFFSET",
+    "OFFSET_BITS",
+    "CommitUnclear",
+    "FileConnection",
+    "Store",
+    "StoredTopic",
+    "now_ms",
+    "translate",
+]
 
 _log = logging.getLogger("txnbridge.embedded")
 
-# How often the writer whose turn it is asks for the lock. A commit takes from 0.2 ms, so this adds little to it, and
-# of all that wait only one asks so often.
+# How often the writer whose turn it is asks for the lock. A commit takes 0.2 ms or more, so this adds little to it, and
+# only one waiting writer asks so often.
 _LOCK_POLL = 0.0002
-# How often the others ask for the turn. They have a whole commit's time to take it.
+# How often the other writers ask for the turn. They have the time of a commit to take it.
 _TURN_POLL = 0.0005
-# The turn is a courtesy: its holder may have been stopped, so nobody waits longer for it than this.
+# The longest wait for the turn: its holder may have been stopped, and the turn only makes writing fair.
 _TURN_PATIENCE = 0.1
-# How long a thread may write again and again while others of its process wait: some commits.
+# The time for which a thread may write again and again while others of its process wait: some commits.
 _KEEP_SECONDS = 0.002
 # A reader meets a lock only while a file is recovered or closed by its last user, which takes milliseconds.
 _READ_POLL = 0.001
-# How long a new connection puts up with such a lock; it has no caller's deadline.
+# The time for which a new connection, which has no caller's deadline, waits for such a lock.
 _CONNECT_SECONDS = 5.0
-# Leaving a group or closing waits no longer than this for a file that others keep locked: some hundred commits.
-# What is left behind harms nobody: a member's lease runs out, a writer's record is forgotten in time.
+# The longest wait of leaving a group and of closing for a file that others keep locked: some hundred commits. Remains
+# do no harm: a member's lease expires, and a writer's row is removed in time.
 LEAVING_SECONDS = 1.0
-# How old the known partition count of a topic may be: topics grow rarely, and a look costs a query.
+# The age up to which the known partition count of a topic is used: topics grow rarely, and a look costs a query.
 _TOPIC_AGE = 1.0
-# The write-ahead log is copied into the file once it is this long. Longer saves nothing, because most pages are
-# written once; shorter makes more commits wait for a copy, longer makes them wait longer.
+# The length at which the write-ahead log is copied into the file. A longer log saves nothing, because most pages are
+# written once; a shorter one makes more commits wait for a copy, a longer one makes them wait longer.
 CHECKPOINT_BYTES = 8 << 20
-_PARTITIONS_AT_ONCE = 10_000  # they take some ten milliseconds
-_WAL_BYTES = 64 << 20  # a log that a slow reader let grow beyond this is cut back
+_PARTITIONS_AT_ONCE = 10_000  # added in some ten milliseconds
+_WAL_BYTES = 64 << 20  # a log that a slow reader let grow beyond this is truncated
 
 
 class CommitUnclear(StorageFailed):
-    """SQLite was asked to commit and failed while it did: nobody knows yet whether it happened."""
+    """SQLite failed in the middle of a commit: it is not known yet whether the commit happened."""
 
 
-class Connection(sqlite3.Connection):
+class FileConnection(sqlite3.Connection):
     """A connection with its own place in the queue of writers, for one user at a time.
 
-    `close` may come from any thread: SQLite crashes if a connection is closed while it works, so one that is in use is
+    Any thread may call `close`. SQLite crashes if a connection is closed while it works, so a connection in use is
     closed when that use ends.
     """
 
-    turn = -1  # a descriptor of the turn file: flock belongs to it, so that threads of one process queue as well
+    turn = -1  # a descriptor of the turn file: flock belongs to the descriptor, so threads of one process queue as well
 
     def __init__(self, *given: Any, **options: Any) -> None:
-        self._guard = threading.Lock()  # held for a moment only
+        self._guard = threading.Lock()  # held only briefly
         self._used = self._closing = False
         super().__init__(*given, **options)
 
     def enter(self) -> None:
-        """Begin a use. Raises `InvalidState` once it is closed."""
+        """Begin a use. Raise `InvalidState` once it is closed."""
         with self._guard:
             if self._closing:
                 raise InvalidState("this bridge is closed")
@@ -103,8 +112,8 @@ class Connection(sqlite3.Connection):
 
 
 @dataclass(frozen=True)
-class Topic:
-    """A topic as the file knows it; `partitions[number]` is the partition's id."""
+class StoredTopic:
+    """A topic in the file; `partitions[number]` is the partition's id."""
 
     id: int
     name: str
@@ -123,31 +132,31 @@ class Store:
     def __init__(
         self, path: Path, *, durable: bool = True, max_bytes: int | None = None, create_topics: int = 1
     ) -> None:
-        # SQLite puts its log beside the file itself, wherever a symbolic link to it is; so do we with what is ours.
+        # SQLite puts its log beside the file itself, not beside a symbolic link to it; so do we with the turn file.
         self.path = path.resolve()
         self.cluster = ""
         self.durable = durable
         self._max_bytes = max_bytes
         self._create_topics = create_topics
         self._inode: tuple[int, int] | None = None
-        self._keeper: Connection | None = None
+        self._keeper: FileConnection | None = None
         self._wal = _WalLength(Path(f"{self.path}-wal"))
-        # Of the threads of this process: only one of them asks SQLite.
+        # Among the threads of this process, so that only one of them asks SQLite.
         self._turns = FairSemaphore(1, _KEEP_SECONDS, one_per_thread=True)
-        self._topics: dict[str, tuple[float, Topic]] = {}
+        self._topics: dict[str, tuple[float, StoredTopic]] = {}
 
     # --- opening ---------------------------------------------------------------------------------------------------
 
     def open(self, deadline: Deadline, *, create: bool = True) -> None:
-        """See that the file is one of ours, or make it.
+        """Open the file, or create it.
 
-        Raises `InvalidOption` or `NotFound` for a path that cannot be right, another program's file or a newer one,
-        `AccessDenied`, `StorageFailed` for a damaged one, `DeadlineExceeded` while another process keeps it locked.
+        Raise `InvalidOption` or `NotFound` for a wrong path, another program's file or one of a newer version,
+        `AccessDenied`, `StorageFailed` for a damaged file, `DeadlineExceeded` while another process keeps it locked.
         """
         files.check_sqlite()
         files.check_path(self.path, create)
-        # This connection stays open for as long as the store: when the last one of all closes, SQLite copies and
-        # removes its log, which costs the next one dearly. It also copies the log while others write.
+        # This connection stays open as long as the store: when the last connection closes, SQLite copies and removes
+        # its log, which slows the next one down. This connection also copies the log while others write.
         self._keeper = self._connect()
         try:
             self._make_ready(self._keeper, deadline)
@@ -160,11 +169,11 @@ class Store:
                 raise translate(error, f"opening {self.path}") from error
             raise
 
-    def _make_ready(self, connection: Connection, deadline: Deadline) -> None:
-        def look(_: Connection) -> int:
+    def _make_ready(self, connection: FileConnection, deadline: Deadline) -> None:
+        def look(_: FileConnection) -> int:
             return files.check_header(connection, self.path)
 
-        def set_journal(_: Connection) -> str:
+        def set_journal(_: FileConnection) -> str:
             return str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
 
         version = self._retry(connection, deadline, "opening", _READ_POLL, look)
@@ -175,7 +184,7 @@ class Store:
         if version != schema.VERSION:
             self._open_turn(connection)
             with self.writing(connection, deadline, "creating the file"):
-                version = look(connection)  # another process may have been quicker
+                version = look(connection)  # another process may have been first
                 if not version:
                     schema.create(connection)
                 elif version != schema.VERSION:
@@ -183,8 +192,8 @@ class Store:
         found = os.stat(self.path)
         self._inode = (found.st_dev, found.st_ino)
 
-    def connect(self, *, durable: bool | None = None) -> Connection:
-        """A connection for one user at a time, from any thread; `durable=False` for what a power cut may take."""
+    def connect(self, *, durable: bool | None = None) -> FileConnection:
+        """Open a connection for one user at a time; `durable=False` for data that a power cut may take."""
         connection = self._connect()
         try:
             self._open_turn(connection)
@@ -196,15 +205,15 @@ class Store:
             raise
         return connection
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> FileConnection:
         try:
             return sqlite3.connect(
-                self.path, timeout=0, isolation_level=None, check_same_thread=False, factory=Connection
+                self.path, timeout=0, isolation_level=None, check_same_thread=False, factory=FileConnection
             )
         except sqlite3.Error as error:
             raise translate(error, f"opening {self.path}") from error
 
-    def _set_up(self, connection: Connection, durable: bool, deadline: Deadline) -> None:
+    def _set_up(self, connection: FileConnection, durable: bool, deadline: Deadline) -> None:
         settings = [
             f"synchronous = {'FULL' if durable else 'NORMAL'}",
             "wal_autocheckpoint = 0",  # `_copy_log` says why
@@ -213,20 +222,20 @@ class Store:
         if self._max_bytes is not None:
             settings.append(f"max_page_count = {max(1, self._max_bytes // schema.PAGE_BYTES)}")
 
-        def apply(connection: Connection) -> None:
+        def apply(connection: FileConnection) -> None:
             for setting in settings:
                 connection.execute(f"PRAGMA {setting}")
 
         self._retry(connection, deadline, "opening", _READ_POLL, apply)
 
-    def _open_turn(self, connection: Connection) -> None:
+    def _open_turn(self, connection: FileConnection) -> None:
         try:
             connection.turn = os.open(f"{self.path}-turn", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise AccessDenied(f"{self.path}-turn cannot be opened: {error.strerror}") from error
 
     def close(self) -> None:
-        """Let go of the file. Connections that were given out close themselves."""
+        """Close the file. Connections that were given out close themselves."""
         self._wal.close()
         if self._keeper is not None:
             self._keeper.close()
@@ -235,11 +244,11 @@ class Store:
     # --- transactions of SQLite ------------------------------------------------------------------------------------
 
     @contextmanager
-    def writing(self, connection: Connection, deadline: Deadline, what: str) -> Iterator[Connection]:
-        """One SQLite transaction that writes, begun in fair turn; `what` names it in errors ("commit").
+    def writing(self, connection: FileConnection, deadline: Deadline, what: str) -> Iterator[FileConnection]:
+        """Run a writing SQLite transaction, in fair turn; `what` names it in errors ("commit").
 
-        Raises `DeadlineExceeded` if others hold the file until then, `CommitUnclear` if the commit itself failed, and
-        otherwise what `translate` says: then nothing of the block is in the file.
+        Raise `DeadlineExceeded` if others hold the file until then, `CommitUnclear` if the commit itself failed, and
+        otherwise the error of `translate`: then nothing of the block is in the file.
         """
         connection.enter()
         place = self._turns.place()
@@ -265,8 +274,8 @@ class Store:
                 connection.leave()
 
     @contextmanager
-    def reading(self, connection: Connection, deadline: Deadline) -> Iterator[Connection]:
-        """One snapshot to read from. Keep it short: the file's log cannot be cut back while it lasts."""
+    def reading(self, connection: FileConnection, deadline: Deadline) -> Iterator[FileConnection]:
+        """Give a snapshot to read from. Keep it short: the file's log cannot be truncated meanwhile."""
         connection.enter()
         try:
             self._retry(connection, deadline, "reading", _READ_POLL, _begin_snapshot)
@@ -277,7 +286,7 @@ class Store:
             _roll_back(connection)
             connection.leave()
 
-    def _begin(self, connection: Connection, deadline: Deadline, what: str) -> None:
+    def _begin(self, connection: FileConnection, deadline: Deadline, what: str) -> None:
         if self._inode is not None and not files.in_place(self.path, self._inode):
             raise files.moved(self.path)
         _roll_back(connection)  # of a transaction that an interrupt left open at the wrong moment
@@ -286,15 +295,15 @@ class Store:
             self._retry(connection, deadline, what, _LOCK_POLL, _begin_immediate)
             if self._wal.is_long():
                 self._copy_log()
-                # The log begins anew with the first transaction that finds all of it copied when it begins.
+                # The log begins anew with the first transaction that finds all of the log copied.
                 _roll_back(connection)
                 self._retry(connection, deadline, what, _LOCK_POLL, _begin_immediate)
         finally:
             with suppress(OSError):
                 fcntl.flock(connection.turn, fcntl.LOCK_UN)
 
-    def _take_turn(self, connection: Connection, deadline: Deadline) -> None:
-        """Queue up: without this SQLite gives the lock to whoever asks at the right moment, and starves others."""
+    def _take_turn(self, connection: FileConnection, deadline: Deadline) -> None:
+        """Queue up: without this SQLite gives the lock to any connection that asks at the right moment."""
         patience = time.monotonic() + min(_TURN_PATIENCE, deadline.left())
         while True:
             try:
@@ -305,7 +314,12 @@ class Store:
             time.sleep(_TURN_POLL)
 
     def _retry(
-        self, connection: Connection, deadline: Deadline, what: str, pause: float, step: Callable[[Connection], Any]
+        self,
+        connection: FileConnection,
+        deadline: Deadline,
+        what: str,
+        pause: float,
+        step: Callable[[FileConnection], Any],
     ) -> Any:
         """Repeat `step` while others hold the file, until the deadline."""
         while True:
@@ -321,15 +335,15 @@ class Store:
                     ) from error
             time.sleep(pause)
 
-    def _commit(self, connection: Connection, what: str) -> None:
+    def _commit(self, connection: FileConnection, what: str) -> None:
         try:
             connection.execute("COMMIT")
         except sqlite3.Error as error:
             still_open = connection.in_transaction
             _roll_back(connection)
             meaning = translate(error, f"{what} in {self.path}")
-            # Refused with the transaction still open, or a page could not be written: then its last one, which makes it
-            # true, was not. Any other error, such as one of fsync, may have come after that page.
+            # If the transaction is still open, or a page could not be written, its last page, which commits it, was not
+            # written either. Any other error, such as one of fsync, may have come behind that page.
             if still_open or code_of(error) == _FULL or getattr(error, "sqlite_errorcode", None) == _IOERR_WRITE:
                 raise meaning from error
             raise CommitUnclear(str(meaning)) from error
@@ -337,12 +351,12 @@ class Store:
     def _copy_log(self) -> None:
         """Copy the write-ahead log into the file, while the caller holds the write lock and has written nothing.
 
-        SQLite does that by itself after a commit, without the lock. Versions before 3.51.3 can then damage the file: a
-        copy that starts when everything is copied already, and stalls while a writer begins the log anew, takes the
-        new log for copied. Nobody begins it anew while the lock is held.
+        SQLite does this by itself after a commit, without the lock. Versions before 3.51.3 can then damage the file: a
+        copy that starts when all is copied already, and stalls while a writer begins the log anew, takes the new log
+        for copied. No writer begins the log anew while the lock is held.
         """
         keeper = self._keeper
-        if keeper is None:  # closed meanwhile, by another thread
+        if keeper is None:  # another thread has closed the store meanwhile
             return
         try:
             keeper.enter()
@@ -350,15 +364,15 @@ class Store:
             return
         try:
             keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-        except sqlite3.Error as error:  # such as a full disk: the log keeps everything, the next writer tries again
+        except sqlite3.Error as error:  # such as a full disk: the log keeps all data, and the next writer tries again
             _log.debug("the log of %s could not be copied: %s", self.path, error)
         finally:
             keeper.leave()
 
     # --- topics ----------------------------------------------------------------------------------------------------
 
-    def topic(self, connection: Connection, name: str) -> Topic:
-        """A topic, as it was at most a second ago. Raises `NotFound` with the command that makes it."""
+    def topic(self, connection: FileConnection, name: str) -> StoredTopic:
+        """Return a topic, as it was at most a second ago. Raise `NotFound` with the command that creates it."""
         known = self._known_topic(name)
         if known is not None:
             return known
@@ -369,12 +383,12 @@ class Store:
         self._topics[name] = (time.monotonic(), topic)
         return topic
 
-    def _known_topic(self, name: str) -> Topic | None:
+    def _known_topic(self, name: str) -> StoredTopic | None:
         read_at, topic = self._topics.get(name, (0.0, None))
         return topic if time.monotonic() - read_at < _TOPIC_AGE else None
 
-    def ensure_topic(self, connection: Connection, name: str, deadline: Deadline) -> Topic:
-        """As `topic`, but makes a missing one if the bridge may. Never call it inside `writing` or `reading`."""
+    def ensure_topic(self, connection: FileConnection, name: str, deadline: Deadline) -> StoredTopic:
+        """Return a topic; create a missing one if the bridge may. Not to be called inside `writing` or `reading`."""
         known = self._known_topic(name)
         if known is not None:
             return known
@@ -389,21 +403,21 @@ class Store:
             return self.topic(connection, name)
 
     def forget_topic(self, name: str) -> None:
-        """Look at the file again when the topic is next asked for."""
+        """Have the topic read from the file again next time."""
         self._topics.pop(name, None)
 
 
 class _WalLength:
-    """Tells from the log's own format whether it is long, for two reads of 8 bytes."""
+    """Finds out by two reads of 8 bytes whether the log is long."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = -1
-        # Each page goes behind a header of 24 bytes, and the log begins with one of 32.
+        # Each page has a header of 24 bytes, and the log one of 32.
         self._last = 32 + CHECKPOINT_BYTES // schema.PAGE_BYTES * (24 + schema.PAGE_BYTES)
 
     def is_long(self) -> bool:
-        """Whether the page that stands CHECKPOINT_BYTES into the file belongs to the log's present run.
+        """Return whether the page at CHECKPOINT_BYTES in the file belongs to the log's present run.
 
         The file does not shrink when the log begins anew, but each run has a salt of its own, in the log's header and
         in each page's. (It is safe to open and close this file: SQLite's locks are on the other two.)
@@ -414,7 +428,7 @@ class _WalLength:
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             salt = os.pread(self._descriptor, 8, 16)
             return salt != b"" and salt == os.pread(self._descriptor, 8, self._last + 8)
-        except OSError:  # not there yet
+        except OSError:  # the log does not exist yet
             return False
 
     def close(self) -> None:
@@ -424,7 +438,7 @@ class _WalLength:
 
 
 def latest(connection: sqlite3.Connection) -> int:
-    """The latest time at which the file notes that something was done; ahead of the clock if that was set back."""
+    """Return the latest time that is recorded in the file; it is ahead of the clock if that was set back."""
     (found,) = connection.execute(
         "SELECT max(coalesce((SELECT max(used_at) FROM writers), 0),"
         " coalesce((SELECT max(opened_at) FROM identities), 0), coalesce((SELECT max(created_at) FROM topics), 0))"
@@ -432,12 +446,12 @@ def latest(connection: sqlite3.Connection) -> int:
     return int(found)
 
 
-def read_topic(connection: sqlite3.Connection, name: str) -> Topic | None:
+def read_topic(connection: sqlite3.Connection, name: str) -> StoredTopic | None:
     row = connection.execute("SELECT id, retention_ms, retention_bytes FROM topics WHERE name = ?", (name,)).fetchone()
     if row is None:
         return None
     ids = connection.execute("SELECT id FROM partitions WHERE topic_id = ? ORDER BY number", (row[0],))
-    return Topic(row[0], name, tuple(id for (id,) in ids), row[1], row[2])
+    return StoredTopic(row[0], name, tuple(id for (id,) in ids), row[1], row[2])
 
 
 def add_topic(
@@ -448,7 +462,7 @@ def add_topic(
     retention_ms: int | None = None,
     retention_bytes: int | None = None,
 ) -> bool:
-    """Add a topic inside a write transaction; False if there is one of this name."""
+    """Add a topic inside a write transaction; return False if one of this name exists."""
     added = connection.execute(
         "INSERT INTO topics(name, retention_ms, retention_bytes, created_at) VALUES (?, ?, ?, ?)"
         " ON CONFLICT DO NOTHING RETURNING id",
@@ -460,7 +474,7 @@ def add_topic(
 
 
 def add_partitions(connection: sqlite3.Connection, topic_id: int, first: int, count: int, deadline: Deadline) -> None:
-    """Add partitions inside a write transaction. Raises `DeadlineExceeded` if that takes too long: others wait."""
+    """Add partitions inside a write transaction. Raise `DeadlineExceeded` if that takes too long: others wait."""
     if _partitions_given(connection) + count > MAX_PARTITION_ID:
         raise InvalidOption(f"one file holds at most {MAX_PARTITION_ID} partitions, deleted ones included")
     for start in range(first, first + count, _PARTITIONS_AT_ONCE):
@@ -482,12 +496,12 @@ def _roll_back(connection: sqlite3.Connection) -> None:
         connection.execute("ROLLBACK")
 
 
-def _begin_immediate(connection: Connection) -> None:
+def _begin_immediate(connection: FileConnection) -> None:
     connection.execute("BEGIN IMMEDIATE")
 
 
-def _begin_snapshot(connection: Connection) -> None:
-    # BEGIN alone takes no snapshot; the first look into the file does, and it alone can meet a lock.
+def _begin_snapshot(connection: FileConnection) -> None:
+    # BEGIN alone takes no snapshot; the first query does, and only that can meet a lock.
     if not connection.in_transaction:
         connection.execute("BEGIN")
     connection.execute("SELECT 1 FROM meta LIMIT 1").fetchone()
@@ -495,7 +509,7 @@ def _begin_snapshot(connection: Connection) -> None:
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
-# SQLite's primary result codes. Python 3.10 tells an error's text alone.
+# SQLite's primary result codes. Python 3.10 gives only an error's text.
 _PERM, _BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PROTOCOL, _NOTADB = (
     *(3, 5, 6, 8, 10, 11, 13, 14, 15, 26),
 )
@@ -527,18 +541,18 @@ _MEANINGS: dict[int, tuple[type[TxnBridgeError], str]] = {
 
 
 def code_of(error: sqlite3.Error) -> int | None:
-    """SQLite's primary result code; None if there is none."""
+    """Return SQLite's primary result code; None if there is none."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return _CODES.get(str(error)) if code is None else code & 0xFF
 
 
 def is_busy(error: sqlite3.Error) -> bool:
-    """Whether somebody else holds what was asked for, so that asking again may help."""
+    """Return whether another connection holds a lock, so that trying again may help."""
     return code_of(error) in (_BUSY, _LOCKED, _PROTOCOL)
 
 
 def translate(error: sqlite3.Error | UnicodeEncodeError, what: str) -> TxnBridgeError:
-    """What an error of SQLite's means for a caller; `what` was being done. SQLite's own goes into `__cause__`."""
+    """Return our error for an error of SQLite during `what`. SQLite's own error becomes its `__cause__`."""
     if isinstance(error, UnicodeEncodeError):
         return InvalidOption(f"{what} failed: a name holds half a character (a lone surrogate), which no file can")
     kind, meaning = _MEANINGS.get(code_of(error) or 0, (BrokerUnavailable, str(error)))

@@ -1,4 +1,4 @@
-"""From where to where partitions can be read."""
+"""The readable range of partitions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from txnbridge.spi import Deadline, Partition
 from txnbridge_embedded.client.ranges import Range, without
-from txnbridge_embedded.client.store import OFFSET_BITS, Connection, Store
+from txnbridge_embedded.client.store import OFFSET_BITS, FileConnection, Store
 
 _SCAN_ROWS = 20_000  # offsets in one snapshot of a search by time, which takes some 10 ms
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What can be read of a partition: offsets from `kept`, the first that retention has left, to `end`, which is
-    where the first undecided message is or the next one will be. Nothing below `end` changes any more.
+    """The readable range of a partition: from `kept`, the first offset that retention has left, to `end`.
 
+    `end` is the offset of the first undecided message, or of the next message. Messages below `end` never change.
     `position` and `rewinds` are the group's; `held_by` is the number of the transaction that holds readers back.
     """
 
@@ -33,7 +33,7 @@ class Bounds:
 def read_bounds(
     connection: sqlite3.Connection, topics: Iterable[str], group_id: int | None = None
 ) -> dict[Partition, Bounds]:
-    """The bounds of every partition of some topics, to be called within a snapshot. A missing topic has none."""
+    """Return the bounds of the partitions of some topics, within a snapshot. A missing topic is left out."""
     names = tuple(topics)
     rows = connection.execute(
         "SELECT p.id, t.name, p.number, p.first, p.next, u.first, u.number, q.next, q.rewinds"
@@ -50,8 +50,8 @@ def read_bounds(
     }
 
 
-def first_since(store: Store, connection: Connection, bounds: Bounds, timestamp: int, deadline: Deadline) -> int:
-    """The offset of the first message stamped at or after a time, else the end: a search from the start."""
+def first_since(store: Store, connection: FileConnection, bounds: Bounds, timestamp: int, deadline: Deadline) -> int:
+    """Return the offset of the first message stamped at or after a time, else the end, by a search from the start."""
     base = bounds.id << OFFSET_BITS
     for start in range(bounds.kept, bounds.end, _SCAN_ROWS):
         deadline.check(f"the search for {timestamp} in {bounds.partition[0]}[{bounds.partition[1]}]")
@@ -66,8 +66,10 @@ def first_since(store: Store, connection: Connection, bounds: Bounds, timestamp:
 
 
 def count_between(connection: sqlite3.Connection, bounds: Bounds, first: int, taken: Iterable[Range]) -> int:
-    """How many offsets from `first` on can still be read, without those taken: no more than up to the last message,
-    so that what an aborted transaction left at the end does not count for ever."""
+    """Return the number of readable offsets from `first` on without those taken, up to the last message.
+
+    So a gap that an aborted transaction left at the end does not count for ever.
+    """
     base = bounds.id << OFFSET_BITS
     first = max(first, bounds.kept)
     (last,) = connection.execute(

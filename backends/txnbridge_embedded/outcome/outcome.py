@@ -12,7 +12,7 @@ import sqlite3
 from txnbridge.errors import EvidenceLost, InvalidState, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Decision, Emitter, Outcome
 from txnbridge_embedded.client.schema import OFFSET_BITS
-from txnbridge_embedded.client.store import CommitUnclear, Connection, Store, now_ms
+from txnbridge_embedded.client.store import CommitUnclear, FileConnection, Store, now_ms
 from txnbridge_embedded.write import acks
 
 _log = logging.getLogger("txnbridge.embedded")
@@ -24,7 +24,7 @@ _PIECE_BYTES = 8 << 20
 
 def decide(
     store: Store,
-    connection: Connection,
+    connection: FileConnection,
     transaction: str,
     decision: Decision,
     deadline: Deadline,
@@ -48,7 +48,7 @@ def decide(
 
 def _decide_once(
     store: Store,
-    connection: Connection,
+    connection: FileConnection,
     transaction: str,
     decision: Decision,
     deadline: Deadline,
@@ -94,7 +94,7 @@ def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> st
 
 
 def abort_open(
-    store: Store, connection: Connection, transaction: str, reason: str, deadline: Deadline, events: Emitter
+    store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline, events: Emitter
 ) -> None:
     """Abort a stored transaction of the caller's own that was not prepared."""
     with (
@@ -109,7 +109,7 @@ def abort_open(
     finish_aborts(store, connection, deadline, events)
 
 
-def end_expired(store: Store, connection: Connection, deadline: Deadline, events: Emitter) -> int:
+def end_expired(store: Store, connection: FileConnection, deadline: Deadline, events: Emitter) -> int:
     """Abort transactions past their deadline, and finish aborts of others; return the number of the former."""
     with store.reading(connection, deadline):
         expired = connection.execute(
@@ -133,7 +133,7 @@ def end_expired(store: Store, connection: Connection, deadline: Deadline, events
     return ended
 
 
-def finish_aborts(store: Store, connection: Connection, deadline: Deadline, events: Emitter) -> None:
+def finish_aborts(store: Store, connection: FileConnection, deadline: Deadline, events: Emitter) -> None:
     """Remove the messages of aborted transactions, piece by piece, until the deadline; others remove the rest."""
     try:
         with store.reading(connection, deadline):
@@ -149,7 +149,7 @@ def finish_aborts(store: Store, connection: Connection, deadline: Deadline, even
         _log.debug("aborted messages are left for others to remove: %s", error)
 
 
-def _remove_piece(store: Store, connection: Connection, number: int, deadline: Deadline) -> bool:
+def _remove_piece(store: Store, connection: FileConnection, number: int, deadline: Deadline) -> bool:
     """Remove some messages of an aborted transaction; return whether none are left."""
     with store.writing(connection, deadline, "removing aborted messages"):
         row = connection.execute(

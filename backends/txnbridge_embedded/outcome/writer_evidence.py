@@ -7,7 +7,7 @@ import sqlite3
 
 from txnbridge.errors import Fenced, OutcomeUnknown, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Deadline
-from txnbridge_embedded.client.store import Connection, Store, now_ms
+from txnbridge_embedded.client.store import FileConnection, Store, now_ms
 from txnbridge_embedded.outcome import outcome
 
 
@@ -92,7 +92,7 @@ class Instance:
         ).fetchall()
         return int(last)
 
-    def settle(self, store: Store, connection: Connection, deadline: Deadline) -> bool:
+    def settle(self, store: Store, connection: FileConnection, deadline: Deadline) -> bool:
         """Return whether a commit happened in which SQLite failed; `connection` is a new one.
 
         Retiring is a commit of its own. After it the failed one cannot take effect any more, because its remains in the

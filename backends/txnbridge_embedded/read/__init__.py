@@ -1,3 +1,3 @@
-"""Readers: `reader` opens the one that is asked for. `polling` is what all of them do, `grouped` what those in a group
-do; `alone`, `ordered` and `shared` are the three kinds.
+"""Readers: `reader` opens one. `base_reader` is the base of all, `grouped` the base of those in a group; `ungrouped`,
+`ordered` and `shared` are the three kinds.
 """

@@ -1,4 +1,4 @@
-"""What every reader does: look at the file, hand out what is there, wait for more."""
+"""The base of all readers: it looks at the file, hands out messages, and waits for more."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Emitter, Message, Partition, Position, Reader, ReaderListener, Subscription
-from txnbridge_embedded.client.change_notification import Watch
-from txnbridge_embedded.client.store import Connection, Store, now_ms, translate
+from txnbridge_embedded.client.change_notification import ChangeNotification
+from txnbridge_embedded.client.store import FileConnection, Store, now_ms, translate
 from txnbridge_embedded.client.visibility import Bounds
 from txnbridge_embedded.outcome.outcome import end_expired
 from txnbridge_embedded.read.partition import Cursor, position_lost
 from txnbridge_embedded.settings import Settings
 
-# A reader looks this often although nobody has written, because leases and deadlines run out silently, and no less
-# often while it has enough to hand out, because partitions may have left.
+# The longest time between two looks. A reader looks without a write, because leases and deadlines expire silently, and
+# while it has messages to hand out, because partitions may have left.
 _LOOK_EVERY = 0.1
-# A look costs 0.05 ms, but 5 ms with a thousand partitions. Then idle ones come this many times its cost apart, at most
-# a second, and those for which there is a reason (somebody has committed something) leave as many times its cost free.
+# A look costs 0.05 ms, but 5 ms with a thousand partitions. The pause after an idle look is this multiple of its cost,
+# at most a second; after a look for a reason (a commit) the pause is the other multiple.
 _IDLE_REST, _BUSY_REST = 50, 4
-# After somebody's overdue transaction was ended (in pieces, perhaps by several readers at once).
+# The pause after an overdue transaction was ended (in pieces, perhaps by several readers at once).
 _LOOK_AGAIN = 0.005
-# What one poll may hand out, so that large messages do not fill the memory however many are asked for.
+# The bytes that one poll may hand out, so that large messages do not fill the memory.
 POLL_BYTES = 32 << 20
-# Calls without a deadline of their own (positions, seek, nack) read or write a few rows; they wait this long for them.
+# The deadline of calls that have none (positions, seek, nack): they read or write a few rows.
 SHORT_CALL = 10.0
 
 
 class PollingReader(Reader):
-    """The common part of all readers. One thread at a time."""
+    """The base of all readers. One thread at a time."""
 
     resumes = True
 
@@ -59,13 +59,13 @@ class PollingReader(Reader):
         self._listener = listener
         self._events = events
         self._cursors: dict[Partition, Cursor] = {}
-        self._found: list[Message] = []  # taken from the file; a poll that is interrupted leaves them to the next one
+        self._found: list[Message] = []  # read from the file; an interrupted poll leaves them for the next one
         self._look_at = 0.0
         self._rested_at = 0.0
         self._turn = 0
         self._left = False
         self._connection = store.connect()
-        self._watch = Watch(self._connection, store.path)
+        self._watch = ChangeNotification(self._connection, store.path)
         try:
             for topic in subscription.topics:
                 self._find(topic, deadline)
@@ -77,7 +77,7 @@ class PollingReader(Reader):
             raise
 
     def _find(self, topic: str, deadline: Deadline) -> None:
-        """A group may wait for a topic that nobody has written yet; a reader without a group makes none."""
+        """Find a topic. A group may wait for a topic that does not exist yet; a reader without a group creates none."""
         if self._settings.refuse_name is not None:
             self._settings.refuse_name(topic)
         if self._subscription.group is not None:
@@ -86,15 +86,15 @@ class PollingReader(Reader):
             with self._reading(deadline) as connection:
                 self._store.topic(connection, topic)
 
-    # --- what readers do differently ---------------------------------------------------------------------------------
+    # --- differs between readers -------------------------------------------------------------------------------------
 
     @abstractmethod
     def _open(self, deadline: Deadline) -> None:
-        """What comes before the first look; undone by itself if it fails."""
+        """Prepare for the first look. If it fails it undoes its changes."""
 
     @abstractmethod
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
-        """Look at the file and follow what has changed; the bounds of all partitions of the topics."""
+        """Look at the file and follow its changes; return the bounds of all partitions of the topics."""
 
     @abstractmethod
     def _seek(self, offsets: Mapping[Cursor, int], deadline: Deadline) -> None:
@@ -102,11 +102,11 @@ class PollingReader(Reader):
 
     @abstractmethod
     def _leave(self, deadline: Deadline) -> None:
-        """Tell others that this reader goes."""
+        """Tell the group that this reader leaves."""
 
     @abstractmethod
     def _owner(self) -> str:
-        """Whose position it is, for errors."""
+        """Return the owner of the positions, for errors."""
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class PollingReader(Reader):
                     looked = True
                     self._look(deadline)
             except BrokerUnavailable as error:
-                trouble = error  # first hand out what is there all the same
+                trouble = error  # first hand out the messages that are there
             try:
                 if not self._found:
                     self._take(max_messages, deadline)
@@ -137,7 +137,7 @@ class PollingReader(Reader):
             self._look_at = 0.0
 
     def _look(self, deadline: Deadline) -> None:
-        """See what has changed, and end what holds this reader back beyond its deadline."""
+        """Follow changes, and end transactions that hold this reader back beyond their deadlines."""
         begun = time.thread_time()
         self._watch.mark()
         bounds = self._observe(deadline)
@@ -152,10 +152,10 @@ class PollingReader(Reader):
     def _check_topics(self, found: Iterable[str]) -> None:
         for topic in set(self._subscription.topics).difference(found):
             self._store.forget_topic(topic)
-            self._store.topic(self._connection, topic)  # says that there is none
+            self._store.topic(self._connection, topic)  # raises `NotFound`
 
     def _is_held_back(self, bounds: Iterable[Bounds], deadline: Deadline) -> bool:
-        """Whether a transaction that should have ended by now keeps this reader from messages."""
+        """Return whether a transaction past its deadline keeps this reader from messages."""
         with self._reading(deadline) as connection:
             rows = connection.execute(
                 "SELECT number FROM transactions WHERE ended_at IS NULL AND (state = 'aborting' OR deadline_at < ?)",
@@ -165,25 +165,25 @@ class PollingReader(Reader):
             return bool(overdue) and not overdue.isdisjoint({*self._reserving(), *(b.held_by for b in bounds)})
 
     def _reserving(self) -> Iterable[int]:
-        """The numbers of prepared transactions that have reserved messages of this reader's group."""
+        """Return the numbers of prepared transactions that have reserved messages of this reader's group."""
         return ()
 
     def _take(self, limit: int, deadline: Deadline) -> None:
-        """Find what there is to hand out, from each partition in its turn."""
+        """Read messages to hand out, from each partition in its turn."""
         room = POLL_BYTES
         try:
             for cursor in self._in_turn():
                 while len(self._found) < limit and room > 0 and cursor.ready:
                     room -= cursor.take(self._connection, limit - len(self._found), room, self._found)
         except (PositionLost, StorageFailed, sqlite3.Error) as error:
-            # What was taken before is handed out: it would be skipped otherwise. The error comes with the next poll.
+            # Messages that were read before are handed out, or they would be skipped. The next poll raises the error.
             if not self._found:
                 if isinstance(error, sqlite3.Error):
                     raise translate(error, f"reading {self._store.path}") from error
                 raise
 
     def _in_turn(self) -> list[Cursor]:
-        """All cursors, another one first each time, so that a long partition does not keep the others waiting."""
+        """Return all cursors, each time with another first one, so that no long partition holds up the others."""
         cursors = list(self._cursors.values())
         if len(cursors) > 1:
             self._turn = (self._turn + 1) % len(cursors)
@@ -191,7 +191,7 @@ class PollingReader(Reader):
         return cursors
 
     def close(self, deadline: Deadline) -> None:
-        """Safe to repeat, also after an interrupt in the middle."""
+        """Close the reader. Safe to repeat, also after an interrupt in the middle."""
         try:
             if not self._left:
                 self._leave(deadline)
@@ -206,7 +206,7 @@ class PollingReader(Reader):
         self._watch.close()
         self._connection.close()
 
-    # --- partitions come and go --------------------------------------------------------------------------------------
+    # --- assignments -------------------------------------------------------------------------------------------------
 
     def _add(self, cursors: Iterable[Cursor]) -> None:
         for cursor in cursors:
@@ -225,11 +225,11 @@ class PollingReader(Reader):
             self._cursors.pop(partition, None)
 
     def _drop_found(self, partitions: Collection[Partition]) -> None:
-        """What an interrupted poll has left there is found again, or is not this reader's any more."""
+        """Forget messages that an interrupted poll has read: they are read again, or belong to another reader."""
         if self._found:
             self._found = [m for m in self._found if (m.topic, m.partition) not in partitions]
 
-    # --- where it stands ---------------------------------------------------------------------------------------------
+    # --- positions ---------------------------------------------------------------------------------------------------
 
     def positions(self) -> dict[Partition, Position]:
         positions: dict[Partition, Position] = {
@@ -244,7 +244,7 @@ class PollingReader(Reader):
         self._drop_found(positions)
 
     def _check_kept(self, cursor: Cursor, offset: int) -> int:
-        """The first offset that is kept. Raises `PositionLost` for one before that."""
+        """Return the first offset that is kept. Raise `PositionLost` for an offset in front of it."""
         row = self._connection.execute("SELECT first FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
         kept = 0 if row is None else int(row[0])
         if offset < kept:
@@ -268,13 +268,15 @@ class PollingReader(Reader):
                 f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
             ) from None
 
-    def _reading(self, deadline: Deadline) -> AbstractContextManager[Connection]:
-        """One snapshot."""
+    def _reading(self, deadline: Deadline) -> AbstractContextManager[FileConnection]:
+        """Give a snapshot of the file."""
         return self._store.reading(self._connection, deadline)
 
     @contextmanager
-    def _writing(self, step: str, deadline: Deadline, connection: Connection | None = None) -> Iterator[Connection]:
-        """One write transaction, told as an event."""
+    def _writing(
+        self, step: str, deadline: Deadline, connection: FileConnection | None = None
+    ) -> Iterator[FileConnection]:
+        """Run a write transaction, with events."""
         with (
             self._events.step(f"step:{step}", None, group=self._subscription.group),
             self._store.writing(connection or self._connection, deadline, step) as writing,

@@ -1,13 +1,13 @@
-"""Who is in a group, and which member has which partition.
+"""The members of a group, and the assignment of partitions to members.
 
-A member holds a lease that a thread of its own renews. The first to find a change (a member came, went or let
-its lease run out, a topic grew) shares the partitions out again. One that should move is only marked as wanted at
-first: its owner sees that when it polls, ends what it is doing and releases it. If it does not in the time of a lease,
-the other takes it by force. Each giving raises the partition's epoch, so that acknowledgements of older ones are
-refused.
+A member holds a lease that a thread of its own renews. The first member that finds a change (a member came, left or let
+its lease expire, a topic grew) assigns the partitions anew. A partition that should move is only marked as wanted at
+first: its owner sees that at its next poll, ends its work and releases the partition. If the owner does not do so
+within the time of a lease, the other member takes the partition. Each assignment raises the partition's epoch, so that
+acknowledgements under an older one are refused.
 
-The functions run inside a write transaction. Their `now` is from before the wait for it: a member that could not renew
-its lease because it waited for the same file is not taken for dead.
+The functions run inside a write transaction. Their `now` is taken before the wait for that transaction, so a member
+that could not renew its lease because it waited for the same file is not taken for dead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import MappingProxyType
 
 from txnbridge.errors import InvalidOption, TxnBridgeError
 from txnbridge.spi import Deadline
-from txnbridge_embedded.client.store import Connection, Store, now_ms
+from txnbridge_embedded.client.store import FileConnection, Store, now_ms
 from txnbridge_embedded.client.visibility import read_bounds
 from txnbridge_embedded.read.rebalance import assign
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("txnbridge.embedded")
 
 @dataclass(frozen=True)
 class Held:
-    """One row of `assignments`: who has a partition, since which giving, and who should have it."""
+    """One row of `assignments`: the owner of a partition, the assignment's epoch, and the member that should get it."""
 
     member: str | None
     epoch: int
@@ -42,12 +42,12 @@ class Held:
     wanted_since: int | None = None
 
     def is_overdue(self, now: int, lease_ms: int) -> bool:
-        """Whether the owner has had the time to release it."""
+        """Return whether the owner has had enough time to release the partition."""
         return self.wanted_since is not None and self.wanted_since + lease_ms <= now
 
 
 def enter_group(connection: sqlite3.Connection, name: str, sharing: str) -> int:
-    """The id of a group, made at its first use. Raises `InvalidOption` for another sharing than it was made with."""
+    """Return the id of a group, created at its first use. Raise `InvalidOption` if it has another sharing."""
     connection.execute("INSERT INTO groups(name, sharing) VALUES (?, ?) ON CONFLICT DO NOTHING", (name, sharing))
     group_id, made_with = connection.execute("SELECT id, sharing FROM groups WHERE name = ?", (name,)).fetchone()
     if made_with != sharing:
@@ -64,10 +64,10 @@ def record_starts(
     start: str | int = "earliest",
     found: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
-    """Record where the group begins in each partition where that is not recorded yet.
+    """Record the group's start position in each partition that has none yet.
 
-    `start` counts for topics of which the group has never read: "earliest", "latest" or a time, for which `found` says
-    where it is in each partition. What has been added to a topic since then is read from its beginning.
+    `start` is for topics that the group has never read: "earliest", "latest" or a time, whose offset in each partition
+    is in `found`. Partitions that were added to a topic later are read from their beginning.
     """
     bounds = read_bounds(connection, topics, group_id)
     known = {topic for (topic, _), b in bounds.items() if b.position is not None}
@@ -86,7 +86,7 @@ def record_starts(
 
 
 def add_member(connection: sqlite3.Connection, group_id: int, topics: Sequence[str], lease_ms: int) -> str:
-    """Enter a new member; its name is never used again, not even if the same reader has to join again."""
+    """Add a new member; return its name, which is never used again, also if the same reader joins again."""
     member, now = secrets.token_hex(8), now_ms()
     connection.execute(
         "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?)",
@@ -96,7 +96,7 @@ def add_member(connection: sqlite3.Connection, group_id: int, topics: Sequence[s
 
 
 def remove_members(connection: sqlite3.Connection, group_id: int, members: Iterable[str]) -> None:
-    """Let members go; their partitions are shared out next, and what was lent to them can be lent to others at once."""
+    """Remove members. Their partitions are assigned anew next, and messages lent to them can be lent to others."""
     for member in members:
         connection.execute("DELETE FROM members WHERE id = ?", (member,))
         connection.execute("UPDATE leases SET until = 0 WHERE group_id = ? AND member = ?", (group_id, member))
@@ -108,7 +108,7 @@ def expired_members(connection: sqlite3.Connection, group_id: int, now: int) -> 
 
 
 def release(connection: sqlite3.Connection, group_id: int, member: str, partition_ids: Iterable[int]) -> None:
-    """Give partitions up; they are shared out next."""
+    """Release partitions; they are assigned anew next."""
     connection.executemany(
         "UPDATE assignments SET member = NULL WHERE group_id = ? AND member = ? AND partition_id = ?",
         ((group_id, member, partition_id) for partition_id in partition_ids),
@@ -116,7 +116,7 @@ def release(connection: sqlite3.Connection, group_id: int, member: str, partitio
 
 
 def tidy(connection: sqlite3.Connection, group_id: int, now: int) -> dict[str, list[str]]:
-    """Expel the dead and take in new partitions; the topics of each member that is left."""
+    """Remove dead members and add new partitions; return the topics of each remaining member."""
     remove_members(connection, group_id, expired_members(connection, group_id, now))
     rows = connection.execute("SELECT id, topics FROM members WHERE group_id = ?", (group_id,))
     members: dict[str, list[str]] = {member: json.loads(topics) for member, topics in rows}
@@ -125,7 +125,7 @@ def tidy(connection: sqlite3.Connection, group_id: int, now: int) -> dict[str, l
 
 
 def share_out(connection: sqlite3.Connection, group_id: int, now: int, lease_ms: int) -> None:
-    """Tidy up, and give every partition to whom it should belong, as far as it is free."""
+    """Tidy up, and assign every free partition to the member that should have it."""
     members = tidy(connection, group_id, now)
     topics = set().union(*members.values())
     partitions = _partitions(connection, topics)
@@ -149,7 +149,7 @@ def _next_holder(row: Held, target: str, owner_lives: bool, now: int, lease_ms: 
         return Held(row.member, row.epoch)
     if not owner_lives or row.is_overdue(now, lease_ms):
         return Held(target, row.epoch + 1)
-    # A move that has been asked for keeps its time, whoever is to have the partition now.
+    # A move that was asked for keeps its time, also if another member is to get the partition now.
     return Held(row.member, row.epoch, target, now if row.wanted_since is None else row.wanted_since)
 
 
@@ -178,9 +178,9 @@ def read_assignments(connection: sqlite3.Connection, group_id: int) -> dict[int,
 
 
 class Heartbeat:
-    """Renews one member's lease from a thread of its own, so that a reader may take its time between two polls.
+    """Renews one member's lease on a thread of its own, so that a reader need not poll often.
 
-    It knows nothing of the reader: one that is dropped without `close` must be able to vanish, and its lease with it.
+    It has no reference to the reader: a reader that is dropped without `close` is collected, and its lease expires.
     """
 
     def __init__(self, store: Store, lease_seconds: float, member: str) -> None:
@@ -192,16 +192,16 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Renew no more. It does not wait for a renewal that is under way."""
+        """Stop renewing, without waiting for a running renewal."""
         self._stopped.set()
 
     def join(self, deadline: Deadline) -> None:
-        """Return when the thread has ended, or when the time is over."""
+        """Wait until the thread has ended, or until the deadline."""
         self._thread.join(deadline.left())
 
     def _run(self) -> None:
         connection = None
-        # Three times a lease: one renewal may fail and one come late before anybody notices.
+        # Three times in a lease, so that one renewal may fail and the next may be late.
         while not self._stopped.wait(self._lease / 3):
             try:
                 connection = connection or self._store.connect(durable=False)  # a power cut leaves no members anyway
@@ -211,8 +211,8 @@ class Heartbeat:
         if connection is not None:
             connection.close()
 
-    def _renew(self, connection: Connection) -> None:
-        # If the row is gone the member was expelled; the reader finds out by itself.
+    def _renew(self, connection: FileConnection) -> None:
+        # If the row is gone, the member was removed; the reader finds that out by itself.
         with self._store.writing(connection, Deadline(self._lease / 3), "renewing a lease"):
             connection.execute(
                 "UPDATE members SET expires_at = ? WHERE id = ?", (now_ms() + int(self._lease * 1000), self.member)

@@ -1,4 +1,4 @@
-"""What readers in a group have in common: they join, keep their lease, are expelled, join again and leave."""
+"""The base of readers in a group: they join, renew their lease, are removed, join again and leave."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from txnbridge.spi import Deadline, Partition
-from txnbridge_embedded.client.store import LEAVING_SECONDS, Connection, now_ms
+from txnbridge_embedded.client.store import LEAVING_SECONDS, FileConnection, now_ms
 from txnbridge_embedded.client.visibility import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.read import group_members
 from txnbridge_embedded.read.base_reader import PollingReader
@@ -17,7 +17,7 @@ from txnbridge_embedded.write import acks
 from txnbridge_embedded.write.acks import AckContext
 
 _log = logging.getLogger("txnbridge.embedded")
-_NAMED = 8  # so many partitions are named in a line of the log
+_NAMED = 8  # the most partitions that a log line names
 
 
 class GroupReader(PollingReader):
@@ -31,7 +31,7 @@ class GroupReader(PollingReader):
         start = self._subscription.start
         self._join(start, self._search(start, deadline) if isinstance(start, int) else {}, deadline)
         self._heartbeat = group_members.Heartbeat(self._store, self._settings.lease_seconds, self._member)
-        # For one that is dropped without `close`. (Not at exit, where it could run in a forked child.)
+        # For a reader that is dropped without `close`. (Not at exit, because that could run in a forked child.)
         weakref.finalize(self, self._heartbeat.stop).atexit = False
 
     def _join(self, start: str | int, found: Mapping[int, int], deadline: Deadline) -> None:
@@ -44,27 +44,27 @@ class GroupReader(PollingReader):
         _log.info("group %r: joined", self._group)
 
     def _search(self, timestamp: int, deadline: Deadline) -> dict[int, int]:
-        """Where a time is in each partition, by id."""
+        """Return the offset of a time in each partition, by partition id."""
         with self._reading(deadline) as connection:
             bounds = read_bounds(connection, self._subscription.topics)
         return {b.id: first_since(self._store, self._connection, b, timestamp, deadline) for b in bounds.values()}
 
     def _join_again(self, deadline: Deadline) -> None:
-        """After others took this member for dead: as a new one, because nothing of the old one counts any more."""
+        """Join as a new member, after others took this one for dead: nothing of the old member counts any more."""
         self._lose(list(self._cursors))
-        self._join("earliest", {}, deadline)  # where the group begins is recorded, except for what has come since then
+        self._join("earliest", {}, deadline)  # the start is for partitions that came since the group began
         self._heartbeat.member = self._member
 
-    def _is_member(self, connection: Connection) -> bool:
+    def _is_member(self, connection: FileConnection) -> bool:
         return connection.execute("SELECT 1 FROM members WHERE id = ?", (self._member,)).fetchone() is not None
 
     @abstractmethod
-    def _share_out(self, connection: Connection, now: int) -> None:
-        """Inside a write transaction: bring the group's members and what they have up to date."""
+    def _share_out(self, connection: FileConnection, now: int) -> None:
+        """Bring the group's members and assignments up to date, inside a write transaction."""
 
     @abstractmethod
     def _held(self) -> Mapping[Partition, tuple[int, int]]:
-        """The id and the epoch of each partition, for acknowledgements."""
+        """Return the id and the epoch of each partition, for acknowledgements."""
 
     def ack_context(self) -> AckContext:
         if self._context is None:
@@ -103,7 +103,7 @@ class GroupReader(PollingReader):
         return f"the position of group {self._group!r}"
 
     def _accept_loss(self, partition_id: int, kept: int, deadline: Deadline) -> None:
-        """Let the group go on at what retention has left, because its user has been told and says so."""
+        """Move the group to the first offset that retention has left, because the user has chosen so."""
         with self._writing("seek", deadline) as connection:
             acks.skip_to(connection, self._group_id, partition_id, kept)
 
@@ -117,7 +117,7 @@ class GroupReader(PollingReader):
             bounds = read_bounds(connection, self._subscription.topics, self._group_id)
             return sum(self._lag(connection, found) for found in bounds.values())
 
-    def _lag(self, connection: Connection, bounds: Bounds) -> int:
+    def _lag(self, connection: FileConnection, bounds: Bounds) -> int:
         taken = acks.taken(connection, self._group_id, bounds.id)
         return count_between(connection, bounds, bounds.position or 0, taken)
 
@@ -135,6 +135,6 @@ class GroupReader(PollingReader):
 
 
 def named(partitions: Sequence[Partition]) -> str:
-    """Partitions as text for people, not all of very many."""
+    """Return partitions as text, with only some of very many."""
     more = f" and {len(partitions) - _NAMED} more" if len(partitions) > _NAMED else ""
     return ", ".join(f"{topic}[{number}]" for topic, number in partitions[:_NAMED]) + more

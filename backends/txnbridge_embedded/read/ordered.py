@@ -1,4 +1,4 @@
-"""Reading in a group where each partition is with one member at a time, in order."""
+"""Reads in a group in which each partition belongs to one member at a time, in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline, Partition, Position
 from txnbridge_embedded.admin import groups
 from txnbridge_embedded.client.ranges import Range, runs, without
-from txnbridge_embedded.client.store import Connection, now_ms
+from txnbridge_embedded.client.store import FileConnection, now_ms
 from txnbridge_embedded.client.visibility import Bounds, first_since, read_bounds
 from txnbridge_embedded.read import group_members
 from txnbridge_embedded.read.group_members import Held
@@ -25,17 +25,17 @@ _log = logging.getLogger("txnbridge.embedded")
 
 @dataclass
 class View:
-    """What one snapshot of the file says."""
+    """One snapshot of the file, as far as a member needs it."""
 
-    alive: bool  # this reader is a member still
-    stale: bool  # somebody has to share the partitions out again
+    alive: bool  # this reader is still a member
+    stale: bool  # the partitions have to be assigned anew
     bounds: dict[Partition, Bounds]
     mine: dict[Partition, Held] = field(default_factory=dict)
-    taken: dict[Partition, list[Range]] = field(default_factory=dict)  # where a cursor has to know it anew
+    taken: dict[Partition, list[Range]] = field(default_factory=dict)  # of partitions whose cursor needs it anew
     returned: dict[Partition, list[Range]] = field(default_factory=dict)
 
     def is_with(self, cursor: Cursor) -> bool:
-        """Whether a partition is still with the reader, and in the same stay."""
+        """Return whether the reader still has a partition, under the same assignment."""
         held = self.mine.get(cursor.partition)
         # Its id may have changed: a topic can be deleted and made anew.
         return held is not None and (self.bounds[cursor.partition].id, held.epoch) == (cursor.id, cursor.epoch)
@@ -47,7 +47,7 @@ class OrderedReader(GroupReader):
     def _open(self, deadline: Deadline) -> None:
         self._generation = -1
         self._assignments: dict[int, Held] = {}
-        self._leaving: dict[Partition, Cursor] = {}  # revoked here, but not given up in the file yet
+        self._leaving: dict[Partition, Cursor] = {}  # revoked here, not released in the file yet
         super()._open(deadline)
 
     def _held(self) -> Mapping[Partition, tuple[int, int]]:
@@ -59,7 +59,7 @@ class OrderedReader(GroupReader):
         now = now_ms()
         view = self._view(now, deadline)
         if view.stale or not view.alive:
-            # Without the time to write, the reader goes on with what it has.
+            # Without time to write, the reader goes on with its partitions.
             with suppress(DeadlineExceeded):
                 if view.alive:
                     with self._writing("share", deadline) as connection:
@@ -83,28 +83,28 @@ class OrderedReader(GroupReader):
                     self._look_closer(connection, view, partition)
             return view
 
-    def _read_assignments(self, connection: Connection) -> None:
+    def _read_assignments(self, connection: FileConnection) -> None:
         (generation,) = connection.execute("SELECT generation FROM groups WHERE id = ?", (self._group_id,)).fetchone()
         if generation != self._generation:
             self._assignments = group_members.read_assignments(connection, self._group_id)
             self._generation = generation
             self._tell_of_others(connection)
 
-    def _tell_of_others(self, connection: Connection) -> None:
-        """A member that waits for what another one has, perhaps a dead one, tells in the log how long that may last."""
+    def _tell_of_others(self, connection: FileConnection) -> None:
+        """Log, while waiting for partitions of another member, perhaps a dead one, how long that may last."""
         if not _log.isEnabledFor(logging.INFO):
             return
         for holder, partitions in groups.held_by_others(connection, self._group_id, self._member).items():
             _log.info("group %r: %s: with %s", self._group, named(partitions), holder)
 
-    def _is_stale(self, connection: Connection, bounds: Mapping[Partition, Bounds], now: int) -> bool:
+    def _is_stale(self, connection: FileConnection, bounds: Mapping[Partition, Bounds], now: int) -> bool:
         held = [self._assignments.get(found.id) for found in bounds.values()]
         return any(row is None or row.is_overdue(now, self._lease_ms) for row in held) or bool(
             group_members.expired_members(connection, self._group_id, now)
         )
 
-    def _look_closer(self, connection: Connection, view: View, partition: Partition) -> None:
-        """Read what was acknowledged, where the partition is new here or something of it was given back."""
+    def _look_closer(self, connection: FileConnection, view: View, partition: Partition) -> None:
+        """Read the acknowledged ranges of a partition that is new here, or of which messages were given back."""
         bounds = view.bounds[partition]
         cursor = self._cursors.get(partition)
         if cursor is None or not view.is_with(cursor):
@@ -136,25 +136,25 @@ class OrderedReader(GroupReader):
         return cursor
 
     def _give_up(self, wanted: Sequence[Partition], deadline: Deadline) -> None:
-        """Let others have what they want, once no transaction of ours holds acknowledgements of it."""
+        """Release wanted partitions, once no transaction of this bridge holds acknowledgements of them."""
         if wanted:
             _log.info("group %r: %s: goes to another member", self._group, named(wanted))
-            # First this, so that they are not lost sight of whatever the listener does.
+            # First keep them here, so that they are released also if the listener raises.
             self._leaving.update({partition: self._cursors[partition] for partition in wanted})
             self._forget(wanted)
             self._listener.revoking(wanted)
         if self._leaving:
-            with suppress(DeadlineExceeded):  # then the next look tries again
+            with suppress(DeadlineExceeded):  # the next look tries again
                 now = now_ms()
                 with self._writing("release", deadline) as connection:
                     ids = [cursor.id for cursor in self._leaving.values()]
                     group_members.release(connection, self._group_id, self._member, ids)
                     self._share_out(connection, now)
 
-    def _share_out(self, connection: Connection, now: int) -> None:
+    def _share_out(self, connection: FileConnection, now: int) -> None:
         group_members.share_out(connection, self._group_id, now, self._lease_ms)
 
-    # --- where it stands --------------------------------------------------------------------------------------------
+    # --- positions --------------------------------------------------------------------------------------------------
 
     def _seek(self, offsets: Mapping[Cursor, int], deadline: Deadline) -> None:
         for cursor, offset in offsets.items():
@@ -178,7 +178,7 @@ class OrderedReader(GroupReader):
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for partition, given in positions.items():
-            if cursor := self._cursors.get(partition):  # else they come again where the partition is now
+            if cursor := self._cursors.get(partition):  # else the partition's new member delivers them again
                 found = [m.position for m in self._found if (m.topic, m.partition) == partition]
                 cursor.repeat(runs(offset for (offset,) in sorted([*given, *found])))
         self._drop_found(positions)

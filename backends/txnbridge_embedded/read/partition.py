@@ -1,4 +1,4 @@
-"""One partition as one reader sees it."""
+"""A reader's cursor in one partition."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from txnbridge_embedded.client.ranges import Range, merged, without
 from txnbridge_embedded.client.store import MAX_OFFSET, OFFSET_BITS
 from txnbridge_embedded.client.visibility import Bounds
 
-# Rows are fetched in portions, the first so small that it does not fill the memory whatever is in it, the others by
-# what the ones before were like.
+# Rows are fetched in portions. The first is so small that large messages do not fill the memory; the size of the others
+# follows from the ones before.
 _FIRST_ROWS = 4
 _SAMPLES = 16
-_COUNTS = 1000  # counts of deliveries that are kept without asking whether they are still needed
+_COUNTS = 1000  # the number of kept delivery counts above which unneeded ones are dropped
 
 Row = tuple[int, int, bytes | None, str | None, bytes | None]
 
 
 class Cursor:
-    """Where a reader is in one partition, and what it has to leave out or deliver again there."""
+    """A reader's position in one partition, and the offsets that it has to leave out or to deliver again."""
 
     def __init__(self, bounds: Bounds, next: int, owner: str, epoch: int = 0) -> None:
         self.id = bounds.id
@@ -32,51 +32,51 @@ class Cursor:
         self.epoch = epoch
         self.source: object = None
         self.paused = False
-        self.lost = False  # retention has passed it, and the reader's user has been told
+        self.lost = False  # True if retention has passed the position, and the user got the error
         self.next = next  # the next offset to read
         self.taken: deque[Range] = deque()  # offsets from there on that are acknowledged or reserved
         self._owner = owner
         self._again: deque[Range] = deque()  # offsets below `next` that are to be delivered again
-        self._handed = next  # what lies below was handed out before
-        self._times: dict[int, int] = {}  # how often, where more than once
+        self._handed = next  # offsets below were handed out before
+        self._times: dict[int, int] = {}  # delivery counts above 1, by offset
 
     @property
     def position(self) -> int:
-        """The lowest offset that may still come."""
+        """The lowest offset that may still be delivered."""
         return self._again[0][0] if self._again else self.next
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to read."""
+        """True if there are messages to read."""
         while self.taken and self.taken[0][0] <= self.next:
             self.next = max(self.next, self.taken.popleft()[1] + 1)
         return not self.paused and (bool(self._again) or self.next < self.bounds.end)
 
     def seek(self, offset: int) -> None:
-        """Go on from here. What was handed out already and comes again counts as delivered again."""
+        """Go on at an offset. Messages that were handed out before count as delivered again."""
         self.next = offset
         self.lost = False
         self._again = deque(without(self._again, [(offset, MAX_OFFSET)]))
 
     def replay(self, offset: int) -> None:
-        """Go on from here as if nothing had been read yet."""
+        """Go on at an offset as if no message had been read yet."""
         self.seek(offset)
         self._handed = offset
 
     def repeat(self, ranges: Iterable[Range]) -> None:
-        """Deliver these again, as far as they were passed already; the rest comes anyway."""
+        """Deliver offsets again that were passed already; the others come anyway."""
         passed = without(merged(ranges), [(self.next, MAX_OFFSET)])
         self._again = deque(merged([*self._again, *passed]))
 
     def forget_below(self, offset: int) -> None:
-        """Keep no counts of what is acknowledged."""
+        """Drop the delivery counts of acknowledged offsets."""
         if len(self._times) > _COUNTS:
             self._times = {key: count for key, count in self._times.items() if key >= offset}
 
     def take(self, connection: sqlite3.Connection, limit: int, room: int, into: list[Message]) -> int:
-        """Add the next messages to a list, those to be delivered again first; how many bytes they are.
+        """Add the next messages to a list, those to be delivered again first; return their bytes.
 
-        Perhaps there are none although it was `ready`. Raises `PositionLost` if retention has taken the next one.
+        There may be none although it was `ready`. Raise `PositionLost` if retention has removed the next message.
         """
         repeating = bool(self._again)
         if repeating:
@@ -92,8 +92,8 @@ class Cursor:
             rows = self._before_damage(rows)
             messages, reached = self._messages(rows), rows[-1][0] - (self.id << OFFSET_BITS) + 1
         handed = max(self._handed, reached)
-        # An exception from a signal handler comes into calls only, and there are none from here on: so the position
-        # and the list go on together.
+        # There are no calls from here on, so no exception from a signal handler can come between the changes of the
+        # position and of the list.
         into += messages
         self._handed = handed
         if not repeating:
@@ -107,11 +107,11 @@ class Cursor:
     def _read(
         self, connection: sqlite3.Connection, first: int, stop: int, limit: int, room: int
     ) -> tuple[list[Row], int, int]:
-        """Rows from `first` to before `stop`, their bytes, and where to go on."""
+        """Return the rows from `first` up to `stop`, their bytes, and the offset to go on at."""
         base = self.id << OFFSET_BITS
         rows, size, complete = read_rows(connection, base + first, base + stop, limit, room)
         if not rows or rows[0][0] != base + first:
-            # An aborted transaction left a gap here, or retention did, and then perhaps of messages never delivered.
+            # The gap is of an aborted transaction, or of retention, which may have removed undelivered messages.
             self._check_kept(connection, first)
         return rows, size, stop if complete else rows[-1][0] - base + 1
 
@@ -137,7 +137,7 @@ class Cursor:
         ]
 
     def _before_damage(self, rows: list[Row]) -> list[Row]:
-        """The rows before the first whose headers are damaged. Raises `StorageFailed` if that is the first of all."""
+        """Return the rows in front of the first one with damaged headers. Raise `StorageFailed` if there are none."""
         for count, (row_id, _, _, text, _) in enumerate(rows):
             try:
                 headers.unpack(text)
@@ -160,7 +160,7 @@ class Cursor:
 
 
 def position_lost(owner: str, partition: Partition, position: int, kept: int) -> PositionLost:
-    """The error for a position that retention has passed; `owner` is whose position."""
+    """Return the error for a position of `owner` that retention has passed."""
     topic, number = partition
     return PositionLost(
         f"{owner} is {position} in {topic}[{number}], but retention has removed everything before {kept}."
@@ -171,7 +171,7 @@ def position_lost(owner: str, partition: Partition, position: int, kept: int) ->
 def read_rows(
     connection: sqlite3.Connection, first: int, stop: int, limit: int, room: int
 ) -> tuple[list[Row], int, bool]:
-    """Rows by id, about how many bytes they are, and whether they are all; fewer than `limit` where they are large."""
+    """Return rows by id, their bytes (estimated), and whether they are all; fewer than `limit` if they are large."""
     cursor = connection.execute(
         "SELECT id, timestamp, key, headers, value FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
         (first, stop, limit),
@@ -180,7 +180,7 @@ def read_rows(
     size, ask = 0, _FIRST_ROWS
     while more := cursor.fetchmany(ask):
         rows += more
-        # Some of them tell for all: looking at each would cost a tenth of the time that reading takes.
+        # A sample is enough: looking at each row would cost a tenth of the time of reading.
         step = len(more) // _SAMPLES + 1
         size += step * sum([len(row[4] or b"") for row in more[::step]])
         if size >= room:

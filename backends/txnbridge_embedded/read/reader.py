@@ -1,4 +1,4 @@
-"""Readers of committed messages, by group and sharing."""
+"""Opens readers of committed messages, by group and sharing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from txnbridge_embedded.client.store import Store
 from txnbridge_embedded.read.base_reader import PollingReader
 from txnbridge_embedded.read.ordered import OrderedReader
 from txnbridge_embedded.read.shared import SharedReader
-from txnbridge_embedded.read.ungrouped import LoneReader
+from txnbridge_embedded.read.ungrouped import UngroupedReader
 from txnbridge_embedded.settings import Settings
 
 
@@ -19,10 +19,10 @@ def open_reader(
     events: Emitter,
     deadline: Deadline,
 ) -> Reader:
-    """Start reading. Raises `NotFound` for a missing topic that may not be created.
+    """Start reading. Raise `NotFound` for a missing topic that may not be created.
 
     `sharing` is "partition" or "message"; "key" is absent, by capability.
     """
     kinds: dict[str, type[PollingReader]] = {"partition": OrderedReader, "message": SharedReader}
-    kind: type[PollingReader] = LoneReader if subscription.group is None else kinds[subscription.sharing]
+    kind: type[PollingReader] = UngroupedReader if subscription.group is None else kinds[subscription.sharing]
     return kind(store, settings, subscription, listener, events, deadline)

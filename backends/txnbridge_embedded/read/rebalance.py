@@ -1,4 +1,4 @@
-"""Who gets which partition: a pure function."""
+"""Assigns partitions to members: a pure function."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator, Mapping
 def assign(
     members: Mapping[str, Collection[int]], partitions: Mapping[int, int], owners: Mapping[int, str]
 ) -> dict[int, str]:
-    """Give every partition to one member that reads its topic, as evenly as their topics allow.
+    """Assign every partition to one member that reads its topic, as evenly as the topics allow.
 
-    `members` says which topics each reads, `partitions` the topic of each partition, `owners` who has a partition now:
-    it stays there unless moving it makes the shares more even. A partition whose topic nobody reads is left out. The
-    same arguments always give the same answer, so it does not matter who computes it.
+    `members` has the topics of each member, `partitions` the topic of each partition, `owners` the present owners: a
+    partition stays with its owner unless moving it makes the shares more even. A partition whose topic no member reads
+    is left out. The same arguments always give the same result, so any member may compute it.
     """
     shares = _Shares(members, partitions)
     for partition, owner in sorted(owners.items()):
@@ -28,7 +28,7 @@ def assign(
 
 
 class _Shares:
-    """The shares while they are being made."""
+    """The members' shares while they are computed."""
 
     def __init__(self, members: Mapping[str, Collection[int]], partitions: Mapping[int, int]) -> None:
         self._partitions = partitions
@@ -37,7 +37,7 @@ class _Shares:
             for topic in set(members[member]) & self._readers.keys():
                 self._readers[topic].append(member)
         self._held: dict[str, dict[int, list[int]]] = {member: {} for member in members}  # by topic
-        self._count = dict.fromkeys(sorted(members), 0)  # of equally full ones the first is looked at first
+        self._count = dict.fromkeys(sorted(members), 0)  # sorted, so that the order among equal shares is fixed
         self.owner: dict[int, str] = {}
 
     def readers(self, topic: int) -> list[str]:
@@ -54,9 +54,9 @@ class _Shares:
             self.give(partition, min(readers, key=self._count.__getitem__))
 
     def level(self) -> bool:
-        """Move one partition from a fuller member to one with at least two fewer; False if there is no such pair.
+        """Move a partition from one member to one with at least two fewer; return False if there is no such pair.
 
-        It may take a chain: A passes one to B, and B, whose share stays the same, another one to C.
+        This may take a chain: A passes one to B, and B, whose share stays the same, another one to C.
         """
         for member in sorted(self._count, key=self._count.__getitem__, reverse=True):
             chain = self._chain(member)
@@ -67,7 +67,7 @@ class _Shares:
         return False
 
     def _chain(self, fullest: str) -> list[tuple[str, int, str]]:
-        """The shortest chain of moves from a member to one with at least two fewer: (giver, topic, taker) each."""
+        """Return the shortest chain of moves (giver, topic, taker) from a member to one with at least two fewer."""
         came_by: dict[str, tuple[str, int]] = {}
         waiting = deque([fullest])
         while waiting:
@@ -82,7 +82,7 @@ class _Shares:
         return []
 
     def _takers(self, giver: str) -> Iterator[tuple[int, str]]:
-        """The members that could take something from this one, those with the least first."""
+        """Yield the members that could take a partition from this one, those with the smallest shares first."""
         pairs = [
             (topic, taker)
             for topic, held in sorted(self._held[giver].items())
@@ -99,7 +99,7 @@ class _Shares:
             last = giver
 
     def _move(self, giver: str, topic: int, taker: str) -> None:
-        # The one it got last: in the order of `give` those which it owned before come first and stay.
+        # Move the partition that it got last: `give` puts those that it owned before first, so they stay.
         partition = self._held[giver][topic].pop()
         self._count[giver] -= 1
         self.give(partition, taker)

@@ -1,8 +1,8 @@
-"""Reading in a group whose members take messages one by one from the same partitions.
+"""Reads in a group whose members take messages one by one from the same partitions.
 
-A message that is handed out has a row in `leases`: its holder alone may acknowledge it, until the lease runs out and
-somebody else gets the message. So every offset below the highest one that was ever handed out is acknowledged,
-reserved or leased, and what lies above is new.
+A message that is handed out has a row in `leases`: only its holder may acknowledge it, until the lease expires and
+another member gets the message. So every offset below the highest one that was ever handed out is acknowledged,
+reserved or leased, and offsets above it are new.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from txnbridge.errors import DeadlineExceeded, NotSupported
 from txnbridge.spi import Deadline, Message, Partition, Position
 from txnbridge_embedded.client import headers
 from txnbridge_embedded.client.ranges import runs
-from txnbridge_embedded.client.store import OFFSET_BITS, Connection, now_ms
+from txnbridge_embedded.client.store import OFFSET_BITS, FileConnection, now_ms
 from txnbridge_embedded.client.visibility import Bounds, read_bounds
 from txnbridge_embedded.read import group_members
 from txnbridge_embedded.read.base_reader import POLL_BYTES, SHORT_CALL
 from txnbridge_embedded.read.grouped import GroupReader
 from txnbridge_embedded.read.partition import Cursor, position_lost
 
-Lent = dict[int, int]  # offsets, and how often each has been handed out
+Lent = dict[int, int]  # offsets with their delivery counts
 
 
 class SharedReader(GroupReader):
     """A member of a group with `sharing="message"`."""
 
     def _open(self, deadline: Deadline) -> None:
-        self._lent: dict[Cursor, Lent] = {}  # what is being lent to this member, until it is read
+        self._lent: dict[Cursor, Lent] = {}  # lent to this member, and not read yet
         self._redeliver_ms = int(self._settings.redeliver_seconds * 1000)
-        # Leases need not survive a power cut: then nobody holds a message any more.
+        # Leases need not survive a power cut: after it no member holds messages.
         self._lender = self._store.connect(durable=False)
         try:
             super()._open(deadline)
@@ -41,7 +41,7 @@ class SharedReader(GroupReader):
     def _held(self) -> Mapping[Partition, tuple[int, int]]:
         return {partition: (cursor.id, 0) for partition, cursor in self._cursors.items()}
 
-    def _share_out(self, connection: Connection, now: int) -> None:
+    def _share_out(self, connection: FileConnection, now: int) -> None:
         group_members.tidy(connection, self._group_id, now)
 
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
@@ -65,7 +65,7 @@ class SharedReader(GroupReader):
     # --- lending ----------------------------------------------------------------------------------------------------
 
     def _take(self, limit: int, deadline: Deadline) -> None:
-        if self._lent:  # by a poll that was interrupted, before or after it was stored
+        if self._lent:  # an interrupted poll left these, stored or not
             with self._reading(deadline) as connection:
                 self._lent = {cursor: self._still_lent(connection, cursor, lent) for cursor, lent in self._lent.items()}
         else:
@@ -74,7 +74,7 @@ class SharedReader(GroupReader):
         self._found += found
         self._lent = {}
 
-    def _still_lent(self, connection: Connection, cursor: Cursor, lent: Lent) -> Lent:
+    def _still_lent(self, connection: FileConnection, cursor: Cursor, lent: Lent) -> Lent:
         mine = connection.execute(
             "SELECT offset, deliveries FROM leases"
             " WHERE group_id = ? AND partition_id = ? AND member = ? AND until > ?",
@@ -97,7 +97,7 @@ class SharedReader(GroupReader):
                 room -= size
             self._lent = lent
 
-    def _has_some(self, connection: Connection, cursor: Cursor) -> bool:
+    def _has_some(self, connection: FileConnection, cursor: Cursor) -> bool:
         base = cursor.id << OFFSET_BITS
         frontier = self._frontier(connection, cursor)
         found = connection.execute(
@@ -107,8 +107,8 @@ class SharedReader(GroupReader):
         ).fetchone()
         return bool(found[0]) or frontier < cursor.bounds.kept
 
-    def _frontier(self, connection: Connection, cursor: Cursor) -> int:
-        """The offset from which on nothing was ever handed out."""
+    def _frontier(self, connection: FileConnection, cursor: Cursor) -> int:
+        """Return the offset from which on no message was ever handed out."""
         row = connection.execute(
             "SELECT max(q.next,"
             " coalesce((SELECT last FROM acks a WHERE a.group_id = q.group_id"
@@ -122,8 +122,8 @@ class SharedReader(GroupReader):
         ).fetchone()
         return cursor.bounds.end if row is None else int(row[0])  # None: the topic has just been deleted
 
-    def _lend(self, connection: Connection, cursor: Cursor, limit: int, room: int) -> tuple[Lent, int]:
-        """Take leases on messages for this member, those first that come again; what they are and their bytes."""
+    def _lend(self, connection: FileConnection, cursor: Cursor, limit: int, room: int) -> tuple[Lent, int]:
+        """Lease messages for this member, those to be delivered again first; return them and their bytes."""
         now = now_ms()
         due = connection.execute(
             "SELECT offset, deliveries FROM leases WHERE group_id = ? AND partition_id = ? AND until <= ?"
@@ -150,15 +150,15 @@ class SharedReader(GroupReader):
         )
         return lent, size
 
-    def _check_lost(self, connection: Connection, cursor: Cursor, offsets: Iterable[int]) -> None:
+    def _check_lost(self, connection: FileConnection, cursor: Cursor, offsets: Iterable[int]) -> None:
         row = connection.execute("SELECT first FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
         if row is not None and min(offsets) < row[0]:
             cursor.lost = True
             raise position_lost(self._owner(), cursor.partition, min(offsets), row[0])
 
     @staticmethod
-    def _fitting(connection: Connection, base: int, offered: Lent, room: int) -> tuple[Lent, int]:
-        """As many of the offered as there is room for."""
+    def _fitting(connection: FileConnection, base: int, offered: Lent, room: int) -> tuple[Lent, int]:
+        """Return as many of the offered messages as fit."""
         lent: Lent = {}
         size = 0
         for offset, count in offered.items():
@@ -191,7 +191,7 @@ class SharedReader(GroupReader):
                         ((self._group_id, cursor.id, offset, self._member) for (offset,) in given),
                     )
 
-    # --- where it stands --------------------------------------------------------------------------------------------
+    # --- positions --------------------------------------------------------------------------------------------------
 
     def positions(self) -> dict[Partition, Position]:
         return {partition: (cursor.bounds.position or 0,) for partition, cursor in self._cursors.items()}

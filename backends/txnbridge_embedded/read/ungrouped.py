@@ -1,4 +1,4 @@
-"""Reading without a group: every partition, with a position that only the reader knows."""
+"""Reads without a group: every partition, with positions that only the reader has."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from txnbridge_embedded.read.base_reader import PollingReader
 from txnbridge_embedded.read.partition import Cursor
 
 
-class LoneReader(PollingReader):
-    """A reader without a group."""
+class UngroupedReader(PollingReader):
+    """Reads all partitions of its topics, without a group."""
 
     def _open(self, deadline: Deadline) -> None:
         with self._reading(deadline) as connection:
@@ -31,9 +31,9 @@ class LoneReader(PollingReader):
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
         with self._reading(deadline) as connection:
             bounds = read_bounds(connection, self._subscription.topics)
-        # A topic may have been deleted and made anew: its partitions are others then, called the same.
+        # A topic may have been deleted and made anew: then its partitions are other ones with the same numbers.
         self._lose([p for p, cursor in self._cursors.items() if p not in bounds or bounds[p].id != cursor.id])
-        # What is new since the start is read from its beginning, whatever the start was: it has all come since then.
+        # Partitions that came after the start are read from their beginning: all their messages are newer.
         self._add(Cursor(bounds[p], 0, self._owner()) for p in bounds if p not in self._cursors)
         for partition, cursor in self._cursors.items():
             cursor.bounds = bounds[partition]
@@ -71,4 +71,4 @@ class LoneReader(PollingReader):
         return None
 
     def _leave(self, deadline: Deadline) -> None:
-        pass  # nobody knows that it was here
+        pass  # no other reader knows of it

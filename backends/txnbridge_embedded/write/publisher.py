@@ -17,7 +17,7 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Emitter, Publisher, RawHeaders
-from txnbridge_embedded.client.store import CommitUnclear, Store, Topic, now_ms
+from txnbridge_embedded.client.store import CommitUnclear, Store, StoredTopic, now_ms
 from txnbridge_embedded.outcome.writer_evidence import Instance, Owner, take_over
 from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.write.staged_messages import Rows, StagedMessages, store
@@ -137,7 +137,7 @@ class EmbeddedPublisher(Publisher):
         if not ended:
             raise DeadlineExceeded(f"the publisher waited {deadline.seconds:g} s for {what}")
 
-    def _find_topic(self, name: str) -> Topic:
+    def _find_topic(self, name: str) -> StoredTopic:
         return self._store.ensure_topic(self._lookups, name, self._call)
 
     def _last_taken(self, topic_id: int) -> int:

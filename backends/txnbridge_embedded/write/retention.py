@@ -5,12 +5,12 @@ from __future__ import annotations
 import sqlite3
 
 from txnbridge.spi import Deadline
-from txnbridge_embedded.client.store import Connection, Store, Topic, now_ms
+from txnbridge_embedded.client.store import FileConnection, Store, StoredTopic, now_ms
 from txnbridge_embedded.outcome.outcome import remove_messages
 from txnbridge_embedded.write.staged_messages import MARK_EVERY_MS
 
 
-def trim(store: Store, connection: Connection, topic: Topic, deadline: Deadline) -> bool:
+def trim(store: Store, connection: FileConnection, topic: StoredTopic, deadline: Deadline) -> bool:
     """Remove some expired messages of each partition; return whether none are left to remove."""
     if topic.retention_ms is None and topic.retention_bytes is None:
         return True
@@ -24,7 +24,7 @@ def trim(store: Store, connection: Connection, topic: Topic, deadline: Deadline)
     return done
 
 
-def _trim_piece(connection: sqlite3.Connection, topic: Topic, partition: int) -> bool:
+def _trim_piece(connection: sqlite3.Connection, topic: StoredTopic, partition: int) -> bool:
     found = _may_go(connection, topic, partition)
     if found is None:
         return True
@@ -40,7 +40,7 @@ def _trim_piece(connection: sqlite3.Connection, topic: Topic, partition: int) ->
     return reached == end
 
 
-def _may_go(connection: sqlite3.Connection, topic: Topic, partition: int) -> tuple[int, int] | None:
+def _may_go(connection: sqlite3.Connection, topic: StoredTopic, partition: int) -> tuple[int, int] | None:
     """Return the oldest offset, and the first one that has to stay; None if all have to stay."""
     row = connection.execute("SELECT first, next, bytes FROM partitions WHERE id = ?", (partition,)).fetchone()
     if row is None:

@@ -12,7 +12,7 @@ from txnbridge.errors import InvalidOption, NotFound, StorageFailed
 from txnbridge.spi import Item, RawHeaders, encode_item
 from txnbridge_embedded.client.headers import pack
 from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
-from txnbridge_embedded.client.store import Topic
+from txnbridge_embedded.client.store import StoredTopic
 from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.write.partitioner import partition_of
 
@@ -28,7 +28,7 @@ class Rows:
 
     __slots__ = ("bytes", "headers", "keys", "partition", "timestamps", "topic", "values")
 
-    def __init__(self, topic: Topic, partition: int) -> None:
+    def __init__(self, topic: StoredTopic, partition: int) -> None:
         self.topic = topic
         self.partition = partition  # its id
         self.bytes = 0
@@ -73,7 +73,9 @@ class StagedMessages:
     `find_topic` looks a topic up or creates it; `overflow` is called when the memory is full, and has to empty it.
     """
 
-    def __init__(self, find_topic: Callable[[str], Topic], overflow: Callable[[], None], settings: Settings) -> None:
+    def __init__(
+        self, find_topic: Callable[[str], StoredTopic], overflow: Callable[[], None], settings: Settings
+    ) -> None:
         self._find_topic = find_topic
         self._overflow = overflow
         self._room = settings.spill_bytes
@@ -84,7 +86,7 @@ class StagedMessages:
         self._emptied = 0  # how often the memory was emptied
         self.count = 0  # messages taken since `clear`, in memory or stored
         self.bytes = 0  # in memory now
-        self._topics: dict[str, Topic] = {}
+        self._topics: dict[str, StoredTopic] = {}
         self._rows: dict[int, Rows] = {}  # by partition id
         self._keyless: dict[str, Rows] = {}  # by topic: the partition for messages without a key in this transaction
 
@@ -107,7 +109,7 @@ class StagedMessages:
         """Return the messages in memory, which stay there."""
         return [rows for rows in self._rows.values() if rows.values]
 
-    def topics(self) -> list[Topic]:
+    def topics(self) -> list[StoredTopic]:
         """Return the topics of this transaction."""
         return list(self._topics.values())
 
@@ -182,7 +184,7 @@ class StagedMessages:
 
     # --- partitions ------------------------------------------------------------------------------------------------
 
-    def _topic(self, name: str) -> Topic:
+    def _topic(self, name: str) -> StoredTopic:
         topic = self._topics.get(name)
         if topic is None:
             if self._refuse_name is not None:
@@ -209,7 +211,7 @@ class StagedMessages:
             raise NotFound(f"topic {name!r} has no partition {number}; it has {count}, numbered from 0")
         return self._rows_of(topic, topic.partitions[number])
 
-    def _rows_of(self, topic: Topic, partition: int) -> Rows:
+    def _rows_of(self, topic: StoredTopic, partition: int) -> Rows:
         rows = self._rows.get(partition)
         if rows is None:
             rows = self._rows[partition] = Rows(topic, partition)

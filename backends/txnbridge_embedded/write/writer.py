@@ -35,7 +35,7 @@ from txnbridge.spi import (
     RawHeaders,
     Writer,
 )
-from txnbridge_embedded.client.store import LEAVING_SECONDS, CommitUnclear, Store, Topic, now_ms
+from txnbridge_embedded.client.store import LEAVING_SECONDS, CommitUnclear, Store, StoredTopic, now_ms
 from txnbridge_embedded.outcome import outcome
 from txnbridge_embedded.outcome.writer_evidence import Instance, Owner
 from txnbridge_embedded.settings import Settings
@@ -125,7 +125,7 @@ class EmbeddedWriter(Writer):
             raise InvalidState("this writer has no transaction")
         return self._begun
 
-    def _find_topic(self, name: str) -> Topic:
+    def _find_topic(self, name: str) -> StoredTopic:
         return self._store.ensure_topic(self._connection, name, self._begin.deadline)
 
     def _spill(self) -> None:
