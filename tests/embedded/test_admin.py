@@ -139,7 +139,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    for module in ("write.outgoing", "write.retention", "write.writer"):
+    for module in ("write.staged_messages", "write.retention", "write.writer"):
         monkeypatch.setattr(f"txnbridge_embedded.{module}.now_ms", clock, raising=False)
     return clock
 

@@ -168,7 +168,7 @@ def test_a_step_that_failed_in_the_middle_may_be_repeated(broker, happens):
 def test_with_the_clock_set_back_a_half_is_asked_about_early_and_the_doctor_tells(broker, monkeypatch):
     halves = put(broker)
     an_hour_ago = lambda: now_ms() - 3_600_000  # noqa: E731
-    for module in ("halves", "admin", "storage.store"):
+    for module in ("half_store", "admin.admin", "client.store"):
         monkeypatch.setattr(f"txnbridge_embedded.{module}.now_ms", an_hour_ago)
     assert [half.transaction for half in halves.checks("g", 10, Deadline(5))] == ["t"]
     assert halves.checks("g", 10, Deadline(0.1)) == []
