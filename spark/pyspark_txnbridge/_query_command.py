@@ -1,4 +1,4 @@
-"""`txnbridge spark`: what a query has decided, and finishing it on a machine without Spark."""
+"""The command `txnbridge spark`, which shows and finishes a query's batches on a machine without Spark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from txnbridge.commands import json_and_debug
 if TYPE_CHECKING:
     from pyspark_txnbridge._options import SinkOptions
     from pyspark_txnbridge._recovery import QueryStatus
-    from pyspark_txnbridge._session import Session
+    from pyspark_txnbridge._session import SinkSession
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -88,19 +88,19 @@ def _opened(
     prefix: str | None,
     decision_log: str | None,
     given: tuple[str, ...],
-) -> Iterator[tuple[Session, SinkOptions, tuple[str, str]]]:
-    from pyspark_txnbridge._options import SinkOptions, named
+) -> Iterator[tuple[SinkSession, SinkOptions, tuple[str, str]]]:
+    from pyspark_txnbridge._options import SinkOptions, name_values
     from pyspark_txnbridge._recovery import query_of
-    from pyspark_txnbridge._session import Session
+    from pyspark_txnbridge._session import SinkSession
 
     if (checkpoint is None) == (query is None):
         raise InvalidOption("say which query: either --checkpoint or --query")
     known = {"url": url, "sink": sink, "transactionalIdPrefix": prefix, "decisionLog": decision_log}
     options = SinkOptions.parse(
-        {name: value for name, value in known.items() if value is not None} | named("--option", given)
+        {name: value for name, value in known.items() if value is not None} | name_values("--option", given)
     )
     query = query or options.app_id or query_of(checkpoint or "")
-    session = Session(options, options.application(query))
+    session = SinkSession(options, options.application(query))
     try:
         yield session, options, (query, options.sink)
     finally:
