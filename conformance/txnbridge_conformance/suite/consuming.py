@@ -1,4 +1,4 @@
-"""Reading in groups: who gets what, what an acknowledgement does, and what comes again."""
+"""Tests of reading in groups: which member gets a message, acknowledgement, and redelivery."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from txnbridge_conformance.promises import needs, proves
 
 
 def next_of(bridge: Bridge, topic: str, group: str) -> object:
-    """The value that the next member of a group gets first."""
+    """Return the value that the next member of a group gets first."""
     with bridge.consumer(topic, group) as consumer:
         return take(consumer, 1)[0].value
 
@@ -92,14 +92,14 @@ def _expect_all_or_an_error(consumer: Consumer) -> None:
     try:
         found = _behind_the_old_ones(consumer)
     except PositionLost:
-        with pytest.raises(PositionLost):  # until it is told where to go on
+        with pytest.raises(PositionLost):  # until the consumer seeks
             take(consumer, 1)
     else:
         assert values(found + take(consumer, len(_OF_THE_NEW_ONE) - len(found))) == _OF_THE_NEW_ONE
 
 
 def _behind_the_old_ones(consumer: Consumer) -> list[Message]:
-    """The first message of the new topic; of the old one, what had come already may still be delivered."""
+    """Poll the new topic's first message. Fetched messages of the old topic may still be delivered before it."""
     while True:
         found = take(consumer, 1)
         if found[0].value in _OF_THE_NEW_ONE:
@@ -400,7 +400,7 @@ def test_a_message_is_processed_once_while_members_come_and_go(
 def _pass_on(bridge: Bridge, consumer: Consumer, target: str) -> None:
     batch = consumer.poll(7, timeout=0.1)
     if batch:
-        # While partitions are shared out anew, a broker may not know whose they are; then they come again.
+        # During a rebalance a broker may not know a partition's member; its messages are delivered again then.
         with suppress(Conflict), bridge.transaction() as txn:
             for message in batch:
                 txn.send(target, message.value)
@@ -410,7 +410,7 @@ def _pass_on(bridge: Bridge, consumer: Consumer, target: str) -> None:
 @proves(Capability.SHARE_MESSAGE)
 def test_members_share_one_partition_message_by_message(connect: Connect, topic: str, group: str) -> None:
     one, two = connect(), connect()
-    for value in (b"1", b"2"):  # each in its own transaction: some brokers hand out as one what was sent together
+    for value in (b"1", b"2"):  # in separate transactions: some brokers deliver a batch as one unit
         send(one, topic, value)
     with one.consumer(topic, group, sharing="message") as first, two.consumer(topic, group, sharing="message") as other:
         (mine,), (theirs,) = take(first, 1), take(other, 1)

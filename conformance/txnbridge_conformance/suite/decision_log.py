@@ -1,4 +1,4 @@
-"""The decision log: the first decision for an id counts, for everybody and for ever."""
+"""Tests of the decision log: the first decision for an id counts for every process and for ever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from txnbridge_conformance.promises import proves
 
 @pytest.fixture
 def log(unique: Callable[[str], str]) -> str:
-    """A decision log that nobody else uses."""
+    """Return the name of a decision log that no other test uses."""
     return unique("log")
 
 
