@@ -31,7 +31,7 @@ def settings_of(broker: brokers.Pulsar) -> dict[str, str]:
 
 
 def version_of(port: int) -> str:
-    """What a broker says of itself to whoever connects."""
+    """Return the version that a broker gives to a client."""
     with PulsarConnection(port) as connection:
         told = connection.connected[1]
         assert isinstance(told, bytes)

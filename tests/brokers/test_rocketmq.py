@@ -46,7 +46,7 @@ def put(broker: brokers.RocketMQ, topic: str, body: bytes, node: int = 1) -> Rem
 
 
 def arrives(broker: brokers.RocketMQ, topic: str, body: bytes) -> bool:
-    """Whether a queue's first message holds this, or soon does: it can be read a moment after it was stored."""
+    """Wait for a queue's first message, readable a moment after it was stored; return whether it has this body."""
     fields = {"consumerGroup": "tests", "topic": topic, "subscription": "*", "maxMsgNums": 1, "sysFlag": 4}
     places = dict.fromkeys(("queueId", "queueOffset", "commitOffset", "suspendTimeoutMillis", "subVersion"), 0)
     port = port_of(broker.broker_address())

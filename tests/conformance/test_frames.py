@@ -1,4 +1,4 @@
-"""Where frames begin: what comes out is what went in, and nothing makes the parser wait, fail or grow."""
+"""Tests of the frame splitter: its pieces are the stream, and no stream makes it wait, fail or grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the Spark writer share: batches written as Spark would, and what was published."""
+"""Helpers of the tests of the Spark writer: batches written as Spark would, and what was published."""
 
 from __future__ import annotations
 

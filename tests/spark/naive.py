@@ -35,7 +35,7 @@ class _WithoutALog(_InTasks):
 
 
 class InTasks(DefaultSource):
-    """Each task publishes its own rows."""
+    """Write with tasks that publish their own rows."""
 
     @classmethod
     def name(cls) -> str:

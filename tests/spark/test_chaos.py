@@ -81,7 +81,7 @@ SUBMIT = (
 
 
 class Attack:
-    """What happens to one pipeline, a few seconds after the other."""
+    """Attack one pipeline every few seconds."""
 
     def __init__(self, url: str, folder: Path, topics: tuple[str, str], restart: Callable[[], None] | None) -> None:
         self._url, self._folder, self._topics = url, folder, topics
@@ -169,7 +169,7 @@ class Attack:
 
 
 def committed(url: str, topic: str) -> list[int]:
-    """What an independent reader finds; of the embedded broker there is none but ours."""
+    """Return what a reader finds: an independent client for Kafka, else txnbridge itself."""
     if not url.startswith("kafka"):
         with txnbridge.connect(url) as bridge:
             return [int(message.value) for message in bridge.read(topic, 10 * ROWS)]

@@ -199,7 +199,7 @@ def publish_without_a_decision(start):
 
 
 def publish_after_clearing_up(start):
-    """What a new run finds open must be nobody's, it thinks."""
+    """Abort every open transaction, as a naive new run would, and go on."""
     sink, query = start
     with txnbridge.connect(sink.url) as bridge:
         for transaction in left_open(sink, query):

@@ -126,7 +126,7 @@ def test_a_topic_without_messages_has_no_rows(spark, url, topic):
 
 
 def batch_of(url, topic, **given):
-    """What a batch reads."""
+    """Return the values that a batch reads."""
     reader = BatchReader(SourceOptions.parse({"url": url, "topic": topic, **given}))
     return sorted(values(reader, reader.partitions()))
 
@@ -271,7 +271,7 @@ where_records_can_be_removed = pytest.mark.parametrize("url", ["embedded", "kafk
 
 
 def remove_before(url, topic, offset):
-    """What retention does to partition 0."""
+    """Remove records of partition 0, as retention does."""
     if url.startswith("embedded"):
         with sqlite3.connect(url.removeprefix("embedded:")) as connection:
             ((id,),) = connection.execute(
