@@ -212,8 +212,8 @@ def _claim(
     session: SinkSession, unit: BatchId, opening: Opening, attempt: int, written: list[Written], total: _Stored
 ) -> Claim | None:
     _check_alive(session, unit, written)
-    told = ("token", "partition", "topics", "rows", "fingerprint")
-    parts = [{name: getattr(part, name) for name in told} for part in written if part.token]
+    stored = ("token", "partition", "topics", "rows", "fingerprint")
+    parts = [{name: getattr(part, name) for name in stored} for part in written if part.token]
     try:
         claim = session.decisions.claim(
             (*unit.batch_path, attempt), Decision.COMMIT, {"parts": parts, **total}, opening=opening

@@ -107,20 +107,20 @@ def _opened(
         session.close()
 
 
-def _lines(found: QueryStatus) -> Iterator[str]:
-    if found.run is None:
+def _lines(status: QueryStatus) -> Iterator[str]:
+    if status.run is None:
         yield "this query has not written anything under this name of its sink"
         return
-    yield f"last run: {found.run}, opened by {found.host}"
-    yield "published: " + ("no batch" if found.done_up_to is None else f"every batch up to {found.done_up_to}")
-    for batch in found.undone:
+    yield f"last run: {status.run}, opened by {status.host}"
+    yield "published: " + ("no batch" if status.done_up_to is None else f"every batch up to {status.done_up_to}")
+    for batch in status.undone:
         if batch.decision is Decision.ABORT:
             yield f"batch {batch.batch}: given up, attempt {batch.attempt}; the next run writes it again"
             continue
         yield f"batch {batch.batch}: decided, {batch.rows} rows, not marked as published (txnbridge spark recover)"
         for part in batch.parts:
             yield f"  partition {part.partition}: {part.rows} rows, {part.state.value}{_until(part.expires_at)}"
-    for transaction in found.open:
+    for transaction in status.open:
         yield f"{transaction.state}: {transaction.transaction}{_until(transaction.expires_at)}"
 
 
@@ -130,11 +130,11 @@ def _until(expires_at: int | None) -> str:
     return f", until {datetime.fromtimestamp(expires_at / 1000).astimezone().isoformat(' ', 'seconds')}"
 
 
-def _document(found: QueryStatus) -> dict[str, Any]:
+def _document(status: QueryStatus) -> dict[str, Any]:
     return {
-        "run": found.run,
-        "host": found.host,
-        "done_up_to": found.done_up_to,
+        "run": status.run,
+        "host": status.host,
+        "done_up_to": status.done_up_to,
         "undone": [
             {
                 "batch": batch.batch,
@@ -152,10 +152,10 @@ def _document(found: QueryStatus) -> dict[str, Any]:
                     for part in batch.parts
                 ],
             }
-            for batch in found.undone
+            for batch in status.undone
         ],
         "open": [
             {"transaction": each.transaction, "state": each.state, "since": each.since, "expires_at": each.expires_at}
-            for each in found.open
+            for each in status.open
         ],
     }

@@ -117,13 +117,13 @@ class Columns:
             "timestamp": _milliseconds,
             "headers": _headers,
         }
-        found = {
+        fields = {
             name: read(batch.column(name))
             for name, read in columns.items()
             if self._has(batch, name) and not (name == "topic" and self.topic is not None)
         }
         nothing = [None] * batch.num_rows
-        return zip(*(found.get(name, nothing) for name in columns), strict=True) if found else None
+        return zip(*(fields.get(name, nothing) for name in columns), strict=True) if fields else None
 
     def _has(self, batch: pa.RecordBatch, name: str) -> bool:
         return name in self.names and batch.column(name).null_count < batch.num_rows
@@ -187,11 +187,11 @@ def _milliseconds(column: Any) -> list[int | None]:
 
 
 def _is(*kinds: str) -> Callable[[DataType], bool]:
-    return lambda found: found.simpleString() in kinds
+    return lambda kind: kind.simpleString() in kinds
 
 
-def _is_headers(found: DataType) -> bool:
-    return found.simpleString() == _HEADERS
+def _is_headers(kind: DataType) -> bool:
+    return kind.simpleString() == _HEADERS
 
 
 _COLUMNS: dict[str, tuple[str, Callable[[DataType], bool]]] = {

@@ -25,7 +25,7 @@ from txnbridge_conformance.promises import needs, proves
 
 def listed(bridge: Bridge, owner: str) -> list[str]:
     """Return an administrator's names of a transactional id's open and prepared transactions."""
-    return [found.transaction for found in bridge.admin.transactions() if found.transactional_id == owner]
+    return [each.transaction for each in bridge.admin.transactions() if each.transactional_id == owner]
 
 
 @proves(Capability.TOPIC_ADMIN)
@@ -94,10 +94,10 @@ def test_a_group_is_shown_with_its_members_where_it_stands_and_its_lag(bridge: B
         # Brokers show the group to an administrator after some time.
         eventually(lambda: bridge.admin.groups().get(group) == 1, "the group is listed with its member")
         eventually(lambda: bridge.admin.group(group).lag == member.lag(), "its lag is what its member says")
-        found = bridge.admin.group(group)
-        assert found.lag[topic, 0] > 0
-    assert [each.partitions for each in found.members] == [((topic, 0),)]
-    assert messages[1].position < found.positions[topic, 0] <= messages[2].position
+        status = bridge.admin.group(group)
+        assert status.lag[topic, 0] > 0
+    assert [each.partitions for each in status.members] == [((topic, 0),)]
+    assert messages[1].position < status.positions[topic, 0] <= messages[2].position
     eventually(lambda: bridge.admin.group(group).members == (), "the member has left")
     with pytest.raises(NotFound):
         bridge.admin.group(group + "-nobody")
@@ -187,8 +187,8 @@ def test_a_prepared_transaction_is_listed_until_it_ends(
 ) -> None:
     with connect(transactional_id=owner).transaction(prepare=True) as txn:
         txn.send(topic, b"prepared")
-    (found,) = [one for one in bridge.admin.transactions() if one.transaction == txn.id]
-    assert found.state == "prepared"
+    (prepared,) = [one for one in bridge.admin.transactions() if one.transaction == txn.id]
+    assert prepared.state == "prepared"
     assert [one.transaction for one in bridge.admin.transactions(owner)] == [txn.id]
     assert bridge.admin.transactions(f"{owner}-other") == []
     bridge.commit(str(txn.token))

@@ -108,9 +108,9 @@ def test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later
         newer = connect(transactional_id=owner)
         before = values(seen(newer, topic)).count(value)
         sleeper.resume()
-        said = sleeper.result()
+        result = sleeper.result()
         assert values(seen(newer, topic)).count(value) == before, f"it slept at {point}"
-        assert (said == "committed") == bool(before), f"it slept at {point}"
+        assert (result == "committed") == bool(before), f"it slept at {point}"
 
 
 def has_opened(racer: Child) -> bool:

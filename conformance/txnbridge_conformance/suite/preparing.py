@@ -206,10 +206,10 @@ def test_a_commit_whose_answer_was_lost_is_known_by_its_token(
     assert txn.outcome is Outcome.UNKNOWN
     token = caught.value.token
     assert token == str(txn.token)
-    said = "committed" if happened else "aborted"
-    assert run(programs.ask_status, txnbridge_url, token).result() == said
+    expected = "committed" if happened else "aborted"
+    assert run(programs.ask_status, txnbridge_url, token).result() == expected
     assert values(seen(bridge, topic)) == ([b"hello"] if happened else [])
-    assert bridge.status(str(token)).state.value == said
+    assert bridge.status(str(token)).state.value == expected
 
 
 @needs(Capability.STATUS_LOOKUP)

@@ -241,8 +241,8 @@ def test_nothing_of_an_open_transaction_is_seen(bridge: Bridge, topic: str, much
         assert read[:1] == [b"before"]
         if end == "abort":
             txn.abort()
-    found = values(seen(bridge, topic))
-    assert {value: found.count(value) for value in found} == {
+    delivered = values(seen(bridge, topic))
+    assert {value: delivered.count(value) for value in delivered} == {
         b"before": 1,
         b"behind": 1,
         **({many[0]: len(many)} if end == "commit" else {}),
@@ -259,13 +259,13 @@ def test_a_reader_that_waits_before_an_undecided_transaction_skips_nothing(
         with bridge.transaction(prepare=True) as txn:
             txn.send(topic, b"undecided")
         send(bridge, topic, b"behind")
-        found = values(take(consumer, 1))
-        found += values(consumer.poll(timeout=0))  # the reader may or may not be able to read on
-        assert b"undecided" not in found
+        delivered = values(take(consumer, 1))
+        delivered += values(consumer.poll(timeout=0))  # the reader may or may not be able to read on
+        assert b"undecided" not in delivered
         (bridge.commit if end == "commit" else bridge.abort)(str(txn.token))
         wanted = {b"before", b"behind", *([b"undecided"] if end == "commit" else [])}
-        found += values(take(consumer, len(wanted) - len(found)))
-    assert sorted(found) == sorted(wanted)  # type: ignore[type-var]
+        delivered += values(take(consumer, len(wanted) - len(delivered)))
+    assert sorted(delivered) == sorted(wanted)  # type: ignore[type-var]
 
 
 @proves(Capability.ISOLATION, chance=True)
