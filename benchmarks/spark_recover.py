@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 from pyspark_txnbridge import _driver
-from pyspark_txnbridge._batch_identity import Unit
+from pyspark_txnbridge._batch_identity import BatchId
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._task import write_partition
@@ -28,7 +28,7 @@ ROWS = 10_000  # in each partition
 def decide(url: str, topic: str, query: str) -> None:
     """What a driver and its tasks do for one batch, without the rest of Spark."""
     options = SinkOptions.parse({"url": url, "topic": topic})
-    unit = Unit(query, options.sink, 0, str(uuid.uuid4()))
+    unit = BatchId(query, options.sink, 0, str(uuid.uuid4()))
     batch = pa.RecordBatch.from_pydict({"value": [b"x" * 100] * ROWS})
     columns = Columns(frozenset({"value"}), topic)
     written = [write_partition(unit, options, columns, [batch], n, f"task {n}") for n in range(PARTITIONS)]

@@ -1,4 +1,4 @@
-"""The plug-in that brings `txnbridge brokers`. It is loaded with every bridge, so it imports nothing before it must."""
+"""The plug-in that adds `txnbridge brokers`. Every bridge loads it, so it imports nothing before a command needs it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from txnbridge import hookimpl
 if TYPE_CHECKING:
     import click
 
-# By their names in `brokers`; for each there is a backend that passes the story.
-_PLAYED_ON = ("kafka", "pulsar", "rocketmq")
+# Functions of `brokers` that start a broker on which the demo runs.
+_DEMO_BROKERS = ("kafka", "pulsar", "rocketmq")
 
 
 @hookimpl
 def txnbridge_brokers() -> list[tuple[str, Callable[[], AbstractContextManager[str]]]]:
-    """The brokers that `txnbridge demo` can play on."""
-    return [(name, partial(_started, name)) for name in _PLAYED_ON]
+    """Return the brokers on which `txnbridge demo` can run."""
+    return [(name, partial(_started, name)) for name in _DEMO_BROKERS]
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def _started(name: str) -> Iterator[str]:
 
 @hookimpl
 def txnbridge_commands() -> list[click.Command]:
-    """The commands that start real brokers."""
+    """Return the commands that start real brokers."""
     from txnbridge_conformance.brokers.commands import command
 
     return [command]

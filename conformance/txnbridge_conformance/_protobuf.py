@@ -1,4 +1,4 @@
-"""Just enough of protobuf to ask a broker something and to see what others asked: fields by their numbers."""
+"""Encode and decode the protobuf messages of a broker's protocol as fields by number, without a schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_NUMBER_BYTES = 10
 
 
 def encode(fields: Iterable[tuple[int, Value]]) -> bytes:
-    """A message of these fields, in this order. A field may come more than once."""
+    """Return a message of these fields, in this order. A field may come more than once."""
     return b"".join(_field(number, value) for number, value in fields)
 
 
@@ -26,7 +26,7 @@ def _field(number: int, value: Value) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    value &= 2**64 - 1  # negative numbers are written as the protocol does it
+    value &= 2**64 - 1  # protobuf writes a negative number as 64 bits
     written = bytearray()
     while value > 0x7F:
         written.append(value & 0x7F | 0x80)
@@ -36,7 +36,7 @@ def _varint(value: int) -> bytes:
 
 
 def decode(data: bytes) -> Iterator[tuple[int, Value]]:
-    """The fields of a message, in their order, up to where it is not one any more."""
+    """Yield a message's fields in order, up to the first byte that is not protobuf."""
     at = 0
     with suppress(IndexError, ValueError):
         while at < len(data):
@@ -54,7 +54,7 @@ def decode(data: bytes) -> Iterator[tuple[int, Value]]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins there, and where the next thing begins. Raises `IndexError` and `ValueError`."""
+    """Return the number at a position, and the position after it. Raise `IndexError` or `ValueError` if malformed."""
     value = 0
     for position in range(_MOST_NUMBER_BYTES):
         byte = data[at + position]

@@ -1,7 +1,7 @@
-"""Looking at topics in a way that proves something.
+"""Read topics in a way that proves what they hold.
 
-That a message is *not* there is never shown by waiting for it. A marker is committed behind the place where it would
-be; whoever has read the marker has read everything before it.
+A test never waits to show that a message is absent. The test commits a marker message after the place where the other
+message would be: a reader that has read the marker has read everything before the marker.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _MARKER = b"marker "
 
 
 def patience() -> float:
-    """For how many seconds something is waited for that must come.
+    """Return the seconds that a test waits for an event that must come.
 
-    As long as a loaded machine may take for what otherwise takes milliseconds: no run that passes waits so long. The
-    environment variable is for tests that are to fail, and for the processes that they start.
+    The time is what a loaded machine may need for work of milliseconds; a passing test never waits so long. The
+    environment variable shortens the time for tests that are expected to fail, and for their processes.
     """
     return float(os.environ.get("TXNBRIDGE_PATIENCE", "60"))
 
 
 def mark(bridge: Bridge, topic: str) -> set[bytes]:
-    """Commit a marker into each partition of a topic; returns their values."""
+    """Commit a marker message to each partition of a topic, and return the markers' values."""
     partitions = len(bridge.admin.bounds(topic))
     markers = [_MARKER + secrets.token_bytes(8) for _ in range(partitions)]
     with bridge.transaction() as txn:
@@ -36,9 +36,9 @@ def mark(bridge: Bridge, topic: str) -> set[bytes]:
 
 
 def seen(bridge: Bridge, topic: str) -> list[Message]:
-    """Everything that is committed in a topic, without markers; what is not in here was not committed before now.
+    """Return all messages committed to a topic before this call, without markers.
 
-    Raises `AssertionError` if something holds readers back for longer than `patience()`.
+    Raise `AssertionError` if readers are held back for longer than `patience()`.
     """
     markers = mark(bridge, topic)
     with bridge.consumer(topic) as consumer:
@@ -46,36 +46,36 @@ def seen(bridge: Bridge, topic: str) -> list[Message]:
 
 
 def up_to(consumer: Consumer, markers: Iterable[bytes]) -> list[Message]:
-    """Read on until all of these markers have come; returns the messages before them, without markers."""
+    """Read until all these markers have arrived, and return the messages before them, without markers."""
     missing = set(markers)
-    found: list[Message] = []
+    messages: list[Message] = []
     deadline = time.monotonic() + patience()
     while missing:
-        found += (batch := consumer.poll(timeout=min(1, patience())))
+        messages += (batch := consumer.poll(timeout=min(1, patience())))
         missing -= {message.value for message in batch}
         if missing and time.monotonic() > deadline:
             raise AssertionError(f"{len(missing)} markers are held back from {consumer!r} for {patience():g} s")
-    return [message for message in found if not is_marker(message)]
+    return [message for message in messages if not is_marker(message)]
 
 
 def is_marker(message: Message) -> bool:
-    """Whether this message is a marker, of whoever."""
+    """Return whether a message is a marker of this or another test."""
     return isinstance(message.value, bytes) and message.value.startswith(_MARKER)
 
 
 def take(consumer: Consumer, count: int) -> list[Message]:
-    """Read until this many messages have come, not one more."""
-    found: list[Message] = []
+    """Read exactly this many messages."""
+    messages: list[Message] = []
     deadline = time.monotonic() + patience()
-    while len(found) < count:
-        found += consumer.poll(count - len(found), timeout=min(1, patience()))
+    while len(messages) < count:
+        messages += consumer.poll(count - len(messages), timeout=min(1, patience()))
         if time.monotonic() > deadline:
-            raise AssertionError(f"{consumer!r} delivered {len(found)} of {count} messages within {patience():g} s")
-    return found
+            raise AssertionError(f"{consumer!r} delivered {len(messages)} of {count} messages within {patience():g} s")
+    return messages
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
-    """Wait until something is so, because it is promised to become so."""
+    """Wait until a condition is true. Raise `AssertionError` after `patience()`."""
     deadline = time.monotonic() + patience()
     while not condition():
         if time.monotonic() > deadline:
@@ -84,11 +84,11 @@ def eventually(condition: Callable[[], object], what: str) -> None:
 
 
 def values(messages: Iterable[Message]) -> list[object]:
-    """The messages' values, in order."""
+    """Return the messages' values, in order."""
     return [message.value for message in messages]
 
 
 def send(bridge: Bridge, topic: str, *contents: bytes) -> None:
-    """Commit messages, in one transaction."""
+    """Commit messages in one transaction."""
     with bridge.transaction() as txn:
         txn.send_many(topic, contents)

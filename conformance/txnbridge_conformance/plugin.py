@@ -1,8 +1,8 @@
-"""The conformance suite as a pytest plug-in.
+"""The pytest plug-in of the conformance suite.
 
-A backend adopts it with three short files: a `conftest.py` with `pytest_plugins = ["txnbridge_conformance.plugin"]`, a
-test module with `from txnbridge_conformance.suite import *`, and the broker's URL in the pytest settings:
-`txnbridge_url = kafka://localhost:9092`. (PYTEST_DONT_REWRITE: pytest may find this module imported already.)
+Three short files adopt the suite: a `conftest.py` with `pytest_plugins = ["txnbridge_conformance.plugin"]`, a test
+module with `from txnbridge_conformance.suite import *`, and the broker's URL in the pytest settings:
+`txnbridge_url = kafka://localhost:9092`. (PYTEST_DONT_REWRITE: this module may be imported before pytest loads it.)
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ pytest.register_assert_rewrite("txnbridge_conformance.suite", "txnbridge_conform
 
 
 class Connect(Protocol):
-    """The fixture `connect`: `txnbridge.connect` to the broker under test; what it opens is closed after the test."""
+    """The fixture `connect` calls `txnbridge.connect` for the broker under test, and closes its bridges afterwards."""
 
     def __call__(self, **settings: Any) -> Bridge: ...
 
 
 class Much(Protocol):
-    """The fixture `much`."""
+    """The fixture `much` makes more values than a client buffers."""
 
     def __call__(self, text: bytes) -> list[bytes]: ...
 
 
 class NewTopic(Protocol):
-    """The fixture `new_topic`: creates a topic that nobody else uses, and returns its name."""
+    """The fixture `new_topic` creates a topic that no other test uses, and returns its name."""
 
     def __call__(self, partitions: int = 1) -> str: ...
 
 
 class RunChild(Protocol):
-    """The fixture `run`: starts a `Child`, which is killed after the test."""
+    """The fixture `run` starts a `Child`, and kills it after the test."""
 
     def __call__(
         self,
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _declared(request: pytest.FixtureRequest) -> None:
-    """Hold the test against what the backend declares: run it, expect it to fail, or skip it by name."""
+    """Compare the test's marks with the backend's declaration: run the test, expect it to fail, or skip it."""
     proved = [(c, mark.kwargs["chance"]) for mark in request.node.iter_markers("proves") for c in mark.args]
     needed = [c for mark in request.node.iter_markers("needs") for c in mark.args]
     if not proved and not needed:
@@ -92,7 +92,7 @@ def _expected_to_fail(capability: Capability, note: str) -> pytest.MarkDecorator
 
 @pytest.fixture(scope="session")
 def txnbridge_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The broker under test: `--txnbridge-url`, or `txnbridge_url` in the pytest settings, or an override of this."""
+    """Return the broker's URL: `--txnbridge-url`, else `txnbridge_url` in the pytest settings. May be overridden."""
     url: str = request.config.getoption("--txnbridge-url") or request.config.getini("txnbridge_url")
     if not url:
         raise pytest.UsageError("say which broker to test: set txnbridge_url in the pytest settings")
@@ -101,11 +101,11 @@ def txnbridge_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def capabilities(txnbridge_url: str) -> Capabilities:
-    """What the broker under test declares."""
+    """Return the capabilities that the backend of the broker under test declares."""
     return _declared_by(txnbridge_url)
 
 
-@functools.cache  # by URL, and not a fixture of the session: one run may test several brokers
+@functools.cache  # cached by URL instead of for the session: one run may test several brokers
 def _declared_by(url: str) -> Capabilities:
     with txnbridge.connect(url) as bridge:
         return bridge.capabilities
@@ -113,28 +113,28 @@ def _declared_by(url: str) -> Capabilities:
 
 @pytest.fixture
 def kill_broker() -> Callable[[], object]:
-    """Override it: kill the broker with SIGKILL and start it again."""
+    """Kill the broker with SIGKILL and start it again. Each backend overrides this fixture."""
     pytest.skip("nobody said how this broker is killed: override the fixture kill_broker")
 
 
 @pytest.fixture
 def side_by_side() -> int:
-    """How many processes of a kill walk live at the same time. Override it for a broker that cannot bear so many."""
-    return 10  # some starts only wait until a dead one's lease lapses
+    """Return how many processes of a kill walk run at once. Override it for a broker that bears fewer."""
+    return 10  # some processes only wait until a dead process's lease expires
 
 
 @pytest.fixture
 def much() -> Much:
-    """Values made of a text, more than a client buffers (12 MB): the broker has most of it before the transaction ends.
+    """Make more values of a text than a client buffers (12 MB), so that most reach the broker before the end.
 
-    Override it for a client that holds less back, if the broker works for each message that stays open.
+    Override it for a client that buffers less, if each message of an open transaction costs the broker time.
     """
     return lambda text: [text * (80_000 // len(text))] * 150
 
 
 @pytest.fixture
 def connect(txnbridge_url: str) -> Iterator[Connect]:
-    """More bridges to the broker under test, closed after the test."""
+    """Open bridges to the broker under test, and close them after the test."""
     with contextlib.ExitStack() as stack:
 
         def open_bridge(**settings: Any) -> Bridge:
@@ -145,25 +145,25 @@ def connect(txnbridge_url: str) -> Iterator[Connect]:
 
 @pytest.fixture
 def bridge(connect: Connect) -> Bridge:
-    """A bridge to the broker under test, without a transactional id."""
+    """Return a bridge to the broker under test, without a transactional id."""
     return connect()
 
 
-# --- names that nobody else uses --------------------------------------------------------------------------------------
+# --- names that no other test uses ------------------------------------------------------------------------------------
 
 _numbers = itertools.count(1)
-_run = secrets.token_hex(3)  # so that runs against one broker do not meet each other's topics
+_run = secrets.token_hex(3)  # keeps the topics of several runs against one broker apart
 
 
 @pytest.fixture
 def unique() -> Callable[[str], str]:
-    """A name that nobody else uses: for groups, transactional ids, publishers, decision logs."""
-    return lambda what: f"{what}-{_run}-{next(_numbers)}"
+    """Make unique names for groups, transactional ids, publishers and decision logs."""
+    return lambda prefix: f"{prefix}-{_run}-{next(_numbers)}"
 
 
 @pytest.fixture
 def new_topic(unique: Callable[[str], str], bridge: Bridge) -> NewTopic:
-    """Override it where topics cannot be created through the bridge."""
+    """Create topics through the bridge. Override it for a broker whose topics are created in another way."""
 
     def create(partitions: int = 1) -> str:
         name = unique("conformance")
@@ -175,25 +175,25 @@ def new_topic(unique: Callable[[str], str], bridge: Bridge) -> NewTopic:
 
 @pytest.fixture
 def topic(new_topic: NewTopic) -> str:
-    """A fresh topic with one partition."""
+    """Create a topic with one partition."""
     return new_topic()
 
 
 @pytest.fixture
 def group(unique: Callable[[str], str]) -> str:
-    """A group that has never read."""
+    """Return the name of a group that has never read."""
     return unique("group")
 
 
 @pytest.fixture
 def owner(unique: Callable[[str], str]) -> str:
-    """A transactional id that nobody has opened."""
+    """Return a transactional id that has never been opened."""
     return unique("owner")
 
 
 @pytest.fixture
 def run() -> Iterator[RunChild]:
-    """Child processes, killed after the test."""
+    """Start child processes, and kill them after the test."""
     with contextlib.ExitStack() as stack:
 
         def start(

@@ -1,4 +1,4 @@
-"""What a test of the suite says about the capabilities that it stands on."""
+"""Marks that name the capabilities on which a test of the suite depends."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from txnbridge import Capability
 
 
 def proves(*capabilities: Capability, chance: bool = False) -> pytest.MarkDecorator:
-    """This test fails on a broker that lacks one of these capabilities.
+    """Mark a test that fails on a broker without one of these capabilities.
 
-    Where one is declared absent the test still runs, and is expected to fail: one that passes says that the
-    declaration is out of date. With `chance` it may pass by luck without the capability, so there it is skipped.
+    Where a capability is declared absent, the test runs and is expected to fail: a pass shows that the declaration is
+    out of date. A test with `chance` may pass by luck without the capability, so it is skipped there.
     """
     return pytest.mark.proves(*capabilities, chance=chance)
 
 
 def needs(*capabilities: Capability) -> pytest.MarkDecorator:
-    """This test uses these capabilities to prove something else; where one is declared absent it is skipped."""
+    """Mark a test that uses these capabilities to prove something else; without one of them it is skipped."""
     return pytest.mark.needs(*capabilities)

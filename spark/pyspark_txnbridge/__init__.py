@@ -2,9 +2,9 @@
 
     df.write.format("txnbridge").option("url", "kafka://broker:9092").option("topic", "orders").mode("append").save()
 
-Spark imports every installed module whose name begins with `pyspark_`, and one that fails takes all Python data
-sources down: so importing this one never fails. It imports nothing until a name is asked for, because txnbridge itself
-loads it to find its commands.
+Spark imports every installed module whose name begins with `pyspark_`, and a module that fails to import takes all
+Python data sources down, so importing this package never fails. The package imports a module only when one of its names
+is asked for, because txnbridge itself loads the package to find its commands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchInDoubt", "BatchLogger", "DefaultSource", "write_exactly_once"]
 
-_PLACES = {
+_MODULES = {
     "BatchInDoubt": "_batch_identity",
     "BatchLogger": "_listener",
     "DefaultSource": "_source",
@@ -29,10 +29,10 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PLACES:
+    if name in _MODULES:
         try:
-            return getattr(importlib.import_module(f"pyspark_txnbridge.{_PLACES[name]}"), name)
+            return getattr(importlib.import_module(f"pyspark_txnbridge.{_MODULES[name]}"), name)
         except ImportError as error:
-            # Without PySpark, or with one whose data sources cannot write Arrow batches. Spark asks by hasattr().
+            # PySpark is missing, or too old to write Arrow batches. Spark looks names up with hasattr().
             raise AttributeError(f"pyspark_txnbridge.{name} needs PySpark 4.1 or newer: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What is published as one: a batch of a query at one of its sinks, and what each task reports of its part."""
+"""The identity of a batch of a query at one of its sinks, and what each of its tasks reports to the driver."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from txnbridge import TxnBridgeError
 
 
 class BatchInDoubt(TxnBridgeError):
-    """A batch was decided, and part of it can no longer be published: somebody has to look."""
+    """A batch was decided, and part of it can no longer be published. An operator has to look at it."""
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One batch of one query (or named job) at one sink, as one run of that query writes it.
+class BatchId:
+    """Identify one batch of one query (or named job) at one sink, as one run of that query writes it.
 
-    `attempt`: the number under which it is to be decided, where a run may try the same batch again (`foreachBatch`).
-    `job`: it is one version of a job, and a version below one that is done is skipped; a query's batches only go up.
+    `attempt` is the number under which the batch is to be decided, where a run may try a batch again (`foreachBatch`).
+    `job` marks a version of a job, which is skipped below a published version. A query's batches only count up.
     """
 
     query: str
@@ -29,12 +29,12 @@ class Unit:
 
     @property
     def path(self) -> tuple[str, str]:
-        """The id in the decision log that each run opens, and that batches are numbered under."""
+        """Return the decision log's id that each run opens, and under which batches are numbered."""
         return self.query, self.sink
 
     @property
     def batch_path(self) -> tuple[str, str, int]:
-        """Its claims are this and a number: the first attempt to decide, the second, …"""
+        """Return the common part of the ids of this batch's claims; an attempt's number (0, 1, …) completes each id."""
         return self.query, self.sink, self.batch
 
     def __str__(self) -> str:
@@ -43,14 +43,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Written:
-    """What one attempt of a task wrote: a prepared transaction, or nothing.
+    """Report what one attempt of a task wrote: a prepared transaction, or nothing.
 
-    `attempt` is the number under which it may be decided: earlier ones were given up, and transactions written for
-    them are being ended. `settled`: the batch was decided before the task began, so nothing was written. Times are
-    milliseconds since 1970.
+    `attempt` is the number under which the driver may decide the batch. Earlier attempts were given up, and their
+    transactions are being ended. `settled` says that the batch was decided before the task began, so that nothing was
+    written. Times are milliseconds since 1970.
     """
 
-    unit: Unit
+    unit: BatchId
     partition: int
     attempt: int = 0
     token: str | None = None
@@ -69,4 +69,4 @@ class Written:
     @classmethod
     def from_json(cls, text: str) -> Written:
         fields = json.loads(text)
-        return cls(**fields | {"unit": Unit(**fields["unit"])})
+        return cls(**fields | {"unit": BatchId(**fields["unit"])})

@@ -1,4 +1,4 @@
-"""Ending what runs leave behind: first what they decided, then what nobody decided."""
+"""End the transactions that runs leave open: commit the decided ones first, then abort the undecided ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from pyspark_txnbridge._batch_identity import BatchInDoubt, Unit
+from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
 from pyspark_txnbridge._options import NAMELESS, SinkOptions
-from pyspark_txnbridge._session import Claim, Session, close_logging_errors, connect
+from pyspark_txnbridge._session import Claim, SinkSession, close_logging_errors, connect
 from txnbridge import (
     AccessDenied,
     BrokerUnavailable,
@@ -26,26 +26,25 @@ from txnbridge import (
 
 _log = logging.getLogger("txnbridge.spark")
 
-# Asking about a token is mostly waiting for the broker.
+# The number of tokens that are worked on at once; most of the time is waiting for the broker.
 _AT_ONCE = 8
-# In an error; a batch with a column of topics may have thousands.
+# The most topics that an error names; a batch with a column of topics may have thousands.
 _TOPICS_SHOWN = 5
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
 def writer_ids(options: SinkOptions, path: tuple[str, str]) -> str:
-    """What the transactional ids of all runs begin with."""
+    """Return the prefix of all runs' transactional ids."""
     return ".".join((options.prefix, *path, ""))
 
 
 def writer_id(options: SinkOptions, path: tuple[str, str], number: int, slot: str) -> str:
-    """The transactional id of one slot of one run."""
     return f"{writer_ids(options, path)}{number}.{slot}"
 
 
-def ask_all(ask: Callable[[str], _Answer], tokens: Iterable[str]) -> dict[str, _Answer]:
-    """Each token's answer. Raises the first error after all were asked."""
+def ask_all(ask: Callable[[str], _Result], tokens: Iterable[str]) -> dict[str, _Result]:
+    """Call `ask` for each token, and return the results by token. Raise the first error after all calls."""
     listed = list(tokens)
     if len(listed) == 1:
         return {listed[0]: ask(listed[0])}
@@ -53,39 +52,39 @@ def ask_all(ask: Callable[[str], _Answer], tokens: Iterable[str]) -> dict[str, _
         return dict(zip(listed, pool.map(ask, listed), strict=True))
 
 
-def decided(session: Session, path: tuple[str | int, ...]) -> list[Claim]:
-    """The newest decision to publish of each batch that is not marked done, the oldest batch first."""
-    found = {claim.id[2]: claim for claim in session.decisions.claims(path) if claim.decision is Decision.COMMIT}
-    return [found[batch] for batch in sorted(found)]
+def unfinished(session: SinkSession, path: tuple[str | int, ...]) -> list[Claim]:
+    """Return the newest decision to publish of each batch that is not marked done, in the order of batches."""
+    newest = {claim.id[2]: claim for claim in session.decisions.claims(path) if claim.decision is Decision.COMMIT}
+    return [newest[batch] for batch in sorted(newest)]
 
 
-def is_done(session: Session, unit: Unit) -> bool:
-    """Whether all of a batch is published, and marked so."""
+def is_done(session: SinkSession, unit: BatchId) -> bool:
+    """Return whether a batch is published and marked done."""
     return session.decisions.read((*unit.batch_path, 0)).done
 
 
-def lost(session: Session, claim: Claim) -> list[Mapping[str, Any]]:
-    """The parts of a decision that are known to have ended before they could be published."""
+def lost_parts(session: SinkSession, claim: Claim) -> list[Mapping[str, Any]]:
+    """Return the parts of a decision whose transactions are known to have ended before they were published."""
     known = session.decisions.read(("#lost", *claim.id)).claim
     return [] if known is None else [part for part in claim.data["parts"] if part["token"] in known.data["tokens"]]
 
 
-def finish(session: Session, claim: Claim) -> None:
-    """Commit every token of a decision. Raises `BatchInDoubt` if some are aborted, whatever the decision says."""
-    dead = lost(session, claim)
+def finish(session: SinkSession, claim: Claim) -> None:
+    """Commit every token of a decision. Raise `BatchInDoubt` if some of the transactions were aborted before."""
+    dead = lost_parts(session, claim)
     if not dead:
         parts = {part["token"]: part for part in claim.data["parts"]}
         outcomes = ask_all(session.bridge.commit, parts)
         dead = [parts[token] for token, outcome in outcomes.items() if outcome is not Outcome.COMMITTED]
         if dead:
-            # From here on it is known of each part what became of it, so that the lost ones may be written again.
+            # The outcome of each part is known now. The log stores the lost ones, so that they may be written again.
             tokens = [part["token"] for part in dead]
             session.decisions.claim(("#lost", *claim.id), Decision.COMMIT, {"tokens": tokens})
     if dead:
         raise in_doubt(session, claim, dead)
 
 
-def in_doubt(session: Session, claim: Claim, dead: list[Mapping[str, Any]], more: str = "") -> BatchInDoubt:
+def in_doubt(session: SinkSession, claim: Claim, dead: list[Mapping[str, Any]], more: str = "") -> BatchInDoubt:
     query, sink, batch, _ = claim.id
     rows = sum(part["rows"] for part in dead)
     partitions = ", ".join(str(part["partition"]) for part in dead)
@@ -101,7 +100,7 @@ def in_doubt(session: Session, claim: Claim, dead: list[Mapping[str, Any]], more
     )
 
 
-def other_rows(session: Session, unit: Unit, published: int, now: int) -> BatchInDoubt:
+def other_rows(session: SinkSession, unit: BatchId, published: int, now: int) -> BatchInDoubt:
     return BatchInDoubt(
         f"{unit} is published with {published} rows, and comes again with {now} rows, or with other ones. Nothing of"
         " them was published. If the checkpoint has lost its plan of this batch (a backup was restored, the file"
@@ -116,13 +115,13 @@ def other_rows(session: Session, unit: Unit, published: int, now: int) -> BatchI
 # --- is this the log of this query? -----------------------------------------------------------------------------------
 
 
-def check_log(session: Session, options: SinkOptions, unit: Unit) -> None:
+def check_log(session: SinkSession, options: SinkOptions, unit: BatchId) -> None:
     """Raise `EvidenceLost` if the decision log knows nothing of a query that has written before.
 
-    The log was deleted then, or options that are part of its name have changed: with an empty log, batches that are
-    published would be published again.
+    Either the log was deleted, or options that are part of its name have changed. With an empty log, published batches
+    would be published again.
     """
-    if unit.query.startswith(NAMELESS) or knows(session, unit.path):
+    if unit.query.startswith(NAMELESS) or has_history(session, unit.path):
         return
     first = options.version or 0
     if unit.batch > first and not unit.job:
@@ -136,12 +135,12 @@ def check_log(session: Session, options: SinkOptions, unit: Unit) -> None:
     leased = {claim.id[-2:] for claim in session.decisions.claims(("#slots", *unit.path))}
     begins = writer_ids(options, unit.path)
     with suppress(AccessDenied):
-        for found in session.bridge.admin.transactions(begins):
-            run, _, slot = found.transactional_id.removeprefix(begins).partition(".")
+        for left in session.bridge.admin.transactions(begins):
+            run, _, slot = left.transactional_id.removeprefix(begins).partition(".")
             slot, _, _ = slot.partition(".")
             if run.isdigit() and slot.isdigit() and (int(run), int(slot)) not in leased:
                 raise EvidenceLost(
-                    f"{unit} has open transactions of an earlier run ({found.transaction}), which its decision log does"
+                    f"{unit} has open transactions of an earlier run ({left.transaction}), which its decision log does"
                     " not know: the log was deleted. Nothing was published now. What those transactions hold may have"
                     " been decided, and a part of it published: look in the topic. If all of the batch is there, or"
                     f" you have published the rest: {_recover(options, unit.query)} --skip {unit.batch}. If nothing is"
@@ -149,18 +148,18 @@ def check_log(session: Session, options: SinkOptions, unit: Unit) -> None:
                 )
 
 
-def knows(session: Session, path: tuple[str, str]) -> bool:
-    """Return whether the log has a decided batch of this query, at whichever of its sinks."""
+def has_history(session: SinkSession, path: tuple[str, str]) -> bool:
+    """Return whether the log has a decided batch of this query at any of its sinks."""
     query, _ = path
     return (
         session.decisions.read(path).done_up_to is not None
         or bool(session.decisions.claims(("#results", query)))
-        or bool(decided(session, (query,)))
+        or bool(unfinished(session, (query,)))
     )
 
 
 def _recover(options: SinkOptions, query: str) -> str:
-    """The command that finishes a query, without what may be a secret."""
+    """Return the command that finishes a query. Values that may be secret are left out."""
     url, has_more, _ = options.url.partition("?")
     words = ["txnbridge", "spark", "recover", "--url", f"{url}?…" if has_more else url, "--query", query]
     defaults = SinkOptions(options.url)
@@ -176,20 +175,20 @@ def _recover(options: SinkOptions, query: str) -> str:
     return shlex.join(words)
 
 
-def finish_decided(session: Session, path: tuple[str, str]) -> None:
-    """Finish every batch of a query's sink that is decided and not marked done; one in doubt waits for its driver."""
-    for claim in decided(session, path):
+def finish_decided(session: SinkSession, path: tuple[str, str]) -> None:
+    """Commit every decided batch of a query's sink that is not marked done; its driver handles a batch in doubt."""
+    for claim in unfinished(session, path):
         with suppress(BatchInDoubt):
             finish(session, claim)
 
 
-def mark_done(session: Session, path: tuple[str, str], batch: int, data: Mapping[str, Any]) -> None:
-    """All of a batch is published: say so, once and for all."""
+def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Mapping[str, Any]) -> None:
+    """Record that every part of a batch is published."""
     decisions = session.decisions
-    if not path[0].startswith(NAMELESS):  # such a job never comes again
+    if not path[0].startswith(NAMELESS):  # a nameless job is never repeated
         summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
-        # What was in the last batch is kept behind its mark, so that a repetition with other rows is noticed.
-        with suppress(InvalidState):  # a later batch is done, too
+        # The totals of the last batch stay in the log, so that a repetition with other rows is noticed.
+        with suppress(InvalidState):  # a later batch is done as well
             decisions.claim(("#results", *path, batch), Decision.COMMIT, summary)
     decisions.done(path, batch)
     decisions.done(("#slots", *path), batch)
@@ -201,11 +200,11 @@ def mark_done(session: Session, path: tuple[str, str], batch: int, data: Mapping
                 decisions.done((kind, *path), batch - 1)
 
 
-def shut_out(session: Session, options: SinkOptions, path: tuple[str, str], up_to: int) -> None:
-    """Open the ids that tasks of this and older runs hold for a batch that is not done: those begin nothing any more.
+def fence_older(session: SinkSession, options: SinkOptions, path: tuple[str, str], up_to: int) -> None:
+    """Fence the tasks of this and older runs by opening the ids that they hold for batches that are not done.
 
-    Call it when what these runs decided is finished. A task that opens its id later than this asks for its run then.
-    What fails is logged: such a task ends what it has written by itself, or its time-out does.
+    Call this when the decisions of these runs are finished. A task that opens its id later checks its run afterwards.
+    Errors are logged: a task that was not fenced aborts its transaction itself, or the time-out ends it.
     """
     held = {(int(claim.id[-2]), int(claim.id[-1])) for claim in session.decisions.claims(("#slots", *path))}
     application = options.application(path[0])
@@ -219,33 +218,34 @@ def shut_out(session: Session, options: SinkOptions, path: tuple[str, str], up_t
     ask_all(open_and_close, [writer_id(options, path, run, str(slot)) for run, slot in sorted(held) if run <= up_to])
 
 
-def sweep(session: Session, options: SinkOptions, path: tuple[str, str], up_to: int) -> list[str]:
-    """Abort what this and older runs left open and no decision names; readers would wait for it.
+def abort_open(session: SinkSession, options: SinkOptions, path: tuple[str, str], up_to: int) -> list[str]:
+    """Abort the open transactions of this and older runs that no decision names; readers would wait for them.
 
-    Call it when no batch of these runs can be decided any more, and what was decided is finished. What fails is
-    logged: it ends by its time-out.
+    Call this when no batch of these runs can be decided any more, and their decisions are finished. Errors are logged:
+    the time-out ends a transaction that could not be aborted.
     """
-    named = {Token.parse(part["token"]).transaction for claim in decided(session, path) for part in claim.data["parts"]}
+    tokens = (part["token"] for claim in unfinished(session, path) for part in claim.data["parts"])
+    decided = {Token.parse(token).transaction for token in tokens}
     begins = writer_ids(options, path)
     ended: list[str] = []
     try:
-        for found in session.bridge.admin.transactions(begins):
-            run, _, _ = found.transactional_id.removeprefix(begins).partition(".")
+        for left in session.bridge.admin.transactions(begins):
+            run, _, _ = left.transactional_id.removeprefix(begins).partition(".")
             ours = run.isdigit() and int(run) <= up_to
-            if ours and found.transaction not in named and _end(session, found.transaction):
-                ended.append(found.transaction)
+            if ours and left.transaction not in decided and _end(session, left.transaction):
+                ended.append(left.transaction)
     except TxnBridgeError as error:
         _log.warning("what tasks left open could not be ended, and ends by its time-out: %s", error)
     return ended
 
 
-def _end(session: Session, transaction: str) -> bool:
+def _end(session: SinkSession, transaction: str) -> bool:
     try:
         session.bridge.admin.abort(transaction, reason="left behind by a task")
     except NotFound:
-        return False  # it has ended meanwhile
+        return False  # the transaction has ended meanwhile
     except BrokerUnavailable:
-        raise  # it would be waited for as long with each of the others
+        raise  # each further transaction would wait as long for the broker
     except TxnBridgeError as error:
         _log.warning("%s, left open by a task, could not be ended, and ends by its time-out: %s", transaction, error)
         return False

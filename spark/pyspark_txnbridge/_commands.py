@@ -1,6 +1,6 @@
-"""The plug-in that brings `txnbridge spark` and `txnbridge pipeline`.
+"""The plug-in that adds `txnbridge spark` and `txnbridge pipeline`.
 
-It is loaded with every bridge, so it imports nothing before it must.
+Every bridge loads this module, so it imports nothing before a command needs it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def txnbridge_commands() -> list[click.Command]:
-    """The commands about Spark queries."""
+    """Return the commands about Spark queries."""
     from pyspark_txnbridge._pipeline_command import command as pipeline
     from pyspark_txnbridge._query_command import command as query
 

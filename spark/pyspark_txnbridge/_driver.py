@@ -1,6 +1,6 @@
-"""What runs on the driver when all tasks of a batch have succeeded: decide, then publish, then mark as done.
+"""Decide, publish and mark a batch on the driver, when all tasks of the batch have succeeded.
 
-Every step may be the last one of this process. The next driver, or `recover`, reads the log and goes on from there.
+The driver may die after any step. The next driver, or `recover`, reads the decision log and goes on from there.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, TypeVar
 
-from pyspark_txnbridge._batch_identity import Unit, Written
+from pyspark_txnbridge._batch_identity import BatchId, Written
 from pyspark_txnbridge._cleanup import (
+    abort_open,
     ask_all,
     check_log,
-    decided,
     finish,
     finish_decided,
     in_doubt,
     is_done,
-    lost,
+    lost_parts,
     mark_done,
     other_rows,
-    sweep,
+    unfinished,
 )
 from pyspark_txnbridge._options import SinkOptions
-from pyspark_txnbridge._rows import Count
-from pyspark_txnbridge._session import Claim, Keeper, Opening, Session, close_logging_errors, connect, sessions
+from pyspark_txnbridge._rows import RowTotals
+from pyspark_txnbridge._session import Claim, ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
 from pyspark_txnbridge._task import TASK_SHARE
 from txnbridge import (
     AccessDenied,
@@ -46,43 +46,45 @@ from txnbridge import (
 
 _log = logging.getLogger("txnbridge.spark")
 
-# Set where Spark collects what its Python workers log, which by themselves let only warnings pass.
+# Spark sets this variable where it collects the logs of its Python workers; a worker by itself logs only warnings.
 _COLLECTED = "PYSPARK_SPARK_SESSION_UUID"
 
 _Result = TypeVar("_Result")
+# The JSON that the decision log stores for one part of a batch, or for its totals.
+_Stored = Mapping[str, Any]
 
-# Each micro-batch is checked; one connection serves all of them.
-_checked: Keeper[Bridge] = Keeper()
+# Spark has each micro-batch checked. One connection for each sink serves all checks.
+_checked: ClientPool[Bridge] = ClientPool()
 
 
-def commit(options: SinkOptions, messages: Sequence[Written | None], unit: Unit | None = None) -> None:
-    """Publish a batch. It returns when all of it is committed, by whomever. Safe to repeat.
+def commit(options: SinkOptions, messages: Sequence[Written | None], unit: BatchId | None = None) -> None:
+    """Publish a batch, and return when every part of it is committed, by this or another process. Safe to repeat.
 
-    `unit` says which batch it is, where a batch may have no task that does.
+    `unit` identifies the batch where it may have no task that reports its identity.
     """
     if _COLLECTED in os.environ and _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
-    found, parts = _check(messages, unit)
-    with_session(options, found, lambda session: _commit(session, options, found, parts))
+    unit, parts = _check(messages, unit)
+    with_session(options, unit, lambda session: _commit(session, options, unit, parts))
 
 
-def abort(options: SinkOptions, messages: Sequence[Written | None], unit: Unit | None = None) -> None:
-    """Give a batch up, unless it is decided. Nothing depends on it: what it leaves behind ends later by itself."""
+def abort(options: SinkOptions, messages: Sequence[Written | None], unit: BatchId | None = None) -> None:
+    """Give a batch up, unless it is decided. If that fails, the batch's transactions end later by their time-out."""
     written = [message for message in messages if message is not None]
-    found = unit or (written[0].unit if written else None)
-    if found is None:
-        return  # Spark says that a batch is given up, and not which
-    attempt = written[0].attempt if written else found.attempt
+    unit = unit or (written[0].unit if written else None)
+    if unit is None:
+        return  # Spark does not say which batch is given up
+    attempt = written[0].attempt if written else unit.attempt
     try:
-        with_session(options, found, lambda session: _abort(session, options, found, attempt))
+        with_session(options, unit, lambda session: _abort(session, options, unit, attempt))
     except TxnBridgeError as error:
-        _log.warning("%s could not be given up, its transactions end by their time-out: %s", found, error)
+        _log.warning("%s could not be given up, its transactions end by their time-out: %s", unit, error)
 
 
-def next_attempt(options: SinkOptions, unit: Unit) -> int:
-    """The number under which a batch can be decided next. Raises `Fenced` if another run has taken over."""
+def next_attempt(options: SinkOptions, unit: BatchId) -> int:
+    """Return the number of the batch's next attempt. Raise `Fenced` if another run has taken over."""
 
-    def look(session: Session) -> int:
+    def look(session: SinkSession) -> int:
         session.decisions.open(unit.path, name=unit.run)
         return len(session.decisions.claims(unit.batch_path))
 
@@ -90,20 +92,20 @@ def next_attempt(options: SinkOptions, unit: Unit) -> int:
 
 
 def check_broker(options: SinkOptions, query: str | None = None) -> None:
-    """Raises, before the first row, if the broker cannot be reached or cannot keep what is promised here.
+    """Raise, before the first row, if the broker cannot be reached or lacks a capability that this sink needs.
 
-    Or if the topic that an option names is missing, or the decision log cannot be read; of a query that is not known
-    yet, only one whose name options tell.
+    Raise also if the topic that an option names is missing, or if the decision log cannot be read. A log whose name
+    is not known yet, because only Spark knows the query, is not checked.
     """
     known = query or options.app_id or options.log
     application = options.application(known or "check")
     with _checked.held((options, application), lambda: _check_all(options, application, known is not None)):
-        pass  # what passed once is not asked again in this process
+        pass  # a check that passed once is not repeated in this process
 
 
-def with_session(options: SinkOptions, unit: Unit, work: Callable[[Session], _Result]) -> _Result:
+def with_session(options: SinkOptions, unit: BatchId, work: Callable[[SinkSession], _Result]) -> _Result:
     application = options.application(unit.query)
-    with sessions.held((options, application), lambda: Session(options, application)) as session:
+    with sessions.held((options, application), lambda: SinkSession(options, application)) as session:
         return work(session)
 
 
@@ -124,17 +126,17 @@ def _check_all(options: SinkOptions, application: str, with_log: bool) -> Bridge
 
 
 def _check_topic(bridge: Bridge, topic: str) -> None:
-    with suppress(AccessDenied):  # a query may have the right to write a topic, and not to ask about it
+    with suppress(AccessDenied):  # a query may be allowed to write to a topic, but not to describe it
         try:
             bridge.admin.bounds(topic)
         except NotFound:
-            # Writing makes the topic where that is allowed; elsewhere the error says what to do.
+            # Sending creates the topic where that is allowed; elsewhere the error says what to do.
             with bridge.transaction() as txn:
                 txn.send(topic, b"")
                 txn.abort()
 
 
-def _check(messages: Sequence[Written | None], unit: Unit | None) -> tuple[Unit, list[Written]]:
+def _check(messages: Sequence[Written | None], unit: BatchId | None) -> tuple[BatchId, list[Written]]:
     written = [message for message in messages if message is not None]
     units = {message.unit for message in written} | ({unit} if unit is not None else set())
     if len(written) < len(messages) or not units:
@@ -150,7 +152,7 @@ def _check(messages: Sequence[Written | None], unit: Unit | None) -> tuple[Unit,
 # --- commit ----------------------------------------------------------------------------------------------------------
 
 
-def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Written]) -> None:
+def _commit(session: SinkSession, options: SinkOptions, unit: BatchId, written: list[Written]) -> None:
     began = time.monotonic()
     decisions = session.decisions
     opening = decisions.open(unit.path, name=unit.run)
@@ -159,8 +161,8 @@ def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Wr
         published = _check_repetition(session, unit)
         decided_at = began
     else:
-        # Batches are published in order, also what an older run decided and did not finish.
-        for older in decided(session, unit.path):
+        # Batches are published in order: first those that an older run decided and did not finish.
+        for older in unfinished(session, unit.path):
             if older.id[2] < unit.batch:
                 finish(session, older)
         claim = _decide(session, unit, opening, written)
@@ -169,8 +171,8 @@ def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Wr
             finish(session, claim)
             mark_done(session, unit.path, unit.batch, claim.data)
         published = None if claim is None else claim.data
-    # The batch is done: what attempts wrote and nobody decided must not hold readers back.
-    sweep(session, options, unit.path, opening.number)
+    # The batch is done. Undecided transactions of its other attempts must not hold readers back.
+    abort_open(session, options, unit.path, opening.number)
     _check_rows(session, options, unit, written, published)
     prepared = [part for part in written if part.token]
     total = _total(written)
@@ -188,11 +190,11 @@ def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Wr
     )
 
 
-def _decide(session: Session, unit: Unit, opening: Opening, written: list[Written]) -> Claim | None:
-    """The decision that counts for a batch; None if somebody has marked it done meanwhile."""
-    known = decided(session, unit.batch_path)
+def _decide(session: SinkSession, unit: BatchId, opening: Opening, written: list[Written]) -> Claim | None:
+    """Return the decision that counts for a batch, or None if another process has marked it done meanwhile."""
+    known = unfinished(session, unit.batch_path)
     if known:
-        dead = lost(session, known[-1])
+        dead = lost_parts(session, known[-1])
         return _replace(session, unit, opening, known[-1], dead, written) if dead else known[-1]
     if any(part.settled for part in written):
         raise InvalidState(
@@ -207,11 +209,11 @@ def _decide(session: Session, unit: Unit, opening: Opening, written: list[Writte
 
 
 def _claim(
-    session: Session, unit: Unit, opening: Opening, attempt: int, written: list[Written], total: Mapping[str, Any]
+    session: SinkSession, unit: BatchId, opening: Opening, attempt: int, written: list[Written], total: _Stored
 ) -> Claim | None:
     _check_alive(session, unit, written)
-    told = ("token", "partition", "topics", "rows", "fingerprint")
-    parts = [{name: getattr(part, name) for name in told} for part in written if part.token]
+    stored = ("token", "partition", "topics", "rows", "fingerprint")
+    parts = [{name: getattr(part, name) for name in stored} for part in written if part.token]
     try:
         claim = session.decisions.claim(
             (*unit.batch_path, attempt), Decision.COMMIT, {"parts": parts, **total}, opening=opening
@@ -224,9 +226,9 @@ def _claim(
 
 
 def _replace(
-    session: Session, unit: Unit, opening: Opening, claim: Claim, dead: list[Mapping[str, Any]], written: list[Written]
+    session: SinkSession, unit: BatchId, opening: Opening, claim: Claim, dead: list[_Stored], written: list[Written]
 ) -> Claim | None:
-    """Decide to publish, for exactly the lost parts of a decision, others that hold the same rows."""
+    """Decide to publish newly written parts with the same rows in place of a decision's lost parts."""
     attempt = claim.id[-1] + 1
     fresh = [part for part in written if part.token and part.attempt == attempt]
     chosen = []
@@ -241,19 +243,19 @@ def _replace(
     return _claim(session, unit, opening, attempt, chosen, total)
 
 
-def _total(written: list[Written]) -> Count:
-    total = Count()
+def _total(written: list[Written]) -> RowTotals:
+    total = RowTotals()
     for part in written:
-        total.add(Count(part.rows, part.bytes, part.fingerprint))
+        total.add(RowTotals(part.rows, part.bytes, part.fingerprint))
     return total
 
 
-def _given_up(unit: Unit) -> TransactionAborted:
+def _given_up(unit: BatchId) -> TransactionAborted:
     return TransactionAborted(f"{unit} was given up while it was written; restart the query to write it again")
 
 
-def _check_alive(session: Session, unit: Unit, written: list[Written]) -> None:
-    """Nothing is decided that may be dead, or may die before it is published."""
+def _check_alive(session: SinkSession, unit: BatchId, written: list[Written]) -> None:
+    """Raise `TransactionAborted` if a transaction has ended, or may end before it is published."""
     by_token = {part.token: part for part in written if part.token is not None}
     for part in by_token.values():
         if part.expires_at is not None:
@@ -266,7 +268,7 @@ def _check_alive(session: Session, unit: Unit, written: list[Written]) -> None:
             )
 
 
-def _check_age(unit: Unit, part: Written, expires_at: int) -> None:
+def _check_age(unit: BatchId, part: Written, expires_at: int) -> None:
     age, life = time.time() - part.began_at / 1000, (expires_at - part.began_at) / 1000
     if age > TASK_SHARE * life:
         raise TransactionAborted(
@@ -276,17 +278,17 @@ def _check_age(unit: Unit, part: Written, expires_at: int) -> None:
         )
 
 
-def _check_repetition(session: Session, unit: Unit) -> Mapping[str, Any] | None:
-    """Return rows and fingerprint of a batch that is done and comes again; None if they are not to be compared."""
+def _check_repetition(session: SinkSession, unit: BatchId) -> _Stored | None:
+    """Return the stored totals of a repeated batch that is done; None if there is nothing to compare with."""
     _check_order(session, unit)
     if session.decisions.read(("#skipped", *unit.batch_path)).claim is not None:
-        return None  # an operator has looked at what was published
+        return None  # an operator has checked what was published, and skipped the batch
     claims = session.decisions.claims(("#results", *unit.path))
     return next((claim.data for claim in claims if claim.id[-1] == unit.batch), None)
 
 
-def _check_order(session: Session, unit: Unit) -> None:
-    """Spark repeats only the last batch of a checkpoint."""
+def _check_order(session: SinkSession, unit: BatchId) -> None:
+    """Raise `InvalidOption` for a batch before the last one: Spark repeats only the last batch of a checkpoint."""
     last = session.decisions.read(unit.path).done_up_to
     if last is None or unit.batch == last:
         return
@@ -302,9 +304,9 @@ def _check_order(session: Session, unit: Unit) -> None:
 
 
 def _check_rows(
-    session: Session, options: SinkOptions, unit: Unit, written: list[Written], published: Mapping[str, Any] | None
+    session: SinkSession, options: SinkOptions, unit: BatchId, written: list[Written], published: _Stored | None
 ) -> None:
-    """Raise if a batch that is published comes again with other rows: those are not written."""
+    """Raise if a published batch comes again with other rows, which are not published."""
     if published is None:
         return
     count = _total(written)
@@ -323,7 +325,7 @@ def _check_rows(
 # --- abort -----------------------------------------------------------------------------------------------------------
 
 
-def _abort(session: Session, options: SinkOptions, unit: Unit, attempt: int | None) -> None:
+def _abort(session: SinkSession, options: SinkOptions, unit: BatchId, attempt: int | None) -> None:
     decisions = session.decisions
     try:
         opening = decisions.open(unit.path, name=unit.run)
@@ -336,6 +338,6 @@ def _abort(session: Session, options: SinkOptions, unit: Unit, attempt: int | No
     except (Fenced, InvalidState):
         return  # a newer run has taken over, or the batch is done
     if claim.decision is Decision.ABORT:
-        # A broker that does not keep the log cannot tell a token that an older run decided from what nobody did.
+        # A broker that does not keep the log can't tell decided transactions from others: those are committed first.
         finish_decided(session, unit.path)
-        sweep(session, options, unit.path, opening.number)
+        abort_open(session, options, unit.path, opening.number)

@@ -1,4 +1,4 @@
-"""What runs in a task that reads: the committed messages of one partition between two positions, as Arrow batches."""
+"""Read a partition's committed messages between two positions in a task, as Arrow batches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from pyspark_txnbridge._offset_ranges import MADE_ANEW, Range, connect, is_another, report_loss, show
-from pyspark_txnbridge._session import Keeper
+from pyspark_txnbridge._offset_ranges import RECREATED, OffsetRange, connect, in_json, is_recreated, report_loss
+from pyspark_txnbridge._session import ClientPool
 from pyspark_txnbridge._source_options import SourceOptions
 from txnbridge import InvalidState, Message, Position, PositionLost
 from txnbridge.spi import Deadline
@@ -18,53 +18,53 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("txnbridge.spark")
 
-# Of one Arrow batch: what Spark itself puts into one by default.
+# The most rows of one Arrow batch: Spark's own default.
 _ROWS = 10_000
-# The last entry before the end may be no message but the mark that a transaction has ended: after so long without a
-# message the broker is asked whether any is left. A message that is there takes less.
+# The last entry before the end may be a control marker instead of a message. After this time without a message the
+# broker is asked whether messages are left. An available message arrives sooner.
 _WAIT_SECONDS = 0.02
 
 
-def read_range(options: SourceOptions, wanted: Range) -> Iterator[pa.RecordBatch]:
-    """The rows of a range, in order. Raises `PositionLost` if some of them are gone, unless the query goes on then."""
-    with _feeds.held(options, lambda: Feed(options)) as feed:  # closed also when nobody takes the rest
+def read_range(options: SourceOptions, wanted: OffsetRange) -> Iterator[pa.RecordBatch]:
+    """Yield a range's rows in order. Raise `PositionLost` for missing rows, unless failOnDataLoss is off."""
+    with _feeds.held(options, lambda: TopicFeed(options)) as feed:  # closed also if Spark stops reading early
         if feed.has(wanted):
             yield from feed.read(wanted)
             return
-    _feeds.drop(options)  # the topic has more partitions now, or was made anew
-    with _feeds.held(options, lambda: Feed(options)) as feed:
+    _feeds.drop(options)  # the topic has more partitions now, or was recreated
+    with _feeds.held(options, lambda: TopicFeed(options)) as feed:
         yield from feed.read(wanted)
 
 
-class Feed:
-    """One process's connection to a query's topics: all partitions rest but the one that is being read."""
+class TopicFeed:
+    """Connect a process to a query's topics. All partitions are paused except the one that is being read."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
         self._bridge = connect(options)
         try:
             self._topic_ids = self._bridge.admin.topic_ids(options.topics)
-            # From the end, so that nothing is fetched before a task says from where.
+            # The consumer starts at the end, so that it fetches nothing before a task names a position.
             self._consumer = self._bridge.consumer(options.topics, start="latest")
             self._consumer.pause()
         except BaseException:
             self._bridge.close()
             raise
 
-    def has(self, wanted: Range) -> bool:
-        """Return whether this feed can read a range: it has the partition, and began in the same topic."""
-        known = self._topic_ids.get(wanted.topic)
-        return (wanted.topic, wanted.partition) in self._consumer.assignment and not is_another(wanted.topic_id, known)
+    def has(self, wanted: OffsetRange) -> bool:
+        """Return whether this feed has the range's partition, in the topic that the range was planned for."""
+        is_assigned = (wanted.topic, wanted.partition) in self._consumer.assignment
+        return is_assigned and not is_recreated(wanted.topic_id, self._topic_ids.get(wanted.topic))
 
-    def read(self, wanted: Range) -> Iterator[pa.RecordBatch]:
-        """As `read_range`."""
+    def read(self, wanted: OffsetRange) -> Iterator[pa.RecordBatch]:
+        """Yield the range's rows like `read_range`."""
         yield from self._read_all(wanted)
-        # Read behind the rows: all of them came out of the topic that they were planned in.
+        # The id is read after the rows: if it is unchanged, all rows came from the topic that was planned.
         now = self._bridge.admin.topic_ids(wanted.topic)
-        if is_another(wanted.topic_id, now.get(wanted.topic)):
-            report_loss((wanted.topic, wanted.partition), wanted.start, MADE_ANEW, self._options)
+        if is_recreated(wanted.topic_id, now.get(wanted.topic)):
+            report_loss((wanted.topic, wanted.partition), wanted.start, RECREATED, self._options)
 
-    def _read_all(self, wanted: Range) -> Iterator[pa.RecordBatch]:
+    def _read_all(self, wanted: OffsetRange) -> Iterator[pa.RecordBatch]:
         at = wanted.start
         while at < wanted.end:
             try:
@@ -79,27 +79,27 @@ class Feed:
                 report_loss((wanted.topic, wanted.partition), at, str(error), self._options)
                 at = first
 
-    def _read(self, wanted: Range, start: Position) -> Iterator[pa.RecordBatch]:
+    def _read(self, wanted: OffsetRange, start: Position) -> Iterator[pa.RecordBatch]:
         consumer, partition = self._consumer, (wanted.topic, wanted.partition)
         consumer.seek({partition: start})
         consumer.resume([partition])
         patience = Deadline(self._options.timeout)
         while self._position(wanted) < wanted.end:
-            found = consumer.poll(_ROWS, _WAIT_SECONDS)
-            if found:
+            messages = consumer.poll(_ROWS, _WAIT_SECONDS)
+            if messages:
                 patience = Deadline(self._options.timeout)
             elif not consumer.lag()[partition]:
-                break  # what is left up to the end are no messages
+                break  # only control markers are left up to the end
             else:
-                patience.check(f"reading {wanted.topic}[{wanted.partition}] up to {show(wanted.end)}")
-            if others := {(m.topic, m.partition) for m in found} - {partition}:
-                consumer.pause(sorted(others))  # partitions that topics have got meanwhile
-            rows = [m for m in found if m.position < wanted.end and (m.topic, m.partition) == partition]
+                patience.check(f"reading {wanted.topic}[{wanted.partition}] up to {in_json(wanted.end)}")
+            if others := {(m.topic, m.partition) for m in messages} - {partition}:
+                consumer.pause(sorted(others))  # partitions that were added to the topics meanwhile
+            rows = [m for m in messages if m.position < wanted.end and (m.topic, m.partition) == partition]
             if rows:
                 yield to_arrow(rows, self._options.headers)
         consumer.pause([partition])
 
-    def _position(self, wanted: Range) -> Position:
+    def _position(self, wanted: OffsetRange) -> Position:
         at = self._consumer.positions().get((wanted.topic, wanted.partition))
         if at is None or at < wanted.start:
             raise InvalidState(f"{wanted.topic}[{wanted.partition}] left while it was read; was its topic deleted?")
@@ -109,24 +109,23 @@ class Feed:
         self._bridge.close()
 
 
-_feeds: Keeper[Feed] = Keeper()
+_feeds: ClientPool[TopicFeed] = ClientPool()
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def columns(position: Position, headers: bool) -> str:
-    """The columns of Spark's Kafka source, for a broker whose positions are like this one.
+    """Return the columns of Spark's Kafka source, for a broker whose positions have the form of `position`.
 
-    Its column timestampType is there, and null: nobody here tells who has set a timestamp.
+    The column timestampType is always null: txnbridge does not tell whether the broker or the sender set a timestamp.
     """
     where = "offset bigint" if len(position) == 1 else "position array<bigint>"
-    found = f"key binary, value binary, topic string, partition int, {where}, timestamp timestamp, timestampType int"
-    return f"{found}, headers array<struct<key:string,value:binary>>" if headers else found
+    names = f"key binary, value binary, topic string, partition int, {where}, timestamp timestamp, timestampType int"
+    return f"{names}, headers array<struct<key:string,value:binary>>" if headers else names
 
 
 def to_arrow(messages: Sequence[Message], headers: bool) -> pa.RecordBatch:
-    """Messages of one partition as rows."""
     import pyarrow as pa
 
     count, first = len(messages), messages[0]
@@ -136,7 +135,7 @@ def to_arrow(messages: Sequence[Message], headers: bool) -> pa.RecordBatch:
     else:
         name, where = "position", pa.array(positions, pa.list_(pa.field("element", pa.int64())))
     times = pa.array([message.timestamp for message in messages], pa.timestamp("ms", "UTC"))
-    found = {
+    fields = {
         "key": pa.array([message.key for message in messages], pa.binary()),
         "value": pa.array([message.value for message in messages], pa.binary()),
         "topic": pa.repeat(pa.scalar(first.topic, pa.string()), count),
@@ -147,8 +146,8 @@ def to_arrow(messages: Sequence[Message], headers: bool) -> pa.RecordBatch:
     }
     if headers:
         pair = pa.struct([("key", pa.string()), ("value", pa.binary())])
-        found["headers"] = pa.array(
+        fields["headers"] = pa.array(
             [[{"key": key, "value": value} for key, value in message.headers.raw] or None for message in messages],
             pa.list_(pa.field("element", pair)),
         )
-    return pa.RecordBatch.from_pydict(found)
+    return pa.RecordBatch.from_pydict(fields)

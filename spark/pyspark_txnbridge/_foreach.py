@@ -1,4 +1,4 @@
-"""Writing from `foreachBatch`: several sinks in one query."""
+"""Write from `foreachBatch` to several sinks in one query."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pyspark_txnbridge import _driver
-from pyspark_txnbridge._batch_identity import Unit, Written
+from pyspark_txnbridge._batch_identity import BatchId, Written
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns
 from txnbridge import InvalidOption
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def write_exactly_once(
     df: DataFrame, *, batch_id: int, sink: str, query: str | None = None, run: str | None = None, **options: object
 ) -> None:
-    """Publish a frame once, however often Spark runs this batch again. For the function given to `foreachBatch`:
+    """Publish a frame once, however often Spark repeats this batch. Call it in the function given to `foreachBatch`:
 
         def publish(df, batch_id):
             df.persist()
@@ -33,26 +33,26 @@ def write_exactly_once(
             write_exactly_once(df.filter(...), batch_id=batch_id, sink="audit", url=URL, topic="audit")
             df.unpersist()
 
-    `sink` names this place in the query; each has a name of its own, and keeps it. The other options are those of
-    `format("txnbridge")`; one with a dot in its name goes in as `**{"kafka.linger.ms": 20}`. `query` and `run` are the
-    query's id and the id of this start of it; Spark tells them, but over Spark Connect the query needs a name from you.
+    `sink` names this sink of the query. Each sink has a name of its own and keeps it. The other options are those of
+    `format("txnbridge")`; pass an option with a dot in its name as `**{"kafka.linger.ms": 20}`. `query` is the query's
+    id and `run` the id of this start of the query. Spark tells both, but not over Spark Connect: give `query` there.
 
-    A function that tries again after an error gives each sink the same frame and options: what it has published already
-    is left alone.
+    A function that retries after an error gives each sink the same frame and options. A sink that has published the
+    batch already publishes nothing then.
     """
     given = {name: str(value) for name, value in options.items() if value is not None}
-    found = SinkOptions.parse(given | {"sink": sink})
+    parsed = SinkOptions.parse(given | {"sink": sink})
     query_id = query or _property(df, _QUERY)
-    query = found.app_id or query_id
+    query = parsed.app_id or query_id
     if not query:
         raise InvalidOption(
             "write_exactly_once() does not know which query this is: call it in foreachBatch, or give query= (its id)"
             " or txnAppId= (a name of yours)"
         )
-    columns = Columns.of(df.schema, found.topic)
-    _driver.check_broker(found, query)
-    unit = Unit(query, found.sink, (found.version or 0) + batch_id, run or _run_of(df, query_id))
-    call = _Call(unit, found, df.select(*sorted(columns.names)))
+    columns = Columns.of(df.schema, parsed.topic)
+    _driver.check_broker(parsed, query)
+    unit = BatchId(query, parsed.sink, (parsed.version or 0) + batch_id, run or _run_of(df, query_id))
+    call = _Call(unit, parsed, df.select(*sorted(columns.names)))
     if not _is_first(call):
         return
     try:
@@ -64,7 +64,7 @@ def write_exactly_once(
 
 
 def _publish(call: _Call, columns: Columns) -> None:
-    # If a call fails and the function calls again, the first one's late tasks count for nothing.
+    # A new attempt's number: if an earlier call failed, its late tasks must not count.
     unit = replace(call.unit, attempt=_driver.next_attempt(call.options, call.unit))
     written: list[Written | None] = []
     try:
@@ -81,25 +81,25 @@ def _publish(call: _Call, columns: Columns) -> None:
 
 @dataclass
 class _Call:
-    unit: Unit
+    unit: BatchId
     options: SinkOptions
     frame: DataFrame
     has_returned: bool = False
 
     def repeats(self, other: _Call) -> bool:
-        """Whether it publishes the same rows in the same place."""
+        """Return whether this call publishes the same rows with the same options as another one."""
         return self.options == other.options and self.frame.sameSemantics(other.frame)
 
 
-# The newest call of this process at each sink of each query, unless it failed.
+# This process's newest call for each sink of each query; a failed call is removed.
 _calls: dict[tuple[str, str], _Call] = {}
 _calls_lock = threading.Lock()
 
 
 def _is_first(call: _Call) -> bool:
-    """Whether a call has something to publish; not what an earlier one for this batch has published.
+    """Return whether a call is the first one for its batch, and so has to publish.
 
-    Raises `InvalidOption` if that one published something else: two sinks have one name.
+    Raise `InvalidOption` if an earlier call published another frame for it: then two sinks share a name.
     """
     with _calls_lock:
         earlier = _calls.get(call.unit.path)
@@ -122,16 +122,17 @@ _QUERY, _GROUP = "sql.streaming.queryId", "spark.jobGroup.id"
 
 def _property(df: DataFrame, name: str) -> str | None:
     try:
-        found: str | None = df.sparkSession.sparkContext.getLocalProperty(name)
-    except Exception:  # Spark Connect has no SparkContext, and each version says so in another way
+        value: str | None = df.sparkSession.sparkContext.getLocalProperty(name)
+    except Exception:  # Spark Connect has no SparkContext, and each version raises another error
         return None
-    return found
+    return value
 
 
 def _run_of(df: DataFrame, query_id: str | None) -> str:
-    """The id of this start of a query. Raises `InvalidOption` where Spark tells it to nobody.
+    """Return the id of this start of a query. Raise `InvalidOption` where Spark does not reveal the id.
 
-    Spark Connect tells nothing, but has a process for each start of a query. Outside queries each call is one.
+    Spark Connect reveals no id, but runs each start of a query in a process of its own, whose id serves. Outside a
+    query each call counts as a start.
     """
     if not hasattr(df.sparkSession, "_jsparkSession"):
         return _process(os.getpid())
@@ -140,7 +141,7 @@ def _run_of(df: DataFrame, query_id: str | None) -> str:
     if _property(df, _QUERY) is None:
         return str(uuid.uuid4())
     group = _property(df, _GROUP) or ""
-    if _RUN.fullmatch(group):  # Spark's own, as far as one can see: programs give groups names
+    if _RUN.fullmatch(group):  # probably Spark's own group: programs give groups names
         return group
     raise InvalidOption(
         "write_exactly_once() does not know which start of the query this is: this Spark does not tell it, and the"
@@ -149,11 +150,11 @@ def _run_of(df: DataFrame, query_id: str | None) -> str:
 
 
 def _active_run(df: DataFrame, query_id: str) -> str | None:
-    """Of all sessions' queries: the one that is given to foreachBatch has a list of its own, and it is empty."""
+    """Look the run up among all sessions' queries: the session given to foreachBatch lists no queries."""
     try:
         active = df.sparkSession._jsparkSession.sharedState().activeStreamingQueries().values()
         return next((str(each.runId()) for each in active if str(each.id()) == query_id), None)
-    except Exception:  # no part of Spark's interface, so another version may have it no more
+    except Exception:  # these methods are internal to Spark, so another version may lack them
         return None
 
 
@@ -169,7 +170,7 @@ def _process(pid: int) -> str:
 
 
 def _writing(
-    unit: Unit, options: SinkOptions, columns: Columns
+    unit: BatchId, options: SinkOptions, columns: Columns
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def write(batches: Iterable[Any]) -> Iterator[Any]:
         import pyarrow as pa

@@ -1,4 +1,4 @@
-"""A line in the program's own log for each batch of its queries."""
+"""Log a line for each batch of the program's queries."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _log = logging.getLogger("txnbridge.spark")
 
 
 class BatchLogger(StreamingQueryListener):
-    """Tells of each batch on the driver: `spark.streams.addListener(BatchLogger())`.
+    """Log each batch on the driver: `spark.streams.addListener(BatchLogger())`.
 
-    What a batch cost at the broker stands in the log of the Python process that Spark commits it in.
+    The broker's share of a batch's time is in the log of the Python process in which Spark commits the batch.
     """
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 (Spark's name)

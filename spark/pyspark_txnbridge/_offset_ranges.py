@@ -1,16 +1,16 @@
-"""Which positions a batch covers: fixed before its first row is read, so that a repetition reads the same rows."""
+"""Plan the positions that a batch covers, before its first row is read, so that a repetition reads the same rows."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import txnbridge
 from pyspark_txnbridge._options import as_keywords
-from pyspark_txnbridge._session import Keeper, patiently
-from pyspark_txnbridge._source_options import EARLIEST, LATEST, TOPIC_ID, SourceOptions, Wanted, position_of
+from pyspark_txnbridge._session import ClientPool, connect_with_retry
+from pyspark_txnbridge._source_options import EARLIEST, LATEST, TOPIC_ID, OffsetsOption, SourceOptions, position_of
 from txnbridge import Bridge, InvalidOption, NotSupported, Position, PositionLost
 from txnbridge.spi import Partition
 
@@ -22,70 +22,66 @@ TopicIds = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Range:
-    """The committed messages of a partition from one position to before another."""
+class OffsetRange:
+    """Name the committed messages of a partition from `start` to before `end`."""
 
     topic: str
     partition: int
     start: Position
     end: Position
-    topic_id: str | None = None  # of the topic that the positions belong to, where the broker tells it
+    topic_id: str | None = None  # the id of the topic that the positions belong to, if the broker has topic ids
 
 
 def connect(options: SourceOptions) -> Bridge:
-    # A reader makes no topics.
-    return patiently(
-        options.timeout,
-        lambda: txnbridge.connect(
-            options.url, timeout=options.timeout, create_topics=0, **as_keywords(options.settings)
-        ),
-    )
+    # A reader creates no topics.
+    url, timeout, settings = options.url, options.timeout, as_keywords(options.settings)
+    return connect_with_retry(timeout, lambda: txnbridge.connect(url, timeout=timeout, create_topics=0, **settings))
 
 
-def look(options: SourceOptions) -> tuple[TopicIds, Bounds]:
-    """Return which topics there are now, and what can be read of each partition. Raises `NotFound`."""
+def topic_bounds(options: SourceOptions) -> tuple[TopicIds, Bounds]:
+    """Return the topics' ids and each partition's readable bounds. Raise `NotFound` for a missing topic."""
     with _planners.held(options, lambda: connect(options)) as bridge:
-        # The ids first: positions of a topic that was made anew in between do not pass for those of the one before.
+        # The ids are read first, so that positions of a topic recreated in between are not taken for the old topic's.
         return bridge.admin.topic_ids(options.topics), bridge.admin.bounds(options.topics)
 
 
-def let_go(options: SourceOptions) -> None:
-    """Close what `look` keeps open."""
+def close_planner(options: SourceOptions) -> None:
+    """Close the idle connection of `topic_bounds`."""
     _planners.drop(options)
 
 
-_planners: Keeper[Bridge] = Keeper()
+_planners: ClientPool[Bridge] = ClientPool()
 
 
 # --- where to begin and to end ---------------------------------------------------------------------------------------
 
 
-def resolve(name: str, wanted: Wanted, bounds: Bounds) -> Offsets:
-    """The positions that an option means. Raises `InvalidOption` unless it is about the partitions that there are."""
-    told = dict.fromkeys(bounds, wanted) if isinstance(wanted, str) else dict(wanted)
-    if strange := sorted(told.keys() ^ bounds.keys()):
+def resolve(name: str, wanted: OffsetsOption, bounds: Bounds) -> Offsets:
+    """Return the positions that an option means. Raise `InvalidOption` unless it names exactly the partitions read."""
+    positions = dict.fromkeys(bounds, wanted) if isinstance(wanted, str) else dict(wanted)
+    if strange := sorted(positions.keys() ^ bounds.keys()):
         topic, number = strange[0]
         problem = "does not say anything about" if strange[0] in bounds else "names a partition that is not read:"
         raise InvalidOption(f"option {name} {problem} {topic}[{number}]")
     words = {EARLIEST: 0, LATEST: 1}
-    return {each: bounds[each][words[at]] if isinstance(at, str) else at for each, at in sorted(told.items())}
+    return {each: bounds[each][words[at]] if isinstance(at, str) else at for each, at in sorted(positions.items())}
 
 
 def ranges(
     start: Offsets, end: Offsets, bounds: Bounds, options: SourceOptions, topic_ids: TopicIds | None = None
-) -> list[Range]:
-    """The ranges to read between two sets of positions. Messages in between that the broker removed are lost, and told.
+) -> list[OffsetRange]:
+    """Return the ranges between two sets of positions, and report messages in them that the broker has removed.
 
-    A partition that only the second set names begins there.
+    A partition that only `end` names begins at its position there.
     """
-    found = []
+    planned = []
     for (topic, number), stop in end.items():
         at = start.get((topic, number), stop)
         if at != stop:
             _check_kept((topic, number), min(at, stop), max(at, stop), bounds, options)
         if at < stop:
-            found.append(Range(topic, number, at, stop, (topic_ids or {}).get(topic)))
-    return found
+            planned.append(OffsetRange(topic, number, at, stop, (topic_ids or {}).get(topic)))
+    return planned
 
 
 def _check_kept(partition: Partition, at: Position, stop: Position, bounds: Bounds, options: SourceOptions) -> None:
@@ -94,110 +90,104 @@ def _check_kept(partition: Partition, at: Position, stop: Position, bounds: Boun
         return
     first, end = bounds[partition]
     if at < first:
-        report_loss(partition, at, f"retention has removed everything before {show(first)}", options)
+        report_loss(partition, at, f"retention has removed everything before {in_json(first)}", options)
     if stop > end:
-        report_loss(partition, stop, f"it can be read up to {show(end)} only. Was the topic made anew?", options)
+        report_loss(partition, stop, f"it can be read up to {in_json(end)} only. Was the topic made anew?", options)
 
 
 def report_loss(partition: Partition, at: Position, why: str, options: SourceOptions) -> None:
-    """Rows that should be there cannot be read: stop, or go on without them where the query says so."""
+    """Raise `PositionLost` for rows that cannot be read, or log them where failOnDataLoss is false."""
     topic, number = partition
-    text = f"{topic}[{number}] cannot be read at {show(at)}: {why}"
+    text = f"{topic}[{number}] cannot be read at {in_json(at)}: {why}"
     if options.fail_on_data_loss:
         raise PositionLost(f"{text}. Nothing was skipped; with failOnDataLoss=false the query goes on without it")
     _log.warning("%s. The query goes on without it (failOnDataLoss=false)", text)
 
 
-def in_the_same_topics(offsets: Offsets, before: TopicIds, now: TopicIds, options: SourceOptions) -> Offsets:
-    """Return the positions but for those in topics that were made anew since: these rows are lost, and told."""
-    found = {}
+def without_recreated(offsets: Offsets, before: TopicIds, now: TopicIds, options: SourceOptions) -> Offsets:
+    """Return the positions outside recreated topics. Rows of the recreated topics are lost and are reported."""
+    kept = {}
     for (topic, number), at in offsets.items():
-        if is_another(before.get(topic), now.get(topic)):
-            report_loss((topic, number), at, MADE_ANEW, options)
+        if is_recreated(before.get(topic), now.get(topic)):
+            report_loss((topic, number), at, RECREATED, options)
         else:
-            found[topic, number] = at
-    return found
+            kept[topic, number] = at
+    return kept
 
 
-def is_another(before: str | None, now: str | None) -> bool:
-    """Return whether two ids of a topic are known, and of different topics."""
+def is_recreated(before: str | None, now: str | None) -> bool:
+    """Return whether both ids of a topic are known and differ."""
     return before is not None and now is not None and before != now
 
 
-MADE_ANEW = "the topic was deleted and made anew since"
+RECREATED = "the topic was deleted and made anew since"
 
 
 # --- a stream goes on ------------------------------------------------------------------------------------------------
 
 
-def go_on(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offsets:
-    """Where a stream that stands somewhere comes to next.
+def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offsets:
+    """Return the end of a stream's next batch that begins at `start`.
 
-    A partition that is new, or cannot be read where the stream stands, is not read in this batch: it is only placed
-    where it begins, so that the next batch has its first position in writing, whenever it is repeated.
+    A partition that is new, or that cannot be read at the stream's position, is not read in this batch. The batch only
+    records the partition's first position, so that the next batch begins there, however often it is repeated.
     """
-    found: Offsets = {}
+    end_offsets: Offsets = {}
     for partition, (first, end) in sorted(bounds.items()):
         at = start.get(partition, first)
         if not first <= at <= end:
             _check_kept(partition, at, at, bounds, options)
-        found[partition] = end if partition in start and first <= at <= end else first
+        end_offsets[partition] = end if partition in start and first <= at <= end else first
     for partition in sorted(start.keys() - bounds.keys()):
         _check_kept(partition, start[partition], start[partition], bounds, options)
-    return found
+    return end_offsets
 
 
-def limited(start: Offsets, end: Offsets, bounds: Bounds, most: int) -> Offsets:
-    """As far as so many positions reach. Each partition gets as much as any other, as far as it has that much."""
+def limit_offsets(start: Offsets, end: Offsets, bounds: Bounds, most: int) -> Offsets:
+    """Limit a batch to `most` positions. Partitions get equal shares, and what one cannot use goes to the others."""
     if any(len(position) != 1 for position in end.values()):
         raise NotSupported("maxOffsetsPerTrigger counts positions, and this broker's are more than a number")
-    # The others are only placed.
+    # The other partitions have no rows in this batch.
     sizes = {p: at[0] - start[p][0] for p, at in end.items() if p in start and bounds[p][0] <= start[p] < at}
-    found, left = dict(end), most
+    limited, left = dict(end), most
     for index, (partition, size) in enumerate(sorted(sizes.items(), key=lambda pair: (pair[1], pair[0]))):
         share = min(size, -(-left // (len(sizes) - index)))
         left -= share
-        found[partition] = (start[partition][0] + share,)
-    return found
+        limited[partition] = (start[partition][0] + share,)
+    return limited
 
 
 # --- positions in a checkpoint ---------------------------------------------------------------------------------------
 
 
-def show(position: Position) -> str:
-    """A position as it stands in JSON."""
+def in_json(position: Position) -> str:
     return str(_plain(position))
 
 
 def to_json(offsets: Offsets, topic_ids: TopicIds | None = None) -> dict[str, dict[str, Any]]:
-    """Return positions as a checkpoint holds them: as Spark's Kafka source writes them, where they are numbers.
-
-    The topics' ids stand beside the partitions.
-    """
-    found: dict[str, dict[str, Any]] = {}
+    """Return positions, and ids of topics beside them, as a checkpoint has them: like those of Spark's Kafka source."""
+    document: dict[str, dict[str, Any]] = {}
     for (topic, number), position in sorted(offsets.items()):
-        found.setdefault(topic, {})[str(number)] = _plain(position)
-    for topic, partitions in found.items():
+        document.setdefault(topic, {})[str(number)] = _plain(position)
+    for topic, partitions in document.items():
         if topic_ids and topic in topic_ids:
             partitions[TOPIC_ID] = topic_ids[topic]
-    return found
+    return document
 
 
-def from_json(told: Mapping[str, Mapping[str, Any]]) -> Offsets:
-    return dict(_told(told))
+def from_json(positions: Mapping[str, Mapping[str, Any]]) -> Offsets:
+    return {
+        (topic, int(number)): position_of(position)
+        for topic, partitions in positions.items()
+        for number, position in partitions.items()
+        if number != TOPIC_ID
+    }
 
 
-def topic_ids_of(told: Mapping[str, Mapping[str, Any]]) -> TopicIds:
-    """Return the ids of the topics that positions in a checkpoint belong to; earlier versions wrote none."""
-    return {topic: str(partitions[TOPIC_ID]) for topic, partitions in told.items() if TOPIC_ID in partitions}
+def topic_ids_of(positions: Mapping[str, Mapping[str, Any]]) -> TopicIds:
+    """Return the topic ids of a checkpoint. Checkpoints of earlier versions have none."""
+    return {topic: str(partitions[TOPIC_ID]) for topic, partitions in positions.items() if TOPIC_ID in partitions}
 
 
 def _plain(position: Position) -> int | list[int]:
     return position[0] if len(position) == 1 else list(position)
-
-
-def _told(told: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Partition, Position]]:
-    for topic, partitions in told.items():
-        for number, position in partitions.items():
-            if number != TOPIC_ID:
-                yield (topic, int(number)), position_of(position)

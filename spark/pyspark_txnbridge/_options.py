@@ -1,4 +1,4 @@
-"""What a query says about where it writes."""
+"""The options of a query's sink: which broker, topic and decision log it writes to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from txnbridge import InvalidOption
 
-# Option as Spark hands it on (in small letters) -> as the documentation spells it.
+# An option's name as Spark passes it (in lower case) -> as the documentation spells it.
 _NAMES = {
     name.lower(): name
     for name in (
@@ -26,13 +26,13 @@ _NAMES = {
         "nondeterministic",
     )
 }
-# Spark's own, or of its Kafka sink, which looks for headers in the column alone.
+# Options of Spark itself, and one of its Kafka sink, which finds headers by their column without it.
 _NOT_OURS = {"checkpointlocation", "queryname", "includeheaders"}
-# These become part of ids at the broker, where a dot separates them.
+# Names of this form become parts of transactional ids, where a dot separates them.
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
-# How a job is called that has no name; no name begins so.
+# The first character of the generated name of a job without txnAppId; no name of a user begins with it.
 NAMELESS = "#"
-# What the names of options begin with that only Spark's own Kafka source and sink know.
+# Prefixes of options that only Spark's own Kafka source and sink know.
 _SPARKS_OWN = {"kafkaconsumer": "source", "fetchoffset": "source"}
 _NO_TABLES = (
     "CREATE TABLE … USING txnbridge can't work: Spark hands a table's options on to no Python data source. Use CREATE"
@@ -40,14 +40,13 @@ _NO_TABLES = (
 )
 _BOOTSTRAP = re.compile(r"([a-z0-9_]+)\.bootstrap\.servers")
 
-
-# What each backend is told besides, by its name.
+# Further settings of each backend, by the backend's name.
 Settings = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
 
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """The options of one sink, checked as far as that goes without a broker."""
+    """Hold the options of one sink, checked as far as possible without a broker."""
 
     url: str = field(repr=False)  # may hold a password
     settings: Settings = field(default=(), repr=False)
@@ -64,7 +63,7 @@ class SinkOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SinkOptions:
-        """Raises `InvalidOption` for what is missing, unknown or makes no sense."""
+        """Return the checked options. Raise `InvalidOption` for an option that is missing, unknown or invalid."""
         options = {name.lower(): value for name, value in given.items() if name.lower() not in _NOT_OURS}
         if "path" in options:
             raise InvalidOption("save() takes no path here: the option url names the broker, topic the topic")
@@ -72,7 +71,7 @@ class SinkOptions:
         check_names(options, _NAMES)
         topic = options.get("topic", "").strip() or None
         log_place = options.pop("decisionlog") if ":" in options.get("decisionlog", "") else None
-        found = cls(
+        parsed = cls(
             url=url,
             settings=settings,
             topic=topic,
@@ -86,12 +85,12 @@ class SinkOptions:
             version=number(options, "txnVersion"),
             nondeterministic=flag(options, "nondeterministic", cls.nondeterministic),
         )
-        if found.version is not None and found.app_id is None:
+        if parsed.version is not None and parsed.app_id is None:
             raise InvalidOption("txnVersion numbers the runs of one job, so it needs the job's name: txnAppId")
-        return found
+        return parsed
 
     def check_job(self) -> None:
-        """Raises `InvalidOption` unless this says which run of a named job it is: a job has no batch number."""
+        """Raise `InvalidOption` for a named job without txnVersion: a job has no batch number of its own."""
         if self.app_id is not None and self.version is None:
             raise InvalidOption(
                 "txnAppId names a job, and without txnVersion all its runs would be taken for the same one: only the"
@@ -100,12 +99,12 @@ class SinkOptions:
             )
 
     def application(self, query: str) -> str:
-        """The name of the decision log: one for each query or named job, one for all jobs without a name."""
+        """Return the decision log's name: each query and named job has a log, all nameless jobs share one."""
         return self.log or f"{self.prefix}-{'jobs' if query.startswith(NAMELESS) else query}"
 
 
 def take_address(options: dict[str, str], purpose: str) -> tuple[str, Settings]:
-    """Take the broker's URL, and what backends are to be told besides, out of the options of a sink or a source."""
+    """Remove the broker's URL and the backends' settings from the options of a sink or a source, and return them."""
     url = _take_url(options, purpose)
     settings: dict[str, dict[str, str]] = {}
     for name in [name for name in options if "." in name]:
@@ -119,12 +118,12 @@ def take_address(options: dict[str, str], purpose: str) -> tuple[str, Settings]:
 
 
 def as_keywords(settings: Settings) -> dict[str, Any]:
-    """The same as `txnbridge.connect` takes them."""
+    """Return backends' settings as keyword arguments of `txnbridge.connect`."""
     return {backend: dict(pairs) for backend, pairs in settings}
 
 
 def check_names(options: Mapping[str, str], names: Mapping[str, str]) -> None:
-    """Raises `InvalidOption` for one that is not among these names, given in small letters and as documented."""
+    """Raise `InvalidOption` for an unknown option; `names` maps lower-case names to the documented spelling."""
     if unknown := sorted(options.keys() - names.keys()):
         nearest = difflib.get_close_matches(unknown[0], names, 1)
         hint = f"; did you mean {names[nearest[0]]}?" if nearest else ""
@@ -132,7 +131,7 @@ def check_names(options: Mapping[str, str], names: Mapping[str, str]) -> None:
 
 
 def _take_url(options: dict[str, str], purpose: str) -> str:
-    if options.keys() >= {"provider", "owner"}:  # so Spark asks for the columns of a table
+    if options.keys() >= {"provider", "owner"}:  # Spark passes these two when it asks for a table's columns
         raise InvalidOption(_NO_TABLES)
     servers = [name for name in options if _BOOTSTRAP.fullmatch(name)]
     if len(servers) + ("url" in options) != 1:
@@ -152,8 +151,8 @@ def _name(options: Mapping[str, str], name: str) -> str | None:
     return value
 
 
-def named(option: str, given: Iterable[str]) -> dict[str, str]:
-    """What the command line was told as NAME=VALUE."""
+def name_values(option: str, given: Iterable[str]) -> dict[str, str]:
+    """Return the NAME=VALUE arguments of a command-line option as a mapping."""
     if wrong := [text for text in given if "=" not in text]:
         raise InvalidOption(f"{option} takes NAME=VALUE, not {wrong[0]!r}")
     return dict(text.split("=", 1) for text in given)
@@ -173,12 +172,12 @@ def seconds(options: Mapping[str, str], name: str, default: float) -> float:
     if value is None:
         return default
     try:
-        found = float(value)
+        parsed = float(value)
     except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
+        parsed = 0.0
+    if not 0 < parsed < float("inf"):
         raise InvalidOption(f"option {name} is a number of seconds above 0, not {value!r:.100}")
-    return found
+    return parsed
 
 
 def flag(options: Mapping[str, str], name: str, default: bool) -> bool:

@@ -1,4 +1,4 @@
-"""`txnbridge pipeline`: a job from broker to broker on the command line."""
+"""The command `txnbridge pipeline`, which runs a job from broker to broker."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyspark_txnbridge._options import named
+from pyspark_txnbridge._options import name_values
 from txnbridge import InvalidOption, TxnBridgeError
 from txnbridge.commands import json_and_debug
 
 if TYPE_CHECKING:
     from pyspark_txnbridge.pipeline import Progress
 
-# Where nobody sits before a terminal a line every so often is enough.
+# The interval between lines of progress where stderr is no terminal.
 _LINE_SECONDS = 10.0
 
 
@@ -53,16 +53,16 @@ def run(
     from pyspark_txnbridge import pipeline
 
     function = None if transform is None else _load(transform)
-    given["from_options"] = named("--from-option", from_option)
-    given["to_options"] = named("--to-option", to_option)
+    given["from_options"] = name_values("--from-option", from_option)
+    given["to_options"] = name_values("--to-option", to_option)
     with nullcontext() if as_json else _shown() as report:
         done = pipeline.run(**given, transform=function, report=report)
-    said = json.dumps({"rows": done.rows, "batches": done.batches})
-    click.echo(said if as_json else f"{done.rows} rows in {done.batches} batches")
+    summary = json.dumps({"rows": done.rows, "batches": done.batches})
+    click.echo(summary if as_json else f"{done.rows} rows in {done.batches} batches")
 
 
 def main() -> None:
-    """The same command without the rest of the command line, for spark-submit and `python -m`."""
+    """Run the command `txnbridge pipeline run` alone, for spark-submit and `python -m`."""
     try:
         run()
     except TxnBridgeError as error:
@@ -71,22 +71,21 @@ def main() -> None:
 
 
 def _load(target: str) -> Callable[[Any], Any]:
-    """A function by its module and name; what the module itself raises passes."""
+    """Return the function MODULE:FUNCTION. Errors that the module itself raises pass through."""
     name, _, attribute = target.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(name), attribute)
+        function: Callable[[Any], Any] = getattr(importlib.import_module(name), attribute)
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise InvalidOption(f"--transform is MODULE:FUNCTION, found from the current folder; {error}") from error
-    if not callable(found):
+    if not callable(function):
         raise InvalidOption(f"--transform {target} is no function")
-    checked: Callable[[Any], Any] = found
-    return checked
+    return function
 
 
 @contextmanager
 def _shown() -> Iterator[Callable[[Progress], None]]:
-    """Show how far the job is, on stderr: in one line that changes on a terminal, else in a line now and then."""
+    """Show the job's progress on stderr: in one changing line on a terminal, else in a line every few seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
 

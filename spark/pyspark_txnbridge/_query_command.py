@@ -1,4 +1,4 @@
-"""`txnbridge spark`: what a query has decided, and finishing it on a machine without Spark."""
+"""The command `txnbridge spark`, which shows and finishes a query's batches on a machine without Spark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from txnbridge.commands import json_and_debug
 if TYPE_CHECKING:
     from pyspark_txnbridge._options import SinkOptions
     from pyspark_txnbridge._recovery import QueryStatus
-    from pyspark_txnbridge._session import Session
+    from pyspark_txnbridge._session import SinkSession
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -88,39 +88,39 @@ def _opened(
     prefix: str | None,
     decision_log: str | None,
     given: tuple[str, ...],
-) -> Iterator[tuple[Session, SinkOptions, tuple[str, str]]]:
-    from pyspark_txnbridge._options import SinkOptions, named
+) -> Iterator[tuple[SinkSession, SinkOptions, tuple[str, str]]]:
+    from pyspark_txnbridge._options import SinkOptions, name_values
     from pyspark_txnbridge._recovery import query_of
-    from pyspark_txnbridge._session import Session
+    from pyspark_txnbridge._session import SinkSession
 
     if (checkpoint is None) == (query is None):
         raise InvalidOption("say which query: either --checkpoint or --query")
     known = {"url": url, "sink": sink, "transactionalIdPrefix": prefix, "decisionLog": decision_log}
     options = SinkOptions.parse(
-        {name: value for name, value in known.items() if value is not None} | named("--option", given)
+        {name: value for name, value in known.items() if value is not None} | name_values("--option", given)
     )
     query = query or options.app_id or query_of(checkpoint or "")
-    session = Session(options, options.application(query))
+    session = SinkSession(options, options.application(query))
     try:
         yield session, options, (query, options.sink)
     finally:
         session.close()
 
 
-def _lines(found: QueryStatus) -> Iterator[str]:
-    if found.run is None:
+def _lines(status: QueryStatus) -> Iterator[str]:
+    if status.run is None:
         yield "this query has not written anything under this name of its sink"
         return
-    yield f"last run: {found.run}, opened by {found.host}"
-    yield "published: " + ("no batch" if found.done_up_to is None else f"every batch up to {found.done_up_to}")
-    for batch in found.undone:
+    yield f"last run: {status.run}, opened by {status.host}"
+    yield "published: " + ("no batch" if status.done_up_to is None else f"every batch up to {status.done_up_to}")
+    for batch in status.undone:
         if batch.decision is Decision.ABORT:
             yield f"batch {batch.batch}: given up, attempt {batch.attempt}; the next run writes it again"
             continue
         yield f"batch {batch.batch}: decided, {batch.rows} rows, not marked as published (txnbridge spark recover)"
         for part in batch.parts:
             yield f"  partition {part.partition}: {part.rows} rows, {part.state.value}{_until(part.expires_at)}"
-    for transaction in found.open:
+    for transaction in status.open:
         yield f"{transaction.state}: {transaction.transaction}{_until(transaction.expires_at)}"
 
 
@@ -130,11 +130,11 @@ def _until(expires_at: int | None) -> str:
     return f", until {datetime.fromtimestamp(expires_at / 1000).astimezone().isoformat(' ', 'seconds')}"
 
 
-def _document(found: QueryStatus) -> dict[str, Any]:
+def _document(status: QueryStatus) -> dict[str, Any]:
     return {
-        "run": found.run,
-        "host": found.host,
-        "done_up_to": found.done_up_to,
+        "run": status.run,
+        "host": status.host,
+        "done_up_to": status.done_up_to,
         "undone": [
             {
                 "batch": batch.batch,
@@ -152,10 +152,10 @@ def _document(found: QueryStatus) -> dict[str, Any]:
                     for part in batch.parts
                 ],
             }
-            for batch in found.undone
+            for batch in status.undone
         ],
         "open": [
             {"transaction": each.transaction, "state": each.state, "since": each.since, "expires_at": each.expires_at}
-            for each in found.open
+            for each in status.open
         ],
     }

@@ -1,4 +1,4 @@
-"""Reading what is committed in one batch, as Spark asks for it."""
+"""Read committed messages in one batch, through the interface that Spark calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BatchReader(DataSourceReader):
-    """One look at some topics."""
+    """Read some topics once."""
 
     def __init__(self, options: SourceOptions) -> None:
         if options.max_offsets is not None:
@@ -24,15 +24,15 @@ class BatchReader(DataSourceReader):
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        topic_ids, bounds = _offset_ranges.look(self._options)
+        topic_ids, bounds = _offset_ranges.topic_bounds(self._options)
         start = _offset_ranges.resolve("startingOffsets", self._options.starting or EARLIEST, bounds)
         end = _offset_ranges.resolve("endingOffsets", self._options.ending, bounds)
         for (topic, number), at in start.items():
             readable = bounds[topic, number][1]
             if end[topic, number] < at <= readable:
                 raise InvalidOption(
-                    f"the end of {topic}[{number}], {_offset_ranges.show(end[topic, number])}, lies before its start,"
-                    f" {_offset_ranges.show(at)}: endingOffsets is behind startingOffsets"
+                    f"the end of {topic}[{number}], {_offset_ranges.in_json(end[topic, number])}, lies before its"
+                    f" start, {_offset_ranges.in_json(at)}: endingOffsets is behind startingOffsets"
                 )
         return tasks(_offset_ranges.ranges(start, end, bounds, self._options, topic_ids))
 
@@ -40,14 +40,13 @@ class BatchReader(DataSourceReader):
         return read(self._options, partition)
 
 
-def tasks(ranges: Sequence[_offset_ranges.Range]) -> list[InputPartition]:
-    """A task for each range."""
+def tasks(ranges: Sequence[_offset_ranges.OffsetRange]) -> list[InputPartition]:
     return [InputPartition(each) for each in ranges]
 
 
 def read(options: SourceOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-    """The rows of a task."""
+    """Return the rows of a task."""
     from pyspark_txnbridge._fetch import read_range
 
-    # Spark makes a task with nothing in it where there is nothing to read.
+    # Spark makes one task without a range where there is nothing to read.
     return iter(()) if partition.value is None else read_range(options, partition.value)

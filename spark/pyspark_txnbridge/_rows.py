@@ -1,4 +1,4 @@
-"""From the columns of a query to messages; the columns are those of Spark's own Kafka sink."""
+"""Turn a query's rows into messages. The columns are those of Spark's own Kafka sink."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _FINGERPRINT = (1 << 64) - 1
 
 
 @dataclass
-class Count:
-    """What was in some rows. The fingerprint does not depend on their order, nor on the sink's option topic."""
+class RowTotals:
+    """Sum up some rows. The fingerprint depends neither on the rows' order nor on the sink's option topic."""
 
     rows: int = 0
     bytes: int = 0
     fingerprint: int = 0
     topics: set[str] = field(default_factory=set)
 
-    def add(self, other: Count) -> None:
+    def add(self, other: RowTotals) -> None:
         self.rows += other.rows
         self.bytes += other.bytes
         self.fingerprint = (self.fingerprint + other.fingerprint) & _FINGERPRINT
@@ -35,32 +35,32 @@ class Count:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which of the columns a query has, and where its messages go."""
+    """Know which of the sink's columns a query has, and send its rows to their topics."""
 
     names: frozenset[str]
     topic: str | None
 
     @classmethod
     def of(cls, schema: StructType, topic: str | None) -> Columns:
-        """Raises `InvalidOption` for a column that is missing or of the wrong type. Other columns are let be."""
-        found = {field.name: field.dataType for field in schema.fields}
+        """Check a schema; other columns are ignored. Raise `InvalidOption` for a missing or wrongly typed column."""
+        types = {field.name: field.dataType for field in schema.fields}
         for name, (expected, fits) in _COLUMNS.items():
-            if name in found and not fits(found[name]):
-                kind = found[name].simpleString()
+            if name in types and not fits(types[name]):
+                kind = types[name].simpleString()
                 raise InvalidOption(f"{name} attribute unsupported type {kind}. {name} must be a(n) {expected}")
-        if "value" not in found:
+        if "value" not in types:
             raise InvalidOption("Required attribute 'value' not found")
-        if topic is None and "topic" not in found:
+        if topic is None and "topic" not in types:
             raise InvalidOption(
                 "topic option required when no 'topic' attribute is present. Use the topic option for setting a topic."
             )
-        return cls(frozenset(found.keys() & _COLUMNS.keys()), topic)
+        return cls(frozenset(types.keys() & _COLUMNS.keys()), topic)
 
-    def send(self, batch: pa.RecordBatch, txn: Transaction | None) -> Count:
-        """Add the rows to a transaction, in order for each topic; without one they are only counted."""
+    def send(self, batch: pa.RecordBatch, txn: Transaction | None) -> RowTotals:
+        """Send the rows in a transaction, in order for each topic. Without a transaction only count them."""
         values = _binary(batch.column("value"))
         keys = _binary(batch.column("key")) if "key" in self.names else None
-        count = Count(len(values), _size(batch, self.names), _fingerprint(values, keys, self._others(batch)))
+        count = RowTotals(len(values), _size(batch, self.names), _fingerprint(values, keys, self._others(batch)))
         if txn is not None:
             for topic, part in self._by_topic(batch):
                 count.topics.add(topic)
@@ -110,20 +110,20 @@ class Columns:
             txn.send_many(topic, values)
 
     def _others(self, batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]] | None:
-        """What tells rows with the same key and value apart; None if no row has any of it."""
+        """Return each row's fields beside key and value, for its fingerprint; None if no row has such a field."""
         columns = {
             "topic": lambda column: column.to_pylist(),
             "partition": lambda column: column.to_pylist(),
             "timestamp": _milliseconds,
             "headers": _headers,
         }
-        found = {
+        fields = {
             name: read(batch.column(name))
             for name, read in columns.items()
             if self._has(batch, name) and not (name == "topic" and self.topic is not None)
         }
         nothing = [None] * batch.num_rows
-        return zip(*(found.get(name, nothing) for name in columns), strict=True) if found else None
+        return zip(*(fields.get(name, nothing) for name in columns), strict=True) if fields else None
 
     def _has(self, batch: pa.RecordBatch, name: str) -> bool:
         return name in self.names and batch.column(name).null_count < batch.num_rows
@@ -132,11 +132,9 @@ class Columns:
 def _binary(column: Any) -> list[bytes | None]:
     import pyarrow as pa
 
-    # A text column's bytes are its UTF-8 already: nothing is decoded on the way.
-    found: list[bytes | None] = column.cast(
-        pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
-    ).to_pylist()
-    return found
+    # A text column already holds UTF-8 bytes, so the cast decodes nothing.
+    kind = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
+    return column.cast(kind).to_pylist()  # type: ignore[no-any-return]
 
 
 def _size(batch: pa.RecordBatch, names: frozenset[str]) -> int:
@@ -148,9 +146,9 @@ def _size(batch: pa.RecordBatch, names: frozenset[str]) -> int:
 def _fingerprint(
     values: Sequence[bytes | None], keys: Sequence[bytes | None] | None, others: Iterable[tuple[Any, ...]] | None
 ) -> int:
-    """Of rows that have a key and a value only, as a transaction's own (`bridge.transaction(fingerprint=True)`).
+    """Return the rows' fingerprint: for rows of key and value, that of `bridge.transaction(fingerprint=True)`.
 
-    It is kept in decision logs, where it is compared with what another process counts: it must not change.
+    Decision logs keep fingerprints, and other processes compare theirs with them, so the algorithm must not change.
     """
     from xxhash import xxh3_64_intdigest as digest
 
@@ -168,7 +166,7 @@ def _fingerprint(
 
 
 def _headers(column: Any) -> list[list[tuple[str, bytes | None]] | None]:
-    # An empty list is no headers: so it arrives.
+    # An empty list of headers arrives at a reader as no headers.
     return [[_header(each) for each in row] if row else None for row in column.to_pylist()]
 
 
@@ -184,16 +182,16 @@ def _header(given: dict[str, Any] | None) -> tuple[str, bytes | None]:
 def _milliseconds(column: Any) -> list[int | None]:
     import pyarrow as pa
 
-    found: list[int | None] = column.cast(pa.timestamp("ms", column.type.tz), safe=False).cast(pa.int64()).to_pylist()
-    return found
+    milliseconds = column.cast(pa.timestamp("ms", column.type.tz), safe=False)
+    return milliseconds.cast(pa.int64()).to_pylist()  # type: ignore[no-any-return]
 
 
 def _is(*kinds: str) -> Callable[[DataType], bool]:
-    return lambda found: found.simpleString() in kinds
+    return lambda kind: kind.simpleString() in kinds
 
 
-def _is_headers(found: DataType) -> bool:
-    return found.simpleString() == _HEADERS
+def _is_headers(kind: DataType) -> bool:
+    return kind.simpleString() == _HEADERS
 
 
 _COLUMNS: dict[str, tuple[str, Callable[[DataType], bool]]] = {

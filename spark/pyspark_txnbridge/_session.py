@@ -1,4 +1,4 @@
-"""Connections that outlive a task or a commit: Spark keeps its Python processes, mostly."""
+"""Connections that outlive a task or a commit, because Spark mostly reuses its Python processes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from txnbridge import Bridge, BrokerUnavailable, InvalidOption, TxnBridgeError
 
 _log = logging.getLogger("txnbridge.spark")
 
-# Of a decision log. The id of a batch's claim is (query, sink, batch, attempt).
+# Types of the decision log. The id of a batch's claim is (query, sink, batch, attempt).
 Claim = Any
 Opening = Any
 
-# Of each kind, in one process, beside those in use: a query needs one for each of its sinks, and several queries or
-# jobs may take turns.
+# The most idle clients that one pool keeps. A query needs a client for each of its sinks, and several queries or jobs
+# may take turns in one process.
 _MOST_KEPT = 8
-# Between two attempts to connect.
+# The pause between two attempts to connect.
 _PAUSE_SECONDS = 0.5
 
 
-class Session:
-    """One process's connection to a decision log and to the broker's transactions."""
+class SinkSession:
+    """Connect a process to a sink's decision log and to the broker's transactions."""
 
     def __init__(self, options: SinkOptions, application: str) -> None:
         self.options = options
@@ -45,7 +45,7 @@ class Session:
 
 
 def connect(options: SinkOptions, application: str, transactional_id: str | None = None) -> Bridge:
-    return patiently(
+    return connect_with_retry(
         options.commit_timeout,
         lambda: txnbridge.connect(
             options.url,
@@ -60,10 +60,10 @@ def connect(options: SinkOptions, application: str, transactional_id: str | None
     )
 
 
-def patiently(seconds: float, connect: Callable[[], Bridge]) -> Bridge:
-    """Connect to a broker that may be away for some seconds, as it is when it restarts.
+def connect_with_retry(seconds: float, connect: Callable[[], Bridge]) -> Bridge:
+    """Connect to a broker that may be away for some seconds, as a restarting broker is.
 
-    Raises `BrokerUnavailable` if it is away for longer: Spark does not start a query again by itself.
+    Waiting is needed because Spark does not restart a failed query. Raise `BrokerUnavailable` after `seconds`.
     """
     until = time.monotonic() + seconds
     while True:
@@ -83,18 +83,18 @@ def patiently(seconds: float, connect: Callable[[], Bridge]) -> Bridge:
 _Kept = TypeVar("_Kept", bound=Any)
 
 
-class Keeper(Generic[_Kept]):
-    """Keeps the last few things that have to be closed. What a parent process made is never used in its child."""
+class ClientPool(Generic[_Kept]):
+    """Keep a few idle clients for reuse. A child process never uses the clients of its parent."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # those that nobody uses
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # idle clients, the longest idle first
 
     @contextmanager
     def held(self, key: Hashable, make: Callable[[], _Kept]) -> Iterator[_Kept]:
-        """One for this block alone: one that is kept, or a new one. It is kept for the next who asks with this key.
+        """Lend the idle client of this key, or a new one, to this block alone, and keep it afterwards.
 
-        After an error nobody knows how sound a connection is: then it is closed, and the next one begins anew.
+        After an error the connection may be unsound, so the client is closed instead of kept.
         """
         key = (os.getpid(), key)
         with self._lock:
@@ -118,14 +118,14 @@ class Keeper(Generic[_Kept]):
             close_logging_errors(each)
 
     def drop(self, key: Hashable) -> None:
-        """Close the one that is kept for this key."""
+        """Close the idle client of this key."""
         with self._lock:
             kept = self._kept.pop((os.getpid(), key), None)
         if kept is not None:
             close_logging_errors(kept)
 
     def clear(self) -> None:
-        """Close everything that nobody uses."""
+        """Close all idle clients."""
         with self._lock:
             while self._kept:
                 close_logging_errors(self._kept.popitem()[1])
@@ -138,4 +138,4 @@ def close_logging_errors(kept: Any) -> None:
         _log.warning("closing: %s", error)
 
 
-sessions: Keeper[Session] = Keeper()
+sessions: ClientPool[SinkSession] = ClientPool()

@@ -1,4 +1,4 @@
-"""The data source as Spark sees it; what it does is in the other modules."""
+"""The classes of the data source that Spark calls. The other modules do the work."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from pyspark.sql.types import StructType
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from pyspark_txnbridge._batch_identity import Unit, Written
+    from pyspark_txnbridge._batch_identity import BatchId, Written
     from pyspark_txnbridge._options import SinkOptions
     from pyspark_txnbridge._rows import Columns
 
 
 @dataclass
-class Message(WriterCommitMessage):
-    """What a task tells the driver."""
+class TaskMessage(WriterCommitMessage):
+    """Carry one task's report to the driver."""
 
     written: Written
 
 
 class DefaultSource(DataSource):
-    """`format("txnbridge")`: reads what is committed, and writes exactly once, in batches and in streams."""
+    """Implement `format("txnbridge")`: read committed messages and write exactly once, in batches and in streams."""
 
     @classmethod
     def name(cls) -> str:
@@ -42,11 +42,11 @@ class DefaultSource(DataSource):
 
     def schema(self) -> str:
         from pyspark_txnbridge._fetch import columns
-        from pyspark_txnbridge._offset_ranges import look
+        from pyspark_txnbridge._offset_ranges import topic_bounds
         from pyspark_txnbridge._source_options import SourceOptions
 
         options = SourceOptions.parse(self.options)
-        _, bounds = look(options)
+        _, bounds = topic_bounds(options)
         first, _ = next(iter(bounds.values()))
         return columns(first, options.headers)
 
@@ -81,7 +81,7 @@ class DefaultSource(DataSource):
 
 
 def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: str | None = None) -> Columns:
-    """Check all that can be checked before the first row."""
+    """Check schema, options and broker before the first row is written."""
     from pyspark_txnbridge._driver import check_broker
     from pyspark_txnbridge._rows import Columns
     from txnbridge import InvalidOption
@@ -97,23 +97,24 @@ def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: s
 
 
 class BatchWriter(DataSourceArrowWriter):
-    """One job. It is made once, and the same copy reaches every task and the commit."""
+    """Write one job. Spark makes one writer for a job, and copies of it reach every task and the commit."""
 
     def __init__(self, options: SinkOptions, columns: Columns) -> None:
-        from pyspark_txnbridge._batch_identity import Unit
+        from pyspark_txnbridge._batch_identity import BatchId
         from pyspark_txnbridge._options import NAMELESS
 
         self._options = options
         self._columns = columns
         job = str(uuid.uuid4())
-        self._unit = Unit(options.app_id or f"{NAMELESS}{job}", options.sink, options.version or 0, job, job=True)
+        self._unit = BatchId(options.app_id or f"{NAMELESS}{job}", options.sink, options.version or 0, job, job=True)
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskMessage:
         self._check_not_in_a_stream()
-        return Message(_write(self._unit, self._options, self._columns, iterator))
+        return TaskMessage(_write(self._unit, self._options, self._columns, iterator))
 
     def _check_not_in_a_stream(self) -> None:
-        """Only tasks see that they are in a stream; its batches come again, and each job has a name of its own."""
+        """Raise `InvalidOption` for a nameless job in a streaming query; only tasks see that they run in one."""
+        # Spark repeats batches, and a nameless job gets another name each time: the batch would be published again.
         from txnbridge import InvalidOption
 
         if self._options.app_id is None and _context().getLocalProperty("sql.streaming.queryId"):
@@ -134,14 +135,14 @@ class BatchWriter(DataSourceArrowWriter):
 
 
 class StreamWriter(DataSourceStreamArrowWriter):
-    """One micro-batch. Its commit is called on another copy, so all that it needs comes with the messages."""
+    """Write one micro-batch. Spark calls commit() on another copy, so the tasks' messages carry all that it needs."""
 
     def __init__(self, options: SinkOptions, columns: Columns) -> None:
         self._options = options
         self._columns = columns
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
-        return Message(_write(_micro_batch(self._options), self._options, self._columns, iterator))
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskMessage:
+        return TaskMessage(_write(_micro_batch(self._options), self._options, self._columns, iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         from pyspark_txnbridge import _driver
@@ -154,7 +155,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         _driver.abort(self._options, _of_batch(batchId, messages, self._options))
 
 
-def _write(unit: Unit, options: SinkOptions, columns: Columns, rows: Iterator[pa.RecordBatch]) -> Written:
+def _write(unit: BatchId, options: SinkOptions, columns: Columns, rows: Iterator[pa.RecordBatch]) -> Written:
     from pyspark_txnbridge._task import write_partition
 
     context = _context()
@@ -162,9 +163,9 @@ def _write(unit: Unit, options: SinkOptions, columns: Columns, rows: Iterator[pa
     return write_partition(unit, options, columns, rows, context.partitionId(), holder)
 
 
-def _micro_batch(options: SinkOptions) -> Unit:
-    """Which micro-batch this task belongs to. These properties are Spark's own, and in no documentation."""
-    from pyspark_txnbridge._batch_identity import Unit
+def _micro_batch(options: SinkOptions) -> BatchId:
+    """Return the micro-batch of this task, read from internal properties of Spark that no documentation names."""
+    from pyspark_txnbridge._batch_identity import BatchId
     from txnbridge import NotSupported
 
     context = _context()
@@ -172,7 +173,7 @@ def _micro_batch(options: SinkOptions) -> Unit:
     query, batch, run = (context.getLocalProperty(name) for name in names)
     if not (query and batch and run):
         raise NotSupported("this Spark does not tell a task which micro-batch it belongs to; PySpark 4.1 and 4.3 do")
-    return Unit(options.app_id or query, options.sink, (options.version or 0) + int(batch), run)
+    return BatchId(options.app_id or query, options.sink, (options.version or 0) + int(batch), run)
 
 
 def _context() -> TaskContext:
@@ -182,7 +183,7 @@ def _context() -> TaskContext:
 
 
 def _written(messages: Sequence[WriterCommitMessage | None]) -> list[Written | None]:
-    return [message.written if isinstance(message, Message) else None for message in messages]
+    return [message.written if isinstance(message, TaskMessage) else None for message in messages]
 
 
 def _of_batch(batch: int, messages: Sequence[WriterCommitMessage | None], options: SinkOptions) -> list[Written | None]:

@@ -1,4 +1,4 @@
-"""What a query says about where it reads from; the names are those of Spark's own Kafka source."""
+"""The options of a query's source. Their names are those of Spark's own Kafka source."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _NAMES = {
     )
 }
 EARLIEST, LATEST = "earliest", "latest"
-# As Spark's Kafka source writes them in JSON.
+# Spark's Kafka source writes these numbers in JSON for earliest and latest.
 _WORDS: Mapping[Any, str] = {-2: EARLIEST, -1: LATEST, EARLIEST: EARLIEST, LATEST: LATEST}
 
-# Beside the partitions of a topic in a checkpoint: which topic of that name their positions belong to.
+# The key of a topic's id, beside the topic's partitions in a checkpoint. The id shows whether the topic was recreated.
 TOPIC_ID = "topicId"
 
-# A word for all partitions, or for each of them its position or a word.
-Wanted = str | tuple[tuple[Partition, Position | str], ...]
+# One word for all partitions, or a position or word for each partition.
+OffsetsOption = str | tuple[tuple[Partition, Position | str], ...]
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """The options of one source, checked as far as that goes without a broker."""
+    """Hold the options of one source, checked as far as possible without a broker."""
 
     url: str = field(repr=False)  # may hold a password
     topics: tuple[str, ...]
     settings: Settings = field(default=(), repr=False)
-    starting: Wanted | None = None  # a batch begins with what is there, a stream with what comes
-    ending: Wanted = LATEST
+    starting: OffsetsOption | None = None  # default: earliest for a batch, latest for a stream
+    ending: OffsetsOption = LATEST
     max_offsets: int | None = None
     fail_on_data_loss: bool = True
     headers: bool = False
@@ -52,26 +52,26 @@ class SourceOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SourceOptions:
-        """Raises `InvalidOption` for what is missing, unknown or makes no sense."""
+        """Return the checked options. Raise `InvalidOption` for an option that is missing, unknown or invalid."""
         options = {name.lower(): value for name, value in given.items()}
         if "path" in options:
             raise InvalidOption("load() takes no path here: the option url names the broker, topic the topic")
         url, settings = take_address(options, "read")
         check_names(options, _NAMES)
-        found = cls(
+        parsed = cls(
             url=url,
             settings=settings,
             topics=_topics(options),
-            starting=_wanted(options, "startingOffsets", (EARLIEST, LATEST)),
-            ending=_wanted(options, "endingOffsets", (LATEST,)) or cls.ending,
+            starting=_offsets_option(options, "startingOffsets", (EARLIEST, LATEST)),
+            ending=_offsets_option(options, "endingOffsets", (LATEST,)) or cls.ending,
             max_offsets=number(options, "maxOffsetsPerTrigger"),
             fail_on_data_loss=flag(options, "failOnDataLoss", cls.fail_on_data_loss),
             headers=flag(options, "includeHeaders", cls.headers),
             timeout=seconds(options, "timeout", cls.timeout),
         )
-        if found.max_offsets == 0:
+        if parsed.max_offsets == 0:
             raise InvalidOption("option maxOffsetsPerTrigger is at least 1: with 0 the query would never go on")
-        return found
+        return parsed
 
 
 def _topics(options: Mapping[str, str]) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def _topics(options: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _wanted(options: Mapping[str, str], name: str, words: tuple[str, ...]) -> Wanted | None:
+def _offsets_option(options: Mapping[str, str], name: str, words: tuple[str, ...]) -> OffsetsOption | None:
     value = options.get(name.lower())
     if value is None or value.strip().lower() in words:
         return value and value.strip().lower()
@@ -95,18 +95,18 @@ def _wanted(options: Mapping[str, str], name: str, words: tuple[str, ...]) -> Wa
         ) from None
 
 
-def _positions(told: Any) -> Iterator[tuple[Partition, Position | str]]:
-    for topic, partitions in told.items():
+def _positions(given: Any) -> Iterator[tuple[Partition, Position | str]]:
+    for topic, partitions in given.items():
         for partition, at in partitions.items():
             if partition == TOPIC_ID:
-                continue  # it comes from a checkpoint
+                continue  # the offsets were copied from a checkpoint
             word = None if isinstance(at, list) else _WORDS.get(at)
             yield (topic, int(partition)), word or position_of(at)
 
 
-def position_of(told: Any) -> Position:
-    """A position out of JSON: a number, or a list of them. Raises `ValueError`."""
-    numbers = told if isinstance(told, list) else [told]
+def position_of(given: Any) -> Position:
+    """Return the position that JSON gives as a number or a list of numbers. Raise `ValueError` for anything else."""
+    numbers = given if isinstance(given, list) else [given]
     if not numbers or not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in numbers):
-        raise ValueError(f"{told!r:.100} is no position")
+        raise ValueError(f"{given!r:.100} is no position")
     return tuple(numbers)

@@ -1,4 +1,4 @@
-"""Reading what is committed as a stream, as Spark asks for it."""
+"""Read committed messages as a stream, through the interface that Spark calls."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """A stream of some topics. Where it stands is in Spark's checkpoint, and nowhere else."""
+    """Read some topics as a stream. Only Spark's checkpoint stores the stream's position."""
 
     def __init__(self, options: SourceOptions) -> None:
         if options.ending != LATEST:
             raise InvalidOption("endingOffsets is for batches: a stream has no end")
         self._options = options
-        self._last: Offsets | None = None  # of availableNow: what was there when the query was started
+        self._last: Offsets | None = None  # with availableNow: the ends when the query was started
         self._seen: Offsets | None = None
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 (Spark's names, here and below)
-        topic_ids, bounds = _offset_ranges.look(self._options)
+        topic_ids, bounds = _offset_ranges.topic_bounds(self._options)
         return _offset_ranges.to_json(
             _offset_ranges.resolve("startingOffsets", self._options.starting or LATEST, bounds), topic_ids
         )
@@ -39,20 +39,20 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        _, bounds = _offset_ranges.look(self._options)
+        _, bounds = _offset_ranges.topic_bounds(self._options)
         self._last = {partition: end for partition, (_, end) in bounds.items()}
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        topic_ids, bounds = _offset_ranges.look(self._options)
+        topic_ids, bounds = _offset_ranges.topic_bounds(self._options)
         self._seen = {partition: end for partition, (_, end) in bounds.items()}
         before = _offset_ranges.topic_ids_of(start)
-        stands = _offset_ranges.in_the_same_topics(_offset_ranges.from_json(start), before, topic_ids, self._options)
-        end = _offset_ranges.go_on(stands, self._as_it_was(bounds), self._options)
+        position = _offset_ranges.without_recreated(_offset_ranges.from_json(start), before, topic_ids, self._options)
+        end = _offset_ranges.next_offsets(position, self._up_to_last(bounds), self._options)
         if isinstance(limit, ReadMaxRows):
-            end = _offset_ranges.limited(stands, end, bounds, limit.max_rows)
+            end = _offset_ranges.limit_offsets(position, end, bounds, limit.max_rows)
         return _offset_ranges.to_json(end, topic_ids)
 
-    def _as_it_was(self, bounds: Bounds) -> Bounds:
+    def _up_to_last(self, bounds: Bounds) -> Bounds:
         if self._last is None:
             return bounds
         last = self._last
@@ -62,19 +62,19 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return None if self._seen is None else _offset_ranges.to_json(self._seen)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        topic_ids, bounds = _offset_ranges.look(self._options)
+        topic_ids, bounds = _offset_ranges.topic_bounds(self._options)
         planned, before = _offset_ranges.topic_ids_of(end), _offset_ranges.topic_ids_of(start)
-        # What the plan only placed in a topic that had been made anew has no rows in it, and was told by the plan.
+        # Partitions of a topic that was recreated before this batch have no rows in it; latestOffset reported the loss.
         begin = {
             partition: at
             for partition, at in _offset_ranges.from_json(start).items()
-            if not _offset_ranges.is_another(before.get(partition[0]), planned.get(partition[0]))
+            if not _offset_ranges.is_recreated(before.get(partition[0]), planned.get(partition[0]))
         }
-        until = _offset_ranges.in_the_same_topics(_offset_ranges.from_json(end), planned, topic_ids, self._options)
+        until = _offset_ranges.without_recreated(_offset_ranges.from_json(end), planned, topic_ids, self._options)
         return tasks(_offset_ranges.ranges(begin, until, bounds, self._options, planned))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(self._options, partition)
 
     def stop(self) -> None:
-        _offset_ranges.let_go(self._options)
+        _offset_ranges.close_planner(self._options)

@@ -1,7 +1,7 @@
-"""What runs in a task: its rows go into a transaction of their own, which is prepared and never visible from here.
+"""Write a task's rows into one prepared transaction. The driver decides later whether the transaction is committed.
 
-When the rest of a task fails, Spark ends its rows early and nobody here can tell; so only the driver, which sees the
-tasks that succeeded, decides.
+When another part of a task fails, Spark ends the iterator of rows early, and this code cannot tell that from the real
+end. Only the driver sees which tasks succeeded, so only the driver decides.
 """
 
 from __future__ import annotations
@@ -12,53 +12,62 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from pyspark_txnbridge._batch_identity import Unit, Written
-from pyspark_txnbridge._cleanup import check_log, decided, finish_decided, is_done, lost, shut_out, sweep, writer_id
+from pyspark_txnbridge._batch_identity import BatchId, Written
+from pyspark_txnbridge._cleanup import (
+    abort_open,
+    check_log,
+    fence_older,
+    finish_decided,
+    is_done,
+    lost_parts,
+    unfinished,
+    writer_id,
+)
 from pyspark_txnbridge._options import SinkOptions
-from pyspark_txnbridge._rows import Columns, Count
-from pyspark_txnbridge._session import Keeper, Opening, Session, close_logging_errors, connect, sessions
+from pyspark_txnbridge._rows import Columns, RowTotals
+from pyspark_txnbridge._session import ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
 from txnbridge import Bridge, Decision, InvalidState, TransactionAborted, TxnBridgeError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Where a broker sets no limit, a batch takes no longer than where one does by default.
+# The longest life of a transaction where the broker sets no limit: as long as a broker's default limit.
 _LIFE_SECONDS = 900.0
-# Of the time for which a broker keeps a transaction: the rest is for the other tasks and the driver.
+# The share of a transaction's life in which a task may write; the rest is for the other tasks and the driver.
 TASK_SHARE = 0.8
 
 
 def write_partition(
-    unit: Unit, options: SinkOptions, columns: Columns, batches: Iterable[pa.RecordBatch], partition: int, holder: str
+    unit: BatchId, options: SinkOptions, columns: Columns, rows: Iterable[pa.RecordBatch], partition: int, holder: str
 ) -> Written:
-    """Write one partition's rows into a prepared transaction, unless its batch is decided already."""
+    """Write one partition's rows into a prepared transaction, unless the batch is decided already."""
     application = options.application(unit.query)
     key = (options, application)
     with (
-        sessions.held(key, lambda: Session(options, application)) as session,
-        _writers.held((key, unit.path), lambda: Writers(options)) as writers,
+        sessions.held(key, lambda: SinkSession(options, application)) as session,
+        _slot_writers.held((key, unit.path), lambda: SlotWriters(options)) as writers,
     ):
-        return _write(unit, options, columns, batches, partition, holder, session, writers)
+        return _write(unit, options, columns, rows, partition, holder, session, writers)
 
 
 def _write(
-    unit: Unit,
+    unit: BatchId,
     options: SinkOptions,
     columns: Columns,
     batches: Iterable[pa.RecordBatch],
     partition: int,
     holder: str,
-    session: Session,
-    writers: Writers,
+    session: SinkSession,
+    writers: SlotWriters,
 ) -> Written:
     opening = session.decisions.open(unit.path, name=unit.run)
     if writers.number != opening.number:
         check_log(session, options, unit)
     if partition == 0 and opening.number > 1 and writers.number != opening.number:
-        # First the decisions of older runs are finished; all else that they left open would hold readers back.
+        # The decisions of older runs are finished first. Their other open transactions would hold readers back.
         finish_decided(session, unit.path)
-        shut_out(session, options, unit.path, opening.number - 1)
-        sweep(session, options, unit.path, opening.number - 1)
+        fence_older(session, options, unit.path, opening.number - 1)
+        abort_open(session, options, unit.path, opening.number - 1)
     attempt = _attempt(unit, session)
     if attempt is None:
         return _settled(unit, partition, _count(columns, batches))
@@ -72,9 +81,9 @@ def _write(
     except InvalidState:
         if not is_done(session, unit):
             raise
-        # Everything of the batch was marked done in the meantime.
+        # The batch was marked done in the meantime.
         return _settled(unit, partition, _count(columns, chain([first], rows)))
-    count = Count()
+    count = RowTotals()
     timeout, hold = _times(bridge)
     with bridge.transaction(prepare=True, timeout=timeout, hold=hold) as txn:
         count.add(columns.send(first, txn))
@@ -99,21 +108,21 @@ def _write(
 
 
 def _times(bridge: Bridge) -> tuple[float, float | None]:
-    """How long a task may write, and how long its transaction then waits for the other tasks and the driver."""
+    """Return how long a task may write, and how long its transaction then waits for other tasks and the driver."""
     longest = bridge.limits.prepared_seconds
     if longest is None:
         return _LIFE_SECONDS * TASK_SHARE, _LIFE_SECONDS * (1 - TASK_SHARE)
-    return longest * TASK_SHARE, None  # all that the broker allows
+    return longest * TASK_SHARE, None  # None: hold it as long as the broker allows
 
 
-def _attempt(unit: Unit, session: Session) -> int | None:
-    """Under which number the batch can be decided; None if it is. Raises if this very run has given the batch up."""
+def _attempt(unit: BatchId, session: SinkSession) -> int | None:
+    """Return the number of the batch's attempt; None if the batch is decided. Raise if this run has given it up."""
     if is_done(session, unit):
         return None
-    known = decided(session, unit.batch_path)
+    known = unfinished(session, unit.batch_path)
     if known:
-        # The tasks write everything again, and the driver picks out the parts of the decision that were lost.
-        return int(known[-1].id[-1]) + 1 if lost(session, known[-1]) else None
+        # The tasks write all rows again, and the driver picks the parts that replace the decision's lost ones.
+        return int(known[-1].id[-1]) + 1 if lost_parts(session, known[-1]) else None
     claims = session.decisions.claims(unit.batch_path)
     by_this_run = any(claim.opening == unit.run for claim in claims)
     if by_this_run if unit.attempt is None else len(claims) > unit.attempt:
@@ -121,11 +130,11 @@ def _attempt(unit: Unit, session: Session) -> int | None:
     return len(claims)
 
 
-def _is_awaited(unit: Unit, session: Session, token: str) -> bool:
-    """Whether somebody will still end what was prepared just now; if not, it is ended here.
+def _is_awaited(unit: BatchId, session: SinkSession, token: str) -> bool:
+    """Return whether a driver will still end the transaction prepared just now; if not, abort it here.
 
-    A newer run, or the driver whose batch is done or given up, ends all that this run's tasks left open. It may have
-    looked for that before this transaction began.
+    A newer run, or the driver whose batch is done or given up, ends all open transactions of this run's tasks. That
+    driver may have listed them before this transaction began.
     """
     try:
         session.decisions.open(unit.path, name=unit.run)
@@ -138,12 +147,12 @@ def _is_awaited(unit: Unit, session: Session, token: str) -> bool:
     return awaited
 
 
-def _settled(unit: Unit, partition: int, count: Count) -> Written:
+def _settled(unit: BatchId, partition: int, count: RowTotals) -> Written:
     return Written(unit, partition, rows=count.rows, bytes=count.bytes, fingerprint=count.fingerprint, settled=True)
 
 
-def _count(columns: Columns, batches: Iterable[pa.RecordBatch]) -> Count:
-    count = Count()
+def _count(columns: Columns, batches: Iterable[pa.RecordBatch]) -> RowTotals:
+    count = RowTotals()
     for batch in batches:
         count.add(columns.send(batch, None))
     return count
@@ -157,24 +166,24 @@ def _now() -> int:
 class _Slot:
     number: int
     bridge: Bridge
-    batch: int  # it is leased for
-    used: int = 0  # so many of its transactions wait for that batch's decision
+    batch: int  # the batch that the slot is leased for
+    used: int = 0  # the number of its transactions that wait for that batch's decision
 
 
 @dataclass
-class Writers:
-    """The writer ids that this process holds for one sink of one query.
+class SlotWriters:
+    """Hold the writers of this process for one sink of one query.
 
-    An id is a slot of a run. Slots are leased for a batch in the decision log: the first claim has it. A process that
-    had a slot for the last batch asks for the same one again, and finds its connections warm.
+    Each writer's transactional id is a numbered slot of a run. A process leases a slot for one batch by claiming it in
+    the decision log. For the next batch it claims the same slot again, because the slot's connections are warm.
     """
 
     options: SinkOptions
-    number: int = 0  # of the run
+    number: int = 0  # the run's opening number in the decision log
     slots: list[_Slot] = field(default_factory=list)
 
-    def take(self, session: Session, unit: Unit, opening: Opening, holder: str) -> Bridge:
-        """A bridge with room for one more prepared transaction. Raises `InvalidState` for a batch that is done."""
+    def take(self, session: SinkSession, unit: BatchId, opening: Opening, holder: str) -> Bridge:
+        """Return a bridge that can prepare one more transaction. Raise `InvalidState` if the batch is done."""
         if opening.number != self.number:
             self.close()
             self.number = opening.number
@@ -187,7 +196,7 @@ class Writers:
         slot.used = 1
         return slot.bridge
 
-    def _lease(self, session: Session, unit: Unit, opening: Opening, holder: str) -> _Slot:
+    def _lease(self, session: SinkSession, unit: BatchId, opening: Opening, holder: str) -> _Slot:
         leases = ("#slots", *unit.batch_path, self.number)
 
         def claim(number: int) -> bool:
@@ -195,7 +204,7 @@ class Writers:
             return claimed.mine
 
         for slot in [slot for slot in self.slots if slot.batch != unit.batch]:
-            # Held without a gap, nobody else has opened its id since.
+            # The slot was leased without a gap, so no other process has opened its id since.
             if slot.batch == unit.batch - 1 and claim(slot.number):
                 slot.batch = unit.batch
                 return slot
@@ -208,7 +217,7 @@ class Writers:
         id = writer_id(self.options, unit.path, self.number, str(number))
         bridge = connect(self.options, self.options.application(unit.query), id)
         self.slots.append(_Slot(number, bridge, unit.batch))
-        # A newer run shuts older ones out from the ids that they have opened: it may have done so before this one was.
+        # A newer run fences the ids that older runs have opened. It may have listed them before this id was opened.
         session.decisions.open(unit.path, name=unit.run)
         return self.slots[-1]
 
@@ -217,4 +226,4 @@ class Writers:
             close_logging_errors(self.slots.pop().bridge)
 
 
-_writers: Keeper[Writers] = Keeper()
+_slot_writers: ClientPool[SlotWriters] = ClientPool()

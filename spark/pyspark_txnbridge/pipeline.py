@@ -1,4 +1,4 @@
-"""A job from broker to broker, exactly once from end to end: it reads what is committed, changes it, and writes it.
+"""Run a job from broker to broker, exactly once from end to end: read committed messages, change and write them.
 
     from pyspark_txnbridge import pipeline
 
@@ -7,8 +7,8 @@
         checkpoint="/data/checkpoints/totals", sql="select key, upper(string(value)) as value from input",
     )
 
-The checkpoint and the decision log say how far it has come. Whichever process dies, the same call goes on: no message
-comes twice, and none is left out. `txnbridge pipeline run` is the same on the command line, and
+The checkpoint and the decision log hold the job's progress. Whichever process dies, the same call continues the job,
+and no message is published twice or left out. `txnbridge pipeline run` does the same on the command line, and
 `spark-submit …/pyspark_txnbridge/pipeline.py` on a cluster.
 """
 
@@ -35,20 +35,20 @@ _FEEDS_ITSELF = "the pipeline would read what it writes"
 _COMES_BACK = (
     f"{_FEEDS_ITSELF}: a row's column topic names one that is read; name another one there, or give --to-topic"
 )
-# The parts of a message that arrive as they were; the other columns say where it was.
+# The columns that are copied to a message; the other columns say where the message was read.
 _MESSAGE = ("key", "value", "headers")
-# Spark looks for something new without pause otherwise, and each look asks the broker.
+# The pause between batches. Without it Spark would ask the broker for new messages all the time.
 _PAUSE_SECONDS = 0.5
 _LOOK_SECONDS = 1
-# As tracebacks of Spark's Python workers end: the class of an error, and what it says.
+# The last line of a traceback of Spark's Python workers: an error's class and text.
 _OURS = re.compile(r"^(?:\w+\.)*(\w+): (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a pipeline has come: what it has published since it was started.
+    """Count the batches and rows that a pipeline has published since it was started.
 
-    `behind` is how many positions were left when the last batch began; None where they cannot be counted.
+    `behind` is the number of positions left after the last batch when it began; None where they cannot be counted.
     """
 
     batches: int = 0
@@ -73,14 +73,14 @@ def run(
     spark: SparkSession | None = None,
     report: Callable[[Progress], object] | None = None,
 ) -> Progress:
-    """Run until it is stopped, or with `available_now` until all that is there now is published.
+    """Run until stopped, or with `available_now` until every message that exists at the start is published.
 
-    Rows are those of `format("txnbridge")` with headers. Without `sql`, which finds them as the table `input`, and
-    `transform`, which is given them as a frame, messages pass as they are. `start` is where a new checkpoint begins
+    Rows are those of `format("txnbridge")` with headers. `sql` finds the rows as the table `input`, and `transform`
+    gets them as a frame; without either, messages pass unchanged. `start` is where a new checkpoint begins
     (startingOffsets). Further options of source and sink go into `from_options` and `to_options`.
 
-    Raises the errors of `txnbridge`: `UsageError` for what is wrong about the call, `PositionLost` if rows are gone
-    that were to be read, `BrokerUnavailable`. After all but the first the same call goes on.
+    Raise the errors of `txnbridge`: `UsageError` for a wrong call, `PositionLost` if rows to be read were removed,
+    `BrokerUnavailable`. After each of them but `UsageError` the same call continues the job.
     """
     given = [from_topics] if isinstance(from_topics, str) else from_topics
     topics = [topic.strip() for each in given for topic in each.split(",")]
@@ -120,18 +120,18 @@ def _place(url: str) -> str:
 
 
 def _leaving(topics: Sequence[str], rows: DataFrame) -> DataFrame:
-    """The same rows; one that would go to where rows come from ends the pipeline instead."""
-    from pyspark.sql import functions as F  # noqa: N812 (as everybody calls it)
+    """Return the rows, changed so that a row for a topic that is read ends the pipeline with an error."""
+    from pyspark.sql import functions as F  # noqa: N812 (the usual name)
 
     if "topic" not in rows.columns:
-        return rows  # the sink says what is missing
+        return rows  # the sink raises an error that names the missing column
     comes_back = F.col("topic").isin(*topics)
     return rows.withColumn("topic", F.when(comes_back, F.raise_error(F.lit(_COMES_BACK))).otherwise(F.col("topic")))
 
 
 def _follow(query: StreamingQuery, report: Callable[[Progress], object]) -> Progress:
     """Wait for the end of a query, and report each of its batches."""
-    found, last = Progress(), -1
+    progress, last = Progress(), -1
     try:
         ended = False
         while not ended:
@@ -139,15 +139,16 @@ def _follow(query: StreamingQuery, report: Callable[[Progress], object]) -> Prog
             for each in query.recentProgress:
                 if each.batchId > last and each.numInputRows:
                     last = each.batchId
-                    found = Progress(found.batches + 1, found.rows + each.numInputRows, _behind(each.sources[0]))
-                    report(found)
+                    rows = progress.rows + each.numInputRows
+                    progress = Progress(progress.batches + 1, rows, _behind(each.sources[0]))
+                    report(progress)
     finally:
         query.stop()
-    return found
+    return progress
 
 
 def _behind(source: Any) -> int | None:
-    """How many positions lie between where a batch ends and where its source ended when it was planned."""
+    """Return the number of positions between a batch's end and the source's end when the batch was planned."""
     try:
         ends, latest = json.loads(source.endOffset), json.loads(source.latestOffset)
         return sum(
@@ -156,34 +157,34 @@ def _behind(source: Any) -> int | None:
             for number, at in partitions.items()
         )
     except (TypeError, ValueError, AttributeError):
-        return None  # nothing is told, or positions are no numbers
+        return None  # Spark reports no offsets, or positions are no numbers
 
 
 @contextmanager
 def _session(given: SparkSession | None) -> Iterator[SparkSession]:
-    """The session that is given or active; else one of its own, on this machine unless spark-submit says where."""
+    """Yield the given or active session, or create one, local unless spark-submit names a cluster."""
     try:
         from pyspark.sql import SparkSession
     except ImportError as error:
         raise BackendMissing(
             "a pipeline runs on PySpark: in a clone of txnbridge, pip install -e '.[spark]'"
         ) from error
-    found = given or SparkSession.getActiveSession()
-    if found is not None:
-        yield found
+    session = given or SparkSession.getActiveSession()
+    if session is not None:
+        yield session
         return
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the interpreter that has txnbridge
-    own = SparkSession.builder.appName("txnbridge pipeline").getOrCreate()
-    own.sparkContext.setLogLevel("ERROR")
+    session = SparkSession.builder.appName("txnbridge pipeline").getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
     try:
-        yield own
+        yield session
     finally:
-        own.stop()
+        session.stop()
 
 
 @contextmanager
 def _errors_of_ours() -> Iterator[None]:
-    """Raise what our own code raised in Spark's processes as it was, not as Spark wraps it."""
+    """Unwrap txnbridge errors that Spark's processes raised and Spark has wrapped."""
     from pyspark.errors import AnalysisException, PySparkException
 
     from pyspark_txnbridge._batch_identity import BatchInDoubt
@@ -192,7 +193,7 @@ def _errors_of_ours() -> Iterator[None]:
     try:
         yield
     except PySparkException as error:
-        if f"[USER_RAISED_EXCEPTION] {_COMES_BACK}" in str(error):  # and not only in the plan, which is told as well
+        if f"[USER_RAISED_EXCEPTION] {_COMES_BACK}" in str(error):  # the text's plan lacks this prefix
             raise InvalidOption(_COMES_BACK) from error
         for name, text in reversed(_OURS.findall(str(error))):
             kind = known.get(name)

@@ -60,19 +60,19 @@ class Toy(brokers.ProcessBroker):
             return False
 
     def every_pid(self) -> list[int]:
-        """The nodes' processes and the children of these."""
+        """Return the ids of the nodes' processes and of their children."""
         children = [int(self.log(node).read_text().split()[1]) for node in self.nodes]
         return [*(pid for node in self.nodes if (pid := self.pid(node))), *children]
 
 
 def state(pid: int) -> str:
-    """How the system describes a process: S sleeps, T is stopped, empty for one that is gone or only waited for."""
+    """Return a process's state from ps: S sleeps, T is stopped; empty for a dead process."""
     told = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return "" if told.startswith("Z") else told
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """The addresses that a process listens on, as far as they are of the older kind of the internet's protocol."""
+    """Return the IPv4 addresses on which a process listens."""
     open_files = {file.readlink().name for file in Path(f"/proc/{pid}/fd").iterdir()}
     found = set()
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
@@ -98,10 +98,10 @@ def create_topic(port: int, name: str, replicas: int = 1) -> int:
 
 
 def topics(port: int) -> bytes:
-    """The answer that lists all topics; it holds their names."""
+    """Return the metadata answer with the names of all topics."""
     return ask(port, METADATA, 4, struct.pack(">i?", -1, False))
 
 
 def topic_appears(port: int, name: str) -> bool:
-    """Whether a topic is there, or comes soon: a broker hears of it a moment after the controller has stored it."""
+    """Wait for a topic, which a broker knows a moment after the controller, and return whether it appears."""
     return wait_until(lambda: name.encode() in topics(port), 30)

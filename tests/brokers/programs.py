@@ -1,4 +1,4 @@
-"""What the launchers' tests run in processes of their own, to kill them."""
+"""Programs that the launchers' tests run in processes of their own, to kill them."""
 
 from __future__ import annotations
 

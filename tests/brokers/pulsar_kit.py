@@ -6,7 +6,7 @@ import itertools
 import struct
 
 from txnbridge_conformance._protobuf import Value, encode
-from txnbridge_conformance.brokers._pulsar_wire import LOOKUP, LOOKUP_RESPONSE, Connection
+from txnbridge_conformance.brokers._pulsar_wire import LOOKUP, LOOKUP_RESPONSE, PulsarConnection
 
 SUBSCRIBE, PRODUCER, SEND, SEND_RECEIPT, MESSAGE, ACK, FLOW, SUCCESS = 4, 5, 6, 7, 9, 10, 11, 13
 PRODUCER_SUCCESS, PING, PONG, ACK_RESPONSE = 17, 18, 19, 38
@@ -22,7 +22,7 @@ def new_topic(name: str) -> bytes:
     return f"persistent://public/default/{name}-{next(_numbers)}".encode()
 
 
-class Client(Connection):
+class Client(PulsarConnection):
     """One connection with at most one producer and one consumer. Everything raises `OSError`."""
 
     def __init__(self, port: int) -> None:

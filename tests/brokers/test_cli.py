@@ -43,7 +43,7 @@ for name in ('kafka', 'pulsar', 'rocketmq'): d.down(name)"""
 
 @pytest.fixture
 def toy_for_kafka(monkeypatch):
-    """What the command line starts is a toy, so that a test is about the command line alone."""
+    """Let the command line start a toy broker, so that tests cover the command line alone."""
     monkeypatch.setattr(_kafka, "fetch_kafka", lambda version, bar: None)
     monkeypatch.setattr(_kafka, "KafkaProcess", lambda folder, **asked: Toy(folder=folder))
     monkeypatch.setitem(commands._ANSWERING, "kafka", lambda url: 2)

@@ -100,7 +100,7 @@ def engine(monkeypatch) -> Iterator[Engine]:
 
 @pytest.fixture
 def answering(monkeypatch) -> None:
-    """As if a broker answered in the container."""
+    """Pretend that the broker in the container answers."""
     for kind in (KafkaContainer, PulsarContainer):
         monkeypatch.setattr(kind, "_answers", lambda self: True)
 

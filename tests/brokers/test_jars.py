@@ -1,4 +1,4 @@
-"""What is fetched, with a Maven that is a few lines of shell."""
+"""Tests of fetching, with a Maven that is a few lines of shell."""
 
 from __future__ import annotations
 

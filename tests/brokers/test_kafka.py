@@ -25,7 +25,7 @@ API_VERSIONS = 18
 
 
 def finalized_features(port: int) -> dict[str, int]:
-    """What ApiVersions says that the cluster agreed on."""
+    """Return the finalized features of a cluster from ApiVersions."""
     body = ask(port, API_VERSIONS, 3, b"\0" + b"\2t" + b"\2t" + b"\0")  # flexible: no header tags, "t" and "t", no tags
     # The tag with the finalized features; names are short, so a length is one byte.
     found = {}

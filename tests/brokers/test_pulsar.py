@@ -13,7 +13,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import _pulsar_cluster
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._pulsar import STORES, VERSIONS, PulsarProcess, answering
-from txnbridge_conformance.brokers._pulsar_wire import Connection, load_coordinator, rest
+from txnbridge_conformance.brokers._pulsar_wire import PulsarConnection, load_coordinator, rest
 
 from tests.brokers import programs
 from tests.brokers.kit import LISTENERS, listening, state
@@ -31,8 +31,8 @@ def settings_of(broker: brokers.Pulsar) -> dict[str, str]:
 
 
 def version_of(port: int) -> str:
-    """What a broker says of itself to whoever connects."""
-    with Connection(port) as connection:
+    """Return the version that a broker gives to a client."""
+    with PulsarConnection(port) as connection:
         told = connection.connected[1]
         assert isinstance(told, bytes)
         return told.decode()
@@ -257,5 +257,5 @@ def test_what_does_not_speak_pulsar_is_an_error():
         port = server.getsockname()[1]
         for _ in answers:
             with pytest.raises(OSError, match=r"does not speak Pulsar's protocol|hung up"):
-                Connection(port)
+                PulsarConnection(port)
         thread.join()

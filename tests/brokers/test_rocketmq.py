@@ -15,7 +15,7 @@ from txnbridge_conformance.brokers import _rocketmq
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._ports import free_ports
 from txnbridge_conformance.brokers._rocketmq import answering
-from txnbridge_conformance.brokers._rocketmq_wire import Answer, ask, is_serving, places
+from txnbridge_conformance.brokers._rocketmq_wire import RemotingAnswer, ask, brokers_with, is_serving
 from txnbridge_conformance.brokers._rocketmq_wire import brokers as known_brokers
 from txnbridge_conformance.brokers.plugin import rocketmq_or_skip
 from txnbridge_rocketmq.client.client import RemotingClient
@@ -36,7 +36,7 @@ def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def put(broker: brokers.RocketMQ, topic: str, body: bytes, node: int = 1) -> Answer:
+def put(broker: brokers.RocketMQ, topic: str, body: bytes, node: int = 1) -> RemotingAnswer:
     """Store a message in a topic's first queue."""
     properties = "WAIT\x01true\x02"
     born = int(time.time() * 1000)
@@ -46,7 +46,7 @@ def put(broker: brokers.RocketMQ, topic: str, body: bytes, node: int = 1) -> Ans
 
 
 def arrives(broker: brokers.RocketMQ, topic: str, body: bytes) -> bool:
-    """Whether a queue's first message holds this, or soon does: it can be read a moment after it was stored."""
+    """Wait for a queue's first message, readable a moment after it was stored; return whether it has this body."""
     fields = {"consumerGroup": "tests", "topic": topic, "subscription": "*", "maxMsgNums": 1, "sysFlag": 4}
     places = dict.fromkeys(("queueId", "queueOffset", "commitOffset", "suspendTimeoutMillis", "subVersion"), 0)
     port = port_of(broker.broker_address())
@@ -79,7 +79,7 @@ def test_what_was_stored_is_there_after_kill_and_restart(rocketmq_broker):
 def test_a_paused_broker_keeps_what_was_sent_and_answers_it_once_resumed(rocketmq_broker):
     rocketmq_broker.create_topic("paused", queues=1)
     pid = rocketmq_broker.pid(1)
-    answers: list[Answer] = []
+    answers: list[RemotingAnswer] = []
     rocketmq_broker.pause()
     try:
         assert wait_until(lambda: "T" in state(pid), 30)
@@ -125,7 +125,7 @@ def test_only_the_ports_that_cannot_be_told_to_can_be_reached_from_another_machi
 
 def test_a_topic_that_is_missing_is_not_made(rocketmq_broker):
     assert put(rocketmq_broker, "missing", b"x").code == 17
-    assert places(port_of(rocketmq_broker.url), "missing") == 0
+    assert brokers_with(port_of(rocketmq_broker.url), "missing") == 0
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_a_broker_that_was_stopped_in_order_starts_again(start_rocketmq):
 def test_of_two_nodes_each_has_topics_of_its_own_and_may_be_gone(start_rocketmq):
     broker = start_rocketmq(nodes=2)
     broker.create_topic("both", queues=1)
-    assert places(port_of(broker.url), "both") == 2
+    assert brokers_with(port_of(broker.url), "both") == 2
     for node in (1, 2):
         assert put(broker, "both", b"x", node).code == 0
     broker.kill(1)

@@ -30,8 +30,10 @@ def kill_broker() -> Callable[[], object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the suite on broken brokers: what must fail is marked so. Every run has one such test of each broker, the
-    others run with --live; what need not fail runs with --full. So does the longest walk.
+    """Mark the tests of the suite that must fail on a broken broker, and choose those that run.
+
+    Every run has one such test of each broken broker; --live adds the others, and --full the tests that may pass and
+    the longest walk.
     """
     full = config.getoption("--full")
     live = full or config.getoption("--live")
@@ -58,7 +60,7 @@ def broker_of(item: pytest.Item) -> type[Broken] | None:
 
 
 def must_fail(item: pytest.Item, tests: Iterable[str]) -> bool:
-    """Whether an item on a broken broker is one of these: named alone, or with the values of its own parameters."""
+    """Return whether an item on a broken broker is among `tests`, by its name with or without its own parameters."""
     name, _, values = item.name.rstrip("]").partition("[")
     brokers = {broker.__name__ for broker in BROKEN}
     own = "-".join(part for part in values.split("-") if part not in brokers)

@@ -30,7 +30,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def run(project: Path, *arguments: str) -> str:
-    """What pytest says in that project."""
+    """Return pytest's result in that project."""
     root = Path(__file__).parents[2]  # where the broken brokers are imported from
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "--strict-markers", *arguments],

@@ -1,6 +1,6 @@
-"""Each test of the suite can fail: it does on a broker that is broken on purpose (conftest.py marks those that must).
+"""Tests that each test of the suite can fail: it does so on a deliberately broken broker (see conftest.py).
 
-With --full also: none fails on a sound one that is made the same way, and those that must fail wait longer.
+With --full no test fails on a sound broker that is made the same way, and tests that must fail wait longer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def capabilities(txnbridge_url: str) -> Capabilities:
 
 @pytest.fixture(autouse=True)
 def _short_patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What must not come need not be waited for."""
+    """Shorten the wait for events that a broken broker never lets come."""
     if any({*FAILURES} <= {*mark.kwargs["raises"]} for mark in request.node.iter_markers("xfail")):
         # More than a lease.
         monkeypatch.setenv("TXNBRIDGE_PATIENCE", "5" if request.config.getoption("--full") else "2.5")

@@ -1,4 +1,4 @@
-"""Where frames begin: what comes out is what went in, and nothing makes the parser wait, fail or grow."""
+"""Tests of the frame splitter: its pieces are the stream, and no stream makes it wait, fail or grow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_conformance._protobuf import Value, decode, encode
-from txnbridge_conformance.faults._frames import Piece, Splitter
+from txnbridge_conformance.faults._frames import FrameSplitter, StreamPiece
 from txnbridge_conformance.faults._kafka import KafkaConversation
 from txnbridge_conformance.faults._pulsar import PulsarConversation
 
@@ -27,8 +27,8 @@ def sized_head(content: bytes) -> bytes:
     return struct.pack(">i", len(content)) + content
 
 
-def pieces(chunks: list[bytes], head_size: int | None = HEAD) -> list[Piece]:
-    splitter = Splitter(head_size)
+def pieces(chunks: list[bytes], head_size: int | None = HEAD) -> list[StreamPiece]:
+    splitter = FrameSplitter(head_size)
     return [piece for chunk in chunks for piece in splitter.feed(chunk)] + list(splitter.flush())
 
 
@@ -83,9 +83,9 @@ def test_after_a_length_that_no_frame_has_all_passes_as_it_comes(length):
     stream = frame(b"12345678") + lost + frame(b"87654321")
     found = pieces([stream])
     assert [piece.head for piece in found] == [b"12345678", None, None]
-    splitter = Splitter(HEAD)
+    splitter = FrameSplitter(HEAD)
     list(splitter.feed(lost))
-    assert list(splitter.feed(b"x")) == [Piece(b"x")]
+    assert list(splitter.feed(b"x")) == [StreamPiece(b"x")]
 
 
 @pytest.mark.parametrize(("length", "head"), [(3, 0), (4, 1), (100, 97), (100, 2**32 - 1), (GIANT, LONGEST - 3)])
@@ -96,7 +96,7 @@ def test_after_a_head_that_no_frame_has_all_passes_as_it_comes(length, head):
 
 
 def test_a_head_is_waited_for_in_as_much_memory_as_came_of_it():
-    splitter = Splitter(None)
+    splitter = FrameSplitter(None)
     size = LONGEST - 4
     tracemalloc.start()
     try:
@@ -115,7 +115,7 @@ def test_a_head_is_waited_for_in_as_much_memory_as_came_of_it():
 
 @pytest.mark.parametrize(("head_size", "head"), [(HEAD, b"12345678"), (None, b"\0\0\0\x04abcd")])
 def test_a_giant_length_costs_no_memory_and_no_byte_waits(head_size, head):
-    splitter = Splitter(head_size)
+    splitter = FrameSplitter(head_size)
     chunk = bytes(1 << 16)
     tracemalloc.start()
     try:

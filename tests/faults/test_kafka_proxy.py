@@ -104,7 +104,7 @@ def test_a_late_end_of_a_transaction_ends_it_after_its_client_is_gone(kafka_brok
 
 
 def state_of(transactional_id: str, port: int) -> bytes:
-    """What DescribeTransactions says of a transaction's state."""
+    """Return a transaction's state from DescribeTransactions."""
     name = transactional_id.encode()
     # Flexible: a byte for the header's tags, compact array of one compact string, no tags.
     body = ask(port, 65, 0, b"\0\2" + bytes([len(name) + 1]) + name + b"\0")

@@ -35,7 +35,7 @@ def client(proxy):
 
 
 def is_gone(client: Client) -> bool:
-    """Whether the connection has ended."""
+    """Return whether the connection has ended."""
     try:
         return client.socket.recv(1) == b""
     except ConnectionResetError:
@@ -43,7 +43,7 @@ def is_gone(client: Client) -> bool:
 
 
 def has_nothing(client: Client) -> bool:
-    """Whether neither an answer nor the end of the connection has come."""
+    """Return whether neither an answer nor the end of the connection has come."""
     client.socket.setblocking(False)
     try:
         client.socket.recv(1)

@@ -50,7 +50,7 @@ def nothing_kept() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def spark_faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a test says what is to happen in the processes of `spark`."""
+    """Return the folder by which a test sets faults in the processes of `spark`."""
     return tmp_path_factory.mktemp("faults")
 
 

@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens once, to the first process that comes there: `then` at the `nth` event of that name in a process.
+    """Do `then` once, to the first process that comes to the `nth` event of this name.
 
     An event is named as for `StopAt`; with `:kind` one of `decision.append`. It is counted only in a task or only on
     the driver, and not before the file `once` exists. With `behind`, the process first waits for that event in another
@@ -57,7 +57,7 @@ def installed(folder: Path) -> dict[str, str]:
 
 
 def order(folder: Path, *faults: Fault) -> None:
-    """From now on these are the faults."""
+    """Replace the faults by these."""
     new = folder / "faults.new"
     new.write_text(json.dumps([asdict(fault) for fault in faults]))
     new.rename(folder / "faults.json")
@@ -73,7 +73,7 @@ def release(folder: Path, name: str) -> None:
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:
-    """What the processes did: each transaction prepared or ended, each record of a decision log."""
+    """Return the processes' notes: each transaction prepared or ended, each record of a decision log."""
     path = folder / "notes.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -167,7 +167,7 @@ class Plugin:
 
 
 def _task() -> dict[str, Any]:
-    """Which attempt of which task this is; empty on the driver."""
+    """Return the ids of this task and its attempt; empty on the driver."""
     from pyspark import TaskContext
 
     context = TaskContext.get()

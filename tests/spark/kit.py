@@ -1,4 +1,4 @@
-"""What the tests of the Spark writer share: batches written as Spark would, and what was published."""
+"""Helpers of the tests of the Spark writer: batches written as Spark would, and what was published."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from pyspark_txnbridge import _driver
-from pyspark_txnbridge._batch_identity import Unit, Written
+from pyspark_txnbridge._batch_identity import BatchId, Written
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._session import sessions
-from pyspark_txnbridge._task import _writers, write_partition
+from pyspark_txnbridge._task import _slot_writers, write_partition
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._jars import java
 from txnbridge_conformance.observing import eventually
@@ -91,7 +91,7 @@ def new_run() -> str:
     return str(uuid.uuid4())
 
 
-def write(found: SinkOptions, unit: Unit, partitions: Sequence[Sequence[object]]) -> list[Written]:
+def write(found: SinkOptions, unit: BatchId, partitions: Sequence[Sequence[object]]) -> list[Written]:
     """The tasks of a batch, one after another in this process."""
     return [
         write_partition(unit, found, Columns(frozenset({"value"}), found.topic), rows(values), number, f"task {number}")
@@ -99,13 +99,13 @@ def write(found: SinkOptions, unit: Unit, partitions: Sequence[Sequence[object]]
     ]
 
 
-def run_batch(found: SinkOptions, unit: Unit, partitions: Sequence[Sequence[object]]) -> None:
+def run_batch(found: SinkOptions, unit: BatchId, partitions: Sequence[Sequence[object]]) -> None:
     _driver.commit(found, write(found, unit, partitions))
 
 
 def forget() -> None:
     """Let go of what a Python worker keeps between tasks."""
-    for keeper in (sessions, _writers):
+    for keeper in (sessions, _slot_writers):
         keeper.clear()
 
 

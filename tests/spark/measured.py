@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 from pyspark.sql.types import StructType
-from pyspark_txnbridge._source import BatchWriter, DefaultSource, Message
+from pyspark_txnbridge._source import BatchWriter, DefaultSource, TaskMessage
 
 FILE = "TXNBRIDGE_TEST_MEASURED"
 
 
 class _Writer(BatchWriter):
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskMessage:
         message = super().write(iterator)
         with open(os.environ[FILE], "a") as file:
             file.write(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}\n")

@@ -8,11 +8,11 @@ import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.types import StructType
 from pyspark_txnbridge._session import connect
-from pyspark_txnbridge._source import DefaultSource, Message, StreamWriter
+from pyspark_txnbridge._source import DefaultSource, StreamWriter, TaskMessage
 
 
 class _InTasks(StreamWriter):
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskMessage:
         message = super().write(iterator)
         self._publish([message])
         return message
@@ -23,7 +23,7 @@ class _InTasks(StreamWriter):
     def _publish(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         with connect(self._options, "naive") as bridge:
             for message in messages:
-                if isinstance(message, Message) and message.written.token:
+                if isinstance(message, TaskMessage) and message.written.token:
                     bridge.commit(message.written.token)
 
 
@@ -35,7 +35,7 @@ class _WithoutALog(_InTasks):
 
 
 class InTasks(DefaultSource):
-    """Each task publishes its own rows."""
+    """Write with tasks that publish their own rows."""
 
     @classmethod
     def name(cls) -> str:

@@ -17,7 +17,7 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from pyspark_txnbridge import _recovery
 from pyspark_txnbridge._options import SinkOptions
-from pyspark_txnbridge._session import Session
+from pyspark_txnbridge._session import SinkSession
 from txnbridge_conformance.observing import eventually
 
 import txnbridge
@@ -81,7 +81,7 @@ SUBMIT = (
 
 
 class Attack:
-    """What happens to one pipeline, a few seconds after the other."""
+    """Attack one pipeline every few seconds."""
 
     def __init__(self, url: str, folder: Path, topics: tuple[str, str], restart: Callable[[], None] | None) -> None:
         self._url, self._folder, self._topics = url, folder, topics
@@ -152,11 +152,11 @@ class Attack:
     def clear(self) -> None:
         self._by_hand(_recovery.clear)
 
-    def _by_hand(self, work: Callable[[Session, SinkOptions, tuple[str, str]], object]) -> None:
+    def _by_hand(self, work: Callable[[SinkSession, SinkOptions, tuple[str, str]], object]) -> None:
         options = SinkOptions.parse({"url": self._url})
         with suppress(TxnBridgeError):  # a checkpoint that is not there yet, a batch in doubt, a broker that is away
             query = _recovery.query_of(str(self._folder / "checkpoint"))
-            session = Session(options, options.application(query))
+            session = SinkSession(options, options.application(query))
             try:
                 work(session, options, (query, options.sink))
             finally:
@@ -169,7 +169,7 @@ class Attack:
 
 
 def committed(url: str, topic: str) -> list[int]:
-    """What an independent reader finds; of the embedded broker there is none but ours."""
+    """Return what a reader finds: an independent client for Kafka, else txnbridge itself."""
     if not url.startswith("kafka"):
         with txnbridge.connect(url) as bridge:
             return [int(message.value) for message in bridge.read(topic, 10 * ROWS)]

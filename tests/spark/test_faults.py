@@ -1,4 +1,4 @@
-"""What Spark, its machines and the broker do to a writer, in a real Spark; what is published is read anew."""
+"""Tests of a writer in a real Spark under faults of Spark, of its machines and of the broker."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ BOTH = {
 @pytest.mark.full
 @pytest.mark.parametrize("at", ["prepare/before", "prepare/after"])
 def test_a_stage_is_tried_again_after_an_executor_was_killed(query, cluster, at):
-    """What it had shuffled is gone with it: the stage before is run again, and then this one's remaining tasks."""
+    """The executor's shuffle files are lost: Spark runs the stage before again, and then the remaining tasks."""
     once = query.after_the_first_batch()
     faults.order(query.faults, Fault("die", at=at, then="kill executor", in_task=True, once=once))
     assert query.run(SMALL | BOTH, master=cluster, shuffled=3) == 0, query.log()
@@ -366,7 +366,7 @@ def test_over_spark_connect_a_function_is_told_nothing_and_still_publishes_once(
 
 @pytest.fixture
 def orders(spark_faults):
-    """What is to happen in the processes of the session that tests share."""
+    """Set faults in the processes of the session that tests share."""
     for path in spark_faults.iterdir():
         if path.suffix in (".happened", ".go", ".jsonl"):
             path.unlink()

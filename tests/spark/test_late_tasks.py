@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pyspark_txnbridge import _cleanup, _driver, _task
-from pyspark_txnbridge._batch_identity import Unit
+from pyspark_txnbridge._batch_identity import BatchId
 from pyspark_txnbridge._rows import Columns
 
 from tests.spark.kit import forget, left_open, new_run, options, published, rows, run_batch, write
@@ -21,7 +21,7 @@ def sink(url):
 
 @pytest.fixture
 def unit():
-    return Unit(new_run(), "sink", 0, new_run())
+    return BatchId(new_run(), "sink", 0, new_run())
 
 
 def write_all(sink, unit):
@@ -37,7 +37,7 @@ def late_task(sink, unit):
 def test_a_task_of_an_older_run_leaves_nothing_open(sink, unit):
     with late_task(sink, unit) as task:
         task.stopped()
-        run_batch(sink, Unit(unit.query, "sink", 0, new_run()), [ROWS])
+        run_batch(sink, BatchId(unit.query, "sink", 0, new_run()), [ROWS])
         task.resume()
         with pytest.raises(Fenced):
             task.result()
@@ -79,7 +79,7 @@ def test_a_task_of_an_older_run_begins_nothing_once_a_newer_run_has_looked(sink,
     """It might die before it could end what it prepared. With only a lease it has not opened its id yet."""
     with Child(write_and_tell_what_was_prepared, sink, unit, pause=asleep) as task:
         task.stopped()
-        written = write(sink, Unit(unit.query, "sink", 0, new_run()), [ROWS])
+        written = write(sink, BatchId(unit.query, "sink", 0, new_run()), [ROWS])
         task.resume()
         assert task.told() == []
     _driver.commit(sink, written)
@@ -95,7 +95,7 @@ def test_runs_that_shared_their_ids_would_end_what_the_other_has_prepared(sink, 
         monkeypatch.setattr(_driver, "check_log", lambda *_: None)  # the log knows no ids but those of the runs
     write(sink, unit, [ROWS])
     forget()
-    newer = Unit(unit.query, "sink", 0, new_run())
+    newer = BatchId(unit.query, "sink", 0, new_run())
     columns = Columns(frozenset({"value"}), sink.topic)
     parts = []
     # The task of partition 0 ends what older runs left open; one in another process was faster.

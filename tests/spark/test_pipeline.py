@@ -1,4 +1,4 @@
-"""From broker to broker: every message once, whatever dies in between."""
+"""Tests of pipelines from broker to broker: every message is published once, whichever process dies."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_messages_pass_as_they_are_and_once(bridge, topics, move):
 
 
 def left_open_in(bridge, topic):
-    """What is ending is decided. On RocketMQ it may stay so: the broker asks the dead about copies that it made."""
+    """Return a topic's open transactions. Those that are ending are decided, and on RocketMQ may stay listed so."""
     listed = (each for each in bridge.admin.transactions() if each.state != "ending")
     return [each for each in listed if topic in {name for name, _ in each.partitions}]
 
@@ -151,7 +151,7 @@ def test_a_row_that_would_go_back_to_where_it_comes_from_ends_the_pipeline(bridg
 @pytest.mark.offline
 def test_a_batch_in_doubt_is_told_as_what_it_is():
     with pytest.raises(BatchInDoubt, match=r"^batch 3 was decided$"), pipeline._errors_of_ours():
-        raise PySparkException("Traceback:\npyspark_txnbridge._unit.BatchInDoubt: batch 3 was decided\n")
+        raise PySparkException("Traceback:\npyspark_txnbridge._batch_identity.BatchInDoubt: batch 3 was decided\n")
 
 
 @mostly_embedded
@@ -266,7 +266,7 @@ def test_killed_between_batches_the_same_command_goes_on(bridge, url, topics, tm
 @pytest.mark.parametrize("kills", [6])
 @where_positions_are_numbers
 def test_killed_again_and_again_every_message_is_published_once(bridge, url, topics, tmp_path, kills):
-    """At whatever point it dies, also in the commit: each life does at least one batch more."""
+    """The pipeline may die at any point, also in the commit. Each run publishes at least one batch."""
     source, target = topics
     send(bridge, source, range(3000))
     for life in range(kills):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from pyspark_txnbridge import _driver
-from pyspark_txnbridge._batch_identity import BatchInDoubt, Unit
+from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
 from pyspark_txnbridge._driver import with_session
 from pyspark_txnbridge._recovery import recover
 from pyspark_txnbridge._rows import Columns
@@ -35,15 +35,15 @@ def start(sink, query):
 
 def test_batches_are_published_once_and_nothing_stays_open(sink, query):
     run = new_run()
-    run_batch(sink, Unit(query, "sink", 0, run), FIRST)
+    run_batch(sink, BatchId(query, "sink", 0, run), FIRST)
     assert published(sink) == [0, 1, 2, 3, 4]
-    run_batch(sink, Unit(query, "sink", 1, run), SECOND)
+    run_batch(sink, BatchId(query, "sink", 1, run), SECOND)
     assert published(sink) == list(range(8))
     assert left_open(sink, query) == []
 
 
 def test_nothing_is_visible_before_the_driver_commits(sink, query):
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     written = write(sink, unit, FIRST)
     assert len(left_open(sink, query)) == 2  # an empty partition needs no transaction
     _driver.commit(sink, written)
@@ -51,16 +51,16 @@ def test_nothing_is_visible_before_the_driver_commits(sink, query):
 
 
 def test_a_batch_without_rows_is_committed(sink, query):
-    run_batch(sink, Unit(query, "sink", 0, new_run()), [[], []])
-    run_batch(sink, Unit(query, "sink", 0, new_run()), [[]])
-    run_batch(sink, Unit(query, "sink", 1, new_run()), FIRST)
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), [[], []])
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), [[]])
+    run_batch(sink, BatchId(query, "sink", 1, new_run()), FIRST)
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
 @mostly_embedded
 def test_what_a_batch_cost_stands_in_one_line(sink, query, caplog):
     caplog.set_level("INFO", "txnbridge.spark")
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     cost = r"5 rows, 5 bytes in 2 transactions; prepared in \d+ ms, decided in \d+ ms, published in \d+ ms; the oldest"
     assert len(re.findall(cost, caplog.text)) == 1
 
@@ -68,14 +68,14 @@ def test_what_a_batch_cost_stands_in_one_line(sink, query, caplog):
 @mostly_embedded
 def test_a_job_without_a_name_leaves_nothing_that_the_log_is_asked_for(sink):
     job = new_run()
-    run_batch(sink, Unit(f"#{job}", "sink", 0, job, job=True), FIRST)
+    run_batch(sink, BatchId(f"#{job}", "sink", 0, job, job=True), FIRST)
     with txnbridge.connect(sink.url, application=sink.application(f"#{job}")) as bridge:
         assert bridge.decisions().claims("#results") == []
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
 def test_a_run_that_was_not_told_that_its_batch_is_done_commits_it_again(sink, query):
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     written = write(sink, unit, FIRST)
     for _ in range(2):
         _driver.commit(sink, written)
@@ -83,8 +83,8 @@ def test_a_run_that_was_not_told_that_its_batch_is_done_commits_it_again(sink, q
 
 
 def test_a_committed_batch_that_comes_again_changes_nothing(sink, query):
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
-    again = write(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
+    again = write(sink, BatchId(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
     assert all(part.settled and part.token is None for part in again)
     _driver.commit(sink, again)
     assert published(sink) == [0, 1, 2, 3, 4]
@@ -102,36 +102,36 @@ def test_a_batch_that_comes_again_with_other_rows_is_in_doubt_until_somebody_has
         other = [[]]
     for _ in range(2):
         with pytest.raises(BatchInDoubt, match=r"published with 5 rows.*--skip 0"):
-            run_batch(sink, Unit(query, "sink", 0, new_run()), other)
+            run_batch(sink, BatchId(query, "sink", 0, new_run()), other)
         assert published(sink) == [0, 1, 2, 3, 4]
         assert left_open(sink, query) == []
-    with_session(sink, Unit(query, "sink", 0, "-"), lambda session: recover(session, (query, "sink"), skip=0))
-    run_batch(sink, Unit(query, "sink", 0, new_run()), other)
-    run_batch(sink, Unit(query, "sink", 1, new_run()), [[5], [6]])
+    with_session(sink, BatchId(query, "sink", 0, "-"), lambda session: recover(session, (query, "sink"), skip=0))
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), other)
+    run_batch(sink, BatchId(query, "sink", 1, new_run()), [[5], [6]])
     assert published(sink) == list(range(7))
 
 
 @mostly_embedded
 def test_a_query_whose_rows_vary_is_compared_by_their_number(sink, query):
     sink = replace(sink, nondeterministic=True)
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
-    run_batch(sink, Unit(query, "sink", 0, new_run()), [[10, 11], [12, 13, 14]])
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), [[10, 11], [12, 13, 14]])
     with pytest.raises(BatchInDoubt, match="published with 5 rows"):
-        run_batch(sink, Unit(query, "sink", 0, new_run()), SECOND)
+        run_batch(sink, BatchId(query, "sink", 0, new_run()), SECOND)
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
 def test_two_sinks_of_one_query_do_not_know_each_other(sink, query):
     run = new_run()
     for name in ("one", "two"):
-        run_batch(sink, Unit(query, name, 0, run), FIRST)
+        run_batch(sink, BatchId(query, name, 0, run), FIRST)
     assert published(sink) == sorted([0, 1, 2, 3, 4] * 2)
 
 
 def test_a_process_with_more_tasks_than_ids_for_prepared_transactions_takes_further_slots(sink, query):
     if sink.url.startswith("kafka"):
         sink = replace(sink, url=f"{sink.url}?prepared_ids=2")
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     run_batch(sink, unit, [[number] for number in range(5)])
     run_batch(sink, replace(unit, batch=1), [[number] for number in range(5, 10)])
     assert published(sink) == list(range(10))
@@ -148,8 +148,8 @@ def run_two_batches(start):
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         known = bridge.decisions().read((query, "sink"))
     if known.done_up_to != 1:  # Spark repeats only its last batch
-        run_batch(sink, Unit(query, "sink", 0, run), FIRST if known.opening is None else [[4, 3, 2, 1, 0]])
-    run_batch(sink, Unit(query, "sink", 1, run), SECOND)
+        run_batch(sink, BatchId(query, "sink", 0, run), FIRST if known.opening is None else [[4, 3, 2, 1, 0]])
+    run_batch(sink, BatchId(query, "sink", 1, run), SECOND)
 
 
 def check_two_batches(start):
@@ -182,7 +182,7 @@ def test_killed_at_every_event_a_batch_is_published_once_on_kafka(kafka_broker):
 
 def publish_in_the_task(start):
     sink, query = start
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     for part in write(sink, unit, [*FIRST, *SECOND]):
         if part.token:
             with txnbridge.connect(sink.url) as bridge:
@@ -191,7 +191,7 @@ def publish_in_the_task(start):
 
 def publish_without_a_decision(start):
     sink, query = start
-    written = write(sink, Unit(query, "sink", 0, new_run()), [*FIRST, *SECOND])
+    written = write(sink, BatchId(query, "sink", 0, new_run()), [*FIRST, *SECOND])
     with txnbridge.connect(sink.url) as bridge:
         for part in written:
             if part.token:
@@ -199,7 +199,7 @@ def publish_without_a_decision(start):
 
 
 def publish_after_clearing_up(start):
-    """What a new run finds open must be nobody's, it thinks."""
+    """Abort every open transaction, as a naive new run would, and go on."""
     sink, query = start
     with txnbridge.connect(sink.url) as bridge:
         for transaction in left_open(sink, query):
@@ -225,7 +225,7 @@ def test_a_simpler_writer_loses_or_doubles_rows_when_it_is_killed(broken, point,
 
 def decide_and_die(start):
     sink, query = start
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
 
 
 def test_what_was_decided_is_alive_when_the_next_run_needs_it(start):
@@ -234,7 +234,7 @@ def test_what_was_decided_is_alive_when_the_next_run_needs_it(start):
     with Child(decide_and_die, start, kill="resolve/before/1") as child:
         child.stopped()
     assert published(sink) == []
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     written = write(sink, unit, [[0, 1, 2, 3, 4]])
     assert all(part.settled for part in written)
     _driver.commit(sink, written)
@@ -246,7 +246,7 @@ def test_what_was_decided_is_alive_when_the_next_run_needs_it(start):
 
 
 def test_of_two_drivers_the_newer_one_wins(sink, query):
-    older, newer = Unit(query, "sink", 0, new_run()), Unit(query, "sink", 0, new_run())
+    older, newer = BatchId(query, "sink", 0, new_run()), BatchId(query, "sink", 0, new_run())
     by_older = write(sink, older, FIRST)
     forget()
     by_newer = write(sink, newer, FIRST)
@@ -262,14 +262,14 @@ def test_of_two_drivers_the_newer_one_wins(sink, query):
 
 def decide_about_one_task(start):
     sink, query = start
-    run_batch(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
 
 
 def test_a_driver_that_slept_after_its_decision_finds_it_finished(start):
     sink, query = start
     with Child(decide_about_one_task, start, pause="resolve/before/1") as child:
         child.stopped()
-        run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+        run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
         assert published(sink) == [0, 1, 2, 3, 4]
         child.resume()
         child.result(60)
@@ -281,7 +281,7 @@ def test_a_driver_that_slept_after_its_decision_finds_it_finished(start):
 
 
 def test_what_losing_attempts_prepared_does_not_stay_open(sink, query):
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     lost = write(sink, unit, FIRST)
     forget()  # another process writes the second attempts
     _driver.commit(sink, write(sink, unit, FIRST))
@@ -304,7 +304,7 @@ def test_what_cannot_be_ended_keeps_nothing_else_open(sink, query, bridge, monke
         return end(admin, transaction, **how)
 
     monkeypatch.setattr(type(bridge.admin), "abort", end_all_but_one)
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     write(sink, unit, FIRST)
     forget()  # another process writes the second attempts
     _driver.commit(sink, write(sink, unit, FIRST))
@@ -318,12 +318,12 @@ def test_a_batch_that_is_given_up_spares_what_was_decided_before_it_in_a_log_els
     sink = options(url, topic=f"out-{new_run()}", transactionalIdPrefix=f"test-{new_run()}", decisionLog=place)
     with Child(decide_and_die, (sink, query), kill="resolve/before/1") as child:
         child.stopped()
-    next_batch = Unit(query, "sink", 1, new_run())
+    next_batch = BatchId(query, "sink", 1, new_run())
     # The task of partition 0, which would finish what was decided, has failed.
     second = write_partition(next_batch, sink, Columns(frozenset({"value"}), sink.topic), rows([5]), 1, "task 1")
     _driver.abort(sink, [None, second])
     assert left_open(sink, query) == []
-    run_batch(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])  # nothing can be replaced
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])  # nothing can be replaced
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
@@ -337,17 +337,17 @@ def test_a_job_none_of_whose_tasks_succeeded_leaves_nothing_open(sink):
 
 
 def test_a_batch_that_was_given_up_takes_no_late_tasks_and_comes_again(sink, query):
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     _driver.abort(sink, [*write(sink, unit, FIRST), None])
     assert left_open(sink, query) == []
     with pytest.raises(TransactionAborted, match="too late"):
         write(sink, unit, FIRST)
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
 def test_a_run_that_tries_a_batch_again_takes_no_late_tasks_of_its_first_attempt(sink, query):
-    first = Unit(query, "sink", 0, new_run(), attempt=0)
+    first = BatchId(query, "sink", 0, new_run(), attempt=0)
     write(sink, first, FIRST)
     _driver.abort(sink, [], first)
     assert left_open(sink, query) == []
@@ -366,14 +366,14 @@ def test_an_abort_after_the_decision_changes_nothing(start):
         child.stopped()
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         (claim,) = bridge.decisions().claims((query, "sink", 0))
-    unit = Unit(query, "sink", 0, claim.data["run"])
+    unit = BatchId(query, "sink", 0, claim.data["run"])
     _driver.abort(sink, [write(sink, unit, [[1]])[0]])
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
 def test_a_transaction_that_died_before_the_decision_stops_the_batch_and_nothing_is_published(sink, query):
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     written = write(sink, unit, FIRST)
     with txnbridge.connect(sink.url) as bridge:
         assert written[1].token is not None
@@ -382,20 +382,20 @@ def test_a_transaction_that_died_before_the_decision_stops_the_batch_and_nothing
         _driver.commit(sink, written)
     _driver.abort(sink, written)
     assert (published(sink), left_open(sink, query)) == ([], [])
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
 def test_a_worker_goes_on_when_its_session_was_closed_for_the_sake_of_others(sink, query):
     run = new_run()
-    run_batch(sink, Unit(query, "sink", 0, run), FIRST)
+    run_batch(sink, BatchId(query, "sink", 0, run), FIRST)
     sessions.clear()
-    run_batch(sink, Unit(query, "sink", 1, run), [[5], [6]])
+    run_batch(sink, BatchId(query, "sink", 1, run), [[5], [6]])
     assert published(sink) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_batch_that_took_too_long_is_not_decided(sink, query):
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     written = [
         replace(part, began_at=part.began_at - 800_000, expires_at=part.began_at + 100_000) if part.token else part
         for part in write(sink, unit, FIRST)
@@ -416,17 +416,17 @@ def lose_a_decided_part(sink, query, number, decide=decide_and_die):
 def test_what_was_lost_of_a_decision_is_written_again_when_the_same_rows_come_again(start):
     sink, query = start
     lose_a_decided_part(sink, query, 1)
-    run_batch(sink, Unit(query, "sink", 0, new_run()), [[4, 3], [], [0, 1, 2]])  # the same parts, in another order
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), [[4, 3], [], [0, 1, 2]])  # the same parts, in another order
     assert published(sink) == [0, 1, 2, 3, 4]
     assert left_open(sink, query) == []
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
-    run_batch(sink, Unit(query, "sink", 1, new_run()), SECOND)
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, BatchId(query, "sink", 1, new_run()), SECOND)
     assert published(sink) == list(range(8))
 
 
 def decide_alike_and_die(start):
     sink, query = start
-    run_batch(sink, Unit(query, "sink", 0, new_run()), [[1], [1], [1]])
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), [[1], [1], [1]])
 
 
 @mostly_embedded
@@ -435,7 +435,7 @@ def test_what_was_lost_of_a_decision_is_taken_from_its_own_partition_where_other
     lose_a_decided_part(sink, query, 1, decide_alike_and_die)
     marked = []
     monkeypatch.setattr(_driver, "mark_done", lambda session, path, batch, data: marked.append(data))
-    run_batch(sink, Unit(query, "sink", 0, new_run()), [[1], [1], [1]])
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), [[1], [1], [1]])
     assert [part["partition"] for data in marked for part in data["parts"]] == [1]
 
 
@@ -444,7 +444,7 @@ def test_what_was_lost_of_a_decision_is_named_when_the_rows_are_shared_out_other
     lose_a_decided_part(sink, query, 0)
     for _ in range(2):
         with pytest.raises(BatchInDoubt, match="3 rows of task partitions 0 are not published"):
-            run_batch(sink, Unit(query, "sink", 0, new_run()), [[0, 1], [2, 3, 4]])
+            run_batch(sink, BatchId(query, "sink", 0, new_run()), [[0, 1], [2, 3, 4]])
     assert published(sink) == [3, 4]
 
 
@@ -453,12 +453,12 @@ def test_a_replacement_that_was_decided_and_not_finished_is_finished(start):
     lose_a_decided_part(sink, query, 0)
     with Child(decide_and_die, start, kill="resolve/after/3") as child:  # the two old ones, then the new one
         child.stopped()
-    run_batch(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
 def test_a_decision_of_somebody_else_that_gives_the_batch_up_is_respected(sink, query):
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     written = write(sink, unit, FIRST)
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         bridge.decisions().claim((query, "sink", 0, 0), Decision.ABORT, {"run": "an administrator"})
@@ -479,10 +479,10 @@ def elsewhere(url, tmp_path):
 def test_a_later_batch_without_its_decision_log_is_refused_until_somebody_has_looked(url, query, tmp_path):
     sink = elsewhere(url, tmp_path)
     for batch in range(2):
-        run_batch(sink, Unit(query, "sink", batch, new_run()), [[batch]])
+        run_batch(sink, BatchId(query, "sink", batch, new_run()), [[batch]])
     forget()
     (tmp_path / "decisions.db").unlink()
-    again = Unit(query, "sink", 1, new_run())
+    again = BatchId(query, "sink", 1, new_run())
     for _ in range(2):
         with pytest.raises(EvidenceLost, match="knows of no batch"):
             run_batch(sink, again, [[1]])
@@ -501,7 +501,7 @@ def test_a_first_batch_whose_decision_is_gone_is_refused_while_its_transactions_
         child.stopped()
     opened = left_open(sink, query)
     (tmp_path / "decisions.db").unlink()
-    again = Unit(query, "sink", 0, new_run())
+    again = BatchId(query, "sink", 0, new_run())
     for _ in range(2):
         with pytest.raises(EvidenceLost, match="which its decision log does not know"):
             run_batch(sink, again, FIRST)
@@ -514,8 +514,8 @@ def test_a_first_batch_whose_decision_is_gone_is_refused_while_its_transactions_
 @mostly_embedded
 def test_a_sink_that_is_added_to_a_query_begins_where_the_query_is(sink, query):
     run = new_run()
-    run_batch(sink, Unit(query, "sink", 0, run), FIRST)
-    run_batch(replace(sink, sink="added"), Unit(query, "added", 1, run), SECOND)
+    run_batch(sink, BatchId(query, "sink", 0, run), FIRST)
+    run_batch(replace(sink, sink="added"), BatchId(query, "added", 1, run), SECOND)
     assert published(sink) == list(range(8))
 
 
@@ -523,7 +523,7 @@ def test_a_sink_that_is_added_to_a_query_begins_where_the_query_is(sink, query):
 
 
 def test_a_task_that_reports_nothing_is_refused(sink, query):
-    written = write(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    written = write(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     for messages in ([*written, None], [None, None], []):
         with pytest.raises(InvalidOption, match="continuous"):
             _driver.commit(sink, messages)
@@ -536,7 +536,7 @@ def test_a_session_in_use_is_not_closed_for_the_sake_of_others(tmp_path):
 
     def use_them(left):
         if left:
-            with_session(left[0], Unit("query", left[0].sink, 0, "run"), lambda session: use(session, left[1:]))
+            with_session(left[0], BatchId("query", left[0].sink, 0, "run"), lambda session: use(session, left[1:]))
 
     def use(session, left):
         use_them(left)
@@ -549,10 +549,10 @@ def test_a_session_in_use_is_not_closed_for_the_sake_of_others(tmp_path):
 def test_a_batch_below_one_that_is_done_is_an_error_and_a_jobs_version_is_skipped(sink, query):
     """Spark repeats the last batch only: a lower number comes from another checkpoint, and has other rows."""
     for batch in range(4):
-        run_batch(sink, Unit(query, "sink", batch, new_run()), FIRST if batch == 3 else [[]])
+        run_batch(sink, BatchId(query, "sink", batch, new_run()), FIRST if batch == 3 else [[]])
     with pytest.raises(InvalidOption, match=r"every batch up to 3 is done.*txnVersion=4"):
-        run_batch(sink, Unit(query, "sink", 2, new_run()), SECOND)
-    run_batch(sink, Unit(query, "sink", 2, new_run(), job=True), SECOND)
+        run_batch(sink, BatchId(query, "sink", 2, new_run()), SECOND)
+    run_batch(sink, BatchId(query, "sink", 2, new_run(), job=True), SECOND)
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
@@ -563,7 +563,7 @@ def test_a_version_that_is_decided_is_finished_and_has_to_have_the_same_rows(url
     with Child(decide_and_die, (sink, job), kill="resolve/before/1") as child:
         child.stopped()
     with pytest.raises(InvalidOption, match="is done, with 5 rows; now it has 2"):
-        run_batch(sink, Unit(job, "sink", 0, new_run()), SECOND[:1])
+        run_batch(sink, BatchId(job, "sink", 0, new_run()), SECOND[:1])
     assert published(sink) == [0, 1, 2, 3, 4]
     assert left_open(sink, job) == []
 
@@ -572,10 +572,10 @@ def test_a_version_that_is_decided_is_finished_and_has_to_have_the_same_rows(url
 def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_rows(url, version):
     job = f"job-{new_run()}"
     sink = options(url, topic=f"out-{new_run()}", txnAppId=job, **({"txnVersion": str(version)} if version else {}))
-    run_batch(sink, Unit(job, "sink", version or 0, new_run()), FIRST)
-    run_batch(sink, Unit(job, "sink", version or 0, new_run()), [[4, 3], [2, 1, 0]])  # the same in another order
+    run_batch(sink, BatchId(job, "sink", version or 0, new_run()), FIRST)
+    run_batch(sink, BatchId(job, "sink", version or 0, new_run()), [[4, 3], [2, 1, 0]])  # the same in another order
     assert published(sink) == [0, 1, 2, 3, 4]
     for other in ([[0, 1, 2, 3]], [[0, 1, 2, 3, 5]]):
         with pytest.raises(InvalidOption, match="txnVersion used twice"):
-            run_batch(sink, Unit(job, "sink", version or 0, new_run()), other)
+            run_batch(sink, BatchId(job, "sink", version or 0, new_run()), other)
     assert published(sink) == [0, 1, 2, 3, 4]

@@ -126,7 +126,7 @@ def test_a_topic_without_messages_has_no_rows(spark, url, topic):
 
 
 def batch_of(url, topic, **given):
-    """What a batch reads."""
+    """Return the values that a batch reads."""
     reader = BatchReader(SourceOptions.parse({"url": url, "topic": topic, **given}))
     return sorted(values(reader, reader.partitions()))
 
@@ -271,7 +271,7 @@ where_records_can_be_removed = pytest.mark.parametrize("url", ["embedded", "kafk
 
 
 def remove_before(url, topic, offset):
-    """What retention does to partition 0."""
+    """Remove records of partition 0, as retention does."""
     if url.startswith("embedded"):
         with sqlite3.connect(url.removeprefix("embedded:")) as connection:
             ((id,),) = connection.execute(
@@ -441,11 +441,11 @@ def test_a_limit_is_shared_out_evenly_and_used_up():
     }
     bounds: dict[Any, Any] = dict.fromkeys(end, ((0,), (2000,)))
     for most, shares in [(1, [1, 0, 0, 0]), (11, [2, 0, 5, 4]), (100, [2, 0, 49, 49]), (5000, [2, 0, 50, 1000])]:
-        found = _offset_ranges.limited(start, end, bounds, most)
+        found = _offset_ranges.limit_offsets(start, end, bounds, most)
         assert [found["in", number][0] - 100 for number in range(4)] == shares
         assert found["in", 4] == (7,)  # new: it is only placed
     bounds["in", 3] = (1100,), (2000,)
-    assert _offset_ranges.limited(start, end, bounds, 1)["in", 3] == (1100,)  # so is what has lost its position
+    assert _offset_ranges.limit_offsets(start, end, bounds, 1)["in", 3] == (1100,)  # so is what has lost its position
 
 
 def test_positions_of_any_kind_survive_a_checkpoint():
@@ -454,7 +454,7 @@ def test_positions_of_any_kind_survive_a_checkpoint():
     assert json.dumps(told) == '{"a": {"2": [0, 0, 1], "10": [3, 4, 0]}, "b": {"0": 5}}'
     assert _offset_ranges.from_json(told) == offsets
     with pytest.raises(NotSupported, match="more than a number"):
-        _offset_ranges.limited(offsets, offsets, {}, 5)
+        _offset_ranges.limit_offsets(offsets, offsets, {}, 5)
 
 
 def test_positions_of_more_than_a_number_have_a_column_of_their_own():

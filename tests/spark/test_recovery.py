@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 from click.testing import CliRunner
-from pyspark_txnbridge._batch_identity import BatchInDoubt, Unit
+from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
 
 import txnbridge
 from tests.log_contract import place_of
@@ -33,7 +33,7 @@ def spark_command(sink, query):
 
 def decide_and_die(start):
     sink, query = start
-    run_batch(sink, Unit(query, "sink", 0, "the-run"), FIRST)
+    run_batch(sink, BatchId(query, "sink", 0, "the-run"), FIRST)
 
 
 def die_decided(sink, query):
@@ -54,7 +54,7 @@ def test_a_decided_batch_is_shown_and_published(sink, query, spark_command):
     assert published(sink) == [0, 1, 2, 3, 4]
     assert spark_command("recover") == (0, "published: nothing was left to publish\n")
     assert "every batch up to 0" in spark_command("status")[1]
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)  # Spark replays it
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)  # Spark replays it
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
@@ -95,15 +95,15 @@ def test_a_batch_that_lost_a_transaction_is_skipped_only_when_told(sink, query, 
     where = f"--url {sink.url} --query {query} --prefix {sink.prefix}"
     assert f"then: txnbridge spark recover {where} --skip 0" in text.replace("\n", " ")
     with pytest.raises(BatchInDoubt):
-        run_batch(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
+        run_batch(sink, BatchId(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
     assert spark_command("recover", "--skip", "0") == (0, "published: batch 0\n")
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
-    run_batch(sink, Unit(query, "sink", 1, new_run()), [[5]])
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, BatchId(query, "sink", 1, new_run()), [[5]])
     assert published(sink) == [3, 4, 5]
 
 
 def test_clearing_ends_what_nobody_decided_and_shuts_the_driver_out(sink, query, spark_command):
-    unit = Unit(query, "sink", 0, new_run())
+    unit = BatchId(query, "sink", 0, new_run())
     write(sink, unit, FIRST)
     assert spark_command("recover")[1] == "published: nothing was left to publish\n"
     assert len(left_open(sink, query)) == 2
@@ -144,5 +144,5 @@ def test_a_query_may_keep_its_decisions_elsewhere(url, query, place, spark_comma
     assert "batch 0: decided, 5 rows" in spark_command("status", which=[*which, "--decision-log", place])[1]
     assert spark_command("recover", which=[*which, "--decision-log", place]) == (0, "published: batch 0\n")
     assert published(sink) == [0, 1, 2, 3, 4]
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)  # Spark replays it
+    run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)  # Spark replays it
     assert published(sink) == [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""From columns to messages, without Spark and without a broker."""
+"""Tests of turning columns into messages, without Spark and without a broker."""
 
 from __future__ import annotations
 

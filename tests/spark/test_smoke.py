@@ -34,6 +34,6 @@ def test_a_job_that_is_run_again_is_not_published_twice_and_a_batch_reads_what_i
     bridge,
     topic,  # noqa: F811
 ):
-    """Both in one session, which takes longer to start than they do."""
+    """Run two tests in one session, which takes longer to start than the tests take."""
     test_writer.test_a_named_job_that_is_run_again_is_not_published_twice(spark, sink)
     test_reader.test_a_batch_reads_what_is_committed_now(spark, url, bridge, topic)

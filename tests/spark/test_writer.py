@@ -203,7 +203,7 @@ def run_until(query, batch):
 
 
 def assert_a_prefix(values):
-    """All that is published is the first n numbers, each once."""
+    """Check that the published values are the first n numbers, each once."""
     assert values == list(range(len(values)))
 
 

@@ -1,4 +1,4 @@
-"""Real brokers for tests, started in seconds and gone with whoever started them.
+"""Start real brokers for tests. They start in seconds, and end with the process that started them.
 
     from txnbridge_conformance import brokers
 
@@ -44,7 +44,7 @@ __all__ = [
 
 _Started = TypeVar("_Started")
 
-# Two starters that choose the same of thousands of ports at the same time: once is rare, thrice does not happen.
+# Attempts to start on free ports. Another starter rarely takes the same one of thousands of ports at the same time.
 _ATTEMPTS = 3
 
 
@@ -61,13 +61,13 @@ def kafka(
     """Start Kafka, and return when every node has answered a request. Use it as a context manager.
 
     `nodes` is 1 or 3 (then topics have three replicas, of which two must be in sync). `transaction_version` is 1 for
-    the protocol without KIP-890, else the newest that the version has. `port` is that of the first node, the others
-    follow; a free one if none is given. `settings` are lines of the broker's properties.
+    the protocol without KIP-890; the default is the version's newest. `port` is the first node's, and the other nodes
+    use the next ports; the default is a free port. `settings` are lines of the broker's properties.
 
-    It runs in a container where an engine answers and one node as it comes is asked for, else as Java processes, whose
-    jars Maven fetches once. `container` forces the one or the other.
+    Kafka runs in a container if a container engine answers and one node with its default transaction version is wanted.
+    Otherwise it runs as Java processes, whose jars Maven fetches once. `container` forces one of the two.
 
-    Raises `ToolMissing` saying what to install, `CannotStart`, and `InvalidOption` for what is not known.
+    Raise `ToolMissing`, which says what to install, `CannotStart`, or `InvalidOption` for an unknown value.
     """
     _kafka.check(nodes, version, transaction_version)
     plain = nodes == 1 and transaction_version is None
@@ -101,17 +101,17 @@ def pulsar(
 ) -> Pulsar:
     """Start Pulsar, and return when its transaction coordinators are loaded. Use it as a context manager.
 
-    `nodes` is 1, standalone, or 2 brokers of one cluster, which keep their data in one bookie and one ZooKeeper beside
-    them; these go on when brokers are killed. `store` is "zookeeper", with a journal that is written through: it
-    survives `kill`; or, with one node, "rocksdb", which writes through nothing, so is quicker, and may not come back
-    after a `kill`. With `delete_unused` Pulsar deletes, as it comes, data that no subscription needs and topics that
-    nobody uses; else it keeps all. `port` is that of the binary protocol of the first node, the others follow; a free
-    one if none is given. `settings` are lines of `standalone.conf`, or of `broker.conf`.
+    `nodes` is 1 (standalone) or 2: brokers of one cluster with one bookie and one ZooKeeper, which go on when brokers
+    are killed. `store` "zookeeper" syncs its journal to disk and survives `kill`. "rocksdb", for one node only, syncs
+    nothing; it is quicker, and may not come back after a `kill`. `delete_unused` restores Pulsar's default, which
+    deletes data that no subscription needs and unused topics; otherwise all is kept. `port` is the first node's of the
+    binary protocol, and the other nodes use the next ports; the default is a free port. `settings` are lines of
+    `standalone.conf`, or of `broker.conf` for two nodes.
 
-    One node runs in a container where an engine answers; else it is Java processes, whose jars Maven fetches once.
-    `container` forces the one or the other.
+    One node runs in a container if a container engine answers, otherwise as a Java process, whose jars Maven fetches
+    once. `container` forces one of the two.
 
-    Raises `ToolMissing` saying what to install, `CannotStart`, and `InvalidOption` for what is not known.
+    Raise `ToolMissing`, which says what to install, `CannotStart`, or `InvalidOption` for an unknown value.
     """
     _pulsar.check(version, store, nodes)
     if container and nodes > 1:
@@ -150,13 +150,13 @@ def rocketmq(
 ) -> RocketMQ:
     """Start RocketMQ, and return when every node answers and the name server knows it. Use it as a context manager.
 
-    `nodes` is 1 or 2: brokers with messages of their own, each with its gRPC proxy in the same process. `port` is that
-    of the name server, a free one if none is given. `settings` are lines of the brokers' properties,
-    `system_properties` those of Java for brokers and name server: RocketMQ takes some settings only so, TLS among them.
+    `nodes` is 1 or 2: brokers that each have their own messages, and a gRPC proxy in the same process. `port` is the
+    name server's; the default is a free port. `settings` are lines of the brokers' properties. `system_properties` are
+    Java's, for brokers and name server; some settings of RocketMQ, such as TLS, exist only as such properties.
 
-    It runs as Java processes, whose jars Maven fetches once.
+    RocketMQ runs as Java processes, whose jars Maven fetches once.
 
-    Raises `ToolMissing` saying what to install, `CannotStart`, and `InvalidOption` for what is not known.
+    Raise `ToolMissing`, which says what to install, `CannotStart`, or `InvalidOption` for an unknown value.
     """
     _rocketmq.check(nodes, version)
     return _start(
@@ -173,10 +173,10 @@ def rocketmq(
 
 
 def _start(start: Callable[[], _Started], attempts: int) -> _Started:
-    """What it returns, called again where somebody else took one of its ports."""
+    """Call `start` and return its result. Call it again if another process took one of the chosen ports."""
     for _ in range(attempts - 1):
         try:
             return start()
         except PortTaken:
-            pass  # it takes other ports
+            pass  # the next attempt chooses other ports
     return start()

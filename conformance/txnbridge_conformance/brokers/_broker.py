@@ -1,4 +1,4 @@
-"""What every broker that we start can do, and the same for those that are processes of this machine."""
+"""The interface of every broker that tests start, and its implementation for processes of this machine."""
 
 from __future__ import annotations
 
@@ -24,63 +24,64 @@ from txnbridge_conformance.brokers._ports import Route
 
 _Self = TypeVar("_Self", bound="Broker")
 
-# How often is looked whether something has come about that takes a second or more.
-_LOOK_SECONDS = 0.02
+# The interval at which a condition is checked that may take a second or more.
+_POLL_SECONDS = 0.02
 # How long a process may take to end after SIGKILL (a busy disk), and after SIGTERM before SIGKILL follows.
 _KILL_SECONDS = 60.0
 _STOP_SECONDS = 30.0
-# What of a broker's log is told when it does not start: the last lines name the reason, mostly.
-_TOLD_LINES = 3
+# The last lines of a broker's log, which an error shows when the broker does not start, mostly name the cause.
+_LOG_LINES = 3
 
 
 class ToolMissing(UsageError):
-    """Something that is needed to start a broker is not installed; the message says what to install."""
+    """A tool that is needed to start a broker is not installed. The message says what to install."""
 
 
 class CannotStart(BrokerUnavailable):
-    """The broker did not start, or did not answer in time; the message ends with the end of its log."""
+    """The broker did not start, or did not answer in time. The message ends with the end of the broker's log."""
 
 
 class PortTaken(CannotStart):
-    """Somebody took one of the broker's ports before it did."""
+    """Another process took one of the broker's ports before the broker did."""
 
 
 class Broker(ABC):
-    """A real broker that was started for tests. It ends with the `with` block, or with the process that started it.
+    """Control a real broker for tests. It ends with the `with` block, or with the process that started it.
 
-    Nodes have numbers from 1. Each call means one node, or all of them if none is named. Raises `CannotStart`.
+    Nodes have numbers from 1. Each method acts on one node, or on all nodes if `node` is None. A method that starts
+    nodes raises `CannotStart`.
     """
 
     version: str
     nodes: tuple[int, ...]
     routes: tuple[Route, ...]
-    """Where a proxy must listen and where it must connect to, one for each node; see `txnbridge_conformance.faults`."""
+    """Each node's ports for a proxy: where it listens and where it connects to. See `txnbridge_conformance.faults`."""
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """What `txnbridge.connect` takes."""
+        """Return the URL for `txnbridge.connect`."""
 
     @property
     def admin_url(self) -> str | None:
-        """Where its administration answers by HTTP, None if it has none."""
+        """Return the URL of the broker's HTTP administration, or None if it has none."""
         return None
 
     @abstractmethod
     def start(self, node: int | None = None) -> None:
-        """Start what does not run, with the data that it had; return when a request was answered."""
+        """Start nodes that do not run, with their data. Return when each has answered a request."""
 
     @abstractmethod
     def kill(self, node: int | None = None) -> None:
-        """End it with SIGKILL; return when it is gone."""
+        """End nodes with SIGKILL, and return when they have ended."""
 
     @abstractmethod
     def stop(self, node: int | None = None) -> None:
-        """Let it shut down in order; return when it has ended. `start` starts it again."""
+        """Shut nodes down in order, and return when they have ended. `start` starts them again."""
 
     @abstractmethod
     def pause(self, node: int | None = None) -> None:
-        """Freeze it: its connections stay open and nothing is answered."""
+        """Freeze nodes: their connections stay open, and they answer nothing."""
 
     @abstractmethod
     def resume(self, node: int | None = None) -> None:
@@ -88,10 +89,10 @@ class Broker(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End it and remove its data. May be called again."""
+        """End the broker and remove its data. May be called again."""
 
     def restart(self, node: int | None = None) -> None:
-        """Kill it and start it again, with the same data and the same ports; return when a request was answered."""
+        """Kill nodes and start them again with the same data and ports. Return when each has answered a request."""
         self.kill(node)
         self.start(node)
 
@@ -115,9 +116,9 @@ class Broker(ABC):
 
 
 class ProcessBroker(Broker):
-    """A broker whose nodes are processes of this machine, each in its own folder with its own log.
+    """Run a broker's nodes as processes of this machine, each in its own folder with its own log.
 
-    A broker that is added says where the files of a node are and how it is started, and asks it something.
+    A subclass prepares the nodes' files, names the command that starts a node, and checks that a node answers.
     """
 
     def __init__(self, folder: Path | None, start_timeout: float) -> None:
@@ -128,22 +129,22 @@ class ProcessBroker(Broker):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Write what the nodes need before their first start."""
+        """Write the files that the nodes need before their first start."""
 
     @abstractmethod
     def _command(self, node: int) -> list[str]:
-        """The command that starts a node."""
+        """Return the command that starts a node."""
 
     @abstractmethod
     def _answers(self, node: int) -> bool:
-        """Whether a node answers a request now."""
+        """Return whether a node answers a request now."""
 
     def log(self, node: int) -> Path:
-        """The file that a node writes its log to."""
+        """Return the file to which a node writes its log."""
         return log_file(self.folder, node)
 
     def pid(self, node: int) -> int | None:
-        """The process id of a node, None if it does not run."""
+        """Return the process id of a node, or None if it does not run."""
         return self._processes.pid(str(node))
 
     def start(self, node: int | None = None) -> None:
@@ -159,7 +160,7 @@ class ProcessBroker(Broker):
         self._wait_for_end(node, _KILL_SECONDS)
 
     def stop(self, node: int | None = None) -> None:
-        self.resume(node)  # a frozen process would not hear of it
+        self.resume(node)  # a frozen process does not handle SIGTERM
         self._signal(node, signal.SIGTERM)
         if not self._wait_for_end(node, _STOP_SECONDS):
             self.kill(node)
@@ -174,11 +175,11 @@ class ProcessBroker(Broker):
         self._processes.close()
 
     def detach(self, control: Path) -> None:
-        """Let it live on without this process, until `stop` is written to the named pipe that is made here."""
+        """Let the broker outlive this process, until `stop` is written to the named pipe created at `control`."""
         self._processes.detach(control)
 
     def _open(self) -> None:
-        """Prepare and start everything; nothing is left if that fails. Called last in the constructor."""
+        """Prepare and start all nodes, or remove everything if that fails. Call this last in the constructor."""
         try:
             self._prepare()
             self.start()
@@ -187,7 +188,7 @@ class ProcessBroker(Broker):
             raise
 
     def _run(self, name: str, *commands: list[str]) -> None:
-        """Run commands at the same time, which end by themselves. Raises `CannotStart`."""
+        """Run commands at the same time, and wait for their ends. Raise `CannotStart` if one fails."""
         log = self.folder / f"{name}.log"
         names = [f"{name}-{number}" for number in range(len(commands))]
         for each, command in zip(names, commands, strict=True):
@@ -208,48 +209,48 @@ class ProcessBroker(Broker):
     def _wait_for_answer(self, node: int) -> None:
         self._wait_for(f"node {node}", str(node), self.log(node), lambda: self._answers(node))
 
-    def _wait_for(self, told: str, name: str, log: Path, answers: Callable[[], bool]) -> None:
-        """Wait until a process answers. Raises `CannotStart`."""
+    def _wait_for(self, label: str, name: str, log: Path, answers: Callable[[], bool]) -> None:
+        """Wait until a process answers. Raise `CannotStart` if it ends or takes too long."""
 
         def answered_or_dead() -> bool:
             return answers() or self._processes.pid(name) is None
 
         if not wait_until(answered_or_dead, self._start_timeout):
-            raise CannotStart(f"{told} did not answer within {self._start_timeout:g} s; {_end_of(log)}")
+            raise CannotStart(f"{label} did not answer within {self._start_timeout:g} s; {_end_of(log)}")
         if self._processes.pid(name) is None:
             kind = PortTaken if "already in use" in log.read_text(errors="replace") else CannotStart
-            raise kind(f"{told} ended instead of starting; {_end_of(log)}")
+            raise kind(f"{label} ended instead of starting; {_end_of(log)}")
 
 
 def check_known(name: str, value: object, known: Sequence[object]) -> None:
-    """Raises `InvalidOption` for a value that is not one of these."""
+    """Raise `InvalidOption` for a value that is not among `known`."""
     if value not in known:
         raise InvalidOption(f"{name} is {value!r}; known: {', '.join(map(str, known)) or 'none for this version'}")
 
 
 def log_file(folder: Path, node: int) -> Path:
-    """Where the log of a node is in a broker's folder."""
+    """Return the log file of a node in a broker's folder."""
     return folder / f"node-{node}.log"
 
 
-def wait_until(true: Callable[[], bool], seconds: float) -> bool:
-    """Ask until the answer is yes; whether it was within that time."""
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a condition is true, and return whether that happened in time."""
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return True
 
 
 def _end_of(log: Path) -> str:
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [line for line in text.splitlines() if line and not line[0].isspace()]  # without Java's stack traces
-    return "its log ends: " + " | ".join(lines[-_TOLD_LINES:]) if lines else "it wrote no log"
+    return "its log ends: " + " | ".join(lines[-_LOG_LINES:]) if lines else "it wrote no log"
 
 
 class _Processes:
-    """Processes that end with this one. Any thread may call."""
+    """Run processes that end with this process. Any thread may call."""
 
     def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()
@@ -260,7 +261,7 @@ class _Processes:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # whoever kills a whole process group does not kill this one with it
+                start_new_session=True,  # a signal to this process's group does not reach the supervisor
             )
 
     def start(self, name: str, command: list[str], log: Path) -> None:
@@ -278,7 +279,7 @@ class _Processes:
 
     def detach(self, control: Path) -> None:
         self._ask("detach", control=str(control))
-        self._supervisor.returncode = 0  # nobody here waits for it any more
+        self._supervisor.returncode = 0  # this process does not wait for the supervisor any more
         self._hang_up()
 
     def close(self) -> None:
@@ -291,14 +292,14 @@ class _Processes:
                 with suppress(BrokenPipeError):
                     pipe.close()
 
-    def _ask(self, what: str, **request: Any) -> Any:
+    def _ask(self, action: str, **request: Any) -> Any:
         pipe, answers = self._supervisor.stdin, self._supervisor.stdout
         assert pipe is not None and answers is not None
         with self._lock:
             if pipe.closed:
                 raise BrokerUnavailable("this broker was closed; start another one")
             try:
-                os.write(pipe.fileno(), json.dumps({"do": what, **request}).encode() + b"\n")
+                os.write(pipe.fileno(), json.dumps({"do": action, **request}).encode() + b"\n")
                 line = answers.readline()
             except BrokenPipeError:
                 line = b""

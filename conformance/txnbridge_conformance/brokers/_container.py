@@ -1,4 +1,4 @@
-"""What every broker in a container can do, by testcontainers: one node, as its version comes."""
+"""Run one node of a broker in a container with testcontainers, with the default features of its version."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from txnbridge.errors import BackendMissing
 from txnbridge_conformance.brokers._broker import Broker, CannotStart, wait_until
 from txnbridge_conformance.brokers._ports import HOST
 
-ANYWHERE = "0.0.0.0"  # of the container
+ANYWHERE = "0.0.0.0"  # all interfaces of the container
 
 _STOP_SECONDS = 30
 _DEFAULT_ENGINE = "unix:///var/run/docker.sock"
-# The engine is on this machine or near: if it has not answered by then, it is as good as absent.
+# The engine is on this machine or near: an engine that has not answered in this time counts as absent.
 _ENGINE_SECONDS = 5
 
 
 def engine_answers() -> bool:
-    """Whether testcontainers is installed and there is a container engine that answers."""
+    """Return whether testcontainers is installed and a container engine answers."""
     try:
         import docker
         import testcontainers  # noqa: F401
@@ -38,7 +38,7 @@ def engine_answers() -> bool:
 
 
 def _is_there(engine: str) -> bool:
-    """Whether the engine's socket takes a connection. Its own client would leave one open that fails."""
+    """Return whether the engine's socket takes a connection; the engine's client would leak a failed one."""
     scheme, _, path = engine.partition("://")
     if scheme != "unix":
         return True
@@ -47,7 +47,7 @@ def _is_there(engine: str) -> bool:
 
 
 class ContainerBroker(Broker):
-    """A broker in a container. Ports inside are those outside, since the broker tells them to clients."""
+    """Run a broker in a container. Ports inside and outside are the same, because the broker gives them to clients."""
 
     nodes = (1,)
 
@@ -60,7 +60,7 @@ class ContainerBroker(Broker):
         start_timeout: float,
         command: str | None = None,
     ) -> None:
-        """Start it; nothing is left if that fails. Called last in the constructor."""
+        """Start the container, or remove it if that fails. Call this last in a subclass's constructor."""
         try:
             from testcontainers.core.container import DockerContainer
         except ImportError:
@@ -73,7 +73,7 @@ class ContainerBroker(Broker):
             container.with_env(name, value)
         if command is not None:
             container.with_command(command)
-        # Typed for a number alone; the engine's client takes an address too, and we listen on loopback only.
+        # The types allow only a number, but the engine's client takes an address too. Ports are open on loopback only.
         opened: dict[str, Any] = container.ports
         opened.update({f"{each}/tcp": (HOST, each) for each in ports})
         self._container = container
@@ -86,7 +86,7 @@ class ContainerBroker(Broker):
 
     @abstractmethod
     def _answers(self) -> bool:
-        """Whether it answers a request now."""
+        """Return whether the broker answers a request now."""
 
     def start(self, node: int | None = None) -> None:
         self._chosen(node)

@@ -1,7 +1,7 @@
-"""Brokers that a shell started and that live on until they are told to end.
+"""Brokers that a shell starts, and that run until a command ends them.
 
-Each has a folder. In it is a named pipe, which the process that holds the broker reads as long as it lives: so a broker
-runs if and only if its pipe has a reader, and no process id is remembered that may be another's by now.
+Each broker has a folder with a named pipe, which its supervisor reads as long as the supervisor lives. A broker runs if
+and only if its pipe has a reader. No process id is stored, because another process may have it later.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from txnbridge_conformance.brokers._broker import CannotStart, ProcessBroker, lo
 
 _CONTROL = "control"
 _STATE = "state.json"
-# Killing processes and removing files, on a busy disk.
+# The time in which a broker must end: its processes are killed and its files removed, on a busy disk.
 _END_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Detached:
-    """A broker that runs by itself."""
+class DetachedBroker:
+    """Describe a broker that runs without the process that started it."""
 
     broker: str
     url: str
     version: str
     nodes: int
     asked: dict[str, Any]
-    """What was asked for when it was started."""
+    """The options with which the broker was started."""
     admin_url: str | None = None
 
     def log(self, node: int) -> Path:
-        """The log of a node."""
+        """Return the log file of a node."""
         return log_file(_folder(self.broker), node)
 
 
-def up(name: str, asked: dict[str, Any], start: Callable[[Path], ProcessBroker]) -> tuple[Detached, bool]:
-    """Start a broker unless it runs, and say whether it was started. Raises `UsageError` if it runs otherwise."""
+def up(name: str, asked: dict[str, Any], start: Callable[[Path], ProcessBroker]) -> tuple[DetachedBroker, bool]:
+    """Start a broker unless it runs, and return whether it was started. Raise `UsageError` if its options differ."""
     with _locked(name):
         running = find(name)
         if running is None:
             return _start(name, asked, start), True
         if running.asked != asked:
-            told = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in running.asked.items() if v is not None)
-            raise UsageError(f"{name} runs with {told}; end it first with `txnbridge brokers down {name}`")
+            options = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in running.asked.items() if v is not None)
+            raise UsageError(f"{name} runs with {options}; end it first with `txnbridge brokers down {name}`")
         return running, False
 
 
-def _start(name: str, asked: dict[str, Any], start: Callable[[Path], ProcessBroker]) -> Detached:
+def _start(name: str, asked: dict[str, Any], start: Callable[[Path], ProcessBroker]) -> DetachedBroker:
     folder = _folder(name)
-    shutil.rmtree(folder, ignore_errors=True)  # of one that did not end by itself: the machine did
+    shutil.rmtree(folder, ignore_errors=True)  # left by a broker that ended with the machine
     folder.mkdir(mode=0o700)
     broker = start(folder)
     try:
-        detached = Detached(name, broker.url, broker.version, len(broker.nodes), asked, broker.admin_url)
+        detached = DetachedBroker(name, broker.url, broker.version, len(broker.nodes), asked, broker.admin_url)
         (folder / _STATE).write_text(json.dumps(asdict(detached)))
         broker.detach(folder / _CONTROL)
     except BaseException:
@@ -71,24 +71,24 @@ def _start(name: str, asked: dict[str, Any], start: Callable[[Path], ProcessBrok
     return detached
 
 
-def find(name: str) -> Detached | None:
-    """The broker of this name if it runs."""
+def find(name: str) -> DetachedBroker | None:
+    """Return the broker of this name, or None if it does not run."""
     with _control(name) as control:
         if control is None:
             return None
         try:
-            return Detached(**json.loads((_folder(name) / _STATE).read_text()))
+            return DetachedBroker(**json.loads((_folder(name) / _STATE).read_text()))
         except FileNotFoundError:
-            return None  # it is about to end
+            return None  # the broker is about to end
 
 
 def down(name: str) -> bool:
-    """End a broker and remove its data; False if it did not run."""
+    """End a broker and remove its data. Return whether it was running."""
     with _locked(name):
         with _control(name) as control:
             if control is not None:
                 os.write(control, b'{"do": "stop"}\n')
-        # Its folder is the last to go.
+        # The supervisor removes the folder last.
         if control is not None and not wait_until(lambda: not _folder(name).exists(), _END_SECONDS):
             raise CannotStart(f"{name} did not end within {_END_SECONDS:g} s")
         shutil.rmtree(_folder(name), ignore_errors=True)
@@ -96,7 +96,7 @@ def down(name: str) -> bool:
 
 
 def _folder(name: str) -> Path:
-    # The base directory specification says to ignore a relative one.
+    # The base directory specification says that a relative path is ignored.
     base = os.environ.get("XDG_STATE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".local" / "state") / "txnbridge" / "brokers" / name
 
@@ -112,7 +112,7 @@ def _locked(name: str) -> Iterator[None]:
 
 @contextmanager
 def _control(name: str) -> Iterator[int | None]:
-    """The writing end of the pipe, None if nobody reads it."""
+    """Yield the writing end of the pipe, or None if it has no reader."""
     control = None
     try:
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Java programs from Maven: fetched once for each version, into a folder outside of any checkout."""
+"""Fetch Java programs from Maven, once for each version, into a folder outside of any checkout."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from txnbridge_conformance.brokers._broker import CannotStart, ToolMissing
 
-JAVA = 17  # the oldest that Kafka 4 and Pulsar 4 run on
+JAVA = 17  # the oldest version on which Kafka 4 and Pulsar 4 run
 
-# Pinned like everything that is fetched; older ones do not know a jar's own dependencies of some forms.
+# The version is pinned like all fetched files. Older versions miss some kinds of a jar's own dependencies.
 _PLUGIN = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1"
 _POM = """<project><modelVersion>4.0.0</modelVersion>
 {origin}
@@ -27,7 +27,7 @@ _POM = """<project><modelVersion>4.0.0</modelVersion>
 {dependencies}
 </dependencies></project>
 """
-_NO_PARENT = "<groupId>local</groupId><version>1</version>"  # else the parent's, by which it names its other parts
+_NO_PARENT = "<groupId>local</groupId><version>1</version>"  # a parent needs its own, to name its modules
 _LOG4J = """<Configuration>
   <Appenders><Console name="out"><PatternLayout pattern="%d %p %c{1} %m%n"/></Console></Appenders>
   <Loggers><Root level="warn"><AppenderRef ref="out"/></Root></Loggers>
@@ -36,60 +36,60 @@ _LOG4J = """<Configuration>
 
 
 class Artifact(NamedTuple):
-    """A file by its Maven name. Without a version it is the one that the parent says."""
+    """Name a file in Maven. Without a version, the parent project gives the version."""
 
     group: str
     name: str
     version: str | None = None
 
     def xml(self, tag: str) -> str:
-        """How a project names it."""
+        """Return the XML element with which a project file names this artifact."""
         version = f"<version>{self.version}</version>" if self.version else ""
         return f"<{tag}><groupId>{self.group}</groupId><artifactId>{self.name}</artifactId>{version}</{tag}>"
 
 
 def cache_folder() -> Path:
-    """Where what is fetched is kept: TXNBRIDGE_CACHE, or `txnbridge` in XDG_CACHE_HOME or in ~/.cache."""
+    """Return the folder of fetched files: TXNBRIDGE_CACHE, or `txnbridge` in XDG_CACHE_HOME or in ~/.cache."""
     if own := os.environ.get("TXNBRIDGE_CACHE"):
         return Path(own).absolute()
-    # The base directory specification says to ignore a relative one.
+    # The base directory specification says that a relative path is ignored.
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "txnbridge"
 
 
 def java() -> str:
-    """The Java to run. Raises `ToolMissing` if there is none, or an older one than needed."""
+    """Return the Java to run. Raise `ToolMissing` if Java is missing or too old."""
     return _java()[0]
 
 
 def java_version() -> int:
-    """Which Java that is: 17 or newer. Raises `ToolMissing`."""
+    """Return the version of the Java to run. Raise `ToolMissing` if Java is missing or too old."""
     return _java()[1]
 
 
 @functools.cache
 def _java() -> tuple[str, int]:
     home = os.environ.get("JAVA_HOME")
-    found = str(Path(home, "bin", "java")) if home else "java"
+    program = str(Path(home, "bin", "java")) if home else "java"
     wanted = f"install Java {JAVA} or newer (a runtime is enough; Debian: openjdk-17-jre-headless) or set JAVA_HOME"
     try:
-        # macOS has a command of this name also where there is no Java.
-        told = subprocess.run([found, "-version"], capture_output=True, text=True, check=True).stderr
+        # macOS has a command of this name even without Java.
+        text = subprocess.run([program, "-version"], capture_output=True, text=True, check=True).stderr
     except (OSError, subprocess.CalledProcessError):
-        raise ToolMissing(f"{found} does not run: {wanted}") from None
-    version = re.search(r'version "(\d+)', told)
+        raise ToolMissing(f"{program} does not run: {wanted}") from None
+    version = re.search(r'version "(\d+)', text)
     if version is None or int(version[1]) < JAVA:
-        raise ToolMissing(f"{found} is {told.splitlines()[0]}: {wanted}")
-    return found, int(version[1])
+        raise ToolMissing(f"{program} is {text.splitlines()[0]}: {wanted}")
+    return program, int(version[1])
 
 
 def fetch(name: str, artifacts: Sequence[Artifact], bar: bool = True, parent: Artifact | None = None) -> Path:
-    """The folder of these jars and all that they need. The first call fetches them, with a bar if stderr is a terminal.
+    """Return the folder of these jars and their dependencies. The first call fetches them, with a bar on a terminal.
 
-    The versions of what they need are those that `parent` says, if it is given.
+    The dependencies have the versions that `parent` names, if it is given.
 
-    Whole or not at all: whoever is killed meanwhile leaves nothing that looks complete, and of two who fetch at once
-    one waits for the other. Raises `ToolMissing` and `CannotStart`.
+    The folder appears only when it is complete, even if a process is killed while it fetches. Of two processes that
+    fetch at once, one waits for the other. Raise `ToolMissing` or `CannotStart`.
     """
 
     def goal(folder: Path) -> list[str]:
@@ -102,9 +102,9 @@ def fetch(name: str, artifacts: Sequence[Artifact], bar: bool = True, parent: Ar
 
 
 def fetch_from_archive(name: str, archive: Artifact, files: str, bar: bool = True) -> Path:
-    """The folder with these files (a pattern) out of a program's archive, in the folders that it has them in.
+    """Return a folder with those files of a program's archive that match a pattern, in their folders.
 
-    For the rest as `fetch`.
+    See `fetch` for the rest.
     """
     wanted = [f"-Dartifact={':'.join(map(str, archive))}:tar.gz:bin", f"-Dmdep.unpack.includes={files}"]
     return _fetch(name, lambda folder: [f"{_PLUGIN}:unpack", *wanted], bar)
@@ -115,11 +115,11 @@ def _fetch(name: str, goal: Callable[[Path], list[str]], bar: bool) -> Path:
     if folder.exists():
         return folder
     cache_folder().mkdir(parents=True, exist_ok=True)
-    # One lock for all: Maven's own cache is not made for two writers.
+    # One lock serves all programs, because Maven's own cache is not made for two writers.
     with _locked(cache_folder() / "lock") as lock:
         if not folder.exists():
             partial = folder.with_name(f"{name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # of somebody who was killed
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             partial.mkdir()
             with _steps(f"fetching {name}", bar and sys.stderr.isatty()) as step:
                 _maven(goal(partial), partial, lock, step)
@@ -144,7 +144,7 @@ def _steps(text: str, bar: bool) -> Iterator[Callable[[], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        # Nobody knows before how many files it will be: it depends on what Maven has already.
+        # The number of files is unknown: it depends on what Maven's cache has already.
         task = progress.add_task(text, total=None)
         yield lambda: progress.advance(task)
 
@@ -152,12 +152,12 @@ def _steps(text: str, bar: bool) -> Iterator[Callable[[], None]]:
 def _maven(goal: list[str], folder: Path, lock: int, step: Callable[[], None]) -> None:
     # -C: a file whose checksum is wrong is an error.
     command = ["mvn", "-B", "-C", *goal, f"-DoutputDirectory={folder}"]
-    said: list[str] = []
+    errors: list[str] = []
     try:
-        # Maven keeps the lock too: killed without it, we leave it writing, and nobody may begin before it ends.
+        # Maven inherits the lock: if this process is killed, Maven goes on writing, and others wait until it ends.
         maven = subprocess.Popen(
             command,
-            cwd=folder,  # and not in somebody's project
+            cwd=folder,  # Maven must not read a project in the current folder
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -172,18 +172,18 @@ def _maven(goal: list[str], folder: Path, lock: int, step: Callable[[], None]) -
             if any(done in line for done in ("Downloaded from", "Copying", "Unpacking")):
                 step()
             elif "ERROR" in line:
-                said.append(line.strip())
+                errors.append(line.strip())
     if maven.returncode:
-        raise CannotStart(f"Maven could not fetch it ({maven.returncode}): {' '.join(said[:2])}")
+        raise CannotStart(f"Maven could not fetch it ({maven.returncode}): {' '.join(errors[:2])}")
 
 
 def log4j_option(folder: Path) -> str:
-    """The option by which a program that logs with log4j writes its warnings to its standard output."""
+    """Return the Java option with which log4j writes warnings to standard output."""
     file = folder / "log4j2.xml"
     file.write_text(_LOG4J)
     return f"-Dlog4j2.configurationFile={file}"
 
 
 def properties(settings: Mapping[str, str]) -> str:
-    """The lines of a Java properties file."""
+    """Return the text of a Java properties file."""
     return "".join(f"{name}={value}\n" for name, value in settings.items())

@@ -1,4 +1,4 @@
-"""Apache Kafka, without ZooKeeper: each node is broker and controller."""
+"""Run Apache Kafka in KRaft mode: each node is broker and controller."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from txnbridge_conformance.brokers._jars import Artifact, fetch, java, log4j_opt
 from txnbridge_conformance.brokers._kafka_wire import cluster
 from txnbridge_conformance.brokers._ports import HOST, Route, free_ports
 
-# Every version that we test with; the first is the default.
+# The versions that the project tests with; the first is the default.
 VERSIONS = ("4.3.1", "3.9.2")
 NODES = (1, 3)
-# What a version can be told to use. Kafka 3.9 has no such setting; it works as 4 does with 1.
+# The values of transaction.version for each version. Kafka 3.9 has no such feature, and works as Kafka 4 does with 1.
 TRANSACTION_VERSIONS: Mapping[str, tuple[int, ...]] = {"4.3.1": (2, 1), "3.9.2": ()}
 
 _LOG4J = "2.25.4"
 _FORMATTER = "kafka.tools.StorageTool"
 _FEATURES = "bootstrap.checkpoint"
-# Small, and quick to start: the second compiler gains nothing within the minutes of a test run.
+# The options make Java small and quick to start; the second compiler gains nothing within minutes.
 _JAVA_OPTIONS = (
     "-Xmx256m",
     "-Xms64m",
@@ -32,12 +32,12 @@ _JAVA_OPTIONS = (
     "-Xshare:auto",
     "-XX:MaxDirectMemorySize=64m",
 )
-# Each reason that is not obvious:
-# - one partition of each internal topic, since each costs files and time at the start;
-# - transactions that timed out are looked for every half second instead of every ten, so that tests of that are short;
-# - a dead node or member of a group is noticed after six seconds instead of nine and 45 (with less, a busy machine
-#   takes living ones for dead); a test whose point it is may ask for less;
-# - the cleaner's buffer would take half of the memory;
+# Reasons that are not obvious:
+# - internal topics have one partition, because each partition costs files and time at the start;
+# - timed-out transactions are aborted every half second instead of every ten, so that tests of timeouts are short;
+# - a dead node or group member is noticed after six seconds instead of nine and 45; with less, a busy machine takes
+#   living ones for dead, but a test about dead ones may set less;
+# - the cleaner's buffer would by default take half of the memory;
 # - a missing topic is an error, as it should be where transactions matter.
 _SETTINGS = {
     "process.roles": "broker,controller",
@@ -66,13 +66,13 @@ _SETTINGS = {
 
 
 def fetch_kafka(version: str = VERSIONS[0], bar: bool = True) -> Path:
-    """The folder of Kafka's jars; the first call fetches 45 MB. Raises `ToolMissing` and `CannotStart`."""
+    """Return the folder of Kafka's jars; the first call fetches 45 MB. Raise `ToolMissing` or `CannotStart`."""
     logging = Artifact("org.apache.logging.log4j", "log4j-slf4j-impl", _LOG4J)
     return fetch(f"kafka-{version}", [Artifact("org.apache.kafka", "kafka_2.13", version), logging], bar)
 
 
 class KafkaProcess(ProcessBroker):
-    """Kafka as Java processes of this machine. `brokers.kafka` says what can be asked for."""
+    """Run Kafka as Java processes of this machine. `brokers.kafka` describes the options."""
 
     def __init__(
         self,
@@ -115,9 +115,9 @@ class KafkaProcess(ProcessBroker):
             (data / "meta.properties").write_text(properties(identity))
 
     def _features(self) -> Path:
-        """The file by which a new cluster knows its feature levels, made once for each version by Kafka's own tool.
+        """Return the file with a new cluster's feature levels, which Kafka's own tool makes once for each version.
 
-        With it a node's folder is what that tool would make, without starting Java once more for each.
+        With a copy of the file a node's folder is as the tool would make it, without starting Java for each node.
         """
         chosen = self._transaction_version
         kept = self._jars / f"transaction-version-{chosen or 'newest'}.{_FEATURES}"
@@ -137,7 +137,7 @@ class KafkaProcess(ProcessBroker):
             name, alive = cluster(self._ports[node])
         except OSError:
             return False
-        # Somebody else's broker may have taken the port. And whoever starts all waits until all know each other.
+        # Another broker may have taken the port. When all nodes are started, each has to know all others.
         return name == self._cluster and (alive >= len(self.nodes) or self._is_any_down())
 
     def _is_any_down(self) -> bool:
@@ -158,7 +158,7 @@ class KafkaProcess(ProcessBroker):
             "node.id": str(node),
             "controller.quorum.voters": ",".join(f"{n}@{HOST}:{port}" for n, port in self._controllers.items()),
             "listeners": f"{client},PROXY://{HOST}:{upstream},CONTROLLER://{HOST}:{self._controllers[node]}",
-            # A client that comes through the proxy is told the proxy's port, and so stays with it.
+            # A client that connects through the proxy gets the proxy's port, and so stays with the proxy.
             "advertised.listeners": f"{client},PROXY://{HOST}:{listen}",
             "log.dirs": str(self.folder / f"node-{node}"),
             **self._settings,
@@ -166,7 +166,7 @@ class KafkaProcess(ProcessBroker):
 
 
 def common_settings(version: str, nodes: int) -> dict[str, str]:
-    """The settings that do not depend on where a node is."""
+    """Return the settings that do not depend on a node's addresses."""
     replicas, in_sync = str(nodes), str(nodes // 2 + 1)
     share = "share.coordinator.state.topic"
     shares = {f"{share}.num.partitions": "1", f"{share}.replication.factor": replicas, f"{share}.min.isr": in_sync}
@@ -182,14 +182,14 @@ def common_settings(version: str, nodes: int) -> dict[str, str]:
 
 
 def new_id() -> str:
-    """An id as Kafka makes them for clusters and folders."""
+    """Return an id of the form that Kafka gives to clusters and folders."""
     text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-    # Kafka's command would take it for an option.
+    # Kafka's command would take a leading dash for an option.
     return new_id() if text.startswith("-") else text
 
 
 def check(nodes: int, version: str, transaction_version: int | None) -> None:
-    """Raises `InvalidOption` for what we do not start."""
+    """Raise `InvalidOption` for a combination that this package does not start."""
     check_known("nodes", nodes, NODES)
     check_known("version", version, VERSIONS)
     if transaction_version is not None:
@@ -197,7 +197,7 @@ def check(nodes: int, version: str, transaction_version: int | None) -> None:
 
 
 def answering(url: str) -> int:
-    """How many nodes of a URL answer a request."""
+    """Return the number of nodes of a URL that answer a request."""
     return sum(_answers(int(address.rpartition(":")[2])) for address in url.split(","))
 
 

@@ -1,4 +1,4 @@
-"""Apache Kafka in a container: one node, as its version comes."""
+"""Run Apache Kafka in a container: one node, with the default features of its version."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ _IMAGE = "apache/kafka"
 
 
 class KafkaContainer(ContainerBroker):
-    """Kafka in a container."""
-
     def __init__(
         self, *, version: str, port: int | None, settings: Mapping[str, str] | None, start_timeout: float
     ) -> None:

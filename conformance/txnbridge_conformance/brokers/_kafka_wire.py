@@ -1,4 +1,4 @@
-"""Just enough of Kafka's protocol to ask a broker who it is."""
+"""Send single requests of Kafka's protocol, and ask a broker for its cluster."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import struct
 from txnbridge_conformance.brokers._ports import HOST
 
 _METADATA = 3
-# Of each node tells its id, and of the cluster its id; every broker from 0.11 to 4 takes it.
+# This version answers with the ids of the nodes and of the cluster. Every broker from 0.11 to 4 takes it.
 _METADATA_VERSION = 4
-# An answer to this one request takes hundreds of bytes; whoever sends more is no Kafka broker.
+# An answer takes hundreds of bytes. A peer that sends more than this is no Kafka broker.
 _MOST_BYTES = 1 << 20
 
 
 def ask(port: int, api: int, version: int, body: bytes, timeout: float = 5) -> bytes:
-    """Send one request and return the body of its answer. Raises `OSError`."""
+    """Send one request and return the body of its answer. Raise `OSError` if that fails."""
     head = struct.pack(">hhih9s", api, version, 1, 9, b"txnbridge")
     with socket.create_connection((HOST, port), timeout) as connection:
         connection.sendall(struct.pack(">i", len(head) + len(body)) + head + body)
@@ -33,8 +33,8 @@ def _exactly(data: bytes, size: int) -> bytes:
 
 
 def cluster(port: int) -> tuple[str, int]:
-    """The id of the cluster behind a port, and how many of its nodes live. Raises `OSError`."""
-    body = ask(port, _METADATA, _METADATA_VERSION, struct.pack(">i?", 0, False))  # no topics, and make none
+    """Return the cluster's id behind a port, and the number of its live nodes. Raise `OSError` if that fails."""
+    body = ask(port, _METADATA, _METADATA_VERSION, struct.pack(">i?", 0, False))  # no topics, and create none
     try:
         return _parse(body)
     except (struct.error, UnicodeDecodeError):
@@ -45,10 +45,10 @@ def _parse(body: bytes) -> tuple[str, int]:
     _throttled, nodes = struct.unpack_from(">ii", body)
     at = 8
     for _ in range(nodes):
-        at += 4  # its id
+        at += 4  # the node's id
         _, at = _text(body, at)
-        at += 4  # its port
-        _, at = _text(body, at)  # its rack
+        at += 4  # the node's port
+        _, at = _text(body, at)  # the node's rack
     name, _ = _text(body, at)
     return name, nodes
 

@@ -1,4 +1,4 @@
-"""Loopback, and ports there that nobody uses."""
+"""Choose free ports of the loopback interface."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import NamedTuple
 
 HOST = "127.0.0.1"
 
-# Below the ports that Linux, macOS and the BSDs give to outgoing connections: no such connection takes the port of a
-# broker that is down for a moment.
+# The range is below the ports that Linux, macOS and the BSDs give to outgoing connections, so that no such connection
+# takes the port of a broker that is down for a moment.
 _LOWEST, _HIGHEST = 20_000, 32_767
 
 
 class Route(NamedTuple):
-    """Where a proxy must listen, because the broker tells clients this port, and the port that it must connect to."""
+    """Hold the port on which a proxy listens, which the broker gives to clients, and the port it connects to."""
 
     listen: int
     upstream: int
 
 
 def free_ports(count: int) -> list[int]:
-    """That many different ports that nobody listens on now.
+    """Return this many different free ports.
 
-    Somebody else may take one before the broker does: then the broker does not start.
+    Another process may take one of them before the broker does. The broker does not start then.
     """
-    found: list[int] = []
-    while len(found) < count:
+    ports: list[int] = []
+    while len(ports) < count:
         port = random.randint(_LOWEST, _HIGHEST)
-        if port not in found and _is_free(port):
-            found.append(port)
-    return found
+        if port not in ports and _is_free(port):
+            ports.append(port)
+    return ports
 
 
 def is_open(port: int) -> bool:
-    """Whether somebody listens there."""
+    """Return whether a process listens on a port."""
     try:
         socket.create_connection((HOST, port), 5).close()
     except OSError:
@@ -43,7 +43,7 @@ def is_open(port: int) -> bool:
 
 
 def loopback_interface() -> str:
-    """The name of the interface that `HOST` is on: lo, or lo0."""
+    """Return the name of the interface of `HOST`: lo or lo0."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 

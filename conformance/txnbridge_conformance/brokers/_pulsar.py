@@ -1,4 +1,4 @@
-"""Apache Pulsar standalone: broker, bookie and metadata store in one process."""
+"""Run Apache Pulsar standalone: broker, bookie and metadata store in one process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from txnbridge_conformance.brokers._jars import (
 from txnbridge_conformance.brokers._ports import HOST, Route, free_ports, loopback_interface
 from txnbridge_conformance.brokers._pulsar_wire import load_coordinator, rest
 
-# Every version that we test with; the first is the default.
+# The versions that the project tests with; the first is the default.
 VERSIONS = ("4.2.4", "4.0.8")
-# Where Pulsar keeps what it knows of its topics; the first is the default.
+# The metadata stores that Pulsar can use; the first is the default.
 STORES = ("zookeeper", "rocksdb")
-# Standalone, or brokers of a cluster.
+# The numbers of nodes: 1 is standalone, 2 a cluster.
 NODES = (1, 2)
 
 GROUP = "org.apache.pulsar"
-# Those whose distribution can be had from Maven; of the others there are the jars.
+# The versions whose distribution Maven has; for the others Maven has only the jars.
 _DISTRIBUTIONS = ("4.0.8",)
 
-# Each package that Pulsar and its libraries look into.
+# The packages of Java that Pulsar and its libraries access by reflection.
 _OPENED = (
     "java.base/java.io",
     "java.base/java.lang",
@@ -55,16 +55,15 @@ _JAVA_OPTIONS = (
     f"-Dbookkeeper.metadata.bookie.drivers={_DRIVERS}BookieDriver",
     f"-Dbookkeeper.metadata.client.drivers={_DRIVERS}ClientDriver",
 )
-# From this version on Java asks about what netty does.
+# From this version on Java has an option that permits netty's use of sun.misc.Unsafe.
 _UNSAFE_JAVA = 23
 _UNSAFE_OPTION = "--sun-misc-unsafe-memory-access=allow"
 
-# Each reason that is not obvious:
-# - transactions, deduplication and acks of single messages of a batch are what is to be tested, and off in Pulsar as it
-#   comes;
-# - there is one bookie, and a disk that is nearly full is no reason to stop; it refuses a disk that has no room for one
-#   more of its files, so these are small;
-# - caches and pools are small, since there may be other brokers on the machine.
+# Reasons that are not obvious:
+# - transactions, deduplication and batch-index acks are tested, and off by default;
+# - there is one bookie, and a nearly full disk must not stop it; it refuses a disk without room for one more of its
+#   files, so these are small;
+# - caches and pools are small, because other brokers may run on the machine.
 _SETTINGS = {
     "clusterName": "standalone",
     "transactionCoordinatorEnabled": "true",
@@ -84,7 +83,7 @@ _SETTINGS = {
     "diskUsageWarnThreshold": "0.9998",
     "logSizeLimit": "67108864",
     "ledgerStorageClass": "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage",
-    # The broker's largest message and what is around it: without it the bookie takes no entry of that size.
+    # The broker's largest message with its overhead. With less the bookie takes no entry of that size.
     "nettyMaxFrameSizeBytes": "5253120",
     "gcWaitTime": "300000",
     "managedLedgerCacheSizeMB": "64",
@@ -93,7 +92,7 @@ _SETTINGS = {
     "dbStorage_rocksDB_blockCacheSize": "33554432",
     "brokerShutdownTimeoutMs": "5000",
 }
-# As Pulsar comes, it deletes data that no subscription needs, and topics that nobody uses.
+# By default Pulsar deletes data that no subscription needs, and unused topics.
 _KEEP_ALL = {
     "defaultRetentionTimeInMinutes": "-1",
     "defaultRetentionSizeInMB": "-1",
@@ -102,18 +101,18 @@ _KEEP_ALL = {
 
 
 def fetch_pulsar(version: str = VERSIONS[0], bar: bool = True) -> Path:
-    """The folder of Pulsar's jars; the first call fetches 245 MB. Raises `ToolMissing` and `CannotStart`."""
+    """Return the folder of Pulsar's jars; the first call fetches 245 MB. Raise `ToolMissing` or `CannotStart`."""
     name = f"pulsar-{version}"
     if version in _DISTRIBUTIONS:
         distribution = Artifact(GROUP, "pulsar-server-distribution", version)
         return fetch_from_archive(name, distribution, "**/lib/*.jar", bar) / f"apache-pulsar-{version}" / "lib"
-    # Only the parent names one set of versions that fit each other; of the logging it names the version alone.
+    # Only the parent project names versions that fit each other. It also has the version of log4j-core.
     wanted = [Artifact(GROUP, "pulsar-broker", version), Artifact("org.apache.logging.log4j", "log4j-core")]
     return fetch(name, wanted, bar, parent=Artifact(GROUP, "pulsar", version))
 
 
 class Pulsar(Broker):
-    """Pulsar. It has started when its transaction coordinators are loaded and answer."""
+    """Control Pulsar, which has started when its transaction coordinators are loaded and answer."""
 
     _port: int
     _web: int
@@ -128,7 +127,7 @@ class Pulsar(Broker):
 
 
 class PulsarProcess(Pulsar, ProcessBroker):
-    """Pulsar as a Java process of this machine. `brokers.pulsar` says what can be asked for."""
+    """Run Pulsar as a Java process of this machine. `brokers.pulsar` describes the options."""
 
     nodes = (1,)
 
@@ -157,14 +156,14 @@ class PulsarProcess(Pulsar, ProcessBroker):
     def _prepare(self) -> None:
         own = {
             **addresses(HOST, self._port, self._web, self.routes[0]),
-            # Of the bookie.
+            # The bookie's interface.
             "listeningInterface": loopback_interface(),
-            # By it we know that it is this broker that answers.
+            # The path of the status file shows later that the broker that answers is this one.
             "statusFilePath": str(self.folder / "status"),
         }
         self._configuration.write_text(properties({**own, **self._settings}))
         if self._store == "zookeeper":
-            self._zookeeper_folder.mkdir(parents=True)  # where it is, Pulsar uses ZooKeeper
+            self._zookeeper_folder.mkdir(parents=True)  # Pulsar uses ZooKeeper if this folder exists
 
     def _command(self, node: int) -> list[str]:
         data = self.folder / "data"
@@ -203,7 +202,7 @@ class PulsarProcess(Pulsar, ProcessBroker):
 
 
 def java_command(java: str, jars: Path, folder: Path, memory: Sequence[str], main: str, *arguments: str) -> list[str]:
-    """The command that runs a program of Pulsar's jars, which logs its warnings to its standard output."""
+    """Return the command for a program of Pulsar's jars that logs its warnings to standard output."""
     unsafe = [_UNSAFE_OPTION] if java_version() >= _UNSAFE_JAVA else []
     return [
         *(java, *memory, *_JAVA_OPTIONS, *unsafe, log4j_option(folder)),
@@ -212,14 +211,14 @@ def java_command(java: str, jars: Path, folder: Path, memory: Sequence[str], mai
 
 
 def is_own(web: int, status: Path) -> bool:
-    """Whether it is a broker of ours that answers: somebody else's may have taken the port. Raises `OSError`."""
-    told = rest(web, "/admin/v2/brokers/configuration/runtime")
-    return bool(told.get("statusFilePath") == str(status))
+    """Return whether this broker answers, and not another that took the port. Raise `OSError` if none answers."""
+    configuration = rest(web, "/admin/v2/brokers/configuration/runtime")
+    return bool(configuration.get("statusFilePath") == str(status))
 
 
 def is_ready(port: int, web: int) -> bool:
-    """Whether a broker has made all that it makes at its first start, and its coordinator answers. Raises `OSError`."""
-    # From the outside in: for each question about what is not there yet it writes an error to its log.
+    """Return whether a broker has created its system topics, and its coordinator answers. Raise `OSError` if not."""
+    # The checks go from the outside in, because the broker logs an error for each request about a missing object.
     if not {"public", "pulsar"} <= set(rest(web, "/admin/v2/tenants")):
         return False
     namespaces = rest(web, "/admin/v2/namespaces/public") + rest(web, "/admin/v2/namespaces/pulsar")
@@ -232,31 +231,31 @@ def is_ready(port: int, web: int) -> bool:
 
 
 def common_settings(store: str, delete_unused: bool) -> dict[str, str]:
-    """The settings that do not depend on where the broker is."""
+    """Return the settings that do not depend on the broker's addresses."""
     return {
         **_SETTINGS,
         **({} if delete_unused else _KEEP_ALL),
-        # Without it, a SIGKILL under load can leave topics that nobody can read any more.
+        # Without a synced journal, a SIGKILL under load can leave topics that cannot be read any more.
         "journalSyncData": "true" if store == "zookeeper" else "false",
     }
 
 
 def addresses(bind: str, port: int, web: int, route: Route) -> dict[str, str]:
-    """The settings that say where the broker listens and what it tells clients."""
+    """Return the settings of the addresses where the broker listens, and of those that it gives to clients."""
     return {
         "bindAddress": bind,
         "brokerServicePort": str(port),
         "webServicePort": str(web),
         "bindAddresses": f"proxy:pulsar://{bind}:{route.upstream}",
         "advertisedAddress": HOST,
-        # A client that comes through the proxy is told the proxy's port, and so stays with it.
+        # A client that connects through the proxy gets the proxy's port, and so stays with the proxy.
         "advertisedListeners": f"internal:pulsar://{HOST}:{port},proxy:pulsar://{HOST}:{route.listen}",
         "internalListenerName": "internal",
     }
 
 
 def check(version: str, store: str, nodes: int = 1) -> None:
-    """Raises `InvalidOption` for what we do not start."""
+    """Raise `InvalidOption` for a combination that this package does not start."""
     check_known("nodes", nodes, NODES)
     check_known("version", version, VERSIONS)
     if nodes > 1 and store != STORES[0]:
@@ -265,7 +264,7 @@ def check(version: str, store: str, nodes: int = 1) -> None:
 
 
 def answering(url: str) -> int:
-    """How many nodes of a URL answer a request."""
+    """Return the number of nodes of a URL that answer a request."""
     return sum(_answers(int(address.rpartition(":")[2])) for address in url.split("/")[2].split(","))
 
 

@@ -1,4 +1,4 @@
-"""A cluster of Apache Pulsar: brokers, one bookie and one ZooKeeper, each a process."""
+"""Run a cluster of Apache Pulsar: brokers, one bookie and one ZooKeeper, each a process of its own."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from txnbridge_conformance.brokers._pulsar import (
 )
 from txnbridge_conformance.brokers._pulsar_wire import load_coordinator, rest
 
-_NAME = "standalone"  # of the cluster, as with one node
+_NAME = "standalone"  # the cluster's name, the same as of a standalone node
 _ZOOKEEPER, _BOOKIE = "zookeeper", "bookie"
 _ZOOKEEPER_MEMORY = ("-Xms32m", "-Xmx64m")
 _BOOKIE_MEMORY = ("-Xms64m", "-Xmx192m", "-XX:MaxDirectMemorySize=192m")
 _BROKER_MEMORY = ("-Xms128m", "-Xmx320m", "-XX:MaxDirectMemorySize=256m")
-# A broker that was killed is missed so soon, and no living one is taken for dead on a busy machine. ZooKeeper grants
-# between two and twenty of its ticks.
+# The cluster misses a killed broker after this session time, and does not take a living one for dead on a busy machine.
+# ZooKeeper allows between two and twenty ticks.
 _SESSION_MS, _TICK_MS = 5000, 1000
-# Each reason that is not obvious:
-# - a topic stays where it is as long as its broker lives, unless somebody moves it;
+# Reasons that are not obvious:
+# - a topic stays on its broker as long as the broker lives, unless a test moves the topic;
 # - caches are small: there are four processes;
-# - nobody kills the bookie or ZooKeeper but to end all, so nothing needs to be written through.
+# - the bookie and ZooKeeper are killed only to end the cluster, so nothing needs to be synced to disk.
 _SETTINGS = {
     "loadBalancerEnabled": "true",
     "loadBalancerSheddingEnabled": "false",
@@ -46,19 +46,19 @@ _SETTINGS = {
     "dbStorage_readAheadCacheMaxSizeMb": "32",
     "journalSyncData": "false",
 }
-_BUNDLES = 16  # as many as Pulsar makes
+_BUNDLES = 16  # Pulsar's default
 _UNSYNCED = "-Dzookeeper.forceSync=no"
 
 
 class PulsarCluster(Pulsar, ProcessBroker):
-    """Brokers of one cluster. Its nodes are its brokers; ZooKeeper and the bookie go on without them.
+    """Run the brokers of one cluster, which are its nodes. ZooKeeper and the bookie go on without them.
 
-    A node has started when all brokers that run know it, and every transaction coordinator is loaded by one of them.
-    `brokers.pulsar` says what can be asked for.
+    A node has started when all running brokers know it, and each transaction coordinator is loaded by one of them.
+    `brokers.pulsar` describes the options.
     """
 
     coordinators = 4
-    """How many transaction coordinators there are: more than one for each broker."""
+    """The number of transaction coordinators: more than one for each broker."""
 
     def __init__(
         self,
@@ -90,15 +90,15 @@ class PulsarCluster(Pulsar, ProcessBroker):
 
     @property
     def admin_url(self) -> str:
-        """That of the first node."""
+        """Return the URL of the first node's administration."""
         return f"http://{self.web_address(1)}"
 
     def address(self, node: int) -> str:
-        """Where a node speaks the binary protocol, as "host:port"."""
+        """Return a node's address of the binary protocol, as "host:port"."""
         return f"{HOST}:{self._ports[node]}"
 
     def web_address(self, node: int) -> str:
-        """Where a node answers by HTTP, as "host:port": what Pulsar calls its id."""
+        """Return a node's HTTP address as "host:port", which is also the broker's id in Pulsar."""
         return f"{HOST}:{self._webs[node]}"
 
     def _prepare(self) -> None:
@@ -124,7 +124,7 @@ class PulsarCluster(Pulsar, ProcessBroker):
         for node in self.nodes:
             own = addresses(HOST, self._ports[node], self._webs[node], self.routes[node - 1])
             stores = {"metadataStoreUrl": self._store, "configurationMetadataStoreUrl": self._store}
-            # By the last we know that it is this broker that answers.
+            # The path of the status file shows later that the broker that answers is this one.
             settings = {**own, **stores, "statusFilePath": str(self._status(node)), **self._settings}
             self._file(f"node-{node}").write_text(properties(settings))
         self._start_part(_ZOOKEEPER, self._zookeeper_command(), lambda: _is_zookeeper(self._zookeeper))
@@ -189,7 +189,7 @@ class PulsarCluster(Pulsar, ProcessBroker):
 
 
 def start(*, nodes: int, store: str, **options: Any) -> PulsarProcess | PulsarCluster:
-    """Standalone or a cluster, as `nodes` says."""
+    """Start Pulsar standalone for one node, or a cluster for more."""
     if nodes > 1:
         return PulsarCluster(nodes=nodes, **options)
     return PulsarProcess(store=store, **options)

@@ -1,4 +1,4 @@
-"""Apache Pulsar standalone in a container."""
+"""Run Apache Pulsar standalone in a container."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from txnbridge_conformance.brokers._ports import Route, free_ports
 from txnbridge_conformance.brokers._pulsar import Pulsar, addresses, common_settings, is_ready
 
 _IMAGE = "apachepulsar/pulsar"
-# Its own script writes what the environment says into the settings.
+# The image's own script writes settings from the environment into the configuration.
 _COMMAND = (
     "sh -c 'bin/apply-config-from-env.py conf/standalone.conf &&"
     " exec bin/pulsar standalone --no-functions-worker --no-stream-storage'"
@@ -17,8 +17,6 @@ _COMMAND = (
 
 
 class PulsarContainer(Pulsar, ContainerBroker):
-    """Pulsar in a container."""
-
     def __init__(
         self,
         *,

@@ -1,4 +1,4 @@
-"""Just enough of Pulsar's protocols to ask a broker whether it can be used."""
+"""Send single requests of Pulsar's protocols, and check that a broker is ready."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import Any, NamedTuple, TypeVar
 from txnbridge_conformance._protobuf import Value, decode, encode
 from txnbridge_conformance.brokers._ports import HOST
 
-_Self = TypeVar("_Self", bound="Connection")
+_Self = TypeVar("_Self", bound="PulsarConnection")
 
 COORDINATORS = "persistent://pulsar/system/transaction_coordinator_assign"
 
 CONNECT, CONNECTED, ERROR, LOOKUP, LOOKUP_RESPONSE = 2, 3, 14, 23, 24
 TC_CLIENT_CONNECT_REQUEST, TC_CLIENT_CONNECT_RESPONSE = 62, 63
 
-# The newest that brokers know; from 19 on they have transactions as we need them.
+# The newest protocol version that brokers know. Transactions need at least version 19.
 _PROTOCOL_VERSION = 21
-# The largest message and 10 KiB around it: whoever sends more is no Pulsar broker.
+# The largest message and 10 KiB of overhead. A peer that sends more is no Pulsar broker.
 _MOST_BYTES = 5 * 1024 * 1024 + 10 * 1024
 _SECONDS = 5.0
 _REDIRECT, _MOST_REDIRECTS = 0, 5
 
 
-class Command(NamedTuple):
-    """What a broker said: the fields of a command by their numbers, and what followed it."""
+class PulsarCommand(NamedTuple):
+    """Hold a command of a broker: its kind, its fields by number, and the bytes after it."""
 
     kind: int
     fields: dict[int, Value]
     payload: bytes
 
 
-class Connection:
-    """One connection to a broker. Everything raises `OSError`."""
+class PulsarConnection:
+    """Connect to a broker. Every method raises `OSError` if the connection or the broker fails."""
 
     def __init__(self, port: int, timeout: float = _SECONDS) -> None:
         self._socket = socket.create_connection((HOST, port), timeout)
@@ -48,13 +48,13 @@ class Connection:
             raise
 
     def send(self, kind: int, *fields: tuple[int, Value], payload: bytes = b"") -> None:
-        """Send a command with these fields."""
+        """Send one command."""
         command = encode([(1, kind), (kind, encode(fields))])
         size = 4 + len(command) + len(payload)
         self._socket.sendall(struct.pack(">II", size, len(command)) + command + payload)
 
-    def receive(self) -> Command:
-        """The next command of the broker."""
+    def receive(self) -> PulsarCommand:
+        """Return the broker's next command."""
         size, command_size = struct.unpack(">II", self._exactly(8))
         if not 4 + command_size <= size <= _MOST_BYTES:
             raise OSError("it does not speak Pulsar's protocol")
@@ -64,10 +64,10 @@ class Connection:
         body = command.get(kind) if isinstance(kind, int) else None
         if not isinstance(kind, int) or not isinstance(body, bytes):
             raise OSError("it does not speak Pulsar's protocol")
-        return Command(kind, dict(decode(body)), frame[command_size:])
+        return PulsarCommand(kind, dict(decode(body)), frame[command_size:])
 
     def ask(self, answer: int, kind: int, *fields: tuple[int, Value], payload: bytes = b"") -> dict[int, Value]:
-        """Send a command and return the fields of the answer, which is of that kind."""
+        """Send a command, and return the fields of the next command of the kind `answer`."""
         self.send(kind, *fields, payload=payload)
         while (command := self.receive()).kind != answer:
             if command.kind == ERROR:
@@ -94,34 +94,34 @@ class Connection:
 
 
 def load_coordinator(port: int, number: int = 0) -> None:
-    """Have a transaction coordinator loaded by the broker that serves it, as any broker of the cluster says.
+    """Have a transaction coordinator loaded by the broker that serves it. Any broker of the cluster can look it up.
 
-    Raises `OSError` as long as that does not.
+    Raise `OSError` if the coordinator is not ready.
     """
-    # Without a lookup a broker does not take on what belongs to the topic.
-    with Connection(_serving(port, f"{COORDINATORS}-partition-{number}".encode())) as connection:
+    # Only a lookup makes a broker load the topic, and the coordinator with it.
+    with PulsarConnection(_serving(port, f"{COORDINATORS}-partition-{number}".encode())) as connection:
         loaded = connection.ask(TC_CLIENT_CONNECT_RESPONSE, TC_CLIENT_CONNECT_REQUEST, (1, 2), (2, number))
         if 2 in loaded:
             raise OSError("the transaction coordinator is not ready")
 
 
 def _serving(port: int, topic: bytes) -> int:
-    """The port of the broker that serves a topic. Raises `OSError`."""
+    """Return the port of the broker that serves a topic. Raise `OSError` if none does."""
     authoritative: Value = 0
     for _ in range(_MOST_REDIRECTS):
-        with Connection(port) as connection:
-            found = connection.ask(LOOKUP_RESPONSE, LOOKUP, (1, topic), (2, 1), (3, authoritative))
-        url = found.get(1)
-        if 6 in found or not isinstance(url, bytes):
+        with PulsarConnection(port) as connection:
+            response = connection.ask(LOOKUP_RESPONSE, LOOKUP, (1, topic), (2, 1), (3, authoritative))
+        url = response.get(1)
+        if 6 in response or not isinstance(url, bytes):
             raise OSError("no broker serves it now")
-        port, authoritative = int(url.rpartition(b":")[2]), found.get(5, 0)
-        if found.get(3) != _REDIRECT:
+        port, authoritative = int(url.rpartition(b":")[2]), response.get(5, 0)
+        if response.get(3) != _REDIRECT:
             return port
     raise OSError("the brokers redirect in circles")
 
 
 def rest(port: int, path: str) -> Any:
-    """The document that the broker's administration gives at a path. Raises `OSError`."""
+    """Return the JSON document at a path of the broker's HTTP administration. Raise `OSError` for any other answer."""
     connection = http.client.HTTPConnection(HOST, port, timeout=_SECONDS)
     try:
         connection.request("GET", path)

@@ -1,4 +1,4 @@
-"""Apache RocketMQ: a name server, and brokers each with its gRPC proxy in one process."""
+"""Run Apache RocketMQ: a name server, and brokers, each with its gRPC proxy in the same process."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 from txnbridge_conformance.brokers._broker import CannotStart, ProcessBroker, check_known, wait_until
 from txnbridge_conformance.brokers._jars import Artifact, fetch, java, properties
 from txnbridge_conformance.brokers._ports import HOST, Route, free_ports, is_open
-from txnbridge_conformance.brokers._rocketmq_wire import brokers, create_group, create_topic, is_serving, places
+from txnbridge_conformance.brokers._rocketmq_wire import brokers, brokers_with, create_group, create_topic, is_serving
 
-# Every version that we test with; the first is the default.
+# The versions that the project tests with; the first is the default.
 VERSIONS = ("5.5.0",)
-# Brokers of a cluster, each with messages of its own; they do not replicate each other.
+# The numbers of brokers in a cluster. Each has its own messages; they do not replicate each other.
 NODES = (1, 2)
 
 _GROUP = "org.apache.rocketmq"
 _NAME_SERVER = "name-server"
 _JAVA_OPTIONS = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto", "-Djava.net.preferIPv4Stack=true")
-# 140 MB and 500 to 900 MB of memory in use. A broker has 64 MB of buffers at its start already.
+# The name server uses 140 MB of memory, a broker 500 to 900 MB, of which 64 MB are buffers from the start.
 _NAME_SERVER_OPTIONS = ("-Xms32m", "-Xmx128m")
 _BROKER_OPTIONS = ("-Xms256m", "-Xmx768m", "-XX:MaxDirectMemorySize=768m")
-# It has its own copy of logback. Warnings only: a line for each message would fill the disk, and the transactions'
-# logger warns of each half that it asks about.
+# RocketMQ has its own copy of logback. Only warnings are logged, because a line for each message would fill the disk.
+# The transactions' logger logs only errors, because it warns at each check-back.
 _LOGBACK = "org.apache.rocketmq.logging.ch.qos.logback"
 _LOGGING = f"""<configuration>
   <statusListener class="{_LOGBACK}.core.status.NopStatusListener"/>
@@ -37,15 +37,15 @@ _LOGGING = f"""<configuration>
 </configuration>
 """
 
-# Each reason that is not obvious:
-# - a half is asked about after two seconds and then each second, so that tests of it are short;
-# - that an end was asked for is noted after 0.1 s instead of every three seconds: a half whose end is not noted when it
-#   is looked at is asked about although it has ended, and an answer publishes it again;
-# - halves that nobody answers for are kept as good as for ever;
-# - small files, which are made when the broker starts;
-# - a slow disk makes a broker refuse messages, which is not what is tested;
+# Reasons that are not obvious:
+# - check-backs come after two seconds and then each second, so that their tests are short;
+# - an op message is written 0.1 s after an end instead of every three seconds: a half whose op message is missing at
+#   a check is checked back although it has ended, and an answer publishes it again;
+# - halves without an answer to their check-backs are kept practically for ever;
+# - files are small, because they are created when the broker starts;
+# - a slow disk makes a broker refuse messages by default, which is not tested;
 # - a missing topic is an error, as it should be where transactions matter;
-# - what was stored is found by its key after a kill, too, and not only what stands in the last files of the commit log.
+# - after a kill all stored messages are found by their keys, not only those in the last files of the commit log.
 _SETTINGS = {
     "brokerId": "0",
     "brokerIP1": HOST,
@@ -66,21 +66,21 @@ _SETTINGS = {
     "transactionCheckInterval": "1000",
     "transactionCheckMax": "1000",
 }
-# How long the name server may take to hear of a new topic; it takes milliseconds.
+# The time in which the name server must know a new topic; normally it takes milliseconds.
 _TOPIC_SECONDS = 30.0
 
 
 def fetch_rocketmq(version: str = VERSIONS[0], bar: bool = True) -> Path:
-    """The folder of RocketMQ's jars; the first call fetches 100 MB. Raises `ToolMissing` and `CannotStart`."""
+    """Return the folder of RocketMQ's jars; the first call fetches 100 MB. Raise `ToolMissing` or `CannotStart`."""
     wanted = [Artifact(_GROUP, f"rocketmq-{part}", version) for part in ("namesrv", "proxy")]
     return fetch(f"rocketmq-{version}", wanted, bar)
 
 
 class RocketMQ(ProcessBroker):
-    """A cluster of RocketMQ. Its nodes are its brokers; the name server is not among them, and goes on without them.
+    """Run a cluster of RocketMQ. Its nodes are its brokers; the name server is no node, and goes on without them.
 
-    A node has started when the name server knows it, and both it and its gRPC proxy answer. `brokers.rocketmq` says
-    what can be asked for.
+    A node has started when the name server knows it, and both the broker and its gRPC proxy answer. `brokers.rocketmq`
+    describes the options.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RocketMQ(ProcessBroker):
         self.nodes = tuple(range(1, nodes + 1))
         self._settings = settings or {}
         self._system_properties = system_properties or {}
-        self._cluster = f"cluster-{uuid.uuid4().hex}"  # by it we know that it is ours that answers
+        self._cluster = f"cluster-{uuid.uuid4().hex}"  # shows later that the broker that answers is this one
         free, proxied, *ports = free_ports(2 + 5 * nodes)
         rest = iter(ports)
         self._name_server = port or free
@@ -108,7 +108,7 @@ class RocketMQ(ProcessBroker):
         self._grpc = {node: next(rest) for node in self.nodes}
         self._replication = {node: next(rest) for node in self.nodes}
         self._proxy_remoting = {node: next(rest) for node in self.nodes}
-        # First the name server, which a proxy lets tell its own addresses for the brokers'.
+        # The name server comes first; in its answers a proxy replaces the brokers' addresses by its own.
         self.routes = (Route(proxied, self._name_server), *(Route(next(rest), self._brokers[n]) for n in self.nodes))
         super().__init__(folder, start_timeout)
         self._open()
@@ -118,42 +118,42 @@ class RocketMQ(ProcessBroker):
         return f"rocketmq://{HOST}:{self._name_server}"
 
     def broker_address(self, node: int = 1) -> str:
-        """Where a node speaks the remoting protocol, as "host:port"."""
+        """Return a node's address of the remoting protocol, as "host:port"."""
         return f"{HOST}:{self._brokers[node]}"
 
     def grpc_address(self, node: int = 1) -> str:
-        """Where the gRPC proxy of a node listens, as "host:port"."""
+        """Return the address of a node's gRPC proxy, as "host:port"."""
         return f"{HOST}:{self._grpc[node]}"
 
     def start(self, node: int | None = None) -> None:
-        self.start_name_server()  # first: a broker that finds none tries again after ten seconds only
+        self.start_name_server()  # first: a broker without a name server tries again only after ten seconds
         super().start(node)
 
     def start_name_server(self) -> None:
-        """Start the name server if it does not run; it hears of the brokers within half a minute."""
+        """Start the name server if it does not run. Brokers register with it within half a minute."""
         log = self.folder / f"{_NAME_SERVER}.log"
         if self._processes.pid(_NAME_SERVER) is None:
             self._processes.start(_NAME_SERVER, self._name_server_command(), log)
         self._wait_for("the name server", _NAME_SERVER, log, lambda: _is_named(self._name_server))
 
     def kill_name_server(self) -> None:
-        """End the name server with SIGKILL; return when it is gone."""
+        """End the name server with SIGKILL, and return when it has ended."""
         self._processes.signal(_NAME_SERVER, signal.SIGKILL)
         wait_until(lambda: self._processes.pid(_NAME_SERVER) is None, self._start_timeout)
 
     def create_topic(self, topic: str, queues: int = 4, kind: str = "NORMAL") -> None:
-        """Make a topic on every node, and return when the name server tells of it. Raises `CannotStart`.
+        """Create a topic on every node, and return when the name server knows it. Raise `CannotStart` if that fails.
 
-        `kind` matters to gRPC clients alone: NORMAL, FIFO, DELAY or TRANSACTION.
+        `kind` matters only to gRPC clients: NORMAL, FIFO, DELAY or TRANSACTION.
         """
         for node in self.nodes:
             create_topic(self._brokers[node], topic, queues, kind)
-        # A gRPC proxy that asks too early remembers for 20 s that there is no such topic.
-        if not wait_until(lambda: places(self._name_server, topic) == len(self.nodes), _TOPIC_SECONDS):
+        # A gRPC proxy that asks the name server too early caches for 20 s that the topic is missing.
+        if not wait_until(lambda: brokers_with(self._name_server, topic) == len(self.nodes), _TOPIC_SECONDS):
             raise CannotStart(f"the name server did not hear of topic {topic} within {_TOPIC_SECONDS:g} s")
 
     def create_group(self, group: str, orderly: bool = False) -> None:
-        """Make a consumer group on every node. gRPC clients can't read in a group that nobody made."""
+        """Create a consumer group on every node. gRPC clients can read only in a group that exists."""
         for node in self.nodes:
             create_group(self._brokers[node], group, orderly)
 
@@ -180,7 +180,7 @@ class RocketMQ(ProcessBroker):
         )
 
     def _answers(self, node: int) -> bool:
-        # The proxy is the last to open. Until then nobody is asked anything, which would take its time from the start.
+        # The gRPC proxy opens last. No request is sent before, because it would slow the start down.
         if not (is_open(self._grpc[node]) and is_serving(self._brokers[node])):
             return False
         try:
@@ -190,7 +190,7 @@ class RocketMQ(ProcessBroker):
 
     def _main(self, name: str, options: tuple[str, ...], main: str, *arguments: str) -> list[str]:
         own = {
-            "user.home": str(self.folder / name),  # where it keeps what no setting says
+            "user.home": str(self.folder / name),  # the place of files that no setting moves
             "rocketmq.home.dir": str(self.folder),
             "rmq.logback.configurationFile": str(self.folder / "logback.xml"),
             **self._system_properties,
@@ -222,19 +222,19 @@ class RocketMQ(ProcessBroker):
             "remotingListenPort": self._proxy_remoting[node],
             "namesrvAddr": f"{HOST}:{self._name_server}",
             "localServeAddr": HOST,
-            # How long a gRPC client's half can be ended: as it comes, half a minute.
+            # The time in which a gRPC client's half can be ended; the default is half a minute.
             "transactionDataExpireMillis": 3_600_000,
         }
 
 
 def check(nodes: int, version: str) -> None:
-    """Raises `InvalidOption` for what we do not start."""
+    """Raise `InvalidOption` for a combination that this package does not start."""
     check_known("nodes", nodes, NODES)
     check_known("version", version, VERSIONS)
 
 
 def answering(url: str) -> int:
-    """How many brokers of the cluster behind a URL answer a request."""
+    """Return the number of brokers of a URL's cluster that answer a request."""
     try:
         known = brokers(int(url.rpartition(":")[2]))
     except OSError:

@@ -1,4 +1,4 @@
-"""Just enough of RocketMQ's remoting protocol to ask who is there, and to make topics and groups in milliseconds."""
+"""Send single remoting requests to RocketMQ: list brokers, and create topics and groups in milliseconds."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from txnbridge_conformance.brokers._ports import HOST
 
 _CREATE_TOPIC, _ROUTE, _CLUSTER, _CREATE_GROUP, _SETTINGS = 17, 105, 106, 200, 26
 _NO_SUCH_TOPIC = 17
-_BINARY = 1  # a kind of header
-# Answers take kilobytes; whoever sends more is no RocketMQ.
+_BINARY = 1  # the kind of a binary header
+# Answers take kilobytes. A peer that sends more than this is no RocketMQ.
 _MOST_BYTES = 1 << 20
 
 
-class Answer(NamedTuple):
-    """What came back: 0 is success."""
+class RemotingAnswer(NamedTuple):
+    """Hold an answer; code 0 is success."""
 
     code: int
     remark: str
     body: bytes
 
 
-def ask(port: int, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"") -> Answer:
-    """Send one request and return its answer. Raises `OSError`."""
+def ask(port: int, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"") -> RemotingAnswer:
+    """Send one request and return its answer. Raise `OSError` if that fails."""
     header = {
         "code": code,
         "language": "OTHER",
@@ -53,14 +53,14 @@ def _exactly(data: bytes, size: int) -> bytes:
     return data
 
 
-def _parse(port: int, frame: bytes) -> Answer:
+def _parse(port: int, frame: bytes) -> RemotingAnswer:
     kind, size = frame[0], int.from_bytes(frame[1:4], "big")
     header, body = frame[4 : 4 + size], frame[4 + size :]
-    if kind == _BINARY:  # if its settings say so; the code is what comes first
-        return Answer(int.from_bytes(header[:2], "big"), "", body)
+    if kind == _BINARY:  # a broker may be set to binary headers, which begin with the code
+        return RemotingAnswer(int.from_bytes(header[:2], "big"), "", body)
     try:
-        read = json.loads(header)
-        return Answer(int(read["code"]), read.get("remark") or "", body)
+        fields = json.loads(header)
+        return RemotingAnswer(int(fields["code"]), fields.get("remark") or "", body)
     except (ValueError, TypeError, KeyError, AttributeError):
         raise _foreign(port) from None
 
@@ -70,22 +70,22 @@ def _foreign(port: int) -> OSError:
 
 
 def brokers(name_server: int) -> dict[str, dict[str, str]]:
-    """What a name server knows: by cluster, the address of the master of each broker. Raises `OSError`."""
+    """Return the masters' addresses that a name server knows, by cluster and broker. Raise `OSError` if it fails."""
     body = ask(name_server, _CLUSTER).body
     try:
-        # Its numeric keys have no quotes.
-        known = json.loads(re.sub(rb"([{,])\s*(\d+)\s*:", rb'\1"\2":', body))["brokerAddrTable"].values()
-        found: dict[str, dict[str, str]] = {}
-        for broker in known:
+        # The name server writes numeric keys without quotes.
+        entries = json.loads(re.sub(rb"([{,])\s*(\d+)\s*:", rb'\1"\2":', body))["brokerAddrTable"].values()
+        masters: dict[str, dict[str, str]] = {}
+        for broker in entries:
             if master := broker["brokerAddrs"].get("0"):
-                found.setdefault(broker["cluster"], {})[broker["brokerName"]] = master
+                masters.setdefault(broker["cluster"], {})[broker["brokerName"]] = master
     except (ValueError, TypeError, KeyError, AttributeError):
         raise _foreign(name_server) from None
-    return found
+    return masters
 
 
 def is_serving(port: int) -> bool:
-    """Whether a broker answers a request, with whatever: it may want to know first who asks."""
+    """Return whether a broker answers a request. An error counts too, because the broker may ask for credentials."""
     try:
         ask(port, _SETTINGS)
     except OSError:
@@ -94,7 +94,7 @@ def is_serving(port: int) -> bool:
 
 
 def create_topic(port: int, topic: str, queues: int, kind: str) -> None:
-    """Make a topic on a broker. Raises `OSError` with the broker's words."""
+    """Create a topic on a broker. Raise `OSError` with the broker's message if it refuses."""
     fields = {
         "topic": topic,
         "defaultTopic": "TBW102",
@@ -110,7 +110,7 @@ def create_topic(port: int, topic: str, queues: int, kind: str) -> None:
 
 
 def create_group(port: int, group: str, orderly: bool) -> None:
-    """Make a consumer group on a broker. Raises `OSError` with the broker's words."""
+    """Create a consumer group on a broker. Raise `OSError` with the broker's message if it refuses."""
     body: dict[str, Any] = {
         "groupName": group,
         "consumeEnable": True,
@@ -122,13 +122,13 @@ def create_group(port: int, group: str, orderly: bool) -> None:
     _successful(ask(port, _CREATE_GROUP, body=json.dumps(body).encode()))
 
 
-def places(name_server: int, topic: str) -> int:
-    """On how many brokers a name server knows a topic to be. Raises `OSError`."""
+def brokers_with(name_server: int, topic: str) -> int:
+    """Return the number of brokers on which a name server knows a topic. Raise `OSError` if it fails."""
     answer = ask(name_server, _ROUTE, {"topic": topic, "acceptStandardJsonOnly": "true"})
     return 0 if answer.code == _NO_SUCH_TOPIC else len(json.loads(_successful(answer).body)["queueDatas"])
 
 
-def _successful(answer: Answer) -> Answer:
+def _successful(answer: RemotingAnswer) -> RemotingAnswer:
     if answer.code:
         raise OSError(f"RocketMQ refused ({answer.code}): {answer.remark}")
     return answer

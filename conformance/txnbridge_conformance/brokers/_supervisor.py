@@ -1,8 +1,8 @@
-"""A small process that runs a broker's processes and ends them when whoever started it dies, however it dies.
+"""A small process that runs a broker's processes, and ends them when its starter dies in whatever way.
 
-Run by its path with a bare interpreter, so it imports nothing of ours. It reads requests from its standard input, one
-JSON document a line, and answers each with a line. When the input ends, it kills what it started and removes its
-folder.
+A bare interpreter runs this file by its path, so the file imports nothing of this project. The supervisor reads
+requests from its standard input, one JSON document a line, and answers each with a line. When the input ends, it kills
+the processes and removes its folder.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-# The input ends when the starter dies, unless the starter forked and its child holds the pipe too: so its death is also
-# looked for, this often.
-_LOOK_SECONDS = 0.5
+# The interval at which the starter's death is checked. The end of the input does not show it if a forked child of the
+# starter holds the pipe as well.
+_POLL_SECONDS = 0.5
 
 
 class Supervisor:
-    """The processes by name, and the folder that goes with them."""
+    """Run processes by name, and own their folder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -33,15 +33,15 @@ class Supervisor:
         self._starter: int | None = os.getppid()
 
     def serve(self) -> None:
-        """Answer requests until the input or the starter ends, or until told to stop."""
+        """Answer requests until the input or the starter ends, or until a stop request."""
         try:
             for line in self._lines():
                 request = json.loads(line)
-                what = request.pop("do")
-                if what == "stop":
+                action = request.pop("do")
+                if action == "stop":
                     return
                 try:
-                    answer = {"is": getattr(self, f"do_{what}")(**request)}
+                    answer = {"is": getattr(self, f"do_{action}")(**request)}
                 except OSError as error:
                     answer = {"error": str(error)}
                 self._answer(answer)
@@ -51,7 +51,7 @@ class Supervisor:
     def _lines(self) -> Iterator[bytes]:
         pending = b""
         while self._starter is None or os.getppid() == self._starter:
-            if not select.select([self._input], [], [], _LOOK_SECONDS)[0]:
+            if not select.select([self._input], [], [], _POLL_SECONDS)[0]:
                 continue
             data = os.read(self._input, 65536)
             if not data:
@@ -60,7 +60,7 @@ class Supervisor:
             yield from lines
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        with suppress(BrokenPipeError):  # the starter died; its end of the input says so next
+        with suppress(BrokenPipeError):  # the starter died; the end of the input follows
             os.write(1, json.dumps(answer).encode() + b"\n")
 
     def do_start(self, name: str, command: list[str], log: str) -> int:
@@ -72,7 +72,7 @@ class Supervisor:
                 stdout=out,
                 stderr=out,
                 cwd=self._folder,
-                start_new_session=True,  # its process group is what is killed
+                start_new_session=True,  # a process group of its own, which is killed as a whole
             )
         self._processes[name] = process
         return process.pid
@@ -82,21 +82,21 @@ class Supervisor:
         process = self._processes.get(name)
         if process is None or process.poll() is not None:
             return False
-        os.killpg(process.pid, number)  # no other process has this id: this one was not waited for yet
+        os.killpg(process.pid, number)  # the id is not reused before this process has been waited for
         return True
 
     def do_exit_code(self, name: str) -> int | str | None:
-        """What a process ended with, None while it runs, "absent" if there never was one."""
+        """Return a process's exit code, None while it runs, or "absent" if it was never started."""
         process = self._processes.get(name)
         return "absent" if process is None else process.poll()
 
     def do_detach(self, control: str) -> None:
-        """From now on live without the starter, and take requests from a named pipe.
+        """Outlive the starter from now on, and take requests from a named pipe.
 
-        As long as the pipe has a reader, this process lives; so nobody has to remember its id.
+        The pipe has a reader as long as this process lives, so its id need not be stored.
         """
         os.mkfifo(control, 0o600)
-        # Open for writing too, so that it never ends.
+        # The pipe is open for writing as well, so that reading never meets its end.
         self._input = os.open(control, os.O_RDWR)
         self._starter = None
 
@@ -110,7 +110,7 @@ class Supervisor:
 
 
 def _leave(*_: object) -> None:
-    sys.exit(1)  # through `finally`, which ends the processes
+    sys.exit(1)  # runs the `finally` that ends the processes
 
 
 if __name__ == "__main__":

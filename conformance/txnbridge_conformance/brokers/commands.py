@@ -1,4 +1,4 @@
-"""`txnbridge brokers`: real brokers for the shell, started and ended by hand."""
+"""The command `txnbridge brokers`, which starts and ends real brokers from the shell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from txnbridge.commands import json_and_debug
 from txnbridge.errors import NotFound
 from txnbridge_conformance.brokers import _detached, _kafka, _pulsar, _pulsar_cluster, _rocketmq
 
-# How many nodes of a URL answer, for each broker that can be started.
+# The function for each broker that counts how many nodes of a URL answer.
 _ANSWERING: dict[str, Callable[[str], int]] = {
     "kafka": _kafka.answering,
     "pulsar": _pulsar.answering,
@@ -25,8 +25,8 @@ _ALL = "all"
 _NAMES = click.Choice([*sorted(_ANSWERING), _ALL])
 _PORT = click.IntRange(1, 65535)
 
-# A broker that runs, and whether it was started just now.
-_Started = tuple[_detached.Detached, bool]
+# A running broker, and whether this command started it.
+_Started = tuple[_detached.DetachedBroker, bool]
 
 command = click.Group("brokers", help="Start real brokers for tests and trials, and end them.")
 
@@ -42,17 +42,17 @@ def _command(group: click.Group, name: str, text: str) -> Callable[[Callable[...
     return decorate
 
 
-def _tell(as_json: bool, document: object, text: str) -> None:
+def _print(as_json: bool, document: object, text: str) -> None:
     click.echo(json.dumps(document) if as_json else text)
 
 
-def _named(broker: str | None) -> list[str]:
+def _broker_names(broker: str | None) -> list[str]:
     return sorted(_ANSWERING) if broker in (None, _ALL) else [str(broker)]
 
 
-def _running(broker: str | None) -> list[_detached.Detached]:
-    found = [_detached.find(name) for name in _named(broker)]
-    return [each for each in found if each]
+def _running(broker: str | None) -> list[_detached.DetachedBroker]:
+    candidates = [_detached.find(name) for name in _broker_names(broker)]
+    return [each for each in candidates if each]
 
 
 # --- up: each broker has options of its own ---------------------------------------------------------------------------
@@ -68,7 +68,7 @@ command.add_command(up)
 @click.option("--port", type=_PORT, help="Of the first node; the others follow. Default: a free one.")
 def up_kafka(as_json: bool, nodes: str, version: str, transaction_version: str | None, port: int | None) -> None:
     chosen = int(transaction_version) if transaction_version else None
-    _tell_started(as_json, _start_kafka(not as_json, int(nodes), version, chosen, port))
+    _print_started(as_json, _start_kafka(not as_json, int(nodes), version, chosen, port))
 
 
 @_command(up, "pulsar", "Start Apache Pulsar. Needs Java, and Maven the first time.")
@@ -78,7 +78,7 @@ def up_kafka(as_json: bool, nodes: str, version: str, transaction_version: str |
 @click.option("--delete-unused", is_flag=True, help="As Pulsar comes: delete what no subscription needs.")
 @click.option("--port", type=_PORT, help="Of the first node; the others follow. Default: a free one.")
 def up_pulsar(as_json: bool, nodes: str, version: str, store: str, delete_unused: bool, port: int | None) -> None:
-    _tell_started(as_json, _start_pulsar(not as_json, int(nodes), version, store, delete_unused, port))
+    _print_started(as_json, _start_pulsar(not as_json, int(nodes), version, store, delete_unused, port))
 
 
 @_command(up, "rocketmq", "Start Apache RocketMQ. Needs Java, and Maven the first time.")
@@ -86,13 +86,13 @@ def up_pulsar(as_json: bool, nodes: str, version: str, store: str, delete_unused
 @click.option("--version", type=click.Choice(_rocketmq.VERSIONS), default=_rocketmq.VERSIONS[0], show_default=True)
 @click.option("--port", type=_PORT, help="Of the name server. Default: a free one.")
 def up_rocketmq(as_json: bool, nodes: str, version: str, port: int | None) -> None:
-    _tell_started(as_json, _start_rocketmq(not as_json, int(nodes), version, port))
+    _print_started(as_json, _start_rocketmq(not as_json, int(nodes), version, port))
 
 
 @_command(up, _ALL, "Start one of each, as it is by default; prints their URLs.")
 def up_all(as_json: bool) -> None:
     started = [start(not as_json) for start in (_start_kafka, _start_pulsar, _start_rocketmq)]
-    _tell(as_json, [_document(each) for each in started], "\n".join(broker.url for broker, _ in started))
+    _print(as_json, [_document(each) for each in started], "\n".join(broker.url for broker, _ in started))
 
 
 def _start_kafka(
@@ -141,8 +141,8 @@ def _start_rocketmq(
     return _detached.up("rocketmq", asked, lambda folder: _rocketmq.RocketMQ(folder=folder, **asked))
 
 
-def _tell_started(as_json: bool, started: _Started) -> None:
-    _tell(as_json, _document(started), started[0].url)
+def _print_started(as_json: bool, started: _Started) -> None:
+    _print(as_json, _document(started), started[0].url)
 
 
 def _document(started: _Started) -> dict[str, Any]:
@@ -156,8 +156,8 @@ def _document(started: _Started) -> dict[str, Any]:
 @_command(command, "down", "End a broker, or all that run, and remove its data.")
 @click.argument("broker", type=_NAMES, required=False)
 def down(as_json: bool, broker: str | None) -> None:
-    ended = [name for name in _named(broker) if _detached.down(name)]
-    _tell(as_json, ended, f"ended {', '.join(ended)}" if ended else "none was running")
+    ended = [name for name in _broker_names(broker) if _detached.down(name)]
+    _print(as_json, ended, f"ended {', '.join(ended)}" if ended else "none was running")
 
 
 @_command(command, "status", "Say which brokers run and answer. Fails if one that is named does not.")
@@ -166,8 +166,8 @@ def status(as_json: bool, broker: str | None) -> int:
     running = [(each, _ANSWERING[each.broker](each.url)) for each in _running(broker)]
     documents = [{**asdict(each), "answering": answering} for each, answering in running]
     lines = [f"{r.broker} {r.version} at {r.url}: {n} of {r.nodes} nodes answer" for r, n in running]
-    _tell(as_json, documents, "\n".join(lines) or "none is running")
-    all_answer = all(answering for _, answering in running) and len(running) == len(_named(broker))
+    _print(as_json, documents, "\n".join(lines) or "none is running")
+    all_answer = all(answering for _, answering in running) and len(running) == len(_broker_names(broker))
     return 1 if broker and not all_answer else 0
 
 
@@ -181,12 +181,12 @@ def logs(as_json: bool, broker: str, node: int, lines: int) -> None:
         raise NotFound(f"{broker} is not running; start it with `txnbridge brokers up {broker}`")
     ends = [_end_of_log(each, node, lines) for each in running]
     if broker != _ALL:
-        _tell(as_json, ends[0], "\n".join(ends[0]["lines"]))
+        _print(as_json, ends[0], "\n".join(ends[0]["lines"]))
     else:
-        _tell(as_json, ends, "\n\n".join("\n".join([f"== {end['broker']}", *end["lines"]]) for end in ends))
+        _print(as_json, ends, "\n\n".join("\n".join([f"== {end['broker']}", *end["lines"]]) for end in ends))
 
 
-def _end_of_log(broker: _detached.Detached, node: int, lines: int) -> dict[str, Any]:
+def _end_of_log(broker: _detached.DetachedBroker, node: int, lines: int) -> dict[str, Any]:
     if node > broker.nodes:
         raise NotFound(f"{broker.broker} has no node {node}; it has {broker.nodes}")
     file = broker.log(node)

@@ -1,4 +1,4 @@
-"""Faults: a proxy that makes the network fail, and processes that die or stop at a chosen event.
+"""Faults for tests: a proxy that makes the network fail, and processes that die or stop at a chosen event.
 
     with faults.proxy(broker) as proxy:
         late = proxy.hold(requests="EndTxn")
@@ -8,7 +8,7 @@
         late.release()
 
 `txnbridge.testing.Child` runs a function of `programs` and kills or pauses it at an event;
-`txnbridge.testing.crash_everywhere` walks it through all its events.
+`txnbridge.testing.crash_everywhere` runs it once for each of its events.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m txnbridge_conformance.faults kill commit/before -m txnbridge.cli send orders hello
     python -m txnbridge_conformance.faults pause commit/after/3 program.py its arguments
 
-The process gets SIGKILL or SIGSTOP, as if from outside; a program that ends before is an error (exit code 3).
+The process gets SIGKILL or SIGSTOP, as if from outside. A program that ends before the event exits with code 3.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOT_REACHED = 3
 
 
 def main(how: str, where: str, program: str, *arguments: str) -> None:
-    """Register the fault, then become the program."""
+    """Register the fault, then run the program in this process."""
     plugins.register(StopAt(where, "kill" if how == "kill" else "pause"))
     if program == "-m":
         program, *rest = arguments

@@ -1,4 +1,4 @@
-"""How Kafka's requests and answers go together."""
+"""Match the answers of Kafka's protocol with their requests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from txnbridge_conformance.faults._frames import MOST_PENDING, Request
 
 
 class KafkaConversation:
-    """Kafka answers the requests of a connection in their order, except those that want no answer."""
+    """Understand a Kafka connection: answers come in the order of requests, but some requests have no answer."""
 
-    # Requests that a fault may be aimed at by name; others go by their number.
+    # Requests that a test can hold by name; it names others by their number.
     kinds: ClassVar[Mapping[str, int]] = {
         "Produce": 0,
         "Fetch": 1,
@@ -41,7 +41,7 @@ class KafkaConversation:
         "ListTransactions": 66,
         "ConsumerGroupHeartbeat": 68,
     }
-    tells_addresses: ClassVar[Collection[int]] = ()
+    rewritten_kinds: ClassVar[Collection[int]] = ()
     request_head = 8
     answer_head = 4
 
@@ -59,6 +59,6 @@ class KafkaConversation:
         if not any(request.correlation_id == correlation_id for request in list(self._pending)):
             return None
         while (request := self._pending.popleft()).correlation_id != correlation_id:
-            pass  # it wanted no answer
+            pass  # an older request without an answer
         request.answered.set()
         return request

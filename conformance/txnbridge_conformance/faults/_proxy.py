@@ -1,4 +1,4 @@
-"""A proxy between clients and a broker that makes the network fail where a test wants it to."""
+"""A proxy between clients and a broker, by which a test makes the network fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from txnbridge.errors import InvalidOption, UsageError
-from txnbridge_conformance.faults._frames import Conversation, Piece, Request, Splitter
+from txnbridge_conformance.faults._frames import Conversation, FrameSplitter, Request, StreamPiece
 from txnbridge_conformance.faults._kafka import KafkaConversation
 from txnbridge_conformance.faults._pulsar import PulsarConversation
 from txnbridge_conformance.faults._rocketmq import RocketMQConversation
@@ -24,11 +24,11 @@ if TYPE_CHECKING:  # the programs in this package start often, and need no broke
 
 _HOST = "127.0.0.1"
 _CHUNK = 64 * 1024
-# What waits on its way is bounded, then the sender waits too: at most this many chunks in each direction.
+# The most chunks that wait in each direction of a connection; beyond that the sender is held back.
 _MOST_WAITING = 1000
 _END = None
 
-# The protocols in which something can be picked, by the schemes of the brokers' URLs.
+# The protocols whose requests and answers can be held, by the schemes of the brokers' URLs.
 _CONVERSATIONS: dict[str, type[Conversation]] = {
     "kafka": KafkaConversation,
     "pulsar": PulsarConversation,
@@ -37,9 +37,9 @@ _CONVERSATIONS: dict[str, type[Conversation]] = {
 
 
 class Hold:
-    """Requests or answers of one kind that do not arrive before `release`, nor does what follows on their connection.
+    """Hold back requests or answers of one kind, and all that follows on their connections, until `release`.
 
-    Their connection to the broker stays open when the client hangs up, so that what was sent can still arrive.
+    A held request's connection to the broker stays open when the client hangs up, so that the request can still arrive.
     """
 
     def __init__(self, kind: int, count: int | None) -> None:
@@ -52,9 +52,9 @@ class Hold:
         self.dropped = False
 
     def wait(self, timeout: float = 30) -> Request:
-        """Wait until something is held, and return the first of it (of an answer, its request).
+        """Wait until something is held, and return the first held request, or the request of the first held answer.
 
-        Raises `AssertionError` if nothing came within that time.
+        Raise `AssertionError` if nothing was held within that time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._caught, timeout):
@@ -62,20 +62,20 @@ class Hold:
             return self._caught[0]
 
     def release(self) -> None:
-        """Let go what is held, and hold no more."""
+        """Pass on what is held, and hold no more."""
         with self._changed:
             self._over = True
         self.gate.set()
 
     def drop(self) -> None:
-        """Lose what is held, and hold no more: it never arrives, and its connections are as good as dead."""
+        """Discard what is held, and hold no more. Its connections carry nothing any more."""
         self.dropped = True
         self.release()
 
     def answered(self, timeout: float = 30) -> None:
-        """Wait until something is held, and until the broker has answered all of it, also if the client is gone.
+        """Wait until something is held and the broker has answered every held request, even if the client is gone.
 
-        Raises `AssertionError` if that took longer.
+        Raise `AssertionError` if that takes longer than `timeout`.
         """
         deadline = time.monotonic() + timeout
         self.wait(timeout)
@@ -86,7 +86,7 @@ class Hold:
                 raise AssertionError(f"{request} was not answered within {timeout:g} s")
 
     def catch(self, request: Request) -> bool:
-        """Whether this one is held; for the proxy."""
+        """Hold a request if it matches, and return whether it does. The proxy calls this."""
         with self._changed:
             if self._over or request.kind != self._kind or self._left == 0:
                 return False
@@ -97,9 +97,9 @@ class Hold:
 
 
 class Proxy:
-    """Passes on what clients and a broker say, until told otherwise. Use it as a context manager.
+    """Forward what clients and a broker send, with the faults that a test asks for. Use it as a context manager.
 
-    Any thread may call. What it is told holds for all connections, those that come later too.
+    Any thread may call. Faults apply to all connections, including later ones.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """The URL of the broker, by way of this proxy."""
+        """Return the broker's URL with this proxy's addresses."""
         url = urlsplit(self._broker_url)
-        # The URL names those that are asked first, of RocketMQ the name server alone; these have the first routes.
+        # The URL names the nodes that clients ask first (for RocketMQ the name server). They have the first routes.
         first = self.ports[: url.netloc.count(",") + 1] if url.netloc else self.ports
         return url._replace(netloc=",".join(f"{_HOST}:{port}" for port in first)).geturl()
 
@@ -145,22 +145,22 @@ class Proxy:
     def hold(
         self, *, requests: str | int | None = None, answers: str | int | None = None, count: int | None = 1
     ) -> Hold:
-        """Hold the next `count` requests, or answers to requests, of one kind; None: all that come.
+        """Hold the next `count` requests of one kind, or answers to them; None holds all.
 
-        A kind is a name ("EndTxn", "END_TXN") or a number of the broker's protocol. Raises `InvalidOption`.
+        A kind is a name ("EndTxn", "END_TXN") or a number of the broker's protocol. Raise `InvalidOption` otherwise.
         """
         if self._new_conversation is None:
             raise InvalidOption("this proxy does not know the protocol that it passes on, so it cannot pick anything")
         if (requests is None) == (answers is None):
             raise InvalidOption("hold either requests=... or answers=...")
-        way, kind = ("answers", answers) if requests is None else ("requests", requests)
+        direction, kind = ("answers", answers) if requests is None else ("requests", requests)
         hold = Hold(_number(kind, self._new_conversation.kinds), count)
         with self._lock:
-            self._holds[way].append(hold)
+            self._holds[direction].append(hold)
         return hold
 
     def release(self) -> None:
-        """Let everything go that is held, and hold no more."""
+        """Pass on everything that is held, and hold no more."""
         with self._lock:
             holds = [*self._holds["requests"], *self._holds["answers"]]
             self._holds = {"requests": [], "answers": []}
@@ -168,29 +168,29 @@ class Proxy:
             hold.release()
 
     def cut(self) -> None:
-        """Cut every connection now; later ones are served. A request that is held can still arrive after `release`."""
+        """Cut every connection now, but serve later ones. A held request can still arrive after `release`."""
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
             connection.cut()
 
     def cut_after(self, *, requests: int | None = None, answers: int | None = None) -> None:
-        """After so many more bytes of requests or answers, over all connections, cut the one that carries the last."""
+        """Cut the connection that carries the last of so many more bytes of requests or answers of all connections."""
         with self._lock:
             self._bytes_left = {"requests": requests, "answers": answers}
 
     def delay(self, seconds: float) -> None:
-        """From now on everything takes so much longer, in both directions. 0 undoes it."""
+        """Delay everything from now on by `seconds`, in both directions. 0 ends the delay."""
         self._delay = seconds
 
     def half_open(self, on: bool = True) -> None:
-        """From now on one side does not hear that the other one hung up, until `cut` or the end of this proxy."""
+        """Hide from each side that the other one hung up, until `cut` or the end of this proxy."""
         self._half_open = on
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Cut everything, lose what is held, and stop listening."""
+        """Cut all connections, discard what is held, and stop listening."""
         self._closing.set()
         self._close_listeners()
         with self._lock:
@@ -207,7 +207,7 @@ class Proxy:
     def _close_listeners(self) -> None:
         for listener in self._listeners:
             with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in `accept`
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in `accept`
             listener.close()
 
     def __enter__(self) -> Proxy:
@@ -247,64 +247,64 @@ class Proxy:
     def is_half_open(self) -> bool:
         return self._half_open
 
-    def due(self) -> float:
-        """When something that comes now goes on."""
+    def forward_time(self) -> float:
+        """Return the time at which a frame that arrives now is forwarded."""
         return time.monotonic() + self._delay
 
-    def with_own_addresses(self, frame: bytes) -> bytes:
-        """An answer in JSON in which this proxy's addresses stand for the brokers'."""
+    def with_proxy_addresses(self, frame: bytes) -> bytes:
+        """Replace the brokers' addresses in an answer in JSON by this proxy's."""
         for route, port in zip(self._routes, self.ports, strict=True):
             frame = frame.replace(f'"{_HOST}:{route.upstream}"'.encode(), f'"{_HOST}:{port}"'.encode())
         return struct.pack(">i", len(frame) - 4) + frame[4:]
 
-    def holder(self, way: str, request: Request | None) -> Hold | None:
-        """Who holds this request, or the answer to it."""
+    def matching_hold(self, direction: str, request: Request | None) -> Hold | None:
+        """Return the hold that catches this request or its answer, or None."""
         if request is None:
             return None
         with self._lock:
-            return next((hold for hold in self._holds[way] if hold.catch(request)), None)
+            return next((hold for hold in self._holds[direction] if hold.catch(request)), None)
 
-    def allowed(self, way: str, size: int) -> tuple[int, bool]:
-        """How many of so many bytes pass, and whether the connection is cut then."""
+    def take_allowance(self, direction: str, size: int) -> tuple[int, bool]:
+        """Return how many of `size` bytes pass, and whether the connection is cut after them."""
         with self._lock:
-            left = self._bytes_left[way]
+            left = self._bytes_left[direction]
             if left is None:
                 return size, False
             passed = min(size, left)
             cut = passed == left
-            self._bytes_left[way] = None if cut else left - passed
+            self._bytes_left[direction] = None if cut else left - passed
             return passed, cut
 
 
 class _Connection:
-    """One client's connection, and the one to the broker that goes with it."""
+    """Join one client's connection with its connection to the broker."""
 
     def __init__(
         self, proxy: Proxy, client: socket.socket, broker: socket.socket, conversation: Conversation | None
     ) -> None:
         self._client, self._broker = client, broker
-        self._holds: list[Hold] = []  # those of requests
+        self._holds: list[Hold] = []  # the holds of requests
         for side in (client, broker):
             side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         parse = (conversation.request, conversation.answer) if conversation else (None, None)
         sizes = (conversation.request_head, conversation.answer_head) if conversation else (None, None)
-        self._open_ways = 2
+        self._open_directions = 2
         self._lock = threading.Lock()
-        tells = conversation.tells_addresses if conversation else ()
-        requests = _Way(self, proxy, "requests", client, broker, parse[0], sizes[0])
-        answers = _Way(self, proxy, "answers", broker, client, parse[1], sizes[1], tells)
+        tells = conversation.rewritten_kinds if conversation else ()
+        requests = _Direction(self, proxy, "requests", client, broker, parse[0], sizes[0])
+        answers = _Direction(self, proxy, "answers", broker, client, parse[1], sizes[1], tells)
         self._threads = [*requests.start(), *answers.start()]
 
     @property
     def ended(self) -> bool:
-        return not self._open_ways
+        return not self._open_directions
 
-    def holds(self, hold: Hold) -> None:
-        """A request of this connection is held."""
+    def add_hold(self, hold: Hold) -> None:
+        """Record that a request of this connection is held."""
         self._holds.append(hold)
 
     def keeps_broker(self) -> bool:
-        """Whether the broker must not hear that the client hung up: something was held that it is still to hear."""
+        """Return whether the broker's side stays open when the client hangs up, because of a held request."""
         return bool(self._holds)
 
     def cut(self) -> None:
@@ -318,17 +318,17 @@ class _Connection:
         for thread in self._threads:
             thread.join()
 
-    def way_ended(self) -> None:
+    def direction_ended(self) -> None:
         with self._lock:
-            self._open_ways -= 1
-            if self._open_ways:
+            self._open_directions -= 1
+            if self._open_directions:
                 return
         self._client.close()
         self._broker.close()
 
 
-class _Way:
-    """One direction of a connection: one thread reads and judges, the other one waits where it must and sends."""
+class _Direction:
+    """Carry one direction of a connection. One thread reads and finds holds; another one waits for them and sends."""
 
     def __init__(
         self,
@@ -339,14 +339,14 @@ class _Way:
         target: socket.socket,
         parse: Callable[[bytes], Request | None] | None,
         head_size: int | None,
-        tells_addresses: Collection[int] = (),
+        rewritten_kinds: Collection[int] = (),
     ) -> None:
         self._connection, self._proxy, self._name = connection, proxy, name
         self._source, self._target = source, target
-        self._parse, self._splitter = parse, Splitter(head_size)
-        self._tells_addresses = tells_addresses
-        self._hold: Hold | None = None  # of the present frame
-        self._told: bytes | None = None  # of a frame that holds addresses, as far as it has come
+        self._parse, self._splitter = parse, FrameSplitter(head_size)
+        self._rewritten_kinds = rewritten_kinds
+        self._hold: Hold | None = None  # the hold of the current frame
+        self._rewritten: bytes | None = None  # the bytes so far of an answer with addresses
         self._waiting: queue.Queue[tuple[float, bytes, Hold | None] | None] = queue.Queue(_MOST_WAITING)
 
     def start(self) -> list[threading.Thread]:
@@ -355,54 +355,54 @@ class _Way:
     def _read(self) -> None:
         with suppress(OSError):
             while data := self._source.recv(_CHUNK):
-                self._put(self._splitter.feed(data) if self._parse else [Piece(data)])
+                self._put(self._splitter.feed(data) if self._parse else [StreamPiece(data)])
         self._put(self._splitter.flush())
-        if self._told:
-            self._pass_on(self._told)
+        if self._rewritten:
+            self._forward(self._rewritten)
         self._waiting.put(_END)
 
-    def _put(self, pieces: Iterable[Piece]) -> None:
+    def _put(self, pieces: Iterable[StreamPiece]) -> None:
         for data, head in pieces:
             if head is not None and self._parse is not None:
                 request = self._parse(head)
-                self._hold = self._proxy.holder(self._name, request)
+                self._hold = self._proxy.matching_hold(self._name, request)
                 if self._hold and self._name == "requests":
-                    self._connection.holds(self._hold)
-                self._told = b"" if request and request.kind in self._tells_addresses else None
-            if self._told is None:
-                self._pass_on(data)
+                    self._connection.add_hold(self._hold)
+                self._rewritten = b"" if request and request.kind in self._rewritten_kinds else None
+            if self._rewritten is None:
+                self._forward(data)
                 continue
-            self._told += data
+            self._rewritten += data
             if not self._splitter.is_inside:
-                told, self._told = self._told, None
-                self._pass_on(self._proxy.with_own_addresses(told))
+                answer, self._rewritten = self._rewritten, None
+                self._forward(self._proxy.with_proxy_addresses(answer))
 
-    def _pass_on(self, data: bytes) -> None:
-        self._waiting.put((self._proxy.due(), data, self._hold))
+    def _forward(self, data: bytes) -> None:
+        self._waiting.put((self._proxy.forward_time(), data, self._hold))
 
     def _write(self) -> None:
         broken = False
         while (item := self._waiting.get()) is not _END:
-            due, data, hold = item
-            self._proxy.closing.wait(max(0.0, due - time.monotonic()))
+            forward_time, data, hold = item
+            self._proxy.closing.wait(max(0.0, forward_time - time.monotonic()))
             if hold:
                 hold.gate.wait()
             if broken or (hold and hold.dropped) or self._proxy.closing.is_set():
-                continue  # read on, so that the reader does not wait for ever
+                continue  # go on emptying the queue, so that the reader does not block
             try:
                 self._send(data)
             except OSError:
                 broken = True
-        self._pass_on_the_end()
-        self._connection.way_ended()
+        self._forward_end()
+        self._connection.direction_ended()
 
     def _send(self, data: bytes) -> None:
-        passed, cut = self._proxy.allowed(self._name, len(data))
+        passed, cut = self._proxy.take_allowance(self._name, len(data))
         self._target.sendall(data[:passed])
         if cut:
             self._connection.cut()
 
-    def _pass_on_the_end(self) -> None:
+    def _forward_end(self) -> None:
         kept = self._name == "requests" and self._connection.keeps_broker()
         if not kept and not self._proxy.is_half_open:
             with suppress(OSError):
@@ -436,9 +436,9 @@ def _shut(side: socket.socket) -> None:
 
 
 def proxy(broker: Broker) -> Proxy:
-    """Stand between clients and a broker that `txnbridge_conformance.brokers` started. Use it as a context manager.
+    """Put a proxy before a broker that `txnbridge_conformance.brokers` started. Use it as a context manager.
 
-    Clients that connect to its `url` stay with it, since the broker tells them the proxy's address, for every node.
-    One proxy at a time stands before a broker. Raises `UsageError`.
+    Clients that connect to the proxy's `url` stay with the proxy, because the broker gives them the proxy's address for
+    every node. A broker has one proxy at a time. Raise `UsageError` if it has one already.
     """
     return Proxy(broker.routes, _CONVERSATIONS.get(urlsplit(broker.url).scheme), broker.url)

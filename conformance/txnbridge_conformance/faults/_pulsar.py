@@ -1,4 +1,4 @@
-"""How Pulsar's commands and their answers go together."""
+"""Match the answers of Pulsar's protocol with their commands."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from txnbridge_conformance.faults._frames import MOST_PENDING, Request
 
 _CONNECT, _CONNECTED, _SEND, _SEND_RECEIPT, _SEND_ERROR, _PING, _PONG = 2, 3, 6, 7, 8, 18, 19
 
-# The field of a command that holds the id of the request: of those that ask, and of those that answer.
-_ASKED = {
+# The field that holds the id of the request, in each kind of request and of answer.
+_REQUEST_ID_FIELDS = {
     4: 5,  # SUBSCRIBE
     5: 3,  # PRODUCER
     10: 8,  # ACK
@@ -26,30 +26,30 @@ _ASKED = {
     29: 2,  # GET_LAST_MESSAGE_ID
     **dict.fromkeys((25, 32, 34, 39, 50, 52, 54, 56, 58, 60, 62, 64, 67), 1),
 }
-_ANSWERED = {
+_ANSWER_ID_FIELDS = {
     22: 2,  # PARTITIONED_METADATA_RESPONSE
     24: 4,  # LOOKUP_RESPONSE
     30: 2,  # GET_LAST_MESSAGE_ID_RESPONSE
     38: 6,  # ACK_RESPONSE
     **dict.fromkeys((13, 14, 17, 26, 33, 35, 40, 51, 53, 55, 57, 59, 61, 63, 65), 1),
 }
-# The field with the last sequence id of a batch. The answer to a batch that failed names this one, as its only one.
+# The field with a batch's last sequence id. The error for a failed batch names only this id.
 _HIGHEST_SEQUENCE_ID = {_SEND: 6, _SEND_RECEIPT: 4}
 
-# How often the same sequence id may wait for its receipts on one connection.
+# The most receipts that one sequence id may wait for on one connection.
 _MOST_REPEATS = 100
 
 _Key = tuple[int, ...]
 
 
 class PulsarConversation:
-    """Pulsar's answers name their request, or producer and sequence id. A head is a whole command.
+    """Understand a Pulsar connection: an answer names its request, or its producer and sequence id.
 
-    A message is known by its sequence id, a batch by the last one in it. What the broker says by itself, messages above
-    all, counts as a request that was answered.
+    A head is a whole command. A message is known by its sequence id, and a batch by its last one. A command that the
+    broker sends unasked, such as a message, counts as an answered request.
     """
 
-    # What a client sends, and what a broker sends by itself. An answer goes by the name of its request.
+    # Commands that a client sends, and those that a broker sends unasked. An answer has the name of its request.
     kinds: ClassVar[Mapping[str, int]] = {
         "CONNECT": 2,
         "SUBSCRIBE": 4,
@@ -88,7 +88,7 @@ class PulsarConversation:
         "WATCH_TOPIC_LIST_CLOSE": 67,
         "TOPIC_MIGRATED": 68,
     }
-    tells_addresses: ClassVar[Collection[int]] = ()
+    rewritten_kinds: ClassVar[Collection[int]] = ()
     request_head = None
     answer_head = None
 
@@ -98,7 +98,7 @@ class PulsarConversation:
 
     def request(self, head: bytes) -> Request:
         kind, numbers = _command(head)
-        key = _question(kind, numbers)
+        key = _request_key(kind, numbers)
         request = Request(kind, key[-1] if key else 0)
         if key:
             with self._lock:
@@ -109,7 +109,7 @@ class PulsarConversation:
 
     def answer(self, head: bytes) -> Request:
         kind, numbers = _command(head)
-        request = self._take(_answer(kind, numbers)) or Request(kind, 0)
+        request = self._take(_answer_key(kind, numbers)) or Request(kind, 0)
         request.answered.set()
         return request
 
@@ -124,7 +124,7 @@ class PulsarConversation:
 
 
 def _command(head: bytes) -> tuple[int, dict[int, int]]:
-    """The kind of a command, and its numbers by their fields; -1 for what is no command."""
+    """Return a command's kind and its numeric fields; the kind is -1 for bytes that are no command."""
     fields = dict(decode(head[4:]))
     kind = fields.get(1)
     body = fields.get(kind) if isinstance(kind, int) else None
@@ -133,26 +133,28 @@ def _command(head: bytes) -> tuple[int, dict[int, int]]:
     return kind, {field: value for field, value in decode(body) if isinstance(value, int)}
 
 
-def _question(kind: int, numbers: dict[int, int]) -> _Key | None:
-    """What the answer to it will name, None if it wants none."""
+def _request_key(kind: int, numbers: dict[int, int]) -> _Key | None:
+    """Return the key that the answer to a command will have, or None if the command has no answer."""
     if kind in (_CONNECT, _PING):
         return (kind, 0)
-    return _sent(kind, numbers) if kind == _SEND else _asked(_ASKED.get(kind), numbers)
+    return _message_key(kind, numbers) if kind == _SEND else _id_key(_REQUEST_ID_FIELDS.get(kind), numbers)
 
 
-def _answer(kind: int, numbers: dict[int, int]) -> _Key | None:
-    """What it answers, None if nothing."""
+def _answer_key(kind: int, numbers: dict[int, int]) -> _Key | None:
+    """Return the key of the request that a command answers, or None if it is no answer."""
     if kind in (_CONNECTED, _PONG):
         return (kind - 1, 0)
-    return _sent(kind, numbers) if kind in (_SEND_RECEIPT, _SEND_ERROR) else _asked(_ANSWERED.get(kind), numbers)
+    if kind in (_SEND_RECEIPT, _SEND_ERROR):
+        return _message_key(kind, numbers)
+    return _id_key(_ANSWER_ID_FIELDS.get(kind), numbers)
 
 
-def _sent(kind: int, numbers: dict[int, int]) -> _Key:
+def _message_key(kind: int, numbers: dict[int, int]) -> _Key:
     highest = numbers.get(_HIGHEST_SEQUENCE_ID.get(kind, 0), 0)
     if highest >= 2**63:
-        highest = 0  # -1: not a batch
+        highest = 0  # -1 in the protocol: the message is no batch
     return (_SEND, numbers.get(1, 0), max(numbers.get(2, 0), highest))
 
 
-def _asked(field: int | None, numbers: dict[int, int]) -> _Key | None:
+def _id_key(field: int | None, numbers: dict[int, int]) -> _Key | None:
     return (0, numbers[field]) if field in numbers else None

@@ -1,4 +1,4 @@
-"""How RocketMQ's requests and answers go together."""
+"""Match the answers of RocketMQ's remoting protocol with their requests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import ClassVar
 from txnbridge_conformance.faults._frames import MOST_PENDING, Request
 
 _ANSWER, _ONE_WAY = 1, 2  # bits of a header's flag
-# What cannot be read, and a client's answers to the broker's questions, which go by no name.
+# The kind of a frame that cannot be read, and of a client's answer to a request of the broker.
 _NOTHING = -1
 
 
 class RocketMQConversation:
-    """RocketMQ's answers bear the number of their request, and come in any order. A head is a header in JSON.
+    """Understand a RocketMQ connection: an answer has its request's number, and answers come in any order.
 
-    The broker asks and tells too (what became of a half): that counts as an answered request of its own.
+    A head is a header in JSON. A request that the broker sends, such as a check-back, counts as an answered request.
     """
 
-    # What a client sends, and what a broker sends by itself. An answer goes by the name of its request.
+    # Requests that a client sends, and those that a broker sends. An answer has the name of its request.
     kinds: ClassVar[Mapping[str, int]] = {
         "PULL_MESSAGE": 11,
         "QUERY_MESSAGE": 12,
@@ -55,7 +55,7 @@ class RocketMQConversation:
         "GET_TOPIC_CONFIG": 351,
         "GET_SUBSCRIPTION_GROUP_CONFIG": 352,
     }
-    tells_addresses: ClassVar[Collection[int]] = (105, 106)
+    rewritten_kinds: ClassVar[Collection[int]] = (105, 106)
     request_head = None
     answer_head = None
 
@@ -88,7 +88,7 @@ class RocketMQConversation:
 
 
 def _header(head: bytes) -> tuple[int, int, int]:
-    """Code, number and flag of a header; none of them for what is no header."""
+    """Return a header's code, number and flag, or `_NOTHING` and the one-way flag for bytes that are no header."""
     try:
         header = json.loads(head[4:])
         return int(header["code"]), int(header["opaque"]), int(header["flag"])

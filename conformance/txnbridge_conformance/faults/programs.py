@@ -1,6 +1,6 @@
-"""Programs that tests run in processes of their own, most of them to die or to stop in.
+"""Programs that tests run in processes of their own, most of them to kill or to stop the process.
 
-Those that take a `Case` can be killed anywhere: run again, each finds out how far it came and finishes its work.
+A program that takes a `Case` can be killed anywhere. When it is run again, it finds out how far it came, and finishes.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from txnbridge import (
 from txnbridge.testing import tell
 from txnbridge_conformance.observing import patience, seen, send, take, values
 
-# What a program needs at most before its own transaction times out; dead ones block nobody longer than the hold after.
+# The transactions' timeout, more than a program needs. A dead program's blocks others for this time and its hold.
 TIMEOUT = 20.0
-# The time of a transaction that is to be over soon.
+# The timeout of a transaction that is to expire soon.
 SHORT = 1.0
-# How long it mostly takes until a broker lists what it was sent.
+# The time in which a broker mostly lists a transaction after its messages were sent.
 _MOMENT = 0.05
-# One writer is all that they use, and one application's log all that they need.
+# The programs need one writer, and one application's log for all.
 SMALL: dict[str, Any] = {"writers": 1, "application": "conformance"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One start of a program: the broker, names that nobody else uses, and a file for what it must remember."""
+    """Describe one start of a program: the broker, names of its own, and a file for what it must remember."""
 
     url: str
     name: str
@@ -45,7 +45,7 @@ class Case:
     memory: str
 
     def remember(self, text: str) -> None:
-        """Write the file, whole or not at all."""
+        """Replace the file's content atomically."""
         path = Path(self.memory)
         path.with_suffix(".new").write_text(text)
         os.replace(path.with_suffix(".new"), path)
@@ -59,7 +59,7 @@ class Case:
 
 
 def leave_half(url: str, group: str, topics: list[str]) -> None:
-    """Store a message for each topic and do the work; tells the transaction's id, and is killed before it ends it."""
+    """Store a half message for each topic, and report the transaction's id. The process is killed before it ends it."""
 
     def execute(txn: HalfTransaction, _: Any) -> Decision:
         tell(txn.id)
@@ -82,33 +82,33 @@ def commit_one(url: str, topic: str, value: bytes, transactional_id: str | None 
 
 
 def read_values(url: str, topic: str) -> list[object]:
-    """What another process sees in a topic."""
+    """Return what this process sees in a topic."""
     with connect(url) as bridge:
         return values(seen(bridge, topic))
 
 
 def open_and_wait(url: str, topic: str, transactional_id: str | None, timeout: float) -> None:
-    """Leave a transaction open that has reached the broker."""
+    """Open a transaction, send messages until the broker has some of them, and never end it."""
     with connect(url, transactional_id=transactional_id, timeout=timeout) as bridge:
         txn = bridge.transaction()
-        # In all more than a client buffers; where the broker lists what is open, until that shows, mostly much sooner.
+        # The loop sends more than a client buffers, unless the broker lists the open transaction sooner.
         shows = bool(bridge.capabilities[Capability.LIST_OPEN])
         for left in reversed(range(34)):
             txn.send_many(topic, (b"left open" * 1_200 for _ in range(25)))
             if shows and _is_listed(bridge, txn, topic, _MOMENT if left else patience()):
                 break
         tell(txn.id)
-        time.sleep(600)  # it is killed, or paused, long before
+        time.sleep(600)  # the process is killed or paused long before
 
 
 def _is_listed(bridge: Bridge, txn: Transaction, topic: str, seconds: float) -> bool:
-    """Under its own name, or the one that the broker has for it; looked for during that time."""
-    late = time.monotonic() + seconds
+    """Return whether the broker lists the transaction within some seconds, under its id or with its topic."""
+    deadline = time.monotonic() + seconds
     while True:
-        for found in bridge.admin.transactions():
-            if found.transaction == txn.id or topic in [name for name, _ in found.partitions]:
+        for listed in bridge.admin.transactions():
+            if listed.transaction == txn.id or topic in [name for name, _ in listed.partitions]:
                 return True
-        if time.monotonic() >= late:
+        if time.monotonic() >= deadline:
             return False
         time.sleep(0.02)
 
@@ -116,7 +116,7 @@ def _is_listed(bridge: Bridge, txn: Transaction, topic: str, seconds: float) -> 
 def prepare_one(
     url: str, topic: str, value: bytes, transactional_id: str | None = None, hold: float | None = None
 ) -> str:
-    """Prepare one message; returns the token, and tells it before it goes on."""
+    """Prepare one message, report the token to the parent process, and return it."""
     with connect(url, transactional_id=transactional_id) as bridge:
         with bridge.transaction(prepare=True, hold=hold) as txn:
             txn.send(topic, value)
@@ -126,20 +126,20 @@ def prepare_one(
 
 
 def end_by_token(url: str, token: str, decision: str) -> str:
-    """Commit or abort by token; returns the outcome."""
+    """Commit or abort by token, and return the outcome."""
     with connect(url) as bridge:
         outcome: Outcome = bridge.commit(token) if decision == "commit" else bridge.abort(token)
         return outcome.value
 
 
 def ask_status(url: str, token: str) -> str:
-    """The state of a token's transaction."""
+    """Return the state of a token's transaction."""
     with connect(url) as bridge:
         return bridge.status(token).state.value
 
 
 def own_and_commit(url: str, topic: str, transactional_id: str, value: bytes) -> str:
-    """Open an id and commit; returns the outcome's name or the error's."""
+    """Open a transactional id and commit a message. Return "committed" or the error's name."""
     try:
         with connect(url, transactional_id=transactional_id) as bridge:
             while True:
@@ -147,13 +147,13 @@ def own_and_commit(url: str, topic: str, transactional_id: str, value: bytes) ->
                     send(bridge, topic, value)
                     return "committed"
                 except TransactionAborted:
-                    pass  # of two that open an id at once the newer may be cut off once; it runs again
+                    pass  # when two open an id at once, the newer may be fenced once, and tries again
     except Exception as error:
         return type(error).__name__
 
 
 def consume_and_commit(url: str, topic: str, group: str, output: str) -> str:
-    """Take one message of a group and pass it on; returns what became of it."""
+    """Forward one message of a group in a transaction. Return "committed" or the error's name."""
     with connect(url) as bridge, bridge.consumer(topic, group) as consumer:
         (message,) = take(consumer, 1)
         try:
@@ -166,7 +166,7 @@ def consume_and_commit(url: str, topic: str, group: str, output: str) -> str:
 
 
 def join_and_wait(url: str, topic: str, group: str) -> None:
-    """Be a member of a group with a message in hand, until killed."""
+    """Join a group, take a message without acknowledging it, and stay until killed."""
     with connect(url) as bridge, bridge.consumer(topic, group) as consumer:
         tell(take(consumer, 1)[0].value)
         while True:
@@ -174,7 +174,7 @@ def join_and_wait(url: str, topic: str, group: str) -> None:
 
 
 def claim_all(url: str, log: str, count: int, decision: str) -> list[str]:
-    """Claim many ids; returns what counts for each."""
+    """Claim many ids, and return the decision that counts for each."""
     with connect(url) as bridge:
         decisions = bridge.decisions(log)
         tell("ready")
@@ -185,7 +185,7 @@ def claim_all(url: str, log: str, count: int, decision: str) -> list[str]:
 
 
 def plain_commit(case: Case) -> None:
-    """One message to each of two topics, once."""
+    """Commit one message to each of two topics, once."""
     with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, **SMALL) as bridge:
         if not seen(bridge, case.topics[0]):
             with bridge.transaction() as txn:
@@ -194,7 +194,7 @@ def plain_commit(case: Case) -> None:
 
 
 def plain_abort(case: Case) -> None:
-    """Messages that nobody may see."""
+    """Abort a transaction, whose messages no reader may see."""
     with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, **SMALL) as bridge:
         with bridge.transaction() as txn:
             for topic in case.topics:
@@ -203,12 +203,12 @@ def plain_abort(case: Case) -> None:
 
 
 def prepare_and_commit(case: Case) -> None:
-    """Prepare, keep the token, commit by it."""
+    """Prepare a transaction, remember the token, and commit by it."""
     _prepare_and_end(case, "commit")
 
 
 def prepare_and_abort(case: Case) -> None:
-    """Prepare, keep the token, abort by it."""
+    """Prepare a transaction, remember the token, and abort by it."""
     _prepare_and_end(case, "abort")
 
 
@@ -216,7 +216,7 @@ def _prepare_and_end(case: Case, decision: str) -> None:
     with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, hold=600, **SMALL) as bridge:
         token = case.remembered()
         if token is None:
-            _abort_what_nobody_remembers(bridge, case)
+            _abort_forgotten(bridge, case)
             with bridge.transaction(prepare=True) as txn:
                 for topic in case.topics:
                     txn.send(topic, b"once")
@@ -227,15 +227,15 @@ def _prepare_and_end(case: Case, decision: str) -> None:
             raise AssertionError(f"asked to {decision}, and told {outcome}")
 
 
-def _abort_what_nobody_remembers(bridge: Bridge, case: Case) -> None:
-    """It was prepared, and its token died with its process: an administrator ends it."""
+def _abort_forgotten(bridge: Bridge, case: Case) -> None:
+    """Abort, as an administrator, prepared transactions whose tokens were lost with their process."""
     for left in bridge.admin.transactions():
         if left.transactional_id == case.name and left.state == "prepared":
             bridge.admin.abort(left.transaction)
 
 
 def consume_transform_produce(case: Case) -> None:
-    """Pass every message of the first topic on to the second, with its group's position in the same transaction."""
+    """Forward every message of the first topic to the second, and acknowledge it in the same transaction."""
     source, target = case.topics
     with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge, bridge.consumer(source, case.name) as consumer:
         while not (consumer.assignment and not any(consumer.lag().values())):
@@ -245,11 +245,11 @@ def consume_transform_produce(case: Case) -> None:
                         txn.send(target, message.value)
                         txn.ack(message)
                 except TransactionAborted:
-                    break  # it comes again
+                    break  # the messages are delivered again
 
 
 def process(case: Case) -> None:
-    """The same with a processor."""
+    """Forward every message of the first topic to the second, with a processor."""
     source, target = case.topics
     with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge:
         processor = bridge.processor(source, group=case.name, each=lambda m, txn: txn.send(target, m.value), max_wait=0)
@@ -257,18 +257,18 @@ def process(case: Case) -> None:
 
 
 def publish_by_sequence(case: Case) -> None:
-    """Five messages without a transaction, numbered, once each."""
+    """Publish five numbered messages without a transaction, once each."""
     (topic,) = case.topics
     with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge, bridge.publisher(case.name) as publisher:
         last = publisher.last_sequence(topic)
-        # The last one again, as a program does that is not sure of it.
+        # The last message is sent again, as by a program that does not know whether it was stored.
         for number in range(last or 0, 5):
             publisher.send(topic, b"%d" % number, sequence=number)
         publisher.flush()
 
 
 def open_over_a_leftover(case: Case) -> None:
-    """Open an id over what its dead owner left, and commit once; that had more writers, and the same application."""
+    """Open an id of the same application whose dead owner left transactions of more writers open, and commit once."""
     with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, writers=1) as bridge:
         if b"new" not in values(seen(bridge, case.topics[1])):
             with bridge.transaction() as txn:
@@ -277,13 +277,13 @@ def open_over_a_leftover(case: Case) -> None:
 
 
 def decide(case: Case) -> None:
-    """Claim an id by itself, and write down what counts."""
+    """Claim an id of the decision log, and remember the decision that counts."""
     with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge:
         decisions = bridge.decisions(case.name)
-        # The second one wants the opposite, and must not get it.
-        wish = Decision.COMMIT if case.remembered() is None else Decision.ABORT
+        # A second start claims the opposite decision, and must not get it.
+        wanted = Decision.COMMIT if case.remembered() is None else Decision.ABORT
         if case.remembered() is None:
             case.remember("asked")
-        counts = decisions.claim("the order", wish).decision.value
-        found = case.remembered() or "asked"
-        case.remember(found if counts in found.split() else f"{found} {counts}")
+        counts = decisions.claim("the order", wanted).decision.value
+        known = case.remembered() or "asked"
+        case.remember(known if counts in known.split() else f"{known} {counts}")

@@ -1,7 +1,7 @@
 """The tests that a backend must pass: `from txnbridge_conformance.suite import *` in one test module.
 
-They use the public interface only, one promise a test. A test that does not fit a broker is not edited: the contract
-lacks a capability.
+The tests use the public interface only, and each proves one promise. A test that does not fit a broker is not edited:
+the contract lacks a capability then.
 """
 
 from txnbridge_conformance.suite.administering import *

@@ -1,4 +1,4 @@
-"""What an administrator sees and does: topics, and transactions that somebody left."""
+"""Tests of administration: topics, groups, and transactions that other processes left open."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from txnbridge_conformance.promises import needs, proves
 
 
 def listed(bridge: Bridge, owner: str) -> list[str]:
-    """What an administrator calls the open and prepared transactions of a transactional id."""
-    return [found.transaction for found in bridge.admin.transactions() if found.transactional_id == owner]
+    """Return an administrator's names of a transactional id's open and prepared transactions."""
+    return [each.transaction for each in bridge.admin.transactions() if each.transactional_id == owner]
 
 
 @proves(Capability.TOPIC_ADMIN)
@@ -72,7 +72,7 @@ def test_a_growing_topic_keeps_its_messages_and_its_readers(bridge: Bridge, topi
         assert bridge.admin.topic(topic).partitions == 3
 
         def send_to_the_new_one() -> bool:
-            # Writers and readers learn of it in their own time.
+            # Writers and readers learn of the new partition after some time.
             try:
                 with bridge.transaction() as txn:
                     txn.send(topic, b"new", partition=2)
@@ -91,13 +91,13 @@ def test_a_group_is_shown_with_its_members_where_it_stands_and_its_lag(bridge: B
         messages = take(member, 3)
         with bridge.transaction() as txn:
             txn.ack(messages[:2])
-        # Brokers tell an administrator in their own time.
+        # Brokers show the group to an administrator after some time.
         eventually(lambda: bridge.admin.groups().get(group) == 1, "the group is listed with its member")
         eventually(lambda: bridge.admin.group(group).lag == member.lag(), "its lag is what its member says")
-        found = bridge.admin.group(group)
-        assert found.lag[topic, 0] > 0
-    assert [each.partitions for each in found.members] == [((topic, 0),)]
-    assert messages[1].position < found.positions[topic, 0] <= messages[2].position
+        status = bridge.admin.group(group)
+        assert status.lag[topic, 0] > 0
+    assert [each.partitions for each in status.members] == [((topic, 0),)]
+    assert messages[1].position < status.positions[topic, 0] <= messages[2].position
     eventually(lambda: bridge.admin.group(group).members == (), "the member has left")
     with pytest.raises(NotFound):
         bridge.admin.group(group + "-nobody")
@@ -171,7 +171,7 @@ def test_a_missing_topic_is_named_where_none_may_be_created(connect: Connect, un
 def test_an_open_transaction_is_listed_until_it_ends(
     run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
 ) -> None:
-    bridge = connect(application=owner)  # some brokers ask the application what became of it
+    bridge = connect(application=owner)  # some brokers ask the application about the outcome
     leaver = run(programs.open_and_wait, txnbridge_url, topic, owner, 3.0)
     leaver.told()
     eventually(lambda: listed(bridge, owner), "the open transaction is listed")
@@ -187,8 +187,8 @@ def test_a_prepared_transaction_is_listed_until_it_ends(
 ) -> None:
     with connect(transactional_id=owner).transaction(prepare=True) as txn:
         txn.send(topic, b"prepared")
-    (found,) = [one for one in bridge.admin.transactions() if one.transaction == txn.id]
-    assert found.state == "prepared"
+    (prepared,) = [one for one in bridge.admin.transactions() if one.transaction == txn.id]
+    assert prepared.state == "prepared"
     assert [one.transaction for one in bridge.admin.transactions(owner)] == [txn.id]
     assert bridge.admin.transactions(f"{owner}-other") == []
     bridge.commit(str(txn.token))

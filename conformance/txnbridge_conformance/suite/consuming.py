@@ -1,4 +1,4 @@
-"""Reading in groups: who gets what, what an acknowledgement does, and what comes again."""
+"""Tests of reading in groups: which member gets a message, acknowledgement, and redelivery."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from txnbridge_conformance.promises import needs, proves
 
 
 def next_of(bridge: Bridge, topic: str, group: str) -> object:
-    """The value that the next member of a group gets first."""
+    """Return the value that the next member of a group gets first."""
     with bridge.consumer(topic, group) as consumer:
         return take(consumer, 1)[0].value
 
@@ -44,15 +44,15 @@ def test_a_new_group_starts_at_the_earliest_message(bridge: Bridge, topic: str, 
 def test_a_new_group_may_start_behind_the_latest_message(bridge: Bridge, topic: str, group: str) -> None:
     send(bridge, topic, b"old")
     with bridge.consumer(topic, group, start="latest") as consumer:
-        found: list[Message] = []
+        messages: list[Message] = []
 
         def has_begun() -> bool:
-            found.extend(consumer.poll(timeout=0.05))
+            messages.extend(consumer.poll(timeout=0.05))
             return bool(consumer.assignment)
 
         eventually(has_begun, "it has the partition")
         send(bridge, topic, b"new")
-        assert values(found + take(consumer, 1)) == [b"new"]
+        assert values(messages + take(consumer, 1)) == [b"new"]
 
 
 @proves(Capability.RENEWED_TOPICS)
@@ -90,20 +90,20 @@ def _renew(bridge: Bridge, topic: str) -> None:
 
 def _expect_all_or_an_error(consumer: Consumer) -> None:
     try:
-        found = _behind_the_old_ones(consumer)
+        messages = _behind_the_old_ones(consumer)
     except PositionLost:
-        with pytest.raises(PositionLost):  # until it is told where to go on
+        with pytest.raises(PositionLost):  # until the consumer seeks
             take(consumer, 1)
     else:
-        assert values(found + take(consumer, len(_OF_THE_NEW_ONE) - len(found))) == _OF_THE_NEW_ONE
+        assert values(messages + take(consumer, len(_OF_THE_NEW_ONE) - len(messages))) == _OF_THE_NEW_ONE
 
 
 def _behind_the_old_ones(consumer: Consumer) -> list[Message]:
-    """The first message of the new topic; of the old one, what had come already may still be delivered."""
+    """Poll the new topic's first message. Fetched messages of the old topic may still be delivered before it."""
     while True:
-        found = take(consumer, 1)
-        if found[0].value in _OF_THE_NEW_ONE:
-            return found
+        messages = take(consumer, 1)
+        if messages[0].value in _OF_THE_NEW_ONE:
+            return messages
 
 
 @proves(Capability.START_BY_TIME)
@@ -400,7 +400,7 @@ def test_a_message_is_processed_once_while_members_come_and_go(
 def _pass_on(bridge: Bridge, consumer: Consumer, target: str) -> None:
     batch = consumer.poll(7, timeout=0.1)
     if batch:
-        # While partitions are shared out anew, a broker may not know whose they are; then they come again.
+        # During a rebalance a broker may not know a partition's member; its messages are delivered again then.
         with suppress(Conflict), bridge.transaction() as txn:
             for message in batch:
                 txn.send(target, message.value)
@@ -410,7 +410,7 @@ def _pass_on(bridge: Bridge, consumer: Consumer, target: str) -> None:
 @proves(Capability.SHARE_MESSAGE)
 def test_members_share_one_partition_message_by_message(connect: Connect, topic: str, group: str) -> None:
     one, two = connect(), connect()
-    for value in (b"1", b"2"):  # each in its own transaction: some brokers hand out as one what was sent together
+    for value in (b"1", b"2"):  # in separate transactions: some brokers deliver a batch as one unit
         send(one, topic, value)
     with one.consumer(topic, group, sharing="message") as first, two.consumer(topic, group, sharing="message") as other:
         (mine,), (theirs,) = take(first, 1), take(other, 1)
@@ -442,16 +442,16 @@ def test_members_share_one_partition_key_by_key(connect: Connect, topic: str, gr
         with one.transaction() as txn:
             for _ in range(2):
                 txn.send_many(topic, [(b"1", key) for key in keys])
-        found: dict[object, set[int]] = {}
+        members_of: dict[object, set[int]] = {}
         count = 0
         while count < 40:
             for number, consumer in enumerate((first, other)):
                 batch = consumer.poll(timeout=0.2)
                 count += len(batch)
                 for message in batch:
-                    found.setdefault(message.key, set()).add(number)
-    assert {len(members) for members in found.values()} == {1}
-    assert {number for members in found.values() for number in members} == {0, 1}
+                    members_of.setdefault(message.key, set()).add(number)
+    assert {len(members) for members in members_of.values()} == {1}
+    assert {number for members in members_of.values() for number in members} == {0, 1}
 
 
 # --- again and elsewhere --------------------------------------------------------------------------------------------
@@ -552,12 +552,12 @@ def test_what_was_aborted_before_something_undecided_is_no_lag(bridge: Bridge, t
         _, held = bridge.admin.bounds(topic)[topic, 0]
         bridge.abort(str(aborted.token))
         eventually(lambda: bridge.admin.bounds(topic)[topic, 0][1] > held, "readers may come further")
-        found: list[Message] = []
+        messages: list[Message] = []
 
         def has_no_lag() -> bool:
-            found.extend(consumer.poll(timeout=0.05))
+            messages.extend(consumer.poll(timeout=0.05))
             return not consumer.lag()[topic, 0]
 
         eventually(has_no_lag, "nothing is left to read")
-        assert found == []
+        assert messages == []
     bridge.abort(str(undecided.token))

@@ -1,4 +1,4 @@
-"""The kill walk: every protocol dies at each of its events in turn, goes on, and keeps its promise."""
+"""The kill walk: each program is killed at each of its events in turn, run again, and keeps its promise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Walk = Callable[..., list[Point]]
 def walk(
     txnbridge_url: str, new_topic: NewTopic, unique: Callable[[str], str], side_by_side: int, tmp_path: Path
 ) -> Walk:
-    """Walk a program through all its events; `before` readies each start. Returns the events it died at."""
+    """Kill a program at each of its events, after `before` has prepared the start. Return the events."""
 
     def walk_through(
         program: Callable[[Case], object],
@@ -42,7 +42,7 @@ def walk(
 
 
 def names(points: list[Point]) -> set[str]:
-    """The events that a walk died at."""
+    """Return the names of the events at which a walk was killed."""
     return {point.event for point in points}
 
 
@@ -108,7 +108,7 @@ def test_a_sequence_is_published_once_wherever_its_process_dies(walk: Walk, brid
     assert {"message.send/before", "message.send/after", "flush/before", "flush/after"} <= died_at
 
 
-@pytest.mark.timeout(1200)  # the longest walk: before each step a leftover is made, by two more processes
+@pytest.mark.timeout(1200)  # the longest walk: two more processes leave a transaction before each step
 @needs(Capability.FENCING, Capability.PREPARE, Capability.RESOLVE_ANYWHERE)
 def test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies(
     walk: Walk, bridge: Bridge
@@ -116,7 +116,7 @@ def test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_
     def leave(case: Case) -> None:
         case.remember(programs.prepare_one(case.url, case.topics[0], b"prepared", case.name, 600.0))
         with Child(programs.open_and_wait, case.url, case.topics[1], case.name, 600.0) as child:
-            child.told()  # and it is killed
+            child.told()  # the end of the block kills the process
 
     def check(case: Case) -> None:
         assert bridge.commit(case.remembered() or "") is Outcome.COMMITTED

@@ -1,4 +1,4 @@
-"""The decision log: the first decision for an id counts, for everybody and for ever."""
+"""Tests of the decision log: the first decision for an id counts for every process and for ever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from txnbridge_conformance.promises import proves
 
 @pytest.fixture
 def log(unique: Callable[[str], str]) -> str:
-    """A decision log that nobody else uses."""
+    """Return the name of a decision log that no other test uses."""
     return unique("log")
 
 
@@ -46,11 +46,11 @@ def test_ids_and_logs_are_apart(bridge: Bridge, log: str) -> None:
 @proves(Capability.DECISION_LOG)
 def test_processes_that_race_agree_on_every_id(run: RunChild, txnbridge_url: str, bridge: Bridge, log: str) -> None:
     racers = [run(programs.claim_all, txnbridge_url, log, 60, decision) for decision in ("commit", "abort", "commit")]
-    told = [racer.result() for racer in racers]
-    assert told[0] == told[1] == told[2]
+    answers = [racer.result() for racer in racers]
+    assert answers[0] == answers[1] == answers[2]
     decisions = bridge.decisions(log)
     claims = [decisions.read(("race", number)).claim for number in range(60)]
-    assert [claim and claim.decision.value for claim in claims] == told[0]
+    assert [claim and claim.decision.value for claim in claims] == answers[0]
 
 
 @proves(Capability.DECISION_LOG)

@@ -1,4 +1,4 @@
-"""A transactional id has one owner: who opens it shuts out the older one, and nothing else."""
+"""Tests of fencing: a process that opens a transactional id fences the older owner, and no other id."""
 
 from __future__ import annotations
 
@@ -104,17 +104,17 @@ def test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later
         sleeper = run(programs.own_and_commit, txnbridge_url, topic, owner, value, pause=Unvisited(frozenset(visited)))
         visited.add(point := sleeper.stopped())
         if Point("bridge.open/after", 1) not in visited:
-            continue  # it would open the id when it wakes up, and be the newer one
+            continue  # the process would open the id when it wakes up, and be the newer owner
         newer = connect(transactional_id=owner)
         before = values(seen(newer, topic)).count(value)
         sleeper.resume()
-        said = sleeper.result()
+        result = sleeper.result()
         assert values(seen(newer, topic)).count(value) == before, f"it slept at {point}"
-        assert (said == "committed") == bool(before), f"it slept at {point}"
+        assert (result == "committed") == bool(before), f"it slept at {point}"
 
 
 def has_opened(racer: Child) -> bool:
-    """Whether a racer has come to its pause; one that was overtaken while it opened the id has ended already."""
+    """Return whether a racer has come to its pause. A racer that was fenced while it opened the id has ended."""
     try:
         racer.stopped()
     except AssertionError:

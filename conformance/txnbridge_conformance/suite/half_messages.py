@@ -1,4 +1,4 @@
-"""Half messages: they wait for local work, and the application is asked about those of a dead process."""
+"""Tests of half messages: they wait for local work, and check-backs end those of a dead process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_undecided_half_message_is_asked_about_again(bridge: Bridge, topic: s
 @proves(Capability.HALF_MESSAGES)
 def test_of_two_answers_to_a_half_message_the_first_counts(bridge: Bridge, topic: str, group: str) -> None:
     def execute(*_: Any) -> Decision:
-        with suppress(AssertionError):  # then this answer is the first
+        with suppress(AssertionError):  # if no other answer came in time, this answer is the first
             eventually(lambda: resolver.stats.aborted, "the other answer counts")
         return COMMIT
 

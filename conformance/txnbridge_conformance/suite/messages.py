@@ -1,4 +1,4 @@
-"""What a message is made of arrives as it was sent, where it was sent to, in order."""
+"""Tests of messages: every part of a message arrives as it was sent, in its partition and in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_value_arrives_byte_for_byte(bridge: Bridge, topic: str) -> None:
 
 
 def test_a_large_value_arrives_whole(bridge: Bridge, topic: str) -> None:
-    large = EVERY_BYTE * 2_000  # half a megabyte; most brokers take one without being asked
+    large = EVERY_BYTE * 2_000  # half a megabyte; most brokers take up to one by default
     send(bridge, topic, large)
     assert values(seen(bridge, topic)) == [large]
 
@@ -94,7 +94,7 @@ def test_a_timestamp_arrives_as_it_was_set(bridge: Bridge, topic: str) -> None:
 def test_a_message_without_a_timestamp_gets_the_present_one(bridge: Bridge, topic: str) -> None:
     send(bridge, topic, b"1")
     (message,) = seen(bridge, topic)
-    # The broker's clock may differ from ours by minutes; what is not set differs by decades.
+    # The broker's clock may differ from this machine's by minutes; a timestamp that is not set differs by decades.
     assert abs(message.timestamp - time.time() * 1000) < 3_600_000
 
 

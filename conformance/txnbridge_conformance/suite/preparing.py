@@ -1,4 +1,4 @@
-"""Prepared transactions: durable, invisible, ended by whoever has the token. And what a token tells."""
+"""Tests of prepared transactions: durable, invisible, and ended by any process that has the token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from txnbridge_conformance.promises import needs, proves
 
 
 def prepare(bridge: Bridge, topic: str, *contents: bytes, hold: float | None = None) -> str:
-    """Prepare a transaction; returns its token as text."""
+    """Prepare a transaction, and return its token as text."""
     with bridge.transaction(prepare=True, hold=hold) as txn:
         for value in contents:
             txn.send(topic, value)
@@ -189,7 +189,7 @@ def test_a_prepared_transaction_says_when_it_expires(bridge: Bridge, topic: str)
     token = prepare(bridge, topic, b"prepared", hold=300)
     expires = bridge.status(token).expires_at
     assert Token.parse(token).expires_at == expires
-    # After its hold, before its timeout and hold; and the broker's clock may differ from ours by minutes.
+    # Between the hold, and timeout and hold together. The broker's clock may differ from this machine's by minutes.
     assert expires is not None and now + 300_000 - 200_000 < expires < now + 330_000 + 200_000
     bridge.abort(token)
 
@@ -206,10 +206,10 @@ def test_a_commit_whose_answer_was_lost_is_known_by_its_token(
     assert txn.outcome is Outcome.UNKNOWN
     token = caught.value.token
     assert token == str(txn.token)
-    said = "committed" if happened else "aborted"
-    assert run(programs.ask_status, txnbridge_url, token).result() == said
+    expected = "committed" if happened else "aborted"
+    assert run(programs.ask_status, txnbridge_url, token).result() == expected
     assert values(seen(bridge, topic)) == ([b"hello"] if happened else [])
-    assert bridge.status(str(token)).state.value == said
+    assert bridge.status(str(token)).state.value == expected
 
 
 @needs(Capability.STATUS_LOOKUP)
@@ -270,7 +270,7 @@ def test_what_a_vanished_process_left_open_is_aborted_by_its_deadline(
         leaver.kill()
     else:
         leaver.pause()
-    # The marker can be read only once nothing undecided stands before it.
+    # The marker message can be read only when no undecided transaction stands before it.
     assert values(seen(bridge, topic)) == []
 
 

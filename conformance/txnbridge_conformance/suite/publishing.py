@@ -1,4 +1,4 @@
-"""Sends without a transaction: in order, once each, and by sequence across crashes."""
+"""Tests of sends without a transaction: in order, once each, and by sequence across crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every broker keeps: a transaction happens or it does not, and says truly which."""
+"""Tests of transactions: a transaction is committed or aborted as a whole, and tells its true outcome."""
 
 from __future__ import annotations
 
@@ -181,12 +181,12 @@ def test_what_was_committed_is_read_by_another_process(
 
 @needs(Capability.DEADLINE)
 def test_a_transaction_that_outlives_its_deadline_is_aborted(bridge: Bridge, topic: str) -> None:
-    with bridge.transaction() as first:  # so that there is a writer, which may take longer to open than this may last
+    with bridge.transaction() as first:  # opens a writer, which may take longer than the next transaction's timeout
         first.abort()
     with pytest.raises(TxnBridgeError):
         with bridge.transaction(timeout=0.5) as txn:
             txn.send(topic, b"late")
-            time.sleep(0.6)  # the time it has, and a little
+            time.sleep(0.6)  # a little more than the transaction's timeout
     assert txn.outcome is Outcome.ABORTED
     assert values(seen(bridge, topic)) == []
 
@@ -241,8 +241,8 @@ def test_nothing_of_an_open_transaction_is_seen(bridge: Bridge, topic: str, much
         assert read[:1] == [b"before"]
         if end == "abort":
             txn.abort()
-    found = values(seen(bridge, topic))
-    assert {value: found.count(value) for value in found} == {
+    delivered = values(seen(bridge, topic))
+    assert {value: delivered.count(value) for value in delivered} == {
         b"before": 1,
         b"behind": 1,
         **({many[0]: len(many)} if end == "commit" else {}),
@@ -259,13 +259,13 @@ def test_a_reader_that_waits_before_an_undecided_transaction_skips_nothing(
         with bridge.transaction(prepare=True) as txn:
             txn.send(topic, b"undecided")
         send(bridge, topic, b"behind")
-        found = values(take(consumer, 1))
-        found += values(consumer.poll(timeout=0))  # it may or may not be allowed to go on
-        assert b"undecided" not in found
+        delivered = values(take(consumer, 1))
+        delivered += values(consumer.poll(timeout=0))  # the reader may or may not be able to read on
+        assert b"undecided" not in delivered
         (bridge.commit if end == "commit" else bridge.abort)(str(txn.token))
         wanted = {b"before", b"behind", *([b"undecided"] if end == "commit" else [])}
-        found += values(take(consumer, len(wanted) - len(found)))
-    assert sorted(found) == sorted(wanted)  # type: ignore[type-var]
+        delivered += values(take(consumer, len(wanted) - len(delivered)))
+    assert sorted(delivered) == sorted(wanted)  # type: ignore[type-var]
 
 
 @proves(Capability.ISOLATION, chance=True)
