@@ -190,7 +190,7 @@ class PulsarTopics:
         """Return the full name of an internal topic, which exists from now on and loses no record.
 
         A durable subscription is made before the first record. Without one a broker with default settings drops
-        records, and deletes an idle topic. Raise `AccessDenied` with what an administrator has to do.
+        records, and deletes an idle topic (hazard H42). Raise `AccessDenied` with what an administrator has to do.
         """
         full = f"persistent://{self._settings.namespace}/{name}"
         if full in self._internal:

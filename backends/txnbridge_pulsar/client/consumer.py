@@ -40,7 +40,7 @@ def _commands(ids: Sequence[Fields], in_transaction: bool) -> list[Sequence[Fiel
 
     A broker that loads a topic reads the transactions' ACK commands from the pending-ack log, and skips a whole command
     if the subscription's cursor has one of its positions. The cursor keeps whole entries, and parts may be in the log
-    alone. So a part that shared its command with a whole entry would be redelivered.
+    alone. So a part that shared its command with a whole entry would be redelivered (hazard H55).
     """
     together = [id for id in ids if not (in_transaction and id.get("ack_set"))]
     commands: list[Sequence[Fields]] = [together[at : at + MOST_IDS] for at in range(0, len(together), MOST_IDS)]

@@ -80,7 +80,8 @@ def proof_of_commit(
 ) -> str | None:
     """Return a sentence that names the evidence that a transaction was committed; None without evidence.
 
-    Nothing proves an abort: brokers write an abort marker also when they drop what a commit has not reached.
+    Nothing proves an abort: brokers write an abort marker also when they drop what a commit has not reached
+    (hazard H46).
     """
     short_name = cluster.settings.namespace.short_name
     markers_read_by = Deadline(deadline.left() / 4)

@@ -1,7 +1,7 @@
 """Keeps the transaction coordinators running.
 
 After a restart of the brokers no transaction times out until a client has connected to its coordinator: a transaction
-that a dead process left open would hold readers back for ever. So each open bridge connects now and then.
+that a dead process left open would hold readers back for ever. So each open bridge connects now and then (hazard H53).
 """
 
 from __future__ import annotations

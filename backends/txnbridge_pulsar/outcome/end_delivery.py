@@ -3,7 +3,7 @@
 A coordinator passes the end on to the brokers that serve them. While a broker unloads a topic, the coordinator takes
 "being unloaded" for "deleted" and counts the end as delivered: it never arrives. Committed messages stay hidden there,
 and the end of a later transaction on that topic turns the commit into an abort: messages are lost, and acknowledged
-ones are processed twice.
+ones are processed twice (hazard H49).
 
 The broker tells each producer and consumer on an unloaded topic that it is closed. So each of our transactions is kept
 for some seconds after its end, and ended again on every topic that was unloaded. A process that dies in between

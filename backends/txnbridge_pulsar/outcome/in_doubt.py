@@ -1,7 +1,8 @@
 """Transactions in doubt: they have ended, and their proof topics have not received the end.
 
 On a topic that has not received a commit, the end of any later transaction takes the commit back. So the owner ends
-nothing on the topics of these transactions until their outcomes are known, and uses other proof topics meanwhile.
+nothing on the topics of these transactions until their outcomes are known, and uses other proof topics meanwhile
+(hazard H50).
 """
 
 from __future__ import annotations

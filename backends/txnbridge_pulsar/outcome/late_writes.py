@@ -3,7 +3,7 @@
 A message that arrives after the end may block its topic for all readers, or take a commit back. A broker refuses it
 once the topic's low water mark has passed the transaction. The low water mark moves with the end of a later transaction
 on the same topics, and an empty one is enough. It does not move while an older transaction of the same coordinator is
-open. The canary topic, which nobody reads, shows whether late messages are refused.
+open. The canary topic, which nobody reads, shows whether late messages are refused (hazards H44, H45).
 
 Late acknowledgements are never refused. Each withholds its message from the group until the group's next transaction
 ends there. So they are ended as well, where this user has the right to.

@@ -1,7 +1,8 @@
 """Ends transactions by their number, and finds out how they ended: from the coordinator, then from the proof message.
 
 A coordinator forgets a transaction that has ended, and then gives the same answer for committed, aborted, timed-out and
-never begun ones. An unanswered request is repeated; but then only the proof message tells how it ended.
+never begun ones (hazard H46). An unanswered request is repeated; but then only the proof message tells how it ended
+(hazard H48).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Proof topics: each transaction stores a proof message inside itself there, which readers see once it is committed.
 
 A proof that cannot be read means an abort only if a plain record behind it can be read: an open transaction hides
-everything behind its first message. So each writer has its own proof topic, with one open transaction at a time.
+everything behind its first message. So each writer has its own proof topic, with one open transaction at a time
+(hazard H47).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Topics that were terminated while a transaction was open on them.
 
 Nothing can be stored on a terminated topic, so the coordinator cannot write a control marker there. It ends the
-transaction everywhere else, retries that topic for ever, and never answers the request.
+transaction everywhere else, retries that topic for ever, and never answers the request (hazard H54).
 """
 
 from __future__ import annotations

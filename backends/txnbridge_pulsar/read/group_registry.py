@@ -2,7 +2,8 @@
 
 Brokers drop unused subscriptions where they are set to, and administrators delete some. A member that subscribes again
 makes a new one, and would read everything again or skip messages. So the decision log records how many partitions of a
-topic a group has begun to read, and REST says whether the subscription exists: the binary protocol cannot ask.
+topic a group has begun to read, and REST says whether the subscription exists: the binary protocol cannot ask
+(hazard H57).
 """
 
 from __future__ import annotations

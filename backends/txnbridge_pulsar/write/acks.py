@@ -129,7 +129,7 @@ class SentAcks:
         """Give up what this reader holds of the same entries. Call this before the transaction is aborted.
 
         After the abort a shared subscription delivers these entries whole once more, perhaps to another member. Brokers
-        do not detect all conflicts between two members that acknowledge parts of one entry.
+        do not detect all conflicts between two members that acknowledge parts of one entry (hazard H56).
         """
         if not self._shared:
             return
@@ -205,7 +205,8 @@ def require_whole_entries(acks: Iterable[SentAcks]) -> None:
     """Raise `NotSupported` if a transaction that will be prepared acknowledges part of an entry in a shared group.
 
     Any process may abort a prepared transaction without the group's members hearing of it. The broker then delivers the
-    entry whole to another member, while the first may still acknowledge the rest: brokers do not detect all conflicts.
+    entry whole to another member, while the first may still acknowledge the rest: brokers do not detect all conflicts
+    (hazard H56).
     """
     counts = Counter((topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.parts())
     for (topic, ledger, entry, size), acknowledged in counts.items():

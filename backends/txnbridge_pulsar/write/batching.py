@@ -23,7 +23,7 @@ _CHUNK = 256
 
 
 class DroppedAsDuplicate(wire.PulsarError):
-    """The broker took a new entry for a duplicate and did not store it."""
+    """The broker took a new entry for a duplicate and did not store it (hazard H36)."""
 
 
 def not_stored(error: wire.PulsarError) -> DeliveryFailed:
@@ -78,7 +78,7 @@ class TransactionProducer:
     """A writer's producer on one concrete topic, opened at its first use.
 
     Entries of a lost connection are sent again only where the broker is known to drop duplicates. Elsewhere the first
-    copy could be stored after the commit, and would take the whole transaction back.
+    copy could be stored after the commit, and would take the whole transaction back (hazard H35).
     """
 
     def __init__(self, cluster: ClusterAccess, concrete: str, connection_key: str) -> None:
@@ -148,7 +148,7 @@ class TransactionProducer:
 
     def ready(self, deadline: Deadline) -> None:
         """Have the broker serve the producer before the topic is registered with a transaction. A terminated topic
-        refuses, and would keep a transaction from ever ending that it is registered with.
+        refuses, and would keep a transaction from ever ending that it is registered with (hazard H54).
         """
         if self.open(deadline).lost is not None:
             self._reopen(deadline)

@@ -69,7 +69,7 @@ class Fence:
         self._cluster = cluster
         self._name = name
         self._opening = opening
-        # Of its own, because the broker closes the whole connection of a fenced producer.
+        # Of its own, because the broker closes the whole connection of a fenced producer (hazard H41).
         self._connection_key = f"fence {opening}"
         self._lock = threading.Lock()
         self._producer: wire.PulsarProducer | None = None
@@ -103,10 +103,11 @@ class Fence:
         """Take the topic by force, which fences its producer, and release it again.
 
         If two processes do this at once, both succeed: the broker gives both the same epoch and accepts both. If two
-        then ask for the free topic, the broker refuses one.
+        then ask for the free topic, the broker refuses one (hazard H39).
         """
         with translated(f"opening {self._name}"):
-            # By a new name: a broker that still has the old producer answers "busy", and drops repeated sequence ids.
+            # By a new name: a broker that still has the old producer answers "busy" (hazard H41), and drops repeated
+            # sequence ids.
             self._open(wire.AccessMode.EXCLUSIVE_WITH_FENCING, deadline).close(deadline.left())
 
     def _open(self, access: wire.AccessMode, deadline: Deadline) -> wire.PulsarProducer:
@@ -192,7 +193,8 @@ class Fence:
         assert self._producer is not None
         while True:
             try:
-                # The reopened producer keeps its epoch, and the broker refuses the epoch of an older owner.
+                # The reopened producer keeps its epoch, and the broker refuses the epoch of an older owner
+                # (hazard H40).
                 self._producer.reopen(deadline.left())
                 break
             except wire.ProducerFenced as error:

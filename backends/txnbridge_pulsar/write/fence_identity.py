@@ -2,7 +2,8 @@
 
 A deleted fence topic takes along which transactions older owners have left unresolved, and the broker counts the epochs
 of the next topic of that name from the start. So the first fence record of a transactional id gets a random fence id,
-which all later records and the decision log repeat. A topic that was created anew has none, or another one.
+which all later records and the decision log repeat. A topic that was created anew has none, or another one
+(hazard H43).
 """
 
 from __future__ import annotations

@@ -82,13 +82,14 @@ class PulsarOwner:
         at_risk: Sequence[AnnouncedTransaction] = () if before is None else before.at_risk
         with self._lock:
             self._under_way = {announced.txn: announced for announced in left}
-        # Repeats all transactions that were left open: the next owner has to find them if this process dies now.
+        # Repeats all transactions that were left open: the next owner has to find them if this process dies now
+        # (hazard H38).
         with self._cluster.events.step("step:announce", opening=self.opening):
             fence.write(lambda: self._fence_record(at_risk), deadline)
         self._fence_identity.record(self._fence_id, deadline)
         self._has_announced = True
         # First come transactions that their coordinators have forgotten, and late messages are refused only when all
-        # have been looked at: any end on a topic takes back a commit that has not reached the topic.
+        # have been looked at: any end on a topic takes back a commit that has not reached the topic (hazard H50).
         in_order = sorted(left, key=lambda announced: self._is_left_open(announced, deadline))
         host = "" if before is None else before.host
         ended = [announced for announced in in_order if self._end_left_open(announced, host, deadline)]
@@ -100,7 +101,7 @@ class PulsarOwner:
 
     def _refuse_late_writes(self, ended: Sequence[AnnouncedTransaction], deadline: Deadline) -> None:
         """Have brokers refuse late messages. The older owner may be about to send, even in a transaction that it has
-        ended itself or that has timed out.
+        ended itself or that has timed out (hazard H44).
         """
         for announced in ended:
             self.late_write_guard.add(announced, deadline)

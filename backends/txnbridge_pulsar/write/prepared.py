@@ -34,7 +34,7 @@ class PreparedSlots:
 
     A slot is used again once it is known how its last transaction ended. The coordinator's having forgotten the
     transaction does not suffice: the end of the slot's next transaction would take back a commit that has not reached
-    the topic, and the token of a committed transaction would then read as aborted.
+    the topic, and the token of a committed transaction would then read as aborted (hazard H51).
     """
 
     def __init__(self, cluster: ClusterAccess, count: int, in_doubt: InDoubt, on_end: Callable[[TxnId], None]) -> None:
@@ -162,8 +162,8 @@ class PulsarPreparedWriter(PulsarWriter):
         assert self._txn is not None and self.proof is not None
         self._evidence = replace(self._evidence, proof=self.proof)
         # For a transactional id the fence topic says that the transaction is prepared, see below. For a made-up name
-        # only the coordinator can say so; its pending-ack log of the note is never trimmed, but goes with the proof
-        # topic.
+        # only the coordinator can say so (hazard H52); its pending-ack log of the note is never trimmed, but goes with
+        # the proof topic.
         ask = coordinator_state if self._owner.owned else note_prepared
         # The transaction may have timed out before its last message arrived: brokers accept late messages silently.
         if ask(self._cluster, self._txn, self.proof, deadline) != "OPEN":

@@ -2,7 +2,7 @@
 
 Brokers forget a producer name that is unused for hours, and then answer as if it had never published. A publisher that
 believed them would store everything again. So publishers record in the decision log, when they begin and when they end,
-up to which sequence all is stored. A broker that answers less has forgotten the name.
+up to which sequence all is stored. A broker that answers less has forgotten the name (hazard H58).
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class TransactionOwner(Protocol):
 class PulsarWriter(Writer):
     """Registers topics with the transaction, writes to them, and requests the end once everything is stored.
 
-    The broker does not check this order: a message that arrives after the commit takes committed messages back.
+    The broker does not check this order: a message that arrives after the commit takes committed messages back
+    (hazard H34).
     """
 
     not_taken = (NotBareValue, KeyError, TypeError)
@@ -209,7 +210,8 @@ class PulsarWriter(Writer):
 
     def _register(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
         """Begin the transaction at the broker if needed, and register topics and subscriptions: first on the fence
-        topic, then with the coordinator. Nothing is sent to a topic, or acknowledged on a subscription, before.
+        topic, then with the coordinator. Nothing is sent to a topic, or acknowledged on a subscription, before
+        (hazards H37, H38).
         """
         if self._txn is None:
             self._open(topics, deadline)
