@@ -150,7 +150,10 @@ class RocketMQDecisionLog(DecisionLog):
             time.sleep(_LOOK_SECONDS)
 
     def _check_gap(self, pulled: PullResult, at: int) -> None:
-        """Raise `PositionLost` where the broker skips offsets: there are no gaps, so the skipped records are gone."""
+        """Raise `PositionLost` where the broker skips offsets.
+
+        There are no gaps, so the skipped records are gone (H68).
+        """
         if not pulled.records and pulled.next_offset > at:
             raise self._lost(at)
 

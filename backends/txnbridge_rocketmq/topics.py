@@ -95,7 +95,8 @@ class RocketMQTopics:
     def _find_route(self, topic: str, deadline: Deadline) -> TopicRoute | None:
         """Return the route of a topic; None if there certainly is no such topic. Wait for brokers that are down.
 
-        A name server forgets the topics of a broker moments after the broker has stopped, as if they had been deleted.
+        A name server forgets the topics of a broker moments after the broker has stopped, as if they had been deleted
+        (H81).
         """
         while (route := self._current_route(topic, deadline)) is None:
             running = retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline)

@@ -142,10 +142,12 @@ class GroupPositions:
     """The position of a group: the end of the last decision that acknowledges in it.
 
     The group begins by such a decision. Its first position stands in the log before the first message is handed out.
-    Therefore nothing is skipped if the first batch aborts, and of members that begin at the same time one decides.
+    Therefore nothing is skipped if the first batch aborts, and of members that begin at the same time one decides
+    (H79).
 
     The member whose decision moved the group may have died before it published that transaction. The member that
-    continues publishes the transaction first. Otherwise its own messages would overtake those of that transaction.
+    continues publishes the transaction first. Otherwise its own messages would overtake those of that transaction
+    (H78).
     """
 
     def __init__(

@@ -279,7 +279,10 @@ class RocketMQWriter(Writer):
         self._forget()
 
     def _settle(self, deadline: Deadline) -> None:
-        """Decide the previous transaction by an ABORT claim. Its commit may stand in the log, or be on its way."""
+        """Decide the previous transaction by an ABORT claim.
+
+        Its commit may stand in the log, or be on its way (H73).
+        """
         if not (self.messages or self._acks):
             return
         transaction = self._begun.transaction
