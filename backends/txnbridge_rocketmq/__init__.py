@@ -4,7 +4,7 @@ What RocketMQ is like, as far as the promises depend on it:
 
 - The broker knows transactions of one message: a half message, which no reader sees before its end, and which the
   broker publishes again each time it receives a commit. A transaction here is many halves and one record in the
-  application's decision log. That record is the commit; everything after it only carries the decision out (H66).
+  application's decision log. That record is the commit; everything after it only carries the decision out (hazard H66).
 - So nothing can be undone once it is decided, and readers may see some messages of a transaction before the others.
 - An owner ends its fresh halves directly. All other processes first look whether the message is published.
 - For a half that no process has ended the broker sends check-backs to any bridge of the application. The bridge answers

@@ -88,7 +88,7 @@ def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadlin
     The first record of the cluster topic holds the id, so that processes that connect at the same time agree. Brokers
     keep records for days only, but topics for ever. Therefore id and home broker are repeated in the name of an empty
     topic on every broker. While any broker is up, the home broker is known; if the home broker is down, no process
-    takes the cluster for a new one (H82).
+    takes the cluster for a new one (hazard H82).
 
     Raise `StorageFailed` if the identity is lost or ambiguous, and `InvalidOption` if no name server answers.
     """
@@ -114,7 +114,7 @@ def record_brokers(settings: RocketMQSettings, client: RemotingClient, home: str
     """Record the cluster's brokers. Return the names of all that the cluster has or had, also of brokers that are down.
 
     A name server forgets a broker that is down, together with its topics. Therefore an empty topic on the broker `home`
-    records the name of each broker that a bridge has seen (H81).
+    records the name of each broker that a bridge has seen (hazard H81).
     """
     topics = all_topics(client, deadline)
     noted = {name for topic in topics if (name := settings.noted_broker(topic)) is not None}

@@ -152,7 +152,7 @@ class RocketMQDecisionLog(DecisionLog):
     def _check_gap(self, pulled: PullResult, at: int) -> None:
         """Raise `PositionLost` where the broker skips offsets.
 
-        There are no gaps, so the skipped records are gone (H68).
+        There are no gaps, so the skipped records are gone (hazard H68).
         """
         if not pulled.records and pulled.next_offset > at:
             raise self._lost(at)

@@ -170,7 +170,7 @@ class RocketMQHalfStore(HalfStore):
             self._changed.notify_all()
 
     def _is_own(self, record: MessageExt) -> bool:
-        """Return whether the half is this application's. Shared producer groups have halves of others, too (H84)."""
+        """Return whether a half is this application's: shared producer groups have those of others (hazard H84)."""
         application, origin = self._cluster.settings.application, origin_of(record)
         return origin is not None and origin.log.get("log", application) == application
 
@@ -204,7 +204,8 @@ class RocketMQHalfStore(HalfStore):
         if origin is None:
             return None
         ledger = self._ledger_in(transaction, origin)
-        # Read before the log: a record that is written before the deadline may lead to work of the application (H83)
+        # Read before the log: a record that is written before the deadline may lead to work of the application (hazard
+        # H83)
         was_over = is_over(origin.deadline)
         claim = ledger.decided(transaction, deadline, log=origin.log)
         prepared = _prepare_record(ledger, transaction, origin, deadline)

@@ -96,7 +96,7 @@ class RocketMQTopics:
         """Return the route of a topic; None if there certainly is no such topic. Wait for brokers that are down.
 
         A name server forgets the topics of a broker moments after the broker has stopped, as if they had been deleted
-        (H81).
+        (hazard H81).
         """
         while (route := self._current_route(topic, deadline)) is None:
             running = retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline)

@@ -41,8 +41,9 @@ def docstrings(package: Path) -> Iterator[tuple[str, str]]:
     """The place and the text of every docstring of a package."""
     for name, path in modules(package):
         for node in ast.walk(ast.parse(path.read_text())):
-            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            if documented and (text := ast.get_docstring(node)):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if text := ast.get_docstring(node):
                 yield f"{name}:{getattr(node, 'lineno', 1)}", text
 
 

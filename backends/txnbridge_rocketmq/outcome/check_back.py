@@ -39,7 +39,7 @@ class CheckBackHandler:
     """Ends halves after check-backs. No response means "undecided", and the broker asks again.
 
     No half is aborted because nothing is known about it. An abort is first written to the decision log, and only after
-    the half's own deadline, or after another process has opened the owner's transactional id (H67).
+    the half's own deadline, or after another process has opened the owner's transactional id (hazard H67).
     """
 
     def __init__(self, ender: HalfEnder) -> None:
@@ -165,7 +165,7 @@ class CheckBackHandler:
         A broker moves a half to its discarded topic after the last check-back, also if no bridge was there to respond.
         The decision about its transaction still holds. The bridge ends the copies in the half topic and never the
         discarded record: a broker told to end that record would end the half at the same offset of the half topic.
-        Undecided half messages of applications wait until they are resumed or ended by hand (H70).
+        Undecided half messages of applications wait until they are resumed or ended by hand (hazard H70).
         """
         pause = _AGAIN_SECONDS
         try:
@@ -214,7 +214,7 @@ def _is_decided_half(parts: Sequence[TopicPart], half: MessageExt) -> bool:
 
 
 def _is_abandoned(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> bool:
-    """Return whether the transaction cannot commit: it was not prepared, and a newer owner has opened the id (H72)."""
+    """Return whether a transaction cannot commit: not prepared, and its id has a newer owner (hazard H72)."""
     if origin.opening is None:
         return False
     newest = ledger.newest_opening(deadline)

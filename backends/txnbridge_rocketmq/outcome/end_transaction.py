@@ -2,7 +2,7 @@
 
 A broker publishes a half each time it receives a commit, and keeps no record of that. Therefore a process that may not
 be the first to send the commit looks the message up by its key, commits the newest copy of the half only if the message
-is missing, and looks again (H62).
+is missing, and looks again (hazard H62).
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ _INDEX_SECONDS = 0.25
 _SURELY_INDEXED = 10.0
 _LOOK_SECONDS = 0.01
 # How long a look-up stays valid. A process may be suspended while it publishes, and others take over from a process
-# that publishes nothing for some seconds. Therefore it looks again before it sends a commit on an older look-up (H63).
+# that publishes nothing for some seconds. Therefore it looks again before it sends a commit on an older look-up (hazard
+# H63).
 _LOOK_HOLDS = 1.0
 # The number of messages published between two looks, which takes much less time than a look stays valid.
 _PUBLISHED_AT_ONCE = 64
 # The time before a request is repeated to a broker that is down or busy.
 _PAUSE = 0.05
 # The group of the locks that keep two resolvers from publishing the same transaction at once. The locks are hints: a
-# broker forgets them a minute after the last renewal, and when it restarts (H64).
+# broker forgets them a minute after the last renewal, and when it restarts (hazard H64).
 _LOCK_GROUP = "txnbridge-resolver"
 _REAL_QUEUE = "REAL_QID"
 
@@ -150,7 +151,7 @@ class HalfEnder:
         """Publish halves that no other process ends within their immunity time. Return whether all are published.
 
         The broker refuses a half that is too old. Then, and where a response is lost, a look-up has to come first
-        (H60).
+        (hazard H60).
         """
         sequences = [EndSequence(queue, deque(handles)) for queue, handles in halves.items()]
         self._commit_halves(sequences, False, deadline)
@@ -160,7 +161,7 @@ class HalfEnder:
     def confirm_published(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> None:
         """Look up one published message of each broker that was not seen to publish before. Raise `BrokerUnavailable`.
 
-        A proxy may report success for END_TRANSACTION and do nothing (H74).
+        A proxy may report success for END_TRANSACTION and do nothing (hazard H74).
         """
         published: dict[str, _Expected] = {}
         for queue, handles in halves.items():
@@ -368,7 +369,7 @@ class HalfEnder:
         self._trusted.update(each.broker for each in published)
 
     def _wait_until_expired(self, sequences: Sequence[EndSequence], deadline: Deadline) -> None:
-        """Wait until requests without a response, which may be in the broker's queue, have expired there (H61)."""
+        """Wait until unanswered requests have expired in the broker's queue (hazard H61)."""
         doubtful = {each.queue.broker for each in sequences if each.stopped and each.stopped.may_have_had_effect}
         if not doubtful:
             return

@@ -170,7 +170,7 @@ def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline
     try:
         claim = ledger.decided(token.transaction, deadline, log=_log_of(token))
         if claim is None and token.expires_at is not None and is_over(token.expires_at):
-            # A transaction without halves gets no check-back, so no other process may ever abort it (H73).
+            # A transaction without halves gets no check-back, so no other process may ever abort it (hazard H73).
             data = parts_as_json([])
             claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=_log_of(token))
     except EvidenceLost as error:

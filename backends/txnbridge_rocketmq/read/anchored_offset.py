@@ -2,7 +2,7 @@
 
 A broker identifies a topic only by its name. But each record has an offset in the broker's commit log, which only
 grows. A queue that has a record with the same commit log offset at the same queue offset is the queue from which that
-record was read (H80).
+record was read (hazard H80).
 """
 
 from __future__ import annotations

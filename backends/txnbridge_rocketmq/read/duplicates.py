@@ -2,7 +2,7 @@
 
 A broker publishes a half each time it receives a commit. It receives another one where a response was lost, or where
 several processes end the same transaction. All copies are in the same queue, and the lowest offset tells the first one
-to every reader at any time. Nothing has to be remembered across restarts (H75).
+to every reader at any time. Nothing has to be remembered across restarts (hazard H75).
 """
 
 from __future__ import annotations

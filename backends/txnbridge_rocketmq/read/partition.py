@@ -53,7 +53,7 @@ class QueueReader:
     """One assignment of one partition to a reader: what was read, what was handed out, and where to continue.
 
     Records are handed out only after a check behind them: if the queue still has the anchor, an earlier record, then
-    all records before the check came from the same queue, and not from a recreated topic (H80).
+    all records before the check came from the same queue, and not from a recreated topic (hazard H80).
 
     One thread uses the object, except for `claims` (under the reader's guard) and `position_at` (for any thread).
     """

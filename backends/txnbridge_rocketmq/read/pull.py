@@ -32,7 +32,7 @@ Submit = Callable[[str, RpcRequest[Any], float], Call[Any]]  # to the broker of 
 
 
 class NotIndexed(Exception):
-    """The broker's index does not find a message that the broker has (H76)."""
+    """The broker's index does not find a message that the broker has (hazard H76)."""
 
 
 class QueuePull:

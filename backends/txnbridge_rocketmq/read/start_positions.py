@@ -143,11 +143,11 @@ class GroupPositions:
 
     The group begins by such a decision. Its first position stands in the log before the first message is handed out.
     Therefore nothing is skipped if the first batch aborts, and of members that begin at the same time one decides
-    (H79).
+    (hazard H79).
 
     The member whose decision moved the group may have died before it published that transaction. The member that
     continues publishes the transaction first. Otherwise its own messages would overtake those of that transaction
-    (H78).
+    (hazard H78).
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class BrokerConfig:
     def longest_transaction(self) -> float:
         """The longest transaction whose halves still get a check-back after its deadline, before they are discarded.
 
-        The broker also counts rounds in which a half is too young for a check-back (H69).
+        The broker also counts rounds in which a half is too young for a check-back (hazard H69).
         """
         last_asked = self.discarded_after - self.check_interval
         return max(0.0, last_asked - CLOCKS_DIFFER_SECONDS) if last_asked > self.transaction_timeout else 0.0

@@ -6,7 +6,7 @@ The writer's use of a reader:
     acks = context.acks(more, deadline, so_far=acks)  # with these, too
 
 An acknowledgement counts with the decision that carries it, and only if no other member has moved the group on the same
-partition since the log was read. Until then no lock is held, and nothing has to be cleaned up (H77).
+partition since the log was read. Until then no lock is held, and nothing has to be cleaned up (hazard H77).
 """
 
 from __future__ import annotations

@@ -150,7 +150,8 @@ class HalfBatch:
         if isinstance(error, NotDurable):
             raise DeliveryFailed(f"a message is stored, but not as safely as the broker is set to: {error}") from error
         if error.may_have_had_effect:
-            # The half may be stored. Sent again, it might be stored twice, and only one copy would be ended (H65).
+            # The half may be stored. Sent again, it might be stored twice, and only one copy would be ended (hazard
+            # H65).
             raise DeliveryFailed(f"no answer came for a message: {error}") from error
         ours = translate(error, "sending a message")
         if isinstance(ours, AccessDenied):

@@ -65,7 +65,7 @@ class RocketMQOwner:
         """Publish the last commits of the previous owner.
 
         Earlier commits need no look: each writer publishes one transaction before it begins the next, and each owner
-        does this before its first commit (H71).
+        does this before its first commit (hazard H71).
         """
         for transaction, claim in self.ledger.claims(deadline):
             publish_decided(self.ender, transaction, claim, deadline)

@@ -19,7 +19,7 @@ _LOG, _DEADLINE, _OPENING = f"{OWN}log", f"{OWN}deadline", f"{OWN}opening"
 # Brokers accept 32 KB of properties. The values here are short.
 _DIGITS = re.compile(r"\d{1,18}")
 # The assumed difference between the clocks of hosts. A host whose clock is ahead by more would abort transactions that
-# their owners can still commit. Clocks under NTP differ by milliseconds (H67).
+# their owners can still commit. Clocks under NTP differ by milliseconds (hazard H67).
 CLOCKS_DIFFER_SECONDS = 5.0
 
 

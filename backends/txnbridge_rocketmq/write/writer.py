@@ -281,7 +281,7 @@ class RocketMQWriter(Writer):
     def _settle(self, deadline: Deadline) -> None:
         """Decide the previous transaction by an ABORT claim.
 
-        Its commit may stand in the log, or be on its way (H73).
+        Its commit may stand in the log, or be on its way (hazard H73).
         """
         if not (self.messages or self._acks):
             return
