@@ -172,6 +172,14 @@ def test_another_programs_transaction_is_listed_and_aborted(admin, client, name)
     assert everything(client, full(name)) == []
 
 
+def test_an_abort_behind_an_older_transaction_says_that_late_messages_are_not_refused_yet(admin, client, name, caplog):
+    older = begin(client, full(f"{name}-older"))
+    txn, _ = open_with(client, full(name), b"never")
+    assert admin.end(str(txn), Decision.ABORT, soon()) is Outcome.ABORTED
+    assert [r.message for r in caplog.records if "do not refuse late messages" in r.message and str(txn) in r.message]
+    client.transactions.end(older, False, SOON)
+
+
 def test_a_transaction_of_a_topic_that_was_unloaded_is_known_and_listed(pulsar_broker, admin, client, namespace):
     topic, unloaded = full("loaded", namespace), fresh_topic()  # which is in another namespace
     txn, _ = open_with(client, topic, b"1")

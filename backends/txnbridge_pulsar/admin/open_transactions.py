@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, NotSupported, OutcomeUnknown
+from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, NotSupported, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Outcome, Token
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.client.rest import RestRefused, unavailable
@@ -23,6 +24,8 @@ from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, decoded, encoded
 from txnbridge_pulsar.topics import NEEDS_REST
 from txnbridge_pulsar.write.fence import fence_prefix, last_fence_record
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
+
+_log = logging.getLogger("txnbridge")
 
 _NUMBER = re.compile(r"\((\d+),\s*(\d+)\)")
 # A writer's name: the transactional id and the writer's number, with a p for prepared transactions.
@@ -205,7 +208,7 @@ def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline)
     ended = end(cluster, listed.txn, False, listed.topics, deadline)
     if ended is EndResult.ABORTED:
         proof = listed.proof or _NO_PROOF
-        refuse_late_writes(
+        _have_late_writes_refused(
             cluster,
             AnnouncedTransaction(listed.transaction, listed.txn, listed.topics, listed.subscriptions, proof),
             deadline,
@@ -216,3 +219,22 @@ def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline)
     if listed.proof is None:
         raise OutcomeUnknown(f"transaction {listed.name} ended while it was to be aborted, nobody knows how")
     return outcome_by_proof(cluster, listed.txn, listed.proof, deadline)
+
+
+def _have_late_writes_refused(cluster: ClusterAccess, aborted: AnnouncedTransaction, deadline: Deadline) -> None:
+    """Have brokers refuse the late messages of an aborted transaction. Log a warning if they do not do so in time."""
+    reason = "an older transaction is open"
+    until = Deadline(min(deadline.left(), _PATIENCE))
+    while not until.expired:
+        try:
+            if refuse_late_writes(cluster, aborted, until):
+                return
+        except TxnBridgeError as error:
+            reason = str(error)
+        time.sleep(min(until.left(), _PAUSE))
+    _log.warning(
+        "transaction %s is aborted, but brokers do not refuse late messages of its writer yet (%s): such a message may"
+        " hold readers of its topics back. Stop that writer, and end older transactions (txnbridge transactions list)",
+        aborted.transaction,
+        reason,
+    )
