@@ -1,4 +1,4 @@
-"""Consumers: they read committed messages, in a group or alone."""
+"""`Consumer`, which reads committed messages in a group or without one, and `RawConsumer` for processors."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _log = logging.getLogger("txnbridge")
 
 _Kind = TypeVar("_Kind", bound="Consumer")
 
-# Iteration fetches this many messages at once, and hands them out one by one.
+# `for message in consumer` fetches this many messages at once, and yields them one by one.
 _FETCH = 500
 
 
 class Consumer(ConnectionUser):
-    """Reads committed messages only, each partition in order. One thread uses it at a time."""
+    """Reads committed messages only, each partition in order. Only one thread at a time may use a consumer."""
 
     def __init__(self, consumers: Consumers, topics: Sequence[Topic], subscription: Subscription) -> None:
         self._consumers = consumers
         self._connection = connection = consumers.connection
         self._subscription = subscription
-        # Plain topics need no decoding.
+        # Messages of a topic without codecs (a plain topic) need no decoding.
         self._codecs = {topic.name: topic for topic in topics if not topic.plain}
         self._guard = _OneCall()
         self._guard.of = repr(self)
         self._closed = True  # until the reader is open
-        self._unproven = False  # whether messages were fetched since the last proof was taken
+        self._unproven = False  # whether messages were fetched since the last `ack_context()` was taken
         ordered = subscription.sharing == "partition"
         individual = bool(connection.capabilities[Capability.INDIVIDUAL_ACK])
         self._deliveries = Deliveries(self, connection, subscription.group, ordered, individual)
@@ -79,9 +79,10 @@ class Consumer(ConnectionUser):
     def poll(self, max_messages: int = 500, timeout: float = 1.0) -> Batch:
         """Return up to `max_messages` as soon as there is one; an empty batch if none came within `timeout` seconds.
 
-        A value that its codec cannot decode raises `Poison`, alone and in its place; the next poll goes on behind it.
-        Raise `PositionLost` if retention has passed this group, `OutcomeUnknown` while the outcome of the transaction
-        that acknowledged the last messages is not known. A poll that raises hands out nothing, so nothing is skipped.
+        Raise `Poison` for a message that its codec cannot decode, after all messages before it were returned; the next
+        poll continues after it. Raise `PositionLost` if retention has deleted the group's next message,
+        `OutcomeUnknown` while the outcome of the transaction that acknowledged the last messages is not known. A poll
+        that raises an error skips no message.
         """
         with self._guard:
             self._begin("poll")
@@ -91,7 +92,7 @@ class Consumer(ConnectionUser):
         return batch
 
     def batches(self, max_messages: int = 500, max_wait: float = 1.0) -> Iterator[Batch]:
-        """Yield batches for ever, none of them empty; each waits up to `max_wait` seconds to become full."""
+        """Yield non-empty batches without end; wait up to `max_wait` seconds for each batch to become full."""
         while True:
             batch = self._fill(max_messages, max_wait)
             if batch:
@@ -108,7 +109,7 @@ class Consumer(ConnectionUser):
                     return self._hand_out(max_messages)
 
     def __iter__(self) -> Iterator[Message]:
-        """Yield messages for ever."""
+        """Yield messages without end."""
         while True:
             with self._guard:
                 self._begin("poll")
@@ -119,7 +120,7 @@ class Consumer(ConnectionUser):
                 yield message
 
     def _fetch(self, most: int, timeout: float, full: bool = False) -> None:
-        """Fetch until there is a message to hand out; with `full`, try to fetch as many as are wanted."""
+        """Fetch messages from the reader unless one is fetched already; with `full`, unless `most` are."""
         if type(most) is not int or most < 1:
             raise InvalidOption(f"max_messages is a whole number from 1, not {most!r}")
         most = min(most, MAX_UNACKED)
@@ -139,7 +140,7 @@ class Consumer(ConnectionUser):
             self._prove()
 
     def _prove(self) -> None:
-        """Take the reader's proof of each new assignment, before messages of it are handed out."""
+        """Take the reader's `ack_context()` for each new assignment, before its messages are handed out."""
         context: object = None
         for assignment in self._deliveries.assignments.values():
             if assignment.context is None:
@@ -155,7 +156,7 @@ class Consumer(ConnectionUser):
             try:
                 decoded.append(self._decode_one(message))
             except Poison:
-                if decoded:  # the messages in front of it are delivered first; the next poll raises it
+                if decoded:  # the messages before the undecodable one are delivered first; the next poll raises Poison
                     break
                 self._deliveries.hand_out(1)
                 self._deliveries.on_the_way = None
@@ -175,17 +176,17 @@ class Consumer(ConnectionUser):
         return sorted(self._reader.positions())
 
     def positions(self) -> dict[Partition, Position]:
-        """Return the next position to read of each assigned partition."""
+        """Return, for each assigned partition, the position of the next message that the program will get."""
         with self._guard:
             self._begin("positions")
             return self._deliveries.next_positions(self._reader.positions())
 
     def seek(self, positions: Mapping[Partition, Position] | int) -> None:
-        """Go on at these positions, or in all partitions at a point in time (milliseconds since 1970).
+        """Continue reading at these positions, or in all partitions at a time (milliseconds since 1970).
 
-        Raise `PositionLost` below retention, `InvalidState` while an open transaction holds acknowledgements. If it
-        fails, the next poll goes on where this consumer was, with the messages that were delivered and not acknowledged
-        (in a group that shares messages, with those alone).
+        Raise `PositionLost` if retention has deleted a position, `InvalidState` while an open transaction holds
+        acknowledgements of this consumer. After a failed seek the next poll continues at the position before the seek,
+        and redelivers unacknowledged messages (in a group that shares messages, only these).
         """
         if not _is_time(positions) and not (isinstance(positions, Mapping) and all(map(_is_partition, positions))):
             raise InvalidOption("seek takes a mapping of (topic, partition) to positions, or milliseconds since 1970")
@@ -213,7 +214,7 @@ class Consumer(ConnectionUser):
             self._deliveries.moved(moving)
 
     def pause(self, partitions: Sequence[Partition] | None = None) -> None:
-        """Deliver nothing from these partitions (all by default) until `resume`; the assignment stays."""
+        """Deliver nothing from these partitions (all by default) until `resume`; the consumer keeps its assignment."""
         with self._guard:
             self._begin("pause")
             chosen = self.assignment if partitions is None else partitions
@@ -229,13 +230,16 @@ class Consumer(ConnectionUser):
             self._deliveries.resume(chosen)
 
     def lag(self) -> dict[Partition, int]:
-        """Return the number of readable messages (or positions) in front of each assigned partition's end."""
+        """Return, for each assigned partition, the number of messages (or positions) that are readable but not read."""
         with self._guard:
             self._begin("lag")
             return self._reader.lag(self._connection.deadline())
 
     def nack(self, messages: Message | Iterable[Message]) -> None:
-        """Give delivered messages back, to be delivered again to this or another member, also if this call fails."""
+        """Give back delivered messages for redelivery to this or another member of the group.
+
+        They are redelivered also if this call raises an error of the broker.
+        """
         with self._guard:
             self._begin("nack")
             self._connection.capabilities.require(Capability.REDELIVERY)
@@ -245,9 +249,9 @@ class Consumer(ConnectionUser):
             self._deliveries.gone_back(back)
 
     def close(self, timeout: float | None = None) -> None:
-        """Leave the group: other members take over at once, and get what was not acknowledged.
+        """Leave the group: other members take over at once, and get the unacknowledged messages.
 
-        It ends within `timeout` seconds, by default the bridge's.
+        Closing takes at most `timeout` seconds, by default the bridge's timeout.
         """
         if self._closed or self._connection.forked:
             return
@@ -265,7 +269,7 @@ class Consumer(ConnectionUser):
         self._closed = True
 
     def close_behind_bridge(self) -> None:
-        """Wait, in a thread, for a call that outlasts the closing of the bridge, and close then."""
+        """Close the consumer once its running call has ended; runs in a thread after the bridge was closed."""
         try:
             self._guard.acquire()
             try:
@@ -278,7 +282,7 @@ class Consumer(ConnectionUser):
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and not self._connection.forked:
-            # A thread closes the reader: garbage is collected at any time, also while locks are held.
+            # A thread closes the reader, because garbage collection may run while locks are held.
             self._consumers.drop(self._reader)
 
     def __enter__(self) -> Consumer:
@@ -301,7 +305,7 @@ class Consumer(ConnectionUser):
             self._connection.events.emit(event, "before", None, topic=partition[0], partition=partition[1])
         holder, held = self._deliveries.left(partitions)
         if holder is not None and held:
-            # A running commit is waited for; a transaction that has not begun to commit can only abort now.
+            # A running commit ends first; a transaction that has not begun to commit can only be aborted now.
             names = ", ".join(f"{topic}[{number}]" for topic, number in sorted(held))
             error = Conflict(f"{names} left this consumer while transaction {holder.id} held acknowledgements of it")
             holder._fail_from_outside(error, patience=holder.deadline)
@@ -311,7 +315,7 @@ class Consumer(ConnectionUser):
     # --- before reading on ----------------------------------------------------------------------------------------
 
     def _settle(self, timeout: float) -> None:
-        """Find outcomes that are not known yet, and move the reader back to messages that have to come again."""
+        """Ask for unknown outcomes of transactions that hold messages, and move the reader back for redelivery."""
         deliveries = self._deliveries
         if deliveries.is_abandoned:
             self._consumers.writers.clear_abandoned(Deadline(timeout))
@@ -340,7 +344,10 @@ class Consumer(ConnectionUser):
             self._deliveries.found(transaction, outcome)
 
     def _begin(self, call: str) -> None:
-        """Begin a call that has `_guard`: check that the consumer may be used, and recover from an interrupted call."""
+        """Check that the consumer may be used, and restore its state after an interrupted call.
+
+        The caller must hold `_guard`; `call` is its name for errors.
+        """
         self._connection.check_process()
         if self._closed:
             raise InvalidState(f"{call} on {self!r}, which is closed")
@@ -348,12 +355,12 @@ class Consumer(ConnectionUser):
             return
         self._connection.check_open()
         self._deliveries.recover()
-        if call != "seek":  # a seek gives a position to a reader that cannot go on where it was
+        if call != "seek":  # a seek gives the reader a new position, so its old one need not be restored
             self._reader.mend()
 
 
 class RawConsumer(Consumer):
-    """A processor's consumer: it hands out messages undecoded, so that the processor can set poison aside."""
+    """A processor's consumer: it returns undecoded messages, so that the processor can set aside undecodable ones."""
 
     def take(self, max_messages: int, timeout: float) -> list[Message]:
         """Return messages as `poll` does, undecoded."""
@@ -370,28 +377,28 @@ class RawConsumer(Consumer):
         return bool(self._codecs)
 
     def decode(self, message: Message) -> Message:
-        """Decode a message. Raise `Poison`."""
+        """Return the message decoded. Raise `Poison` if its topic's codec cannot decode it."""
         return self._decode_one(message)
 
     def take_back(self) -> None:
-        """Have all messages delivered again that were handed out and not acknowledged."""
+        """Mark all messages for redelivery that were handed out and not acknowledged."""
         self._deliveries.take_back()
 
     def group_lag(self, timeout: float) -> int | None:
-        """Return the lag of all members together; None if the broker does not tell."""
+        """Return the lag of the whole group, over all its members; None if the broker cannot report it."""
         return self._reader.group_lag(Deadline(timeout))
 
 
 class _OneCall(_RLock):  # type: ignore[misc]  # it is not final, whatever its stub says
-    """A lock that one call on a consumer holds at a time; it refuses another call, also on the same thread.
+    """A lock for one call on a consumer at a time; a second call gets `InvalidState`, also on the same thread.
 
-    Calls take it by `with`, so it is released in any case: an exception from a signal handler can come into the first
-    line of every function that is written in Python, and `__exit__` is not written in Python.
+    Calls use it by `with`, so it is always released: a signal handler can raise an exception in the first line of any
+    function written in Python, but the inherited `__exit__` is written in C.
     """
 
     of = ""
 
-    _is_owned: Callable[[], bool]  # returns whether this thread has it
+    _is_owned: Callable[[], bool]  # returns whether this thread holds the lock
 
     def __enter__(self) -> bool:  # type: ignore[override]
         held = self._is_owned()
@@ -406,7 +413,7 @@ class _OneCall(_RLock):  # type: ignore[misc]  # it is not final, whatever its s
 
 
 class _ConsumerListener:
-    """Passes a reader's assignments to its consumer, without keeping the consumer alive."""
+    """Passes a reader's assignments to its consumer by a weak reference, so the consumer can be garbage-collected."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = weakref.ref(consumer)
@@ -427,7 +434,7 @@ class _ConsumerListener:
 
 
 def _is_time(given: object) -> bool:
-    """Return whether this is a point in time: milliseconds since 1970, in 63 bits, as brokers store it."""
+    """Return whether the value is a time in milliseconds since 1970 that fits in 63 bits, as brokers store it."""
     return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 1 << 63
 
 
@@ -439,7 +446,7 @@ def _is_partition(given: object) -> bool:
 
 
 def topic_list(topics: str | Topic | Iterable[str | Topic]) -> list[Topic]:
-    """Return one topic or many as a list. Raise `InvalidOption` for none, and for a topic that is there twice."""
+    """Return one topic or many as a list. Raise `InvalidOption` for no topic, and for a topic given twice."""
     if not isinstance(topics, str | Topic | Iterable):
         raise InvalidOption(f"topics are a topic's name, a Topic, or several of them, not {type(topics).__name__}")
     found = [as_topic(t) for t in ((topics,) if isinstance(topics, str | Topic) else topics)]

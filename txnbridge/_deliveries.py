@@ -1,20 +1,21 @@
-"""The state of each message that a consumer has fetched: one small state machine.
+"""The state of each message that a consumer has fetched, as a state machine.
 
 | a message is | event                                                            | then it is    |
 |--------------|-------------------------------------------------------------------|---------------|
-| fetched      | it is handed out                                                  | out           |
+| fetched      | `poll` returns it to the program                                  | out           |
 | out          | a transaction acknowledges it                                     | held          |
-| out          | it is given back, or on an ordered partition what is before it    | back          |
+| out          | `nack` of it, or of an earlier message of its ordered partition   | back          |
 | held         | the transaction committed, or was prepared                        | done          |
-| held         | the transaction aborted, or was dropped unfinished                | back          |
-| held         | its outcome is not known                                          | held, unknown |
-| held, unknown| the outcome is found                                              | done, or back |
-| back         | the reader has gone back there, and nothing failed                | to be fetched |
-| fetched      | on an ordered partition something before it comes again           | to be fetched |
-| any of them  | the partition leaves, or is moved by `seek`                       | forgotten     |
+| held         | the transaction aborted, or was garbage-collected unfinished      | back          |
+| held         | the transaction's outcome is unknown                              | held, unknown |
+| held, unknown| the transaction's outcome is known                                | done, or back |
+| back         | the reader has returned to its position without an error          | to be fetched |
+| fetched      | an earlier message of its ordered partition is redelivered        | to be fetched |
+| any of them  | its partition is revoked, or moved by `seek`                      | forgotten     |
 
-Messages that are done or to be fetched are not remembered. A message that is back can't be acknowledged, and nothing
-is read on before the reader has gone back. Held messages behind it are fetched again then, and passed over.
+Messages that are done or to be fetched are not remembered. A message that is back can't be acknowledged, and the
+reader fetches nothing new before it has returned to that message's position. It then fetches later messages that are
+held once more; these are skipped.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from typing import Protocol
 
 from txnbridge._connection import Connection
 from txnbridge._messages import Message, Position
-from txnbridge._state import State
 from txnbridge._token import Outcome, Token
+from txnbridge._transaction_state import State
 from txnbridge.errors import Conflict, InvalidState
 from txnbridge.spi import Partition
 
-# Messages that were fetched and not acknowledged are remembered, with about 150 bytes each. A program that reaches this
-# bound reads in a group and never acknowledges, by mistake.
+# Each fetched and unacknowledged message takes about 150 bytes of memory. A program with this many of them reads in a
+# group and never acknowledges, by mistake.
 MAX_UNACKED = 1_000_000
 
 _source_of = attrgetter("source")
 
 
 class Holder(Protocol):
-    """A transaction, as far as it holds messages."""
+    """The part of `Transaction` that this module uses: a transaction holds the messages that it acknowledges."""
 
-    _holds: dict[Deliveries, object]  # with their consumers, to keep those alive
+    _holds: dict[Deliveries, object]  # each with its consumer, so that the consumer is not garbage-collected
 
     @property
     def id(self) -> str: ...
@@ -63,11 +64,11 @@ class Assignment:
     def __init__(self, deliveries: Deliveries, partition: Partition) -> None:
         self.deliveries = deliveries
         self.partition = partition
-        self.context: object = None  # the reader's proof, taken with the first delivery
+        self.context: object = None  # the reader's `ack_context()`, taken before the first delivery
         self.ended = False
-        self.held: dict[str, list[Position]] = {}  # by transaction
+        self.held: dict[str, list[Position]] = {}  # by the id of the transaction that holds them
         self.back: set[Position] = set()
-        # Deliveries are appended to lists, which is quick; most are never looked up.
+        # Positions of new deliveries are appended to `_fresh`, which is quick; most are never looked up one by one.
         self._fresh: list[list[Position]] = []
         self._out: dict[Position, None] = {}
         self._passed_over: set[Position] = set()
@@ -107,7 +108,7 @@ class Assignment:
             self.out.pop(position, None)
 
     def go_back(self) -> None:
-        """Take back all messages that are out, because the reader reads again behind the first that is back."""
+        """Mark all messages that are out as back: the reader re-reads everything after the first one that is back."""
         self.take_back(list(self.out))
         for positions in self.held.values():
             self._passed_over.update(positions)
@@ -117,13 +118,13 @@ class Assignment:
         return bool(self._passed_over)
 
     def without_held(self, messages: list[Message]) -> list[Message]:
-        """Return the fetched messages without those that were held when the reader went back."""
+        """Return the given fetched messages without those that a transaction held when the reader went back."""
         if not self._passed_over:
             return messages
         return [message for message in messages if message.position not in self._passed_over]
 
     def has_come_to(self, last: Position) -> None:
-        """Note that the reader has passed a position: held messages in front of it do not come again."""
+        """Note that the reader has passed the position `last`: held messages before it are not fetched once more."""
         self._passed_over = {position for position in self._passed_over if position > last}
 
     def forget(self) -> None:
@@ -133,38 +134,41 @@ class Assignment:
 
 
 class Deliveries:
-    """All messages that one consumer has fetched.
+    """The states of all messages that one consumer has fetched.
 
-    Each method is one step under one lock, because a transaction may end on another thread than the polling one. Only
+    Each method is one step under one lock, because a transaction may end on a thread other than the polling one. Only
     the polling thread touches fetched messages. No method calls the broker.
 
-    An exception from a signal handler may end any method in the middle. So each forgets its old state last, after the
-    new one is written, and messages count as handed out only when the call that hands them out returns.
+    An exception from a signal handler may interrupt any method at any point. So each method deletes the old state of
+    a message only after it has written the new one, and messages count as handed out only when `poll` returns them.
     """
 
     def __init__(
         self, consumer: object, connection: Connection, group: str | None, ordered: bool, individual: bool
     ) -> None:
-        self.consumer = weakref.ref(consumer)  # weak, so that a dropped consumer is collected at once
+        self.consumer = weakref.ref(consumer)  # weak, so that an unused consumer is garbage-collected at once
         self.connection = connection
         self._group = group
-        self._ordered = ordered  # each partition belongs to one member, and is read in order
+        self._ordered = ordered  # each partition is assigned to one member of the group, which reads it in order
         self.individual = individual  # messages can be acknowledged in any order
         self.lock = threading.RLock()
         self.assignments: dict[Partition, Assignment] = {}
-        self.arrived: list[Message] = []  # from the reader, not sorted yet
-        self.on_the_way: list[Message] | None = None  # to the program; None once the program has them
+        self.arrived: list[Message] = []  # from the reader; messages that are held are not removed yet
+        self.on_the_way: list[Message] | None = None  # being returned to the program; None once it has them
         self._fetched: list[Message] = []
-        self._set_aside: list[Message] = []  # fetched, of partitions that were paused then
+        self._set_aside: list[Message] = []  # fetched messages of partitions that were paused afterwards
         self._most = 0  # upper bound of the number of remembered messages
         self._any_back = False  # False: no message is back
-        self.doubts: dict[str, Token] = {}  # holding transactions whose outcome is not known
+        self.doubts: dict[str, Token] = {}  # tokens, by id, of transactions that hold messages with unknown outcome
         self._holder: tuple[str, weakref.ref[Holder]] | None = None  # the open transaction that holds messages
 
     # --- fetched and handed out -----------------------------------------------------------------------------------
 
     def room_for(self, wanted: int) -> int:
-        """Return how many more messages may be fetched, at most `wanted`. Raise `InvalidState` if none may."""
+        """Return how many more messages may be fetched, at most `wanted`.
+
+        Raise `InvalidState` if `MAX_UNACKED` messages are unacknowledged.
+        """
         if self._group is None:
             return wanted
         with self.lock:
@@ -179,7 +183,7 @@ class Deliveries:
         return min(room, wanted)
 
     def fetch(self) -> None:
-        """Make arrived messages ready to be handed out, without those that are held."""
+        """Move arrived messages to the fetched ones, except those that a transaction holds."""
         with self.lock:
             messages = self.arrived
             self._most += len(messages)
@@ -196,14 +200,14 @@ class Deliveries:
                 assignment.has_come_to(last)
 
     def fetched(self) -> list[Message]:
-        """Return the messages that are ready to be handed out."""
+        """Return the fetched messages: those that the program has not got yet."""
         return self._fetched
 
     def hand_out(self, most: int) -> list[Message]:
-        """Hand out the first fetched messages: they are out now.
+        """Return the first `most` fetched messages for the program, and mark them as out.
 
-        They are `on_the_way` until the caller sets that to None, by plain assignment right before it returns them. If
-        an exception from a signal handler comes before that, the next call hands them out again.
+        They stay in `on_the_way` until the caller sets this attribute to None, by plain assignment right before it
+        returns them. If an exception from a signal handler comes earlier, the next call returns the messages again.
         """
         with self.lock:
             taken, rest = self._fetched[:most], self._fetched[most:]
@@ -214,7 +218,7 @@ class Deliveries:
             return taken
 
     def recover(self) -> None:
-        """Recover from an interrupted call: the messages that it had fetched or was handing out are not lost."""
+        """Restore the messages that an interrupted call had fetched or was handing out, so that none is lost."""
         if self.on_the_way:
             with self.lock:
                 again = [message for message in self.on_the_way if self._comes_again(message)]
@@ -224,7 +228,7 @@ class Deliveries:
 
     def _comes_again(self, message: Message) -> bool:
         assignment = message.source
-        if not isinstance(assignment, Assignment):  # read without a group
+        if not isinstance(assignment, Assignment):  # the message was read without a group
             return True
         assignment.out.pop(message.position, None)
         return not assignment.ended and message.position not in assignment.back
@@ -236,7 +240,11 @@ class Deliveries:
             self._set_aside = _elsewhere(self._set_aside, partitions)
 
     def next_positions(self, positions: dict[Partition, Position]) -> dict[Partition, Position]:
-        """Return the positions behind the messages that the program has, from the reader's `positions`."""
+        """Return the next position to deliver of each partition, computed from the reader's `positions`.
+
+        The reader is ahead of the program by the messages that are fetched but not handed out, and by those to
+        redeliver.
+        """
         for message in reversed(self._set_aside + self._fetched):
             positions[message.topic, message.partition] = message.position
         with self.lock:
@@ -246,7 +254,7 @@ class Deliveries:
         return positions
 
     def pause(self, partitions: Iterable[Partition]) -> None:
-        """Set the fetched messages of paused partitions aside; the reader fetches none of them any more."""
+        """Set the fetched messages of these partitions aside until `resume`; the caller pauses the reader itself."""
         with self.lock:
             paused = set(partitions)
             self._set_aside += [m for m in self._fetched if (m.topic, m.partition) in paused]
@@ -262,16 +270,16 @@ class Deliveries:
 
     @property
     def holder(self) -> str | None:
-        """The id of the open transaction that holds messages."""
+        """The id of the open transaction that holds messages of this consumer; None if there is none."""
         return None if self._holder is None else self._holder[0]
 
     @property
     def is_abandoned(self) -> bool:
-        """True if the transaction that holds messages was dropped unfinished."""
+        """True if the holding transaction's object was garbage-collected before the transaction ended."""
         return self._holder is not None and self._holder[1]() is None
 
     def give_up(self) -> None:
-        """Have the messages delivered again that a transaction held which was dropped unfinished."""
+        """Mark messages for redelivery that a transaction held whose object was garbage-collected unfinished."""
         with self.lock:
             if self._holder is not None and self.is_abandoned:
                 self._let_go(self._holder[0], acknowledged=False)
@@ -289,7 +297,10 @@ class Deliveries:
             assignment.hold(transaction.id, positions)
 
     def end(self, transaction: Holder, state: State, token: Token | None) -> None:
-        """End a transaction's hold: its messages are done, or back, or stay held until the outcome is known."""
+        """Apply a transaction's outcome to the messages that it holds.
+
+        Committed or prepared: forget them. Aborted: deliver them again. Unknown: keep them held until `found`.
+        """
         with self.lock:
             if state is State.UNKNOWN and token is not None:
                 self.doubts[transaction.id] = token
@@ -298,7 +309,7 @@ class Deliveries:
                 self._let_go(transaction.id, acknowledged=state is not State.ABORTED)
 
     def found(self, transaction: str, outcome: Outcome) -> None:
-        """Note the outcome of a transaction whose outcome was not known."""
+        """Apply the outcome of a transaction, unknown until now, to the messages that it holds."""
         with self.lock:
             self._let_go(transaction, acknowledged=outcome is not Outcome.ABORTED)
 
@@ -316,14 +327,17 @@ class Deliveries:
     # --- back: to be delivered again ------------------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """Have all messages delivered again that are out."""
+        """Mark all messages that are out for redelivery."""
         with self.lock:
             self._any_back = True
             for assignment in self.assignments.values():
                 assignment.take_back(list(assignment.out))
 
     def give_back(self, messages: Iterable[Message]) -> dict[Assignment, list[Position]]:
-        """Give messages back; return what the reader has to deliver again. Raise `InvalidState` unless all are out."""
+        """Mark the messages of a `nack` as back; return the positions that the reader has to deliver again.
+
+        Raise `InvalidState` unless this consumer has delivered all of them and none is acknowledged or given back.
+        """
         given: dict[Assignment, list[Position]] = {}
         with self.lock:
             for message in messages:
@@ -335,10 +349,10 @@ class Deliveries:
                     raise InvalidState(f"{message!r} is acknowledged or given back already")
                 positions.append(message.position)
             self._any_back = True
-            if not self.individual:  # the broker knows only positions, so all behind these is delivered again, too
+            if not self.individual:  # the broker knows only positions, so all later messages are delivered again, too
                 given = {a: [p for p in a.out if p >= min(positions)] for a, positions in given.items()}
             elif self._ordered:
-                for message in self._fetched + self._set_aside:  # behind the given ones, which come first
+                for message in self._fetched + self._set_aside:  # later messages, redelivered after the given ones
                     if message.source in given:
                         message.source.back.add(message.position)
             if self._ordered:
@@ -348,14 +362,14 @@ class Deliveries:
             return given
 
     def stay(self, positions: Mapping[Partition, Position]) -> None:
-        """Go back to these positions, where the reader was, after a failed seek that may or may not have moved it."""
+        """Go back to these positions, the ones before a failed seek, which may or may not have moved the reader."""
         with self.lock:
             self._any_back = True
             for partition in positions.keys() & self.assignments.keys():
                 assignment = self.assignments[partition]
                 if self._ordered:
                     assignment.back.add(positions[partition])
-                else:  # a shared partition has no position: all messages of this consumer are delivered again
+                else:  # a shared partition has no position: all unacknowledged messages are delivered again
                     assignment.take_back(list(assignment.out))
                     fetched = self._fetched + self._set_aside
                     assignment.back.update(m.position for m in fetched if m.source is assignment)
@@ -363,9 +377,10 @@ class Deliveries:
                 self._drop(set(positions))
 
     def going_back(self) -> dict[Assignment, list[Position]]:
-        """Return the positions to which the reader has to go back; they stay back until `gone_back`.
+        """Return, for each assignment, the positions that the reader has to deliver again.
 
-        On ordered partitions all messages behind the first of them are read again, in order.
+        Their messages stay in the state back until `gone_back`. On an ordered partition the reader reads all messages
+        after the first of these positions again, in order.
         """
         if not self._any_back:
             return {}
@@ -386,7 +401,7 @@ class Deliveries:
     # --- moved and reassigned -------------------------------------------------------------------------------------
 
     def moved(self, partitions: Iterable[Partition]) -> None:
-        """Forget the messages of partitions whose position a seek has changed."""
+        """Forget the messages of partitions whose position a `seek` has changed."""
         with self.lock:
             moved = set(partitions)
             self._drop(moved)
@@ -401,7 +416,10 @@ class Deliveries:
         return assignment
 
     def left(self, partitions: Sequence[Partition]) -> tuple[Holder | None, list[Partition]]:
-        """End assignments; return the open transaction that holds messages of some of them, and those partitions."""
+        """End the assignments of revoked or lost partitions.
+
+        Return the open transaction that holds messages of some of them (None if there is none), and these partitions.
+        """
         with self.lock:
             leaving = [self.assignments.pop(p) for p in partitions if p in self.assignments]
             for assignment in leaving:
@@ -425,12 +443,13 @@ def _elsewhere(messages: list[Message], partitions: set[Partition]) -> list[Mess
 def hold(
     transaction: Holder, connection: Connection, messages: Sequence[Message], up_to: bool
 ) -> list[tuple[object, dict[Partition, list[Position]]]]:
-    """Check that a transaction of this connection may acknowledge these messages, and hold them for it.
+    """Check that a transaction of this connection may acknowledge these messages, and hold them for this transaction.
 
-    Return the positions for the writer, by the reader's context. Raise before any message is held.
+    Return pairs of a reader's `ack_context()` and the positions delivered under it, for `Writer.ack`. If a check fails,
+    raise its error before any message is held.
     """
     wanted: dict[Assignment, list[Position]] = {}
-    for _, run in groupby(messages, _source_of):  # once per run, because there may be a million messages
+    for _, run in groupby(messages, _source_of):  # in runs of one assignment, because there may be a million messages
         delivered = list(run)
         wanted.setdefault(_assignment_of(delivered[0], connection), []).extend([m.position for m in delivered])
     by_deliveries: dict[Deliveries, dict[Assignment, list[Position]]] = {}
@@ -440,7 +459,7 @@ def hold(
     with ExitStack() as locks:
         for deliveries in sorted(by_deliveries, key=id):
             locks.enter_context(deliveries.lock)
-        # The transaction gives back at its end what it holds, so it learns of the deliveries before it holds messages.
+        # At its end the transaction releases messages in each `Deliveries` in `_holds`, so `_holds` is filled first.
         transaction._holds.update({d: _check(transaction, d, mine, up_to) for d, mine in by_deliveries.items()})
         for deliveries, mine in by_deliveries.items():
             deliveries.hold(transaction, mine)
@@ -462,7 +481,11 @@ def _assignment_of(message: Message, connection: Connection) -> Assignment:
 def _check(
     transaction: Holder, deliveries: Deliveries, wanted: dict[Assignment, list[Position]], up_to: bool
 ) -> object:
-    """Raise if a position can't be acknowledged; with `up_to`, add all in front. Return the consumer."""
+    """Check that the transaction may acknowledge the wanted positions of one consumer; return this consumer.
+
+    With `up_to`, first add all earlier positions of the partition that are out. Raise `Conflict` if an assignment has
+    ended, `InvalidState` if a position cannot be acknowledged.
+    """
     consumer = deliveries.consumer()
     for assignment in wanted:
         if assignment.ended or consumer is None:
@@ -476,7 +499,7 @@ def _check(
             wanted[assignment] = positions = [p for p in assignment.out if p <= positions[0]] or positions
         if not deliveries.individual:
             _check_nothing_before(transaction, assignment)
-        # Mostly these are all messages that are out, in order: then nothing is left to check.
+        # Mostly the positions are those of all messages that are out, in order: then each is known to be valid.
         if len(assignment.out) != len(positions) or list(assignment.out) != positions:
             _check_positions(transaction, assignment, positions)
     assert consumer is not None
@@ -484,7 +507,10 @@ def _check(
 
 
 def _check_nothing_before(transaction: Holder, assignment: Assignment) -> None:
-    """Raise if messages in front are not settled: a position behind them would acknowledge them, too."""
+    """Raise `InvalidState` if earlier messages are given back or held by another transaction.
+
+    The broker knows only positions, so acknowledging a later position would acknowledge these messages, too.
+    """
     topic, number = assignment.partition
     if assignment.back:
         raise InvalidState(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge._handler_errors import causes
 from txnbridge._messages import Message
-from txnbridge._state import State
 from txnbridge._transaction import Transaction
+from txnbridge._transaction_state import State
 from txnbridge.errors import (
     Abort,
     BrokerUnavailable,

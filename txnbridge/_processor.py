@@ -26,9 +26,9 @@ from txnbridge._handler_errors import handler_location, loggable
 from txnbridge._messages import Batch, Message
 from txnbridge._polled_batch import PolledBatch
 from txnbridge._shutdown import Shutdown, StopNow
-from txnbridge._state import State
 from txnbridge._topics import Topic, as_topic
 from txnbridge._transaction import Transaction
+from txnbridge._transaction_state import State
 from txnbridge.capabilities import Capability
 from txnbridge.errors import (
     Abort,

@@ -1,4 +1,4 @@
-"""One transaction: sends, acknowledgements, and the end of its block."""
+"""`Transaction`: the sends, acknowledgements, commit and abort of one transaction of messages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from txnbridge._messages import (
     split_item,
 )
 from txnbridge._outcomes import Outcomes
-from txnbridge._state import State
 from txnbridge._token import Outcome, Token
 from txnbridge._topics import Topic, as_topic, check_topic_name, encode_message
+from txnbridge._transaction_state import State
 from txnbridge._writers import TakenWriter
 from txnbridge.errors import (
     Abort,
@@ -50,16 +50,17 @@ _OUTCOMES = {
     State.UNKNOWN: Outcome.UNKNOWN,
 }
 _UNFINISHED = {State.OPEN, State.FAILED}
-# How often a partition that leaves looks whether a running call on its transaction has ended; most calls take
-# microseconds.
+# A revoked partition whose messages the transaction holds waits for the transaction's running call to end, and checks
+# at this interval. Most calls take microseconds.
 _TURN_SECONDS = 0.001
 
 
 class Transaction(ConnectionUser):
     """Sends and acknowledgements that take effect together or not at all.
 
-    As a block it commits at its end (or prepares, with `prepare=True`) and aborts on an exception; `raise Abort` leaves
-    it quietly. `commit()` and `abort()` inside the block are final. One thread uses it at a time.
+    The end of a `with` block commits the transaction (or prepares it, with `prepare=True`); an exception in the block
+    aborts it, and `raise Abort` aborts it without an exception outside the block. `commit()` and `abort()` inside the
+    block are final. Only one thread at a time may use a transaction.
     """
 
     __slots__ = (
@@ -94,24 +95,24 @@ class Transaction(ConnectionUser):
         self._events = connection.events
         self._state = State.OPEN
         self._token: Token | None = None
-        self._cause: BaseException | None = None  # why it is FAILED
-        self._holds: dict[Deliveries, object] = {}  # with their consumers, to keep those alive
-        self._shut = False  # aborted because the bridge was closed
-        self._lent = False  # while a handler of a processor has it, which may not commit it
-        self._feeder: int | None = None  # the thread in whose `send_many` the program's generator runs
+        self._cause: BaseException | None = None  # the error because of which the state is FAILED
+        self._holds: dict[Deliveries, object] = {}  # each with its consumer, so that it is not garbage-collected
+        self._shut = False  # whether it was aborted because the bridge was closed
+        self._lent = False  # True while a handler of a processor has it: the handler may not commit it
+        self._feeder: int | None = None  # id of the thread whose `send_many` is running the program's generator
         self._fingerprint = fingerprint
         self._write = writer.send
-        # A listener, a header maker or a fingerprint needs the slow path for each message.
+        # An event listener, a header maker or a fingerprint needs the slow path for each message.
         self._slow = bool(connection.events) or bool(connection.header_makers) or fingerprint is not None
-        # A call on the transaction takes the only entry and puts it back. A lock does the same and costs twice as
-        # much, which is a sixth of sending a small message.
+        # The list is a lock: a call on the transaction removes its only entry and puts it back at the call's end. A
+        # real lock takes twice the time, which is a sixth of the time for sending a small message.
         self._turn = [None if self._slow else writer.quick]
 
     # --- state ----------------------------------------------------------------------------------------------------
 
     @property
     def id(self) -> str:
-        """The transaction's id, unique for ever. Events, logs and the doctor's lists name it."""
+        """The transaction's id, unique for ever. Events, log lines and the doctor's lists contain it."""
         return self._begin.transaction
 
     @property
@@ -120,12 +121,12 @@ class Transaction(ConnectionUser):
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome; None until it has ended."""
+        """The transaction's outcome; None before its end, and while it is prepared."""
         return _OUTCOMES.get(self._state)
 
     @property
     def deadline(self) -> float:
-        """The seconds until its deadline."""
+        """The seconds until the transaction's deadline."""
         return self._begin.deadline.left()
 
     @property
@@ -148,10 +149,10 @@ class Transaction(ConnectionUser):
         partition: int | None = None,
         timestamp: int | None = None,
     ) -> None:
-        """Add one message. It waits while the broker is slow, never beyond the transaction's deadline.
+        """Add one message to the transaction. Wait while the broker is slow, but not beyond the transaction's deadline.
 
-        Raise `NotFound` and `InvalidOption` for a message that cannot be sent: the transaction stays usable. After any
-        other error only abort is left.
+        Raise `NotFound` if the topic does not exist, `InvalidOption` for a message that cannot be sent: the transaction
+        stays usable. After any other error it can only be aborted.
         """
         turn = self._turn
         try:
@@ -215,12 +216,12 @@ class Transaction(ConnectionUser):
             self._fingerprint = (self._fingerprint + _hash(key_data, data)) & 0xFFFF_FFFF_FFFF_FFFF
 
     def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
-        """Add many messages to one topic: values, (value, key) or (value, key, headers).
+        """Add many messages for one topic; each item is a value, (value, key) or (value, key, headers).
 
-        This is the fast way for many messages. A generator is read only as fast as the broker takes its items.
+        This is faster than a `send` for each message. A generator is read only as fast as the broker takes its items.
 
-        Raise as `send` does, with the number of the item. Then only abort is left, because the items before it were
-        taken already.
+        Raise the errors of `send`, with the number of the item. After any error the transaction can only be aborted,
+        because the items before the failing one were taken already.
         """
         quick = self._enter("send_many")
         try:
@@ -232,7 +233,7 @@ class Transaction(ConnectionUser):
                 topic = as_topic(topic)
             self._feeder = threading.get_ident()
             self._send_all(topic, items)
-            if self._state is not _OPEN:  # it failed from inside the caller's generator
+            if self._state is not _OPEN:  # the transaction failed while the caller's generator ran
                 assert self._cause is not None
                 raise self._cause
         finally:
@@ -259,15 +260,16 @@ class Transaction(ConnectionUser):
     # --- acknowledging --------------------------------------------------------------------------------------------
 
     def ack(self, messages: Message | Iterable[Message]) -> None:
-        """Acknowledge a message, or all of a batch, with this transaction.
+        """Acknowledge one message or a batch as part of this transaction: the ack takes effect with its commit.
 
         Raise `InvalidState` for a message that was not delivered to a consumer of this bridge, that was acknowledged
-        already, or that is out of order on a broker that only knows positions; `Conflict` if its assignment has ended.
+        already, or that is out of order on a broker that only knows positions; `Conflict` if the message's partition
+        was taken from the consumer since.
         """
         self._acknowledge(as_messages("ack", messages), up_to=False)
 
     def ack_up_to(self, message: Message) -> None:
-        """Acknowledge all delivered messages of a partition up to and with this message."""
+        """Acknowledge all delivered messages of the message's partition up to and including this message."""
         if not isinstance(message, Message):
             raise InvalidOption("ack_up_to takes one message that was read")
         self._acknowledge((message,), up_to=True)
@@ -294,9 +296,10 @@ class Transaction(ConnectionUser):
     # --- ending ---------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Commit now; return only after the broker has said "committed".
+        """Commit the transaction now; return only after the broker has confirmed the commit.
 
-        Raise `TransactionAborted` (or a subclass), `Fenced`, or `OutcomeUnknown` with the token by which to ask later.
+        Raise `TransactionAborted` (or a subclass) if it was aborted, `Fenced` if a newer owner has opened the
+        transactional id, or `OutcomeUnknown` with the token by which to ask for the outcome later.
         """
         quick = self._enter("commit")
         try:
@@ -307,7 +310,7 @@ class Transaction(ConnectionUser):
                     f"the handler ended transaction {self.id} itself: it does not commit, its processor does, with the"
                     " acknowledgement; raise txnbridge.Abort to have the messages again"
                 )
-                self._fail(refused)  # also if the handler catches the error
+                self._fail(refused)  # the transaction fails even if the handler catches the error
                 raise refused
             if self._state is not State.OPEN:
                 raise self._refusal("commit")
@@ -316,7 +319,7 @@ class Transaction(ConnectionUser):
             self._turn.append(quick)
 
     def abort(self) -> None:
-        """Abort now. A failed transaction allows only this call. Aborting twice changes nothing."""
+        """Abort the transaction now. A failed transaction allows only this call. A second abort has no effect."""
         quick = self._enter("abort")
         try:
             if self._state is State.ABORTED:
@@ -354,12 +357,12 @@ class Transaction(ConnectionUser):
         try:
             self._finish()
         except BaseException as error:
-            if self._state in _UNFINISHED:  # the broker was not asked, so this block has to end the transaction
+            if self._state in _UNFINISHED:  # the broker got no request, so this block has to abort the transaction
                 self._abort_after(error, quiet=False)
             raise
 
     def _finish(self) -> None:
-        """End a block without an exception."""
+        """Commit or prepare at the end of a block without an exception; abort and raise if the transaction failed."""
         if self._state is State.FAILED:
             cause = self._cause
             self._end_by_asking(self._abort)
@@ -371,7 +374,7 @@ class Transaction(ConnectionUser):
         self._end_by_asking(self._do_prepare if self._prepare else self._commit)
 
     def _abort_after(self, error: BaseException, quiet: bool) -> None:
-        """Abort because of an exception in the block; a failing abort does not hide that exception."""
+        """Abort because of an exception in the block; an error of the abort is logged and does not replace it."""
         try:
             self._end_by_asking(self._abort)
         except Exception as failure:
@@ -380,12 +383,15 @@ class Transaction(ConnectionUser):
             _log.warning("transaction %s: abort failed after %s: %s", self.id, type(error).__name__, failure)
 
     def _end_by_asking(self, ask: Callable[[], None]) -> None:
-        """Ask the broker, and end the transaction also if an exception from a signal handler interrupts that."""
+        """Call `ask`, which requests a commit, abort or prepare from the broker.
+
+        End the transaction also if an exception, for example from a signal handler, interrupts the request.
+        """
         try:
             ask()
         except BaseException:
             if self._state in (State.COMMITTING, State.ABORTING):
-                self._end_unknown()  # an interrupt, or a bug: the request may have been sent
+                self._end_unknown()  # a signal handler's exception or a bug: the request may have been sent
             elif self._state not in _UNFINISHED:
                 self._end(self._state)
             raise
@@ -402,7 +408,7 @@ class Transaction(ConnectionUser):
         except OutcomeUnknown as error:
             self._settle(error)
         except TxnBridgeError as error:
-            # This call decided nothing, so only abort is left: the block's end or the caller aborts.
+            # The commit was not requested. The transaction can only be aborted, by the block's end or the caller.
             self._state = State.OPEN
             self._taken.open = True
             self._fail(error)
@@ -411,7 +417,10 @@ class Transaction(ConnectionUser):
             self._end(State.COMMITTED)
 
     def _settle(self, error: OutcomeUnknown) -> None:
-        """Ask the broker for the outcome in the remaining time, before the program gets `OutcomeUnknown`."""
+        """Ask the broker for the outcome after a commit without an answer, until the transaction's deadline.
+
+        Raise `TransactionAborted` if it was aborted, `OutcomeUnknown` if the outcome is still unknown.
+        """
         self._end_unknown()
         if error.permanent:
             error.token = str(self._token)
@@ -436,7 +445,7 @@ class Transaction(ConnectionUser):
             with self._events.step("abort", self.id):
                 self._writer.abort(self._begin.deadline)
         except (TransactionAborted, Fenced):
-            pass  # the transaction did not happen, as wanted
+            pass  # the transaction is aborted, as wanted
         self._end(State.ABORTED)
 
     def _do_prepare(self) -> None:
@@ -461,7 +470,10 @@ class Transaction(ConnectionUser):
         self._end(State.UNKNOWN)
 
     def _end(self, state: State) -> None:
-        """Give back the writer and the held messages. Safe to repeat: it may be interrupted at any point."""
+        """Set the final state, return the writer to the pool, and release the held messages.
+
+        Safe to repeat, because a signal handler's exception may interrupt it at any point.
+        """
         self._state = state
         self._taken.give_back(sound=state is not State.UNKNOWN)
         for deliveries in self._holds:
@@ -472,7 +484,10 @@ class Transaction(ConnectionUser):
     # --- guards ---------------------------------------------------------------------------------------------------
 
     def _enter(self, call: str) -> Any:
-        """Take the turn for a call, which puts it back at its end: one call at a time."""
+        """Lock the transaction for one call; return the entry of `_turn`, which the call appends again at its end.
+
+        Raise `InvalidState` if another call on the transaction is running.
+        """
         try:
             return self._turn.pop()
         except IndexError:
@@ -494,7 +509,7 @@ class Transaction(ConnectionUser):
         return InvalidState(text)
 
     def _why_failed(self) -> str:
-        """Return the cause of the failure, with the text only of our own errors: others may quote a message."""
+        """Return why the transaction failed; foreign errors without their text, which may contain message data."""
         kind = type(self._cause).__name__
         return f"{kind}: {self._cause}" if isinstance(self._cause, TxnBridgeError) else kind
 
@@ -504,9 +519,10 @@ class Transaction(ConnectionUser):
             self._cause = error
 
     def _fail_from_outside(self, error: Conflict, patience: float) -> None:
-        """Allow only abort, because a partition with held messages is leaving; first wait for a running call.
+        """Fail the transaction because a partition whose messages it holds is revoked; then it can only be aborted.
 
-        It does not wait for a call on this very thread, which would wait for ever: a `send_many` whose generator polls.
+        First wait up to `patience` seconds for a running call on the transaction, unless that call is on this thread (a
+        `send_many` whose generator polls), because waiting for it would never end.
         """
         if self._feeder == threading.get_ident():
             self._fail(error)
@@ -526,7 +542,10 @@ class Transaction(ConnectionUser):
             time.sleep(_TURN_SECONDS)
 
     def _end_from_outside(self, deadline: Deadline) -> bool:
-        """Abort, because the bridge is closed, unless a call runs; return whether the transaction was aborted."""
+        """Abort because the bridge is being closed, unless a call on the transaction is running.
+
+        Return whether the transaction was aborted.
+        """
         try:
             quick = self._enter("close")
         except InvalidState:
@@ -542,16 +561,16 @@ class Transaction(ConnectionUser):
             self._turn.append(quick)
 
     def _end_by(self, at: float) -> None:
-        """Move the deadline to this point in time, if that is earlier; waiting calls notice it."""
+        """Move the transaction's deadline to the time `at` if that is earlier; waiting calls notice the change."""
         self._begin.deadline.shorten(at)
 
     def _refuse_calls(self) -> None:
-        """Refuse every call, in the child of a fork; this costs `send` nothing."""
+        """Refuse every later call, in the child of a fork, without a check in `send` that would take time."""
         self._turn.clear()
 
     def __del__(self) -> None:
         if getattr(self, "_state", None) in _UNFINISHED and not self._connection.forked:
-            # `Writers` aborts it later: garbage is collected at any time, also while locks are held.
+            # `Writers` aborts the transaction later, because garbage collection may run while locks are held.
             warnings.warn(
                 f"transaction {self.id} was left unfinished; it will be aborted",
                 ResourceWarning,
@@ -566,7 +585,7 @@ def _encode_item(topic: Topic, item: Any) -> Any:
 
 
 def _hash(key: bytes | None, value: bytes | None) -> int:
-    """Return a message's part of the fingerprint; the sum of the parts does not depend on the order."""
+    """Return the number that a message adds to the fingerprint, whose value does not depend on the messages' order."""
     import xxhash
 
     seed = 0 if key is None else xxhash.xxh3_64_intdigest(key) | 1

@@ -16,7 +16,7 @@ import pytest
 import txnbridge
 from tests.interrupts import Interrupted, interrupted_everywhere
 from txnbridge import Batch, Bridge, Consumer, InvalidState, Message, OutcomeUnknown
-from txnbridge._state import State
+from txnbridge._transaction_state import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:transaction .* was left unfinished:ResourceWarning")
 

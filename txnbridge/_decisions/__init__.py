@@ -1,15 +1,16 @@
-"""The decision log: everyone may decide, and nobody can disagree.
+"""The decision log: processes decide the outcomes of transactions, and all of them agree on each outcome.
 
-An ordered log in which the first claim on an id that counts wins. docs/decisions.md has the rules and their reasons.
+It is an ordered log; of the claims on an id, the first that counts decides. docs/decisions.md has the rules and their
+reasons.
 
 The modules, from the caller down to the bytes:
 - `decisions` is the interface for applications, `ledger` the one for backends. Both ask one `engine`.
-- `engine` answers a `queries.Query` from what was read, and appends the records that are missing.
-- `follower` appends to the log and reads on.
-- `fold` draws the conclusions, and alone knows the rules: `trust` (is the reading complete?), `token_fold`
-  (transactions
-  with tokens), `id_fold` (all other ids), `openings` (whose records still count), `conclusions` (their results).
-- `records` has each kind of record and its bytes.
+- `engine` answers a `queries.Query` from the records that were read, and appends claims, presences and snapshots.
+- `follower` appends to the log and reads the records that follow the last one read.
+- `fold` draws the conclusions from the records; all rules are in it and in the modules that it uses: `trust` (is the
+  reading complete?), `token_fold` (transactions with tokens), `id_fold` (all other ids), `openings` (whose records
+  still count), `conclusions` (the results of the folds).
+- `records` defines each kind of record and its bytes.
 """
 
 from __future__ import annotations

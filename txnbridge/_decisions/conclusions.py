@@ -22,7 +22,7 @@ from txnbridge._token import Decision
 
 @dataclass(frozen=True)
 class CountingClaim:
-    """The first claim on an id that counts. `body` is None if a part of it is gone."""
+    """The first counting claim on an id. `body`, its data, is None if a part of the data is gone from the log."""
 
     position: Position
     nonce: str
@@ -34,9 +34,9 @@ class CountingClaim:
 
 @dataclass(frozen=True)
 class UnfinishedCommit:
-    """A commit that its author may not have carried out yet.
+    """A commit that the log has decided and that its author may not have carried out at the broker yet.
 
-    `certain`: the log was read from the transaction's presence on, so no earlier claim on the transaction was missed.
+    `certain` is True if the log was read from the transaction's presence on, so that no earlier claim was missed.
     """
 
     id: IdPath
@@ -59,7 +59,7 @@ class UnfinishedCommit:
 
 @dataclass(frozen=True)
 class CountingEntry:
-    """One ledger entry that counts."""
+    """One ledger entry that counts, that is, no newer opening of its owner's id precedes it."""
 
     position: Position
     nonce: str
@@ -70,7 +70,7 @@ class CountingEntry:
 
 @dataclass(frozen=True)
 class Renewal:
-    """An operator renewed the log: at which position, when (ms since 1970) and on which host."""
+    """An operator's renewal of the log: its position, its time (ms since 1970) and the operator's host."""
 
     position: Position
     at: int

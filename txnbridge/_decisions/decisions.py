@@ -1,4 +1,4 @@
-"""The interface of a decision log for applications. The Spark writer uses it."""
+"""`Decisions`: the interface of a decision log for applications. The Spark sink uses it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from txnbridge.spi import DecisionLog, Ledger, Partition
 
 _log = logging.getLogger("txnbridge")
 
-# The default time for which evidence about a token is kept. Too short loses evidence (the answer is then UNKNOWN), too
-# long only makes reads longer.
+# The default time for which evidence about a token is kept. With too short a time, evidence is lost (a token's status
+# is then UNKNOWN); with too long a time, reading the log only takes longer.
 _LIFETIME = 7 * 86_400.0
-# How often between two snapshots the background thread checks whether the next one is due.
+# How many times between two snapshots the background thread checks whether the next snapshot is due.
 _CHECKS_BETWEEN_SNAPSHOTS = 6
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim that counts for an id. `mine`: this very `Decisions` object made it."""
+    """The counting claim on an id. `mine` is True if this very `Decisions` object made the claim."""
 
     id: Id
     decision: Decision
@@ -51,12 +51,12 @@ class Claim:
     position: Position
     nonce: str
     mine: bool
-    opening: str | None  # the name of the opening under which its owner made it
+    opening: str | None  # the name of the opening under which an owner made the claim; None if it named none
 
 
 @dataclass(frozen=True)
 class Opening:
-    """One opening of an id."""
+    """One opening of an id: its name and number, its position in the log, its owner's host and data."""
 
     id: Id
     name: str
@@ -68,10 +68,11 @@ class Opening:
 
 @dataclass(frozen=True)
 class Reading:
-    """The log's answer about an id.
+    """What the decision log says about an id.
 
-    `done`: a mark covers this id; its claims are settled and no longer kept. `done_up_to` is the mark on the id
-    itself: every id that continues it with a number up to this is done. `opening` is its newest opening.
+    `done` is True if a done mark covers the id, whose claims are then no longer kept. `done_up_to` is the done mark on
+    the id itself: every id that consists of this id and a number up to `done_up_to` is done. `opening` is the id's
+    newest opening.
     """
 
     claim: Claim | None
@@ -82,23 +83,24 @@ class Reading:
 
 @dataclass(frozen=True)
 class IncompleteLog:
-    """Describes a log that proves nothing about ids without a token: why, and what it still says (perhaps out of date).
+    """An incomplete decision log, which proves nothing about ids that no token carries.
 
-    `decided` is the number of transactions with tokens about which it still has decisions.
+    `reason` says why it is incomplete. `ids` and `positions` are what the log still contains, perhaps out of date;
+    `decided` is the number of transactions with tokens that the log still decides.
     """
 
     reason: str
     ids: Sequence[Id]
-    positions: Mapping[tuple[str, Partition], Position]  # where groups stood
+    positions: Mapping[tuple[str, Partition], Position]  # the last known next positions to read, by group and partition
     decided: int
 
 
 class Decisions:
-    """The decisions of one log. May be used by many threads.
+    """One decision log, in which processes claim decisions about ids. Any number of threads may use it.
 
-    An id is text, or a tuple of text and numbers such as `("query", "sink", 7, 0)`. An id that a token carries is asked
-    about with the token's `begin`; every other one is judged from the log's first record. If the evidence is gone,
-    every call raises `EvidenceLost`, and nothing is claimed or answered.
+    An id is text, or a tuple of text and numbers such as `("query", "sink", 7, 0)`. For an id that a token carries,
+    calls need the token's `begin`; every other id is judged by all records since the log's birth. If the evidence
+    about an id is gone, every call about it raises `EvidenceLost` instead of claiming or answering.
     """
 
     def __init__(
@@ -114,10 +116,11 @@ class Decisions:
         tidy_after: int = TIDY_RECORDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`lifetime`: for how many seconds anybody may ask about a transaction after its begin (timeout + hold).
+        """Use the log `log`; `Bridge.decisions` opens one and calls this.
 
-        `name` is the log's and goes into every begin, as does `place` if the log is not kept by the broker itself;
-        `host` describes this process to those that it fences.
+        `lifetime` is the time in seconds after a transaction's begin for which its token can be asked about (timeout
+        and hold). `name` is the log's name, and `place` the name of its store if this is not the bridge's broker: both
+        become part of each token. `host` describes this process to the owners that it fences.
         """
         self._name = name
         self._timeout = timeout
@@ -129,9 +132,9 @@ class Decisions:
             threading.Thread(target=self._stay, name="txnbridge-decisions", daemon=True).start()
 
     def _stay(self) -> None:
-        """Write snapshots in a log that drops records by age, also while this process decides nothing.
+        """Write snapshots in a log whose store drops records by age, even while this process makes no claims.
 
-        A process that has only read the log writes no snapshot.
+        This runs in a thread. A process that has only read the log writes no snapshot.
         """
         while not self._closed.wait(self._engine.tidy_seconds / _CHECKS_BETWEEN_SNAPSHOTS):
             if not self._engine.has_written:
@@ -151,19 +154,19 @@ class Decisions:
         name: str | None = None,
         timeout: float | Deadline | None = None,
     ) -> Opening:
-        """Open an id: records that an older owner appends on its own account from now on do not count.
+        """Open an id, so that this process owns it and later records of older owners do not count.
 
-        With a `name` (a run's id) all processes that open the id share one opening; a process that comes with a name
-        behind which another opening stands gets `Fenced`. Without one each call is a new opening.
+        With a `name` (such as a Spark run's id) all processes that open the id under this name share one opening; raise
+        `Fenced` if the id was opened under another name since. Without a name each call makes a new opening.
         """
         if name is not None and not (isinstance(name, str) and name):
             raise InvalidOption(f"the name of an opening is text that is not empty, not {name!r:.100}")
         return _public(self._engine.open(path_of(id), check_data(data or {}), self._deadline(timeout), name))
 
     def begin(self, *, opening: Opening | None = None, timeout: float | Deadline | None = None) -> dict[str, Any]:
-        """Return where the evidence about a transaction that begins now begins: its token carries this as `log`.
+        """Return where the evidence about a transaction that begins now begins; its token carries the result as `log`.
 
-        An owner passes its `opening`. Raise `Fenced` if the log shows a newer one.
+        An owner passes its `opening`. Raise `Fenced` if the log has a newer opening of the same id.
         """
         return self._engine.begin(None if opening is None else _under(opening), self._deadline(timeout))
 
@@ -179,11 +182,13 @@ class Decisions:
         opening: Opening | None = None,
         timeout: float | Deadline | None = None,
     ) -> Claim:
-        """Claim a decision; return the claim that counts, whichever process made it. Safe to repeat.
+        """Claim a decision about an id; return the counting claim, whichever process made it. Safe to repeat.
 
-        `begin` is the token's, for an id that a token carries. An owner that claims on its own account passes its
-        `opening`. Raise `Fenced` if that is not the newest one and no claim counts, `InvalidState` for an id that is
-        marked done, `OutcomeUnknown` while it cannot be known which claim counts, `EvidenceLost` if it never can.
+        For an id that a token carries, `begin` is the token's `log`. An owner that must not decide after a newer owner
+        has opened its id passes its `opening`.
+
+        Raise `Fenced` if `opening` is not the newest and no claim counts, `InvalidState` for an id that is marked done,
+        `OutcomeUnknown` while it cannot be known which claim counts, `EvidenceLost` if it can never be known.
         """
         deadline = self._deadline(timeout)
         if decision not in (Decision.COMMIT, Decision.ABORT):
@@ -196,9 +201,9 @@ class Decisions:
     def read(
         self, id: Id, *, begin: Mapping[str, Any] | None = None, timeout: float | Deadline | None = None
     ) -> Reading:
-        """Return what the log says about an id at this moment. Decides nothing.
+        """Return what the log says about an id at this moment; claim nothing.
 
-        Raise `EvidenceLost` if the evidence is gone, `OutcomeUnknown` if it cannot be read for now.
+        Raise `EvidenceLost` if the evidence about the id is gone, `OutcomeUnknown` if the log cannot be read for now.
         """
         deadline = self._deadline(timeout)
         query = Query(id, path_of(id), begin_of(begin))
@@ -217,7 +222,7 @@ class Decisions:
             )
 
     def claims(self, id: Id, *, timeout: float | Deadline | None = None) -> list[Claim]:
-        """Return the counting claims on all ids that continue this one and are not done, in the log's order."""
+        """Return the counting claims on all ids that begin with this id and are not done, in the log's order."""
         path = path_of(id)
         with self._engine.follower.following(self._deadline(timeout)) as state:
             require_readable(state)
@@ -226,10 +231,10 @@ class Decisions:
         return [self._claim(id_of(key), claim) for key, claim in sorted(found, key=lambda item: item[1].position)]
 
     def done(self, id: Id, up_to: int, *, timeout: float | Deadline | None = None) -> None:
-        """Mark every id that continues `id` with a number up to `up_to` as settled.
+        """Mark every id that consists of `id` and a number up to `up_to` as done.
 
-        The claims on these ids are dropped in time, the mark itself never is. Call this only once all that the claims
-        decided is finished.
+        The log drops the claims on these ids in time, but never the mark. Call this only when the decisions of these
+        claims have been carried out.
         """
         deadline = self._deadline(timeout)
         path = path_of(id)
@@ -258,17 +263,17 @@ class Decisions:
     # --- keeping the log ----------------------------------------------------------------------------------------------
 
     def tidy(self, *, timeout: float | Deadline | None = None) -> Position:
-        """Write a snapshot of what counts for ever, then drop the records that it covers and no token can need.
+        """Write a snapshot of what counts for ever, then drop the records that it covers and that no token can need.
 
-        Return the position from which on records are kept. Bridges tidy by themselves after many records. A log whose
-        broker drops records by age has to be tidied now and then by some process.
+        Return the first position that is kept. Bridges do this by themselves after many records. If the log's broker
+        drops records by age, some process must do it from time to time.
         """
         return self._engine.tidy(self._deadline(timeout))
 
     def lost(self, *, timeout: float | Deadline | None = None) -> IncompleteLog | None:
-        """Return why this log proves nothing about ids without a token, and what it still says; None for a sound log.
+        """Describe an incomplete log, which proves nothing about ids that no token carries; None for a complete log.
 
-        Raise `NotFound` for an empty log: nobody has used it.
+        Raise `NotFound` for an empty log, which no process has used.
         """
         with self._engine.follower.following(self._deadline(timeout), may_create=False) as state:
             require_readable(state)
@@ -289,24 +294,25 @@ class Decisions:
             )
 
     def renew(self, *, timeout: float | Deadline | None = None) -> Position:
-        """Renew a log whose evidence is gone for good; return the position where the log begins now.
+        """Renew a log whose evidence is gone for good; return the position of the renewal, where the log begins now.
 
-        All earlier decisions are forgotten: an earlier token is UNKNOWN for ever, and an id without a token is taken
-        for one that was never claimed, opened or done. A process that used the log before gets `EvidenceLost` from each
-        call. Raise `InvalidState` if no evidence is lost.
+        All earlier decisions are forgotten: an earlier token is UNKNOWN for ever, and an id without a token counts as
+        never claimed, opened or done. A process that used the log before gets `EvidenceLost` from each call.
+
+        Raise `InvalidState` if no evidence is lost.
         """
         return self._engine.renew(self._deadline(timeout))
 
     def ledger(self, id: str, begin: Mapping[str, Any] | None = None, *, made_up: bool = False) -> Ledger:
-        """Return the ledger of one transactional id, for backends.
+        """Return the ledger of one transactional id in this log, for backends.
 
-        With a token's `begin` it answers queries about that token's transaction. `made_up`: this process has made the
-        id up for itself, and no other process opens it.
+        `begin` is the `log` of a token about whose transaction the ledger will be asked. `made_up` is True if this
+        process has made the id up for itself, so that no other process opens the id.
         """
         return LogLedger(self._engine, id, begin_of(begin), made_up)
 
     def close(self) -> None:
-        """Close the log. Safe to repeat. In the child of a fork this does nothing, because the log is the parent's."""
+        """Close the log. Safe to repeat. In the child of a fork do nothing, because the connection is the parent's."""
         self._closed.set()
         self._engine.close()
 

@@ -1,4 +1,4 @@
-"""Decides and records in one log, for an application (`decisions`) and for a backend (`ledger`)."""
+"""`Engine`: makes claims and appends records in one decision log, for applications (`decisions`) and `ledger`."""
 
 from __future__ import annotations
 
@@ -43,18 +43,21 @@ from txnbridge._token import Decision
 from txnbridge.errors import Conflict, DeadlineExceeded, InvalidState, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Ack, DecisionLog
 
-# The difference between the clocks of two hosts at which a record is trimmed too early; Kerberos allows as much.
+# The largest tolerated difference between the clocks of two hosts: with a larger one, records may be trimmed too early.
+# Kerberos tolerates the same.
 _CLOCK_SKEW = 300.0
-# A presence lives longer than it is needed for by one renewal interval. The shortest keeps a short-lived presence from
-# being renewed every second.
+# A presence expires one renewal interval after it is needed. The interval's lower bound keeps a presence that is needed
+# for a short time from being renewed every second.
 _LONGEST_RENEWAL, _SHORTEST_RENEWAL = 3600.0, 60.0
-# A process that opens the log reads this many records or bytes in about a second; a snapshot is mostly a few kilobytes.
+# A snapshot is written after this many records or bytes, which a process that opens the log reads in about a second.
+# Mostly a snapshot has a few kilobytes.
 TIDY_RECORDS, _TIDY_BYTES = 10_000, 16_000_000
-# Some brokers drop records after three days whatever is asked of them: by then there must be a newer snapshot. Where
-# records are dropped sooner, this many snapshots are written in that time.
+# The age of the last snapshot at which a new one is written. Some brokers drop records after three days in any case,
+# and by then there must be a newer snapshot. Where records are dropped sooner, this many snapshots are written until
+# then.
 _TIDY_SECONDS = 6 * 3600.0
 _SNAPSHOTS_IN_KEEPING = 12
-# The second reading is dropped, with all that it holds in memory, after this time without use.
+# The second follower is dropped, with all that it keeps in memory, after this time without use.
 _IDLE_SECONDS = 600.0
 # The largest body that fits into one record beside the record's other fields.
 _INLINE_BYTES = MAX_RECORD_BYTES - 20_000
@@ -67,7 +70,7 @@ def _next_opening(path: IdPath, name: str, newest: KnownOpening | None) -> Openi
 
 
 class Engine:
-    """Follows one log for this process, appends to it, and knows which ids this process owns. Thread-safe."""
+    """Reads and appends to one decision log for this process, and keeps which ids this process owns. Thread-safe."""
 
     def __init__(
         self,
@@ -90,7 +93,8 @@ class Engine:
         self._older: Follower | None = None
         self._older_used = 0.0
         self._older_lock = threading.Lock()
-        # Every nonce begins with this: so this process recognises a claim of its own also after its answer was lost.
+        # The prefix of every nonce of this process, which recognises its own claims by it even if an append's answer
+        # was lost.
         self._author = secrets.token_hex(8)
         self._counter = itertools.count(1)
         self.owned: dict[IdPath, OpeningRef] = {}
@@ -100,7 +104,7 @@ class Engine:
         self._tidying = threading.Lock()
         self._closed = False
         self._process = os.getpid()
-        # The age at which a snapshot is replaced.
+        # The age (in seconds) of the last snapshot at which a new one is written.
         self.tidy_seconds = min(_TIDY_SECONDS, (log.keeps or math.inf) / _SNAPSHOTS_IN_KEEPING)
 
     def require_open(self) -> None:
@@ -115,7 +119,10 @@ class Engine:
             self._log.close()
 
     def begin(self, under: OpeningRef | None, deadline: Deadline) -> dict[str, Any]:
-        """Return where the evidence about a transaction that begins now begins; an owner must still be the newest."""
+        """Return where the evidence about a transaction that begins now begins, as JSON values for its token.
+
+        Raise `Fenced` if the opening `under` is no longer the newest of its id.
+        """
         presence = self._be_present(self._lifetime, deadline)
         if under is not None:
             if under.made_up:
@@ -125,7 +132,10 @@ class Engine:
         return {**self._begins, "at": list(presence.at), "id": presence.id}
 
     def open(self, path: IdPath, data: Mapping[str, Any], deadline: Deadline, name: str | None = None) -> KnownOpening:
-        """Open an id as its newest owner, or under a name that is its newest opening already. Raise `Fenced`."""
+        """Open an id, and return its newest opening, which this process now owns.
+
+        If the id was opened under the name `name` before, use that opening; raise `Fenced` if it is not the newest.
+        """
         while True:
             with self.follower.following(deadline) as state:
                 require_complete(state)
@@ -136,10 +146,13 @@ class Engine:
             if self._append_opening(under, name is not None, data, deadline):
                 with self.follower.looking(deadline) as state:
                     return self._own(state.ids.openings.get(path), under.name)
-            # Another process took this number first, or has opened the id since: this opening comes behind that one.
+            # Another process appended an opening with this number first: try again with the next number.
 
     def open_behind(self, path: IdPath, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Open an id if its newest opening is still `before` (None: it has none). Return whether it was."""
+        """Open an id if the name of its newest opening is still `before` (None: it has none); return whether it was.
+
+        This is a compare-and-set: of several processes with the same `before` only one succeeds.
+        """
         newest = self.newest_opening(path, deadline)
         if before != (newest.under.name if newest else None):
             return False
@@ -151,7 +164,7 @@ class Engine:
             return state.ids.openings.get(path)
 
     def _append_opening(self, under: OpeningRef, named: bool, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Append an opening; return whether it counts, and not another one that took its number first."""
+        """Append an opening; return whether it counts: no other opening took its number first."""
         fields = {"under": under, "named": named, "host": self.host, "data": data}
         return bool(self.append(Opened, fields, deadline)[1])
 
@@ -162,7 +175,7 @@ class Engine:
         return newest
 
     def open_made_up(self, path: IdPath, data: Mapping[str, Any], deadline: Deadline) -> str:
-        """Open an id that this process has made up for itself; return the opening's name. It shuts nobody out."""
+        """Open an id that this process has made up for itself; no owner is fenced. Return the opening's name."""
         with self.follower.following(deadline) as state:
             require_complete(state)
         under = OpeningRef.of_made_up(path)
@@ -173,15 +186,18 @@ class Engine:
         return under.name
 
     def made_up(self, path: IdPath) -> tuple[str, Mapping[str, Any]] | None:
-        """Return name and data of the opening of an id that this process has made up; the log may have forgotten it."""
+        """Return the name and data of this process's opening of a made-up id; None if it has not opened the id.
+
+        The log may have dropped the opening already.
+        """
         fields = self._made_up.get(path)
         return None if fields is None else (fields["under"].name, fields["data"])
 
     def _repeat_opening(self, under: OpeningRef, presence: EvidenceBegin, deadline: Deadline) -> None:
-        """Append the opening of a made-up id behind the presence that its owner is about to use.
+        """Append the opening of a made-up id again after the presence that its owner is about to use.
 
-        From then on snapshots keep the opening for as long as that presence lives. A version that does not know of
-        made-up ids counts the owner's records only if it finds the opening.
+        Then snapshots keep the opening until the presence expires. A version of txnbridge without made-up ids counts
+        the owner's records only if the log still has the opening.
         """
         with self.follower.looking(deadline) as state:
             known = state.ids.openings.get(under.id)
@@ -190,17 +206,17 @@ class Engine:
 
     def _require_newest(self, under: OpeningRef, deadline: Deadline) -> None:
         with self.follower.looking(deadline) as state:
-            # This process has read the log up to its presence, so it knows each opening in front of that; but it must
-            # have read without a gap, or again from the first record.
+            # This process has read the log up to its presence, so it has read each opening before the presence; but its
+            # reading must be complete.
             require_complete(state)
             if not state.ids.openings.is_newest(under):
                 raise fenced(state.ids.openings.get(under.id))
 
     def follower_of(self, begin: EvidenceBegin | None, deadline: Deadline) -> Follower:
-        """Return the follower that has read from where a query's evidence begins.
+        """Return a follower whose reading includes the position where a query's evidence begins.
 
-        This process may have begun to read behind that position, with a snapshot. Then a second follower begins where
-        the evidence does. That may take long; other threads go on deciding by the first follower meanwhile.
+        If this process began to read after that position, with a snapshot, a second follower reads from the position
+        on. Its reading may take long; other threads use the first follower meanwhile.
         """
         if begin is None:
             return self.follower
@@ -213,7 +229,7 @@ class Engine:
         return self._reading_from(begin.at, deadline)
 
     def everything(self, deadline: Deadline) -> Follower:
-        """Return a follower that has read every record that is still in the log."""
+        """Return a follower whose reading includes every record that is still in the log."""
         with self.follower.following(deadline) as state:
             start, begin = state.start, self._log.begin(deadline)
             if begin is not None and state.trust.renewed is not None:
@@ -229,12 +245,12 @@ class Engine:
                 return self._older
         begin = self._log.begin(deadline)
         if begin is None or position < begin:
-            return self.follower  # it reports that the evidence is gone
+            return self.follower  # a query to it raises `EvidenceLost`
         with self._older_lock:
             if self._older is None:
                 self._older = Follower(self._log, self._events, self.now, position)
             elif not self._older.reaches(position):
-                # This query goes further back, and more such queries may come: one follower is enough for all of them.
+                # This query needs even earlier records, as later ones may: replace the follower by one for all records.
                 self._older = Follower(self._log, self._events, self.now, begin)
             return self._older
 
@@ -245,11 +261,11 @@ class Engine:
 
     @property
     def has_written(self) -> bool:
-        """True if this process writes to this log, and does not merely read it."""
+        """True if this process has opened an id or written a presence in this log, and does not only read it."""
         return bool(self.owned) or self._presence is not None
 
     def is_own(self, nonce: str) -> bool:
-        """Return whether this process wrote the record with this nonce."""
+        """Return whether this process appended the record with this nonce."""
         return nonce.startswith(f"{self._author}-")
 
     # --- deciding ---------------------------------------------------------------------------------------------------
@@ -263,11 +279,11 @@ class Engine:
         acks: Sequence[Ack],
         deadline: Deadline,
     ) -> CountingClaim:
-        """Return the claim that counts, after claiming if there was none. See `Decisions.claim`."""
+        """Return the counting claim on the query's id; append a claim if there is none. See `Decisions.claim`."""
         follower = self.follower_of(query.begin, deadline)
         if known := self.known(query, follower, deadline):
             return known
-        # While this presence lives, no body part of the claim is trimmed before the claim itself is in the log.
+        # Until this presence expires, no body part of the claim can be trimmed before the claim itself is in the log.
         self._be_present(deadline.seconds, deadline)
         fields = {"id": query.path, "decision": decision, "begin": query.begin, "by": by}
         fields |= self._body(said, deadline)
@@ -293,9 +309,10 @@ class Engine:
     def _acked(
         self, query: Query, acks: Sequence[Ack], follower: Follower, deadline: Deadline
     ) -> ClaimAcks | CountingClaim:
-        """Return what a claim acknowledges, or the claim that counts if there is one by now.
+        """Return a claim's acknowledged ranges, with the position up to which the log was read to check them.
 
-        Raise `Conflict` if the log shows already that the claim would not count.
+        Return the counting claim on the transaction instead if there is one by now. Raise `Conflict` if the log shows
+        that another transaction acknowledged on one of the partitions.
         """
         assert query.begin is not None
         transaction = (query.path, query.begin)
@@ -305,23 +322,26 @@ class Engine:
                 return decided
             for ack in acks:
                 history = state.tokens.ack_histories.get((ack.group, ack.partition))
-                # This process does not know the claims in front of the first record that it has read.
+                # Claims before the first record that this process has read are unknown to it.
                 if ack.read_up_to < state.start or (history and history.rival_behind(ack.read_up_to, transaction)):
                     raise Conflict(
                         f"somebody else acknowledged partition {ack.partition[1]} of {ack.partition[0]!r} for group"
                         f" {ack.group!r} since this member read where the group stands"
                     )
-            # So only claims behind the cursor can stand between `read_up_to` and this claim.
+            # Only claims that are appended after the cursor and before this claim are not checked yet.
             ranges = tuple(AckRange(ack.group, ack.partition, ack.first, ack.end) for ack in acks)
             return ClaimAcks(state.cursor[0], ranges)
 
     def counting_claim(self, query: Query, deadline: Deadline) -> CountingClaim | None:
-        """Return the claim that counts now, if there is one. Decides nothing."""
+        """Read to the log's end; return the counting claim on the query's id, or None. Append nothing."""
         with self.follower_of(query.begin, deadline).following(deadline, may_create=query.begin is None) as state:
             return self.answer(query, state)
 
     def known(self, query: Query, follower: Follower, deadline: Deadline) -> CountingClaim | None:
-        """Return the claim that counts, if there is one. Raise an error if the evidence is gone or cannot be read."""
+        """Return the counting claim on the query's id, or None. Read the log only if its evidence is not read yet.
+
+        Raise `EvidenceLost` if the evidence is gone, `OutcomeUnknown` if it cannot be read.
+        """
         with follower.looking(deadline) as state:
             if query.has_evidence(state):
                 return self.answer(query, state)
@@ -329,10 +349,10 @@ class Engine:
             return self.answer(query, state)
 
     def answer(self, query: Query, state: LogState) -> CountingClaim | None:
-        """Return the claim that counts among the records read so far."""
+        """Return the counting claim on the query's id by the records read so far, or None."""
         claim = query.claim(state)
         if claim is None:
-            require_readable(state)  # a claim in front of an unreadable record still counts
+            require_readable(state)  # a claim before an unreadable record counts; the lack of a claim proves nothing
         else:
             require_body(query.id, claim)
         return claim
@@ -340,7 +360,7 @@ class Engine:
     # --- keeping the log short --------------------------------------------------------------------------------------
 
     def tidy(self, deadline: Deadline) -> Position:
-        """See `Decisions.tidy`."""
+        """Write a snapshot and trim the log; return the first position that is kept. See `Decisions.tidy`."""
         with self.follower.following(deadline) as state:
             require_readable(state)
             require_complete(state)
@@ -352,14 +372,14 @@ class Engine:
         self._append_support(Snapshot, fields | self._body(body, deadline), deadline)
         with self.follower.looking(deadline) as state:
             needed = (state.oldest_living(self.now()), state.oldest_ack_window())
-        # Not up to the snapshot itself: it does not stand for the records between its covered record and itself.
+        # Not up to the snapshot itself: it does not replace the records between its covered record and itself.
         before = min([covers, *(position for position in needed if position is not None)])
         self._let_go_of_older()
         self._log.trim(before, deadline)
         return before
 
     def renew(self, deadline: Deadline) -> Position:
-        """See `Decisions.renew`."""
+        """Renew a log whose evidence is gone; return the renewal's position. See `Decisions.renew`."""
         while True:
             with self.follower.following(deadline, may_create=False) as state:
                 require_readable(state)
@@ -371,11 +391,11 @@ class Engine:
             if self.follower.append(renewed, deadline)[1]:
                 with self.follower.looking(deadline) as state:
                     assert state.trust.renewed is not None
-                    return state.trust.renewed.position  # of the first copy, if the answer to that one was lost
+                    return state.trust.renewed.position  # that of the first copy, if the answer to its append was lost
             deadline.check("renewing a decision log to which others append")
 
     def tidy_if_due(self, deadline: Deadline) -> None:
-        """Tidy the log if it is time to. Never raises: the record that was written before counts in any case."""
+        """Write a snapshot and trim the log if it is time to. Errors are logged: the caller's own record is stored."""
         try:
             if self._is_tidying_due(deadline) and self._tidying.acquire(blocking=False):
                 try:
@@ -398,7 +418,7 @@ class Engine:
     # --- appending --------------------------------------------------------------------------------------------------
 
     def _be_present(self, seconds: float, deadline: Deadline) -> EvidenceBegin:
-        """Return a presence of this process that lives for so many seconds more, after writing it if there is none."""
+        """Return a presence of this process that is valid for `seconds` more; append one if there is none."""
         if not self._presence_lock.acquire(timeout=deadline.left()):
             raise DeadlineExceeded(f"another thread wrote a presence record for longer than {deadline.seconds:g} s")
         try:
@@ -417,11 +437,14 @@ class Engine:
             self._presence_lock.release()
 
     def _is_far_back(self, presence: EvidenceBegin, state: LogState) -> bool:
-        """Return whether a process that begins with the newest snapshot would need a second follower for a presence."""
+        """Return whether the newest snapshot covers a presence.
+
+        A process that begins to read with this snapshot would need a second follower for the presence.
+        """
         return self._log.numbered and state.covered is not None and presence.at < state.covered
 
     def _body(self, body: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Return the fields for a record's body: the body, or the body parts that were appended if it is too large."""
+        """Return the fields for a record's body: the body itself, or, if it is too large, its appended body parts."""
         raw = dump_json(body)
         if len(raw) <= _INLINE_BYTES:
             return {"body": body, "stored": None}
@@ -437,21 +460,27 @@ class Engine:
         transaction: str | None = None,
         follower: Follower | None = None,
     ) -> tuple[Position, bool | None]:
-        """Append a record and read up to it; return its position, and whether it counts (None: unknown)."""
+        """Append a record and read the log up to it; return its position, and whether it counts (None: unknown)."""
         record = kind(**{"log": self._log_to_write(deadline), "nonce": self._nonce(), **fields})
         return (follower or self.follower).append(record, deadline, transaction)
 
     def _append_support(
         self, kind: Callable[..., LogRecord], fields: Mapping[str, Any], deadline: Deadline
     ) -> Position:
-        """Append a record that later records depend on. Raise `OutcomeUnknown` if it is gone already."""
+        """Append a presence, body part or snapshot; return its position.
+
+        Raise `OutcomeUnknown` if another process has trimmed the record already.
+        """
         position, counts = self.append(kind, fields, deadline)
         if not counts:
             raise OutcomeUnknown(f"the record at {list(position)} was trimmed while it was still needed; ask again")
         return position
 
     def _log_to_write(self, deadline: Deadline) -> str | None:
-        """Return the log's id if it is known. Raise an error if no process could judge records appended to this log."""
+        """Return the log's id for a new record; None if the id is unknown.
+
+        Raise `OutcomeUnknown` if the log has an unreadable record, after which no process can judge new records.
+        """
         with self.follower.looking(deadline) as state:
             if state.cursor is not None:
                 require_readable(state)

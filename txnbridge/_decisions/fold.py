@@ -43,10 +43,10 @@ _RecordOfId = Opened | EntryRecord | Claimed | Done
 
 
 class LogState:
-    """The conclusions from all records between the first one read and `cursor`.
+    """The conclusions from all records between the first one read (`start`) and the last one read (`cursor`).
 
-    `report` is called with each record's nonce, its position and whether it counts (None: nobody can tell), as soon as
-    that is known.
+    `report` is called with each record's nonce, its position and whether it counts (None: it can no longer be known),
+    as soon as this is judged.
     """
 
     def __init__(self, report: Callable[[str, Position, bool | None], None], trust: Trust) -> None:
@@ -54,19 +54,19 @@ class LogState:
         self.trust = trust
         self.start: Position | None = None
         self.cursor: tuple[Position, bytes] | None = None
-        self.blocked = ""  # why nothing behind the cursor can be judged
+        self.blocked = ""  # why the records after the cursor cannot be judged
         self.tokens = TokenFold()
-        self.ids = IdFold()  # holds only if `trust.complete`
+        self.ids = IdFold()  # true only if `trust.complete`
         self.unproven_snapshot: Mapping[str, Any] = {}  # the body of the last snapshot, if its covered record is gone
         self.lacks_body_parts = False  # whether a part of a body was not among the records
-        self._living: dict[Position, int] = {}  # until when each presence may be needed
+        self._living: dict[Position, int] = {}  # the time (ms since 1970) until which each presence may be needed
         self.records_since_snapshot = 0
         self.bytes_since_snapshot = 0
         self.records_since_forgetting = 0
         self.snapshot_at: int | None = None
         self.covered: Position | None = None  # the last record that a snapshot covers
-        # The claims that acknowledge and that no snapshot covers: their positions, and up to where their authors had
-        # read.
+        # For each claim that acknowledges messages and that no snapshot covers: the claim's position, and the position
+        # up to which its author had read the log.
         self._ack_windows: list[tuple[Position, Position]] = []
         self._parts: dict[Position, bytes] = {}
         # Records that can be judged only once a snapshot covers all missing records.
@@ -75,7 +75,7 @@ class LogState:
     # --- taking records ---------------------------------------------------------------------------------------------
 
     def take(self, position: Position, raw: bytes) -> bool:
-        """Fold one more record. Return False if it cannot be read: then nothing behind it can be judged."""
+        """Fold the next record. Return False if this version cannot read it: then no later record can be judged."""
         try:
             record = decode(raw)
             if isinstance(record, Renewed):
@@ -113,7 +113,7 @@ class LogState:
                 self._report(record.nonce, position, self._take_support(position, record))
 
     def _take_support(self, position: Position, record: LogRecord) -> bool:
-        """Take a record that decides nothing; return whether it is of use."""
+        """Fold a presence, snapshot, body part or birth record; return False for a snapshot whose body is lost."""
         if isinstance(record, BodyPart):
             self._parts[position] = record.payload
         elif isinstance(record, Presence):
@@ -127,10 +127,10 @@ class LogState:
         self.start = position
         self.trust.begin(position, record)
         if self.trust.complete and isinstance(record, Birth):
-            self.snapshot_at = record.at  # a birth record covers all in front of it: nothing
+            self.snapshot_at = record.at  # a birth record counts as a snapshot of an empty log
 
     def _take_renewal(self, position: Position, raw: bytes, record: Renewed) -> None:
-        """Forget all records in front of a renewal, unless others appended since the operator looked."""
+        """Forget all records before a renewal, unless a record was appended after the one that the renewal covers."""
         if self.cursor is None:
             self._take_first(position, record)
         counts = self.cursor is not None and (self.cursor[0], digest(self.cursor[1])) == (record.covers, record.digest)
@@ -144,7 +144,7 @@ class LogState:
         self.trust.renew(position, record)
         self.start = position
         self.snapshot_at = record.at
-        self.covered = position  # a claim whose author had not read the renewal acknowledges nothing
+        self.covered = position  # a claim with acknowledgements is void if its author had not read the renewal
         self.tokens, self.ids, self.unproven_snapshot = TokenFold(), IdFold(), {}
         self._living, self._parts, self._ack_windows, self._unjudged = {}, {}, [], []
         self.records_since_snapshot = self.bytes_since_snapshot = 0
@@ -175,7 +175,7 @@ class LogState:
             return None
 
     def _judge(self, position: Position, record: _RecordOfId, claim: CountingClaim | None) -> None:
-        """Judge a record about an id, or keep it for later while the reading is incomplete."""
+        """Decide whether a record about an id counts; while the reading is incomplete, keep the record for later."""
         if not self.trust.complete:
             self._unjudged.append((position, record, claim))
             return
@@ -195,7 +195,8 @@ class LogState:
 
     def _unfinished(self, id: IdPath, begin: EvidenceBegin, claim: CountingClaim) -> UnfinishedCommit:
         assert self.start is not None
-        # The author of a claim that acknowledges has read, up to `read_up_to`, that no claim on its transaction counts.
+        # The author of a claim with acknowledgements has read the log up to `read_up_to`, and had found no counting
+        # claim on its transaction by then.
         return UnfinishedCommit(id, begin, claim, certain=claim.acked is not None or begin.at >= self.start)
 
     # --- snapshots --------------------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class LogState:
         self.records_since_snapshot = self.bytes_since_snapshot = 0
         self.snapshot_at = record.at
         self.trust.check_birth(record)
-        # The records that decide about the acknowledgements behind the covered record must have been read, too.
+        # A later claim with acknowledgements can be judged only if the log was read from its `read_up_to` on.
         if not self.trust.complete and has_covered_record and self._has_read_ack_windows(record.covers):
             self._complete_with(record, body)
         if self.trust.complete:
@@ -226,15 +227,16 @@ class LogState:
     def begin_behind(
         self, foundation: tuple[Snapshot, Mapping[str, Any]] | None, records: Sequence[tuple[Position, bytes]]
     ) -> bool:
-        """Begin with a snapshot, and take the records behind its covered record. Return whether they can be judged so.
+        """Begin with a snapshot, and fold the records after the last one that the snapshot covers.
 
-        `records` begin in front of the covered record, and end where the log does. Those in front of it are not judged:
-        that takes the openings and snapshots in front of them. Without a snapshot a renewal is among the records.
+        `records` are the last records of the log, and begin before that covered record. The records before it are not
+        judged, because the openings and snapshots before them are unknown. `foundation` is None if a renewal among the
+        records replaces the snapshot. Return False if these records do not suffice to judge all later ones.
         """
         if foundation is not None and not self._begin_with(*foundation, records):
             return False
         behind = (each for each in records if self.cursor is None or each[0] > self.cursor[0])
-        # A claim may have body parts in front of the first of these records: another reader knows its body.
+        # A claim's body parts may be before the first of these records; a reader that began earlier knows the body.
         return all(self.take(*each) for each in behind) and not self.lacks_body_parts
 
     def _begin_with(
@@ -252,13 +254,13 @@ class LogState:
                     claims[transaction] = position
                     self.tokens.acknowledge(transaction, acked, position)
                 elif acked is not None and acked.read_up_to < max(records[0][0], claims.get(transaction, ())):
-                    return False  # a claim in front, which is not judged here, may make this one void
+                    return False  # an earlier claim, which is not judged here, may make this claim void
             elif isinstance(record, Snapshot) and position <= snapshot.covers:
                 self.covered = max(self.covered or record.covers, record.covers)
             elif isinstance(record, BodyPart) and position <= snapshot.covers:
                 self._parts[position] = record.payload
             if isinstance(record, Snapshot) and record == snapshot:
-                break  # a claim behind the snapshot is void if its author had not read up to the covered record
+                break  # a claim after the snapshot is void if its author had not read up to the covered record
         return True
 
     def _complete_with(self, snapshot: Snapshot, body: Mapping[str, Any]) -> None:
@@ -278,13 +280,16 @@ class LogState:
     def _judge_covered(
         self, position: Position, record: _RecordOfId, claim: CountingClaim | None, *, keeps_commits: bool
     ) -> None:
-        """Judge a record that the founding snapshot covers; snapshots of older versions do not keep commits."""
+        """Decide whether a record that the founding snapshot covers counts.
+
+        `keeps_commits` is False for a snapshot of an older version, which lists no unfinished commits.
+        """
         openings = self.ids.openings
         if isinstance(record, Claimed) and record.begin is not None and claim is not None:
             if not keeps_commits and (record.by is None or openings.is_newest(record.by)):
                 self.ids.keep_unfinished(record, self._unfinished(record.id, record.begin, claim))
         elif isinstance(record, Opened | EntryRecord) and not openings.is_newest(record.under):
-            # The record was void from the start, or was overtaken since: the snapshot does not tell which.
+            # The record was void from the start, or a newer opening followed it: the snapshot does not show which.
             self._report(record.nonce, position, None)
         else:
             self._report(record.nonce, position, True)
@@ -293,18 +298,18 @@ class LogState:
 
     @property
     def begins_with_snapshot(self) -> bool:
-        """True if every record that was read is judged, and the snapshot stands for all records in front of them."""
+        """True if every record that was read is judged, and a snapshot or renewal replaces all records before them."""
         trust = self.trust
         doubtful = trust.foreign_records or trust.birth_refuted or self.blocked
         return trust.complete and trust.knows_living and not doubtful
 
     def holds(self, begin: EvidenceBegin) -> bool:
-        """Return whether exactly this presence record was read, and so everything behind it."""
+        """Return whether exactly this presence record was read, and therefore every record after it."""
         presence = self.tokens.presences.get(begin.at)
         return presence is not None and presence.nonce == begin.id
 
     def remains(self) -> IdFold:
-        """Return what an incomplete log still says about ids. That is for people to read; it proves nothing."""
+        """Return what an incomplete log still says about ids: for an operator to read, because it proves nothing."""
         try:
             ids = IdFold.from_json(self.unproven_snapshot) if self.unproven_snapshot else IdFold()
         except (ValueError, TypeError, KeyError, IndexError, AssertionError):
@@ -321,22 +326,25 @@ class LogState:
         return ids
 
     def oldest_living(self, now: int) -> Position | None:
-        """Return the position of the first presence that a process may still need."""
+        """Return the position of the first presence that a process may still need; None if there is none."""
         return min((at for at, until in self._living.items() if until > now), default=None)
 
     def oldest_ack_window(self) -> Position | None:
-        """Return the first position that is needed to judge acknowledgements which no snapshot covers."""
+        """Return the first position needed to judge claims with acknowledgements that no snapshot covers."""
         return min((read_up_to for _, read_up_to in self._ack_windows), default=None)
 
-    # --- keeping it short -------------------------------------------------------------------------------------------
+    # --- keeping memory and snapshots short -------------------------------------------------------------------------
 
     def to_json(self, now: int) -> dict[str, Any]:
-        """Return the body of a snapshot of all that was read, written at the time `now` (ms since 1970)."""
+        """Return the body of a snapshot that covers all records read; `now` is its time (ms since 1970)."""
         body = {**self.ids.to_json(self.trust.log or "", self.oldest_living(now)), "living": self._living_json(now)}
         return body if self.trust.renewed is None else {**body, "renewed": self.trust.renewed.to_json()}
 
     def _living_json(self, now: int) -> list[list[Any]]:
-        """Return the presences that decide how long records are kept: the oldest of those that end in the same hour."""
+        """Return for a snapshot the presences that are still needed.
+
+        Of presences that end in the same hour only the oldest is listed, because it decides which records are kept.
+        """
         living: list[list[Any]] = []
         for at, until in sorted(self._living.items()):
             if until <= now or (living and until <= living[-1][1]):
@@ -348,7 +356,7 @@ class LogState:
         return living
 
     def forget(self, before: Position, oldest_living: Position) -> None:
-        """Drop from memory what is in front of a position, and the presences that are not living any more."""
+        """Drop from memory records before the position `before`, and presences before `oldest_living`."""
         self.records_since_forgetting = 0
         self.tokens.forget(before, self.covered)
         self.ids.forget(oldest_living)

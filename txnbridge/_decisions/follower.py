@@ -1,7 +1,7 @@
-"""Appends to a decision log and follows it: each reading continues where the last one ended.
+"""`Follower`: appends records to a decision log and reads it; each read continues where the last one ended.
 
-Each reading begins with the last record of the reading before. So a log that was truncated, trimmed or made anew is
-noticed, and never taken for the known log.
+Each read begins with the last record that was read before, and compares its bytes. So a log that was truncated,
+trimmed or created anew is detected, and never taken for the log that was read before.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import DecisionLog
 
-# A failed append is repeated soon, and then more and more seldom, to spare a sick broker.
+# The pauses before a failed append is repeated: they grow, so that a failing broker is not overloaded.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
-# Forgetting walks through everything in memory: this is seldom enough to cost nothing, and keeps memory flat.
+# After this many records, unneeded ones are dropped from memory. Dropping scans all of them, so it must be rare.
 _FORGET_AFTER = 10_000
-# A log that numbers its records is read from this many records before its end, which takes a second. Mostly a snapshot
-# is among them.
+# A log that numbers its records is first read from this many records before its end, which takes a second. Mostly one
+# of these records is a snapshot with which the reading can begin.
 NEAR_END = 20_000
 
 
 class Follower:
-    """One process's view of one log. Any thread may use it.
+    """Reads one log, keeps the conclusions from it (`LogState`), and appends to it. Any thread may use it.
 
-    It begins with the newest snapshot near the log's end, or else with the log's first record. With `first` it begins
-    there: at a presence in front of that snapshot, or at the log's first record if the presence is gone.
+    The reading begins with the newest snapshot near the log's end, or else with the log's first record. With `first`
+    it begins at this position, that of a presence before the newest snapshot, or at the log's first record if the
+    presence is gone.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Follower:
         self._awaited: dict[str, dict[Position, bool | None]] = {}
         self._log_id: str | None = None
         self._covered_at_last_forgetting: Position | None = None
-        self._lost = ""  # why this is not the log that was read before
+        self._lost = ""  # why the log is no longer the one that was read before; empty while it is
         self._state = self._new_state()
 
     def _new_state(self, trust_birth: bool = True, own: str | None = None) -> LogState:
@@ -67,14 +68,14 @@ class Follower:
             seen[position] = counts
 
     def reaches(self, position: Position) -> bool:
-        """Return whether this follower was made to begin at a position or before it."""
+        """Return whether this follower was made to begin its reading at this position or before it."""
         return self._first is not None and self._first <= position
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def looking(self, deadline: Deadline) -> Iterator[LogState]:
-        """Give the state after the records read so far; no other thread reads on meanwhile."""
+        """Yield the state by the records read so far; no other thread can change it during the block."""
         if not self._lock.acquire(timeout=deadline.left()):
             raise DeadlineExceeded(f"another thread read the decision log for longer than {deadline.seconds:g} s")
         try:
@@ -88,10 +89,10 @@ class Follower:
     def following(
         self, deadline: Deadline, up_to: Position | None = None, *, may_create: bool = True
     ) -> Iterator[LogState]:
-        """Read on to a position, or to the log's present end, and give the state. An empty log gets its birth record.
+        """Read up to a position, or to the log's present end, and yield the state.
 
-        Raise `OutcomeUnknown` if the log answers with less than is known to be there, `EvidenceLost` if it is another
-        log.
+        With `may_create`, append the birth record to an empty log. Raise `OutcomeUnknown` if the log ends before a
+        record that is known to be stored, `EvidenceLost` if it is not the log that was read before.
         """
         with self.looking(deadline):
             if up_to is None:
@@ -128,9 +129,10 @@ class Follower:
             self._forget(self._state.cursor[0])
 
     def _forget(self, cursor: Position) -> None:
-        """Drop from memory what no living transaction needs.
+        """Drop from memory what no transaction before its expiry can need.
 
-        A numbered log can be read again from anywhere: there, all in front of the last snapshot but one is dropped.
+        A numbered log can be read again from any position, so records before the last but one snapshot are dropped
+        even if a transaction can still need them.
         """
         state, snapshot = self._state, self._covered_at_last_forgetting
         before = oldest = state.oldest_living(self._now()) or cursor
@@ -141,12 +143,15 @@ class Follower:
         self._covered_at_last_forgetting = state.covered
 
     def _read_to_end(self, deadline: Deadline) -> None:
-        """Read to the end again: a trim that was over before the first reading has written its snapshot by then."""
+        """Read to the log's present end once more.
+
+        If a trim had removed records before the first read began, its snapshot is stored by now.
+        """
         if (end := self._log.end(deadline)) is not None:
             self._read_on(end, deadline)
 
     def _begin_near_end(self, deadline: Deadline) -> None:
-        """Read only the last records of a long log, if a snapshot among them stands for all records in front."""
+        """Begin with the last records of a long numbered log, if a snapshot among them replaces all earlier ones."""
         if not self._log.numbered:
             return
         begin, end = self._log.begin(deadline), self._log.end(deadline)
@@ -181,7 +186,7 @@ class Follower:
             self._read_anew(deadline, self._state.trust.trusts_birth, self._state.trust.log)
 
     def _take(self, cursor: tuple[Position, bytes] | None, up_to: Position, deadline: Deadline) -> int | None:
-        """Fold the records behind the last known one; return their number, or None if a record is gone."""
+        """Fold the records after the last known one up to a position; return their number, None if one is missing."""
         count = 0
         try:
             for position, raw in self._log.read(cursor[0] if cursor else self._first, up_to, deadline):
@@ -196,7 +201,7 @@ class Follower:
         return count
 
     def _start_anew(self, deadline: Deadline) -> None:
-        """Begin again after a record was found gone: it was trimmed, which is in order, or lost."""
+        """Read the log from its beginning after a record was missing. Raise `EvidenceLost` if it was not trimmed."""
         begin, cursor = self._log.begin(deadline), self._state.cursor
         if begin is None or (cursor is not None and begin <= cursor[0]):
             self._lose("the decision log no longer has a record that this process has read: it was truncated or made"
@@ -224,8 +229,8 @@ class Follower:
     ) -> tuple[Position, bool | None]:
         """Append a record and read the log up to it; return its position, and whether it (or an earlier copy) counts.
 
-        The second is None if nobody can tell, because the log was trimmed before the record was read back. Raise
-        `OutcomeUnknown` if the record may or may not be stored, or could not be read back.
+        Whether it counts is None if this cannot be known, because the log was trimmed before the record was read back.
+        Raise `OutcomeUnknown` if the record may or may not be stored, or could not be read back.
         """
         seen: dict[Position, bool | None] = {}
         self._awaited[record.nonce] = seen
@@ -252,17 +257,17 @@ class Follower:
                     f"the decision log gave a record the position {list(position)}, and shows another one there: it"
                     " has lost records"
                 )
-        except (BrokerUnavailable, AccessDenied) as error:  # rights may be withdrawn in between
+        except (BrokerUnavailable, AccessDenied) as error:  # the right to read may be withdrawn after the append
             raise OutcomeUnknown("a record was stored in the decision log, but could not be read back") from error
 
     def _store(self, record: LogRecord, deadline: Deadline, transaction: str | None) -> Position:
-        """Append until there is a clean answer: only this gives a position up to which the log must be read."""
+        """Append a record, and repeat until the log returns its position, up to which the caller then reads."""
         raw = encode(record)
         incomplete_because = False
         pause = _FIRST_PAUSE
         while True:
             try:
-                # A process that slept may wake up when the record that it wants to append is too late to be of use.
+                # After the deadline, for example in a process that was suspended, the record is no longer wanted.
                 deadline.check("appending to a decision log")
                 with self._events.step("decision.append", transaction, kind=record.kind, bytes=len(raw)) as found:
                     position = self._log.append(raw, deadline)

@@ -1,4 +1,4 @@
-"""The fold over records of ids that no token carries, and what snapshots hold of it."""
+"""The fold over records of ids that no token carries, and the part of it that snapshots store."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from txnbridge._token import Decision
 
 @dataclass
 class IdFold:
-    """The state of ids without tokens. It is true only if every record since the log's birth was folded."""
+    """The state of ids that no token carries. It is true only if every record since the log's birth was folded."""
 
     openings: Openings = field(default_factory=Openings)
     names: dict[IdPath, set[str]] = field(default_factory=dict)  # every name that a caller ever gave to an opening
     done: dict[IdPath, int] = field(default_factory=dict)
     claims: dict[IdPath, CountingClaim] = field(default_factory=dict)
-    groups: dict[GroupPartition, Position] = field(default_factory=dict)  # the next position that each reads
-    # Commits that their authors may not have carried out: the last one of each writer of an id's newest owner, and the
-    # last one that acknowledged on each partition of a group.
+    groups: dict[GroupPartition, Position] = field(default_factory=dict)  # each group's next position to read
+    # Commits that are decided but that their authors may not have carried out at the broker: the last commit of each
+    # writer of an id's newest owner, and the last commit that acknowledged on each partition of a group.
     commits: dict[IdPath, dict[str | int | None, UnfinishedCommit]] = field(default_factory=dict)
     last_ackers: dict[GroupPartition, UnfinishedCommit] = field(default_factory=dict)
 
     def open(self, position: Position, record: Opened) -> bool:
-        """Take an opening; return whether it counts."""
+        """Fold an opening of an id; return whether it counts."""
         if not self.openings.is_next(record.under):
-            # Either a later copy of this opening, or another opening took its number first.
+            # The record is a later copy of the newest opening (it counts), or another opening took its number first.
             return self.openings[record.under.id].under == record.under
         self.openings[record.under.id] = KnownOpening(record.under, position, record.host, record.data)
         if record.named:
@@ -46,24 +46,24 @@ class IdFold:
         return True
 
     def claim(self, record: Claimed, claim: CountingClaim) -> bool:
-        """Take a claim; return whether it counts, though it need not be the first that does."""
+        """Fold a claim on an id; return whether it counts. The first counting claim decides the id."""
         if self.is_done(record.id) or (record.by is not None and not self.openings.is_newest(record.by)):
             return False
         self.claims.setdefault(record.id, claim)
         return True
 
     def commit(self, record: Claimed, commit: UnfinishedCommit) -> None:
-        """Take the counting claim that commits a transaction with a token; move the groups that it acknowledges for."""
+        """Fold a counting claim that commits a transaction with a token, and advance positions that it acknowledges."""
         if record.by is None or self.openings.is_newest(record.by):
             self.keep_unfinished(record, commit)
             if record.acked is not None:
                 self.groups.update({each.place: each.end for each in record.acked.ranges})
 
     def keep_unfinished(self, record: Claimed, commit: UnfinishedCommit) -> None:
-        """Keep a commit as the last one of its writer, and of the partitions on which it acknowledges.
+        """Keep a commit as the last commit of its writer, and of each partition on which it acknowledges.
 
-        Earlier commits are finished: a writer carries out one commit before it claims the next, and an owner first
-        carries out those of the owner before it.
+        Earlier commits need not be kept: a writer carries out one commit before it claims the next, and a new owner
+        first carries out the commits of the owner before it.
         """
         if (by := record.by) is not None:
             last = self.commits.get(by.id, {})
@@ -74,13 +74,13 @@ class IdFold:
             self.last_ackers.update({each.place: commit for each in record.acked.ranges})
 
     def mark_done(self, id: IdPath, up_to: int) -> None:
-        """Take a done mark, and drop the claims on the ids that it covers: these ids are settled."""
+        """Fold a done mark, and drop the claims on the ids that it covers."""
         self.done[id] = max(up_to, self.done.get(id, up_to))
         for key in [key for key in self.claims if key[: len(id)] == id and self.is_done(key)]:
             del self.claims[key]
 
     def forget(self, since: Position) -> None:
-        """Drop from memory the openings and commits of made-up ids that snapshots leave out, too."""
+        """Drop from memory the openings and commits of made-up ids before `since`; snapshots leave them out, too."""
         self.openings = self.openings.kept(since)
         for id, last in list(self.commits.items()):
             claims = [commit.claim for commit in last.values()]
@@ -88,7 +88,7 @@ class IdFold:
                 del self.commits[id]
 
     def is_done(self, id: IdPath) -> bool:
-        """Return whether a done mark of a shorter id covers this one."""
+        """Return whether a done mark on a prefix of this id covers the id."""
         for length in range(1, len(id)):
             number = id[length]
             if isinstance(number, int) and number <= self.done.get(id[:length], number - 1):
@@ -96,9 +96,9 @@ class IdFold:
         return False
 
     def to_json(self, log: str, since: Position | None = None) -> dict[str, Any]:
-        """Return the body of a snapshot. `since` is the position of the oldest living presence.
+        """Return this fold as the body of a snapshot. `since` is the position of the oldest living presence.
 
-        Commits in front of `since` are left out, because nobody can carry them out any more; so are openings of made-up
+        Commits before `since` are left out, because their transactions have expired, and so are openings of made-up
         ids.
         """
         return {
@@ -119,7 +119,7 @@ class IdFold:
     def _commits_json(self, since: Position) -> dict[str, Any]:
         owners = [(writer, c) for last in self.commits.values() for writer, c in last.items()]
         recent = {c.claim.nonce: c for _, c in [*owners, *self.last_ackers.items()] if c.claim.position >= since}
-        index = {nonce: number for number, nonce in enumerate(recent)}  # one commit may move many partitions
+        index = {nonce: number for number, nonce in enumerate(recent)}  # one commit may acknowledge on many partitions
         return {
             "commits": [commit.to_json() for commit in recent.values()],
             "owners": [[writer, index[c.claim.nonce]] for writer, c in owners if c.claim.nonce in index],
@@ -132,7 +132,7 @@ class IdFold:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> IdFold:
-        """Read a snapshot's body. Raise ValueError, TypeError or KeyError for anything else."""
+        """Return the fold that a snapshot's body stores. Raise ValueError, TypeError or KeyError if it is damaged."""
         fold = cls()
         for under_json, position, host, data, names in body["opened"]:
             under = read_under(under_json)

@@ -1,4 +1,4 @@
-"""The ledger of one transactional id, for a backend: kept as records of a decision log."""
+"""`LogLedger`: the ledger that a backend uses for one transactional id, stored as records of a decision log."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class LogLedger(Ledger):
         if acks and decision is not Decision.COMMIT:
             raise InvalidOption("only a transaction that is committed acknowledges anything")
         query = Query(transaction, path_of(transaction), begin_of(log))
-        # Any process may abort, so an abort names no owner: an owner that was taken over may still give up.
+        # Any process may abort, so an ABORT names no owner and counts even if the id has a newer owner.
         by = self._engine.owned.get(path_of(self._id)) if decision is Decision.COMMIT else None
         follower = self._engine.follower_of(query.begin, deadline)
         if by is not None and self._engine.known(query, follower, deadline) is None:
@@ -143,7 +143,7 @@ class LogLedger(Ledger):
     def _unfinished(
         self, of: Callable[[IdFold], Mapping[_Key, UnfinishedCommit]], deadline: Deadline
     ) -> dict[_Key, UnfinishedCommit]:
-        """Return commits that their authors may not have carried out, and that a living transaction can still need."""
+        """Return decided commits that may not be carried out at the broker, without those of expired transactions."""
         with self._engine.follower.following(deadline) as state:
             require_readable(state)
             require_complete(state)
@@ -152,16 +152,16 @@ class LogLedger(Ledger):
         return {key: commit for key, commit in found.items() if oldest is not None and commit.claim.position >= oldest}
 
     def _counts(self, commit: UnfinishedCommit, deadline: Deadline) -> bool:
-        """Return whether a commit is the first claim on its transaction.
+        """Return whether a commit is the first counting claim on its transaction.
 
-        A process that began to read behind the transaction's presence needs a second follower to know.
+        A process whose reading began after the transaction's presence reads the earlier records with a second follower.
         """
         if commit.certain:
             return True
         query = Query(str(commit.id[0]), commit.id, commit.begin)
         try:
             claim = self._engine.counting_claim(query, deadline)
-        except EvidenceLost:  # the transaction is too old for anybody to carry out
+        except EvidenceLost:  # the transaction has expired, so no process carries the commit out
             return False
         return claim is not None and claim.decision is Decision.COMMIT
 

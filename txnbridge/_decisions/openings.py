@@ -1,4 +1,4 @@
-"""The openings of ids, and whether an owner's records still count under them."""
+"""The newest opening of each id, by which an owner's records are judged: they count until a newer opening."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from txnbridge._messages import Position
 
 @dataclass(frozen=True)
 class KnownOpening:
-    """One opening of an id: its name and number, its position in the log, and what its owner said about itself."""
+    """One opening of an id: its name and number, its position in the log, its owner's host and data."""
 
     under: OpeningRef
     position: Position
@@ -21,36 +21,36 @@ class KnownOpening:
 
 
 class Openings(dict[IdPath, KnownOpening]):
-    """The newest known opening of each id."""
+    """Maps each id to its newest known opening."""
 
     def is_next(self, under: OpeningRef) -> bool:
-        """Return whether an opening that is read now counts.
+        """Return whether the next record of the log, which is this opening, becomes the newest opening of its id.
 
-        Each opening of an id takes the next number, so a copy that arrives late does not count. The owner of a made-up
-        id appends its opening again now and then: the last copy says how long the opening is kept.
+        Each opening of an id takes the next number, so a late copy does not count. The owner of a made-up id
+        repeats its opening from time to time; the last copy's position decides how long the opening is kept.
         """
         newest = self.get(under.id)
         return newest is None or newest.under.number < under.number or (under.made_up and newest.under == under)
 
     def is_newest(self, under: OpeningRef) -> bool:
-        """Return whether an opening is the newest of its id. An owner's records behind a newer opening do not count.
+        """Return whether an opening is the newest of its id. An owner's records after a newer opening do not count.
 
-        The opening of a made-up id need not be known: it is forgotten in time, and no other process opens that id.
+        The opening of a made-up id need not be known: it is forgotten in time, and no other process opens such an id.
         """
         newest = self.get(under.id)
         return under.made_up if newest is None else newest.under == under
 
     def is_void(self, under: OpeningRef) -> bool:
-        """Return whether a newer opening shuts out the records that the owner of `under` appends now."""
+        """Return whether a newer opening makes records void that the owner under `under` appends now."""
         newest = self.get(under.id)
-        # Two processes may have tried to take one number. Only the opening that counts has an owner who acts under it.
+        # Two processes may append openings with the same number. Only the process whose opening counts uses it.
         return newest is not None and newest.under.number > under.number
 
     def kept(self, since: Position | None) -> Openings:
-        """Return the openings that stay in memory and in snapshots.
+        """Return the openings to keep in memory and in snapshots: without those of made-up ids before `since`.
 
-        The opening of a made-up id stays while its owner may live: `since` is the position of the oldest living
-        presence, and an owner appends its opening behind each of its presences.
+        `since` is the position of the oldest presence that is still needed. An owner repeats the opening of a made-up
+        id after each of its presences, so an opening before `since` has no living owner.
         """
         return Openings({id: known for id, known in self.items() if _is_kept(known, since)})
 

@@ -1,4 +1,4 @@
-"""Queries about ids, and the evidence that the log must show before they are answered."""
+"""Queries about ids, and the evidence that the log must contain before a query is answered."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from txnbridge.errors import EvidenceLost, Fenced, InvalidOption, InvalidState, 
 
 Id = str | tuple[str | int, ...]
 
-# An id has to fit into one record beside its body, and may take six bytes for each of its characters.
+# An id must fit into one record together with the record's body, and JSON may need six bytes for each character.
 _LONGEST_ID = 1_000
 
 
 @dataclass(frozen=True)
 class Query:
-    """An id that is asked about, and where the evidence about it begins (None: at the log's birth)."""
+    """A query: an id, and where in the log the evidence about this id begins (None: at the log's birth record)."""
 
     id: Id
     path: IdPath
@@ -35,16 +35,17 @@ class Query:
         return state.trust.complete if self.begin is None else state.holds(self.begin)
 
     def claim(self, state: LogState) -> CountingClaim | None:
-        """Return the claim that counts, if there is one.
+        """Return the counting claim on the id by the records that `state` has read; None if there is none.
 
-        Raise `EvidenceLost`, `OutcomeUnknown`, or `InvalidState` for an id that is marked done.
+        Raise `EvidenceLost` if the evidence is gone, `OutcomeUnknown` if the log cannot be read, `InvalidState` for an
+        id that is marked done.
         """
         if self.begin is None:
             require_complete(state)
             if state.ids.is_done(self.path):
                 raise InvalidState(f"{self.name} is marked done: what it decided is settled and no longer kept")
             if self.path in state.tokens.claims:
-                # Without `begin` the id would be decided a second time.
+                # A claim without `begin` would decide the token's transaction a second time.
                 raise InvalidOption(
                     f"{self.name} is the id of a token: say where its evidence begins (begin=token.log)"
                 )
@@ -90,7 +91,7 @@ def _renewal(state: LogState) -> str:
 
 
 def require_body(id: Id, claim: CountingClaim) -> Mapping[str, Any]:
-    """Return the data of a claim. Raise `EvidenceLost` if a part of it is gone."""
+    """Return the data of a claim. Raise `EvidenceLost` if a part of the data is gone from the log."""
     if claim.body is None:
         raise EvidenceLost(
             f"{name_of(id)} was decided to {claim.decision.value}, but the data of that decision is gone"

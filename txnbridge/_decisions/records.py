@@ -1,6 +1,6 @@
 """The records of a decision log, and their format as bytes.
 
-A record is one line of JSON that begins with `{"txnbridge":<version>`; a part carries raw bytes behind the line.
+A record is one line of JSON that begins with `{"txnbridge":<version>`; in a body part, raw bytes follow the line.
 docs/decisions.md explains each kind.
 """
 
@@ -21,24 +21,24 @@ VERSION = 2
 _READABLE = (1, VERSION)
 _MAGIC = b'{"txnbridge":'
 
-# Brokers take messages of 1 MB by default; the difference is for their own headers.
+# Brokers accept messages of 1 MB by default; the difference to 1 MB is for the broker's own headers.
 MAX_RECORD_BYTES = 900_000
-# The difference is for a body part's line of JSON, with a margin.
+# A body part is smaller than a record by this much, for its line of JSON and a margin.
 PART_BYTES = MAX_RECORD_BYTES - 1_000
 
-# Python's parser gives up at a depth that depends on how deep its caller is; this is far from it.
+# The depth at which Python's JSON parser fails depends on the depth of the call stack; this limit is far below it.
 _DEEPEST = 64
 
 IdPath = tuple[str | int, ...]
 
 
 class UnreadableRecord(ValueError):
-    """The bytes are not a record that this version can read; the message says why."""
+    """Raised for bytes that are not a record which this version can read; the message says why."""
 
 
 @dataclass(frozen=True)
 class EvidenceBegin:
-    """Names the presence record where the evidence about a transaction begins: its position and its nonce."""
+    """Where in the log the evidence about a transaction begins: the position and nonce of a presence record."""
 
     at: Position
     id: str
@@ -46,7 +46,7 @@ class EvidenceBegin:
 
 @dataclass(frozen=True)
 class OpeningRef:
-    """Names the opening under which an owner appends a record. Made-up ids have the number 0."""
+    """Identifies the opening under which an owner appends a record. The opening of a made-up id has the number 0."""
 
     id: IdPath
     name: str
@@ -54,18 +54,18 @@ class OpeningRef:
 
     @classmethod
     def of_made_up(cls, id: IdPath) -> OpeningRef:
-        """Return the one opening of an id that a process made up for itself."""
+        """Return the only opening of an id that a process made up for itself."""
         return cls(id, str(id[0]), 0)
 
     @property
     def made_up(self) -> bool:
-        """True if the owner made the id up for itself; no other process opens it."""
+        """True if the owner made the id up for itself, so that no other process opens the id."""
         return self.number == 0
 
 
 @dataclass(frozen=True)
 class StoredBody:
-    """A body that is too large for one record: the positions of its parts, and the hash of them all together."""
+    """A body that is too large for one record: the positions of its body parts, and the hash of the whole body."""
 
     parts: tuple[Position, ...]
     digest: str
@@ -73,10 +73,10 @@ class StoredBody:
 
 @dataclass(frozen=True)
 class ClaimAcks:
-    """The ranges that a claim acknowledges. Its author had read the log up to `read_up_to`.
+    """The ranges of messages that a claim acknowledges, and the position up to which its author had read the log.
 
-    By then no other transaction had acknowledged in these groups and partitions since the author read where they stand,
-    and there was no claim on the author's own transaction.
+    Up to `read_up_to`, the log had no counting claim on the author's own transaction, and no other transaction had
+    acknowledged in these groups and partitions since the author read the groups' positions.
     """
 
     read_up_to: Position
@@ -85,7 +85,7 @@ class ClaimAcks:
 
 @dataclass(frozen=True)
 class AckRange:
-    """One acknowledged range of a partition: from the group's position to the next one to read."""
+    """One acknowledged range of a partition: from the group's old position to its next position to read."""
 
     group: str
     partition: tuple[str, int]
@@ -102,7 +102,7 @@ GroupPartition = tuple[str, tuple[str, int]]  # group, (topic, partition number)
 
 @dataclass(frozen=True, kw_only=True)
 class LogRecord:
-    """The fields of every record: the id of the log that its writer believes in (None: unknown to it), and a nonce."""
+    """The fields of every record: the log's id as its writer knows it (None: not known), and a unique nonce."""
 
     kind: ClassVar[str]
     log: str | None
@@ -119,7 +119,7 @@ class Birth(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Presence(LogRecord):
-    """Marks where a process's evidence begins; `nonce` is its id. Not needed after `until` (ms since 1970)."""
+    """Marks where the evidence about a process's transactions begins; not needed after `until` (ms since 1970)."""
 
     kind: ClassVar[str] = "presence"
     until: int
@@ -127,9 +127,9 @@ class Presence(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Opened(LogRecord):
-    """An id was opened for the `under.number`-th time. Number 0: the process that opened it has made the id up.
+    """An owner opened an id for the `under.number`-th time. Number 0: its process has made the id up for itself.
 
-    `named`: the opening's name came from the caller, who may come with the same name again.
+    `named` is True if the caller chose the opening's name and may open the id under the same name again.
     """
 
     kind: ClassVar[str] = "opened"
@@ -141,7 +141,7 @@ class Opened(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class EntryRecord(LogRecord):
-    """A backend's record about a transaction of an owner (see `txnbridge.spi.Ledger.record`)."""
+    """A backend's ledger entry about a transaction of an owner (see `txnbridge.spi.Ledger.record`)."""
 
     kind: ClassVar[str] = "entry"
     under: OpeningRef
@@ -152,9 +152,11 @@ class EntryRecord(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Claimed(LogRecord):
-    """A claim on an id. `begin` is given if a token carries the id, `by` if the id's owner claims on its own account.
+    """A claim: a process decides an id to COMMIT or ABORT.
 
-    Its data is in `body`, or in body parts (`stored`). Only a COMMIT of an id that a token carries has `acked`.
+    `begin` is given if a token carries the id, `by` if an owner claims under its opening: after a newer opening such a
+    claim is void. The claim's data is in `body`, or in body parts (`stored`). Only a COMMIT of an id that a token
+    carries has `acked`.
     """
 
     kind: ClassVar[str] = "claim"
@@ -173,7 +175,7 @@ class Claimed(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Done(LogRecord):
-    """Every id that continues `id` with a number up to `up_to` is finished."""
+    """A done mark: every id that consists of `id` and a number up to `up_to` is finished."""
 
     kind: ClassVar[str] = "done"
     id: IdPath
@@ -190,9 +192,9 @@ class BodyPart(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot(LogRecord):
-    """Stands for all records up to and including the one at `covers`, whose hash is `digest`.
+    """Replaces all records up to and including the covered record: its position is `covers`, its hash `digest`.
 
-    `born` is the position of the log's birth record, so that a late copy of that is not taken for the beginning.
+    `born` is the position of the log's birth record, so that a late copy of the birth record is recognised.
     """
 
     kind: ClassVar[str] = "snapshot"
@@ -206,10 +208,11 @@ class Snapshot(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Renewed(LogRecord):
-    """An operator renewed the log: nothing in front of this record counts.
+    """An operator renewed the log: no record before this one counts.
 
-    A renewal counts only right behind the record at `covers`, whose hash is `digest`: so no record was appended since
-    the operator looked. `log` becomes the log's id; `at` is the time (ms since 1970), `host` the operator's host.
+    A renewal counts only directly after the record with position `covers` and hash `digest`, the last one that the
+    operator's process had read. `log` becomes the log's id; `at` is the time (ms since 1970), `host` the operator's
+    host.
     """
 
     kind: ClassVar[str] = "renewed"
@@ -220,7 +223,7 @@ class Renewed(LogRecord):
 
 
 def digest(raw: bytes) -> str:
-    """Return the hash by which a record or a body is recognised."""
+    """Return the hash by which snapshots and claims refer to a record or a body."""
     return hashlib.sha256(raw).hexdigest()[:32]
 
 
@@ -228,7 +231,7 @@ def digest(raw: bytes) -> str:
 
 
 def encode(record: LogRecord) -> bytes:
-    """Return the record as bytes. Raise `InvalidOption` if no process could read it, or if it is too large."""
+    """Return a record as bytes. Raise `InvalidOption` if `decode` cannot read them back, or if they are too large."""
     values = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
     payload = values.pop("payload", None)
     raw = dump_json({"txnbridge": VERSION, "kind": record.kind, **values})
@@ -240,14 +243,14 @@ def encode(record: LogRecord) -> bytes:
             " shorten its data"
         )
     try:
-        decode(raw)  # an unreadable record would stop all processes that follow the log
+        decode(raw)  # a record that cannot be read back would stop every process that reads the log
     except UnreadableRecord as error:
         raise InvalidOption(f"this cannot go into a decision log: {error}") from None
     return raw
 
 
 def check_data(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a caller's data. Raise `InvalidOption` unless every version of Python can read it back."""
+    """Return a copy of a caller's data as JSON. Raise `InvalidOption` unless every Python version can read it back."""
     if not isinstance(data, Mapping):
         raise InvalidOption(f"what goes with a decision is a mapping, not {type(data).__name__}")
     if _is_deeper(data, _DEEPEST):
@@ -287,7 +290,7 @@ def _plain(value: Any) -> Any:
 
 
 def decode(raw: bytes) -> LogRecord:
-    """Return the record in these bytes. Raise `UnreadableRecord`, and never anything else, if they are not one."""
+    """Return the record in these bytes. Raise `UnreadableRecord`, and no other error, if they are not a record."""
     line, newline, payload = raw.partition(b"\n")
     version, values = _read_line(line)
     kind = _KINDS.get(str(values.pop("kind", "")))
@@ -307,7 +310,7 @@ def decode(raw: bytes) -> LogRecord:
 
 
 def load_json(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raise ValueError for anything else."""
+    """Return the JSON object in these bytes. Raise ValueError if they are not a JSON object."""
     try:
         value = json.loads(raw, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
@@ -333,7 +336,7 @@ def _read_line(line: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def _finite(text: str) -> float:
-    # A process that reads a number may have to write it again, and JSON has no infinity.
+    # A process may have to write a number that it has read (in a snapshot), and JSON has no infinity.
     if not math.isfinite(value := float(text)):
         raise ValueError("not a finite number")
     return value
@@ -376,27 +379,27 @@ def _decision(value: Any) -> Decision:
 
 
 def read_position(value: Any) -> Position:
-    """Return a position from JSON. Raise ValueError or TypeError for anything else."""
+    """Return a position in a log from its JSON value. Raise ValueError or TypeError if the value is not one."""
     if not isinstance(value, list | tuple) or not value:
         raise TypeError("a position is a list of numbers")
     return tuple(_number(part) for part in value)
 
 
 def read_path(value: Any) -> IdPath:
-    """Return an id from JSON. Raise ValueError or TypeError for anything else."""
+    """Return an id from its JSON value. Raise ValueError or TypeError if the value is not an id."""
     if not isinstance(value, list | tuple) or not value:
         raise TypeError("an id is a list of text and numbers")
     return tuple(part if isinstance(part, str) else _number(part) for part in value)
 
 
 def read_begin(value: Any) -> EvidenceBegin:
-    """Return an `EvidenceBegin` from JSON. Raise ValueError or TypeError for anything else."""
+    """Return an `EvidenceBegin` from its JSON value. Raise ValueError or TypeError if the value is not one."""
     at, id = _exactly(value, "at", "id")
     return EvidenceBegin(read_position(at), _text(id))
 
 
 def read_under(value: Any) -> OpeningRef:
-    """Return an `OpeningRef` from JSON. Raise ValueError or TypeError for anything else."""
+    """Return an `OpeningRef` from its JSON value. Raise ValueError or TypeError if the value is not one."""
     id, name, number = _exactly(value, "id", "name", "number")
     return OpeningRef(read_path(id), _text(name), _number(number))
 
@@ -436,7 +439,7 @@ def _optional(read: Callable[[Any], _Value]) -> Callable[[Any], _Value | None]:
 _KINDS = {
     kind.kind: kind for kind in (Birth, Presence, Opened, EntryRecord, Claimed, Done, BodyPart, Snapshot, Renewed)
 }
-# A field's name means the same in every kind of record.
+# How each field is read from JSON, by name: a field of one name means the same in every kind of record.
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     "log": _optional(_text),
     "nonce": _text,

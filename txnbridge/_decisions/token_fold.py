@@ -1,4 +1,4 @@
-"""The fold over records of transactions whose tokens say where their evidence begins."""
+"""The fold over records of transactions with tokens; a token says where in the log the evidence begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from txnbridge._decisions.records import (
 )
 from txnbridge._messages import Position
 
-# The one kind of ledger entry that the fold interprets: it makes a transaction independent of its owner.
+# The only kind of ledger entry that the fold interprets: a prepared transaction no longer depends on its owner.
 PREPARE = "prepare"
 
 TokenTransaction = tuple[IdPath, EvidenceBegin]
@@ -27,16 +27,15 @@ TokenTransaction = tuple[IdPath, EvidenceBegin]
 
 @dataclass
 class AckHistory:
-    """The last claim that acknowledged on a group's partition, and the last one by any other transaction.
+    """The last claim with acknowledgements on one partition of a group, and the last one by any other transaction.
 
-    Claims are kept here whether or not they count. Of claims by one transaction that follow each other (copies,
-    repeated attempts) only the last is kept: that is enough to see whether another transaction's claim stands behind a
-    position.
+    Claims are kept here whether or not they count. Of consecutive claims by one transaction (copies, repeated attempts)
+    only the last is kept: these two claims suffice to see whether another transaction claimed after a given position.
     """
 
     last: TokenTransaction
     at: Position
-    before: Position | None = None  # the last claim of any transaction but `last`
+    before: Position | None = None  # the position of the last claim of any transaction but `last`
 
     def add(self, transaction: TokenTransaction, position: Position) -> None:
         if transaction != self.last:
@@ -44,17 +43,17 @@ class AckHistory:
         self.at = position
 
     def rival_behind(self, position: Position, transaction: TokenTransaction) -> bool:
-        """Return whether a claim by any transaction but `transaction` stands behind a position."""
+        """Return whether another transaction than `transaction` has a claim after this position."""
         rival = self.before if transaction == self.last else self.at
         return rival is not None and rival > position
 
 
 @dataclass
 class TokenFold:
-    """The state of transactions with tokens, after the records since the first one read.
+    """The state of transactions with tokens, by the records that were read.
 
-    No record before that one is needed: an owner uses a presence only after it has read, from the log's first record,
-    that its own opening is the newest one up to that presence. So only an opening with a higher number can be newer.
+    Records before the first one read are not needed: an owner uses a presence only after it has read the whole log up
+    to this presence and found its own opening to be the newest. So only an opening with a higher number can be newer.
     """
 
     openings: Openings = field(default_factory=Openings)
@@ -75,14 +74,14 @@ class TokenFold:
             known.append(CountingEntry(position, record.nonce, record.about, record.data, record.under))
 
     def remove_entry(self, position: Position, record: EntryRecord) -> None:
-        """Remove an entry that an opening before the first record read makes void."""
+        """Remove an entry that is void because of an opening before the first record that was read."""
         known = self.entries.get((record.under.id, record.transaction), [])
         known[:] = [entry for entry in known if entry.position != position]
 
     def claim(self, begin: EvidenceBegin, record: Claimed, claim: CountingClaim, covered: Position | None) -> bool:
-        """Take a claim; return whether it counts, though it need not be the first that does.
+        """Fold a claim; return whether it counts. The first counting claim on a transaction decides it.
 
-        `covered` is the last position that the snapshots in front of the claim cover.
+        `covered` is the last position that the snapshots before the claim cover.
         """
         acked, transaction = record.acked, (record.id, begin)
         acks_count = acked is None or self._acknowledge(transaction, acked, claim.position, covered)
@@ -92,10 +91,11 @@ class TokenFold:
         return True
 
     def remove_void_claim(self, begin: EvidenceBegin, record: Claimed) -> None:
-        """Remove a claim that this fold takes for a counting one, if the author of `record` knew it to be void.
+        """Remove an earlier claim that this fold counts, if the author of `record` knew that claim to be void.
 
-        The author of a claim that acknowledges has read, up to `read_up_to`, that no claim on its transaction counts. A
-        reader that began behind the transaction's presence may not know the snapshot that makes the claim void.
+        The author of a claim with acknowledgements has read the log up to `read_up_to`, and had found no counting claim
+        on its transaction. A reader that began after the transaction's presence may not know the snapshot that made the
+        earlier claim void.
         """
         known = self.claims.get(record.id, {})
         if record.acked is not None and begin in known and known[begin].position <= record.acked.read_up_to:
@@ -104,9 +104,12 @@ class TokenFold:
     def _acknowledge(
         self, transaction: TokenTransaction, acked: ClaimAcks, position: Position, covered: Position | None
     ) -> bool:
-        """Return whether no other transaction acknowledged between `read_up_to` and the claim; note the claim."""
-        # A claim is void if a snapshot in front of it covers more than the claim's author had read: a reader that
-        # begins with that snapshot does not know which claims stand in between.
+        """Note a claim with acknowledgements; return whether these count.
+
+        They count if no other transaction acknowledged on the same partitions between `read_up_to` and the claim.
+        """
+        # A claim is void if a snapshot before it covers more than the claim's author had read: a reader that begins
+        # with this snapshot does not know the claims between `read_up_to` and the covered record.
         counts = acked.read_up_to >= transaction[1].at and (covered is None or acked.read_up_to >= covered)
         histories = [self.ack_histories[each.place] for each in acked.ranges if each.place in self.ack_histories]
         counts = counts and not any(history.rival_behind(acked.read_up_to, transaction) for history in histories)
@@ -114,13 +117,13 @@ class TokenFold:
         return counts
 
     def acknowledge(self, transaction: TokenTransaction, acked: ClaimAcks | None, position: Position) -> None:
-        """Note the partitions on which a claim acknowledges, whether or not the claim counts."""
+        """Note on which partitions a claim acknowledges messages, whether or not the claim counts."""
         for each in acked.ranges if acked is not None else ():
             self.ack_histories.setdefault(each.place, AckHistory(transaction, position)).add(transaction, position)
 
     def _is_shut_out(self, by: OpeningRef, record: Claimed) -> bool:
-        # An owner's claim on a prepared transaction counts. Its author leaves the owner out if it acknowledges, because
-        # a reader that begins with a snapshot does not know what was prepared before.
+        # An owner's claim on a prepared transaction counts even after a newer opening. If it acknowledges messages, its
+        # author leaves `by` out instead: a reader that begins with a snapshot does not know what was prepared before.
         return self.openings.is_void(by) and (record.acked is not None or not self.is_prepared(by.id, record.id))
 
     def is_prepared(self, owner: IdPath, id: IdPath) -> bool:
@@ -128,7 +131,10 @@ class TokenFold:
         return len(id) == 1 and any(e.about == PREPARE for e in self.entries.get((owner, str(id[0])), ()))
 
     def forget(self, before: Position, covered: Position | None) -> None:
-        """Drop what no living presence reaches, but keep claims that may stand in front of one that acknowledges."""
+        """Drop records before the position `before`, but keep claims that the last snapshot does not cover.
+
+        These are needed to judge later claims with acknowledgements.
+        """
         self.presences = {at: presence for at, presence in self.presences.items() if at >= before}
         if covered is not None:
             self._forget_claims(min(before, covered))

@@ -1,4 +1,4 @@
-"""Decides whether a reading of a decision log knows everything since the log's birth."""
+"""Decides whether a reading of a decision log knows every decision since the log's birth record."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from txnbridge._messages import Position
 
 
 class Trust:
-    """Knows whether a reading is complete: it began with the birth record, or a snapshot covers what is gone.
+    """Decides whether one reading of the log is complete: it began with the birth record, or with a valid snapshot.
 
-    `origin` is the position of every log's first record, if the log's store has one: a birth record elsewhere was not
-    the first record. `own_log` is this log's id, if an earlier reading has found it.
+    `origin` is the position that the first record of every log has, if the log's store has such a fixed position: a
+    birth record elsewhere was not the first record. `own_log` is this log's id, if an earlier reading has found it.
     """
 
     def __init__(self, origin: Position | None, trusts_birth: bool = True, own_log: str | None = None) -> None:
         self._origin = origin
         self._own_log = own_log
         self.trusts_birth = trusts_birth
-        self.birth_refuted = False  # whether the birth record that was trusted was not the log's first record
+        self.birth_refuted = False  # whether the trusted birth record turned out not to be the log's first record
         self.complete = False
         self.incomplete_because = ""
         self.log: str | None = None  # the log's id
         self.born: Position | None = None  # where the birth record is, or was
         self.renewed: Renewal | None = None  # the last renewal of the log
-        self.founding_snapshot: tuple[Snapshot, Mapping[str, Any]] | None = None  # the one that made this complete
-        self.knows_living = False  # whether the founding snapshot lists the presences in front of it
-        self.foreign_records = False  # whether a record in front of the founding snapshot belongs to another log
-        self._logs: set[str] = set()  # the log's id in the records in front of the founding snapshot
-        self._digests: dict[Position, str] = {}  # the hashes of these records
+        self.founding_snapshot: tuple[Snapshot, Mapping[str, Any]] | None = None  # it made the reading complete
+        self.knows_living = False  # whether the founding snapshot lists the presences before it
+        self.foreign_records = False  # whether a record before the founding snapshot belongs to another log
+        self._logs: set[str] = set()  # the log ids in the records before the founding snapshot
+        self._digests: dict[Position, str] = {}  # the hashes of the records before the founding snapshot
 
     def begin(self, position: Position, record: LogRecord) -> None:
-        """Take the first record that is read."""
+        """Take the first record of the reading: it is complete from here if this is the log's birth record."""
         if not isinstance(record, Birth):
             self.incomplete_because = (
                 "its first record is not its birth record, and no snapshot covers what was dropped before it"
@@ -48,12 +48,14 @@ class Trust:
             self.log, self.born = record.log, position
 
     def is_foreign(self, record: LogRecord) -> bool:
-        """Return whether a record belongs to another log; one that cannot be told apart refutes the birth record."""
+        """Return whether a record belongs to another log of the same name, and must be ignored.
+
+        If the record's log id differs but this log's own id is not certain, the birth record is refuted instead.
+        """
         own = self.log if self.complete else self._own_log
         if own is not None and record.log not in (None, own) and not isinstance(record, Birth):
             if not self.complete or self._recognises_foreign_records:
-                # This log's beginning is beyond doubt, so the record's writer still uses a log of the same name that
-                # was there before this one.
+                # This log's id is certain, so the record's writer still uses an earlier log of the same name.
                 return True
             self._refute_birth()
         elif not self.complete and record.log is not None:
@@ -61,7 +63,7 @@ class Trust:
         return False
 
     def remember(self, position: Position, raw: bytes) -> None:
-        """Keep a record's hash while the reading is incomplete: the next snapshot may cover just this record."""
+        """Keep a record's hash while the reading is incomplete: a later snapshot may name it as its covered record."""
         if not self.complete:
             self._digests[position] = digest(raw)
 
@@ -69,9 +71,9 @@ class Trust:
         self._digests = {at: hashed for at, hashed in self._digests.items() if at >= before}
 
     def has_covered_record(self, snapshot: Snapshot) -> bool:
-        """Return whether the last record that a snapshot covers was read, byte by byte.
+        """Return whether the last record that a snapshot covers was read, with identical bytes.
 
-        Then no record is missing between that one and the records that were read.
+        If so, the snapshot and the records that were read leave no gap between them.
         """
         return self.complete or self._digests.get(snapshot.covers) == snapshot.digest
 
@@ -80,7 +82,7 @@ class Trust:
             self._refute_birth()
 
     def complete_with(self, snapshot: Snapshot, body: Mapping[str, Any]) -> None:
-        """Found the reading on a snapshot. Raise ValueError, TypeError or KeyError for a damaged one."""
+        """Make the reading complete by a snapshot. Raise ValueError, TypeError or KeyError if its body is damaged."""
         self.renewed = body.get("renewed") and Renewal.from_json(body["renewed"])
         self.log, self.born = str(body["log"]), snapshot.born
         self.complete, self.incomplete_because = True, ""
@@ -90,7 +92,7 @@ class Trust:
         self._digests = {}
 
     def renew(self, position: Position, record: Renewed) -> None:
-        """Begin anew with a renewal."""
+        """Make the reading complete by an operator's renewal, which replaces all records before it."""
         self.renewed = Renewal(position, record.at, record.host)
         self.log, self.born = record.log, position
         self.complete = self.knows_living = True
@@ -100,20 +102,20 @@ class Trust:
     def _refute_birth(self) -> None:
         # Several processes may create a log at once, and appends may be repeated: then there are several birth records,
         # of which the first counts. A record with another log's id, or a snapshot that names another birth record,
-        # shows that the trusted one is not the first (or that others still use a log that was there before this one).
+        # shows that the trusted birth record is not the first (or that others still use an earlier log of this name).
         self.birth_refuted = True
         self.complete = False
         self.incomplete_because = "its birth record was not its first one"
 
     @property
     def _recognises_foreign_records(self) -> bool:
-        """True if a record of another log says nothing against this one."""
+        """True if a record with another log's id leaves this log's own birth record trusted."""
         return self._origin is not None or self.renewed is not None
 
     @property
     def took_foreign_records(self) -> bool:
-        """True if this reading has folded records of another log, because only a snapshot behind them names the log.
+        """True if this reading has folded another log's records, because only a later snapshot named this log's id.
 
-        A reader that knew the log's id has passed over them, and comes to other conclusions.
+        A reader that knew this log's id from the start has ignored these records, and comes to other conclusions.
         """
         return self.foreign_records and self._recognises_foreign_records and self._own_log != self.log

@@ -10,7 +10,7 @@ import click
 from txnbridge import Decision, Outcome
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode, outcome_code, when
-from txnbridge.cli._modules import load, telling
+from txnbridge.cli._object_loading import load, telling
 from txnbridge.spi import Half
 
 _log = logging.getLogger("txnbridge")

@@ -10,7 +10,7 @@ import click
 from txnbridge import Poison, Processor, TxnBridgeError
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli
-from txnbridge.cli._modules import load, telling
+from txnbridge.cli._object_loading import load, telling
 
 
 @_common.command("run")

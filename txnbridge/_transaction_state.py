@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """The states of a transaction. It is used once: from OPEN to one of the last three."""
+    """The states of a transaction. Each transaction is used once: it begins OPEN and ends in one of the last three."""
 
     sentence: str
 
