@@ -1,4 +1,4 @@
-"""The backend that the core finds: how a URL becomes a connection to Kafka."""
+"""The backend that the core loads for `kafka://` URLs: it opens a connection to a Kafka cluster from a URL."""
 
 from __future__ import annotations
 

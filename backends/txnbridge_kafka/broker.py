@@ -44,12 +44,12 @@ from txnbridge_kafka.write.publisher import KafkaPublisher
 from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
-# A wrong URL, or a broker that does not run, mostly stays so: the user of a mistyped port learns of it soon.
+# If nothing listens at the URL for so long, connecting fails, long before the deadline: the port may be mistyped.
 _NOBODY_SECONDS = 1.0
 
 
 class KafkaBroker(Broker):
-    """The connection that `KafkaBackend.open` makes."""
+    """A bridge's connection to a Kafka cluster, which makes its writers, readers and publishers."""
 
     def __init__(self, settings: KafkaSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
@@ -108,7 +108,7 @@ class KafkaBroker(Broker):
             open_id(self._cluster, owner, writers, deadline)
             if owner.denied:
                 self.capabilities = self.capabilities.but(without_log(owner.denied))
-        # Nobody has to be fenced from an id that the bridge made up: each is opened when it is first used.
+        # No other process has a transactional id that the bridge made up: each is opened when it is first used.
         return list(writers)
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:

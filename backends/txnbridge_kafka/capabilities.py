@@ -1,4 +1,4 @@
-"""Kafka's capabilities through us, and the limits that the settings of a cluster and of the client set."""
+"""The capabilities that this backend declares, and the limits from the settings of the cluster and the client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CAPABILITIES = Capabilities(
 
 
 def without_log(denied: str) -> Mapping[Capability, Support]:
-    """Return the capabilities of an owner that may not use its decision log; `denied` says what it would need."""
+    """Return the capabilities of an owner that has no right to its decision log; `denied` names the missing rights."""
     return {
         Capability.FENCING: emulated(
             "the broker fences each writer; without the decision log an owner that may use it can take the id back"
@@ -47,18 +47,18 @@ def without_log(denied: str) -> Mapping[Capability, Support]:
     }
 
 
-# transaction.max.timeout.ms by default.
+# The default of the broker's transaction.max.timeout.ms.
 DEFAULT_LONGEST_MS = 900_000
 
-# The client's default of message.max.bytes, and what it adds to a message's key, value and headers.
+# The client's default of message.max.bytes, and the bytes that it counts besides a message's key, value and headers.
 _MESSAGE_BYTES, _MESSAGE_OVERHEAD = 1_000_000, 36
 
 
 def message_bytes(client: Mapping[str, object]) -> int:
-    """Return how large key, value and headers of a message may be together, with these settings of the client."""
+    """Return the largest total size of a message's key, value and headers with these settings of the client."""
     return int(str(client.get("message.max.bytes", _MESSAGE_BYTES))) - _MESSAGE_OVERHEAD
 
 
 def longest_ms(settings: Mapping[str, str]) -> int:
-    """Return how long a broker with these settings lets a transaction live; Kafka's default if they are hidden."""
+    """Return a broker's longest transaction time-out by its settings; Kafka's default if this user may not see them."""
     return int(settings.get("transaction.max.timeout.ms", DEFAULT_LONGEST_MS))

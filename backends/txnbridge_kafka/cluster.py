@@ -1,4 +1,4 @@
-"""The things that all parts of a bridge to one cluster share."""
+"""The settings and clients for one Kafka cluster, shared by a bridge's writers, readers and administration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from txnbridge_kafka.topics import KafkaTopics
 
 @dataclass(frozen=True)
 class KafkaCluster:
-    """The settings of a cluster, and the means to ask it."""
+    """The settings for one cluster, and the clients that send requests to it."""
 
     settings: KafkaSettings
     requests: Requests

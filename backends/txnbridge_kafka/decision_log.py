@@ -1,4 +1,4 @@
-"""Decision logs: topics with one partition that keep everything until it is dropped on purpose."""
+"""Decision logs: topics with one partition that keep every record until an administrator trims the log."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ _log = logging.getLogger("txnbridge.kafka.client")
 _LONGEST_NAME = 249
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST_NAME}}}")
 _READ_AT_ONCE = 100  # records in memory at once, besides those that the client has fetched ahead
-# Several threads may wait for reports, and each one's poll serves the others' too: how late one notices that.
+# Several threads may wait for delivery reports, and one thread's poll may take the report for which another waits: the
+# other thread notices after so many seconds.
 _SLICE = 0.01
-# A partition's new leader learns from the followers' fetches, two a second, up to where records may be shown.
+# A partition's new leader learns its high watermark from the followers' fetches, two a second. Until then it shows
+# fewer records than the partition has: a reader waits so many seconds for them.
 _LATE = 2.0
-# A broker that has just started answers before it knows its topics.
+# A broker that has just started answers before it has loaded its topics: the pause before the request is repeated.
 _PAUSE = 0.05
-# After these answers a record is certainly not stored. Any other failure may follow a lost answer.
+# With these error codes a record is certainly not stored. After any other code it may be stored.
 _NOT_STORED = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.CLUSTER_AUTHORIZATION_FAILED,
@@ -50,16 +52,16 @@ _NOT_STORED = {
 }
 _TOO_LARGE = {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE}
 _GONE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
-# The client looks for the coordinator of a group that it never joins, and works without the right to it.
+# The client looks up the coordinator of a group that it never joins. It reads also without the right to that group.
 _NO_GROUP = KafkaError.GROUP_AUTHORIZATION_FAILED
 _NO_TOPIC = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
 
 
 class KafkaDecisionLog(DecisionLog):
-    """One decision log. A position is a record's offset.
+    """One decision log, stored in a topic with one partition. A position is a record's offset.
 
-    Opening the log creates its topic if that is missing. Raise `InvalidOption` for a topic that would lose records or
-    their order (hazard H26), and `AccessDenied` saying what an administrator must create and grant.
+    The constructor creates a missing topic. It raises `InvalidOption` for a topic that would lose records or their
+    order (hazard H26), and `AccessDenied` if the user lacks rights, with what an administrator must create and grant.
     """
 
     origin = (0,)
@@ -67,7 +69,7 @@ class KafkaDecisionLog(DecisionLog):
     def __init__(
         self, settings: KafkaSettings, name: str, deadline: Deadline, events: Emitter, topics: KafkaTopics | None = None
     ) -> None:
-        """Open a log; `topics`, if the caller has one that is connected, saves connecting once more."""
+        """Open the decision log of this name; with the caller's connected `topics` no new admin client is needed."""
         self._settings = settings
         self._topics = topics or KafkaTopics(settings)
         self._topic = settings.log_topic(name)
@@ -87,7 +89,7 @@ class KafkaDecisionLog(DecisionLog):
         self._check_settings(deadline)
 
     def _check_settings(self, deadline: Deadline) -> bool:
-        """Raise `InvalidOption` for a topic that would lose records; return False if its settings are hidden."""
+        """Raise `InvalidOption` if the topic would lose records. Return False if this user may not see its settings."""
         config = self._topics.configs([self._topic], deadline)[self._topic]
         wrong = [
             f"{name}={config[name]} instead of {wanted}"
@@ -123,7 +125,7 @@ class KafkaDecisionLog(DecisionLog):
             self._give_back(reader)
 
     def _ask(self, question: Callable[[float], T], what: str, deadline: Deadline) -> T:
-        """Call the client, again as long as the broker is away."""
+        """Call the client with a time limit, and repeat the call while the broker cannot be reached."""
         while True:
             try:
                 return question(min(seconds(deadline), PATIENCE))
@@ -131,7 +133,7 @@ class KafkaDecisionLog(DecisionLog):
                 self._wait_for_broker(error, what, deadline)
 
     def _wait_for_broker(self, error: KafkaException, what: str, deadline: Deadline) -> None:
-        """Return soon if calling again may help, else raise the error."""
+        """Sleep for a short pause if repeating the client's call may help; otherwise raise the translated error."""
         refused = self._translate(error, what)
         if type(refused) not in (BrokerUnavailable, DeadlineExceeded):
             raise refused from error
@@ -157,10 +159,11 @@ class KafkaDecisionLog(DecisionLog):
         ) from error
 
     def _send(self, record: bytes, deadline: Deadline) -> tuple[KafkaError | None, int] | None:
-        """Return the client's report on a record: its error, or none, and the offset. None if no report came in time.
+        """Return a record's delivery report: the error or None, and the offset. None if no report came in time.
 
-        A client that could not store a record is not used again, and is freed by the last thread that waits for it,
-        with all that it has not sent. So nothing is raised while it is in scope: the error would keep it alive.
+        A producer that could not store a record is not used again. The last thread that waits on the producer frees
+        it, with its unsent records. So nothing is raised while the producer is in scope: the error's traceback would
+        keep the producer alive.
         """
         producer = self._take_producer(deadline)
         reports: list[tuple[KafkaError | None, int]] = []
@@ -173,7 +176,7 @@ class KafkaDecisionLog(DecisionLog):
             while not reports and not deadline.expired:
                 producer.poll(min(_SLICE, seconds(deadline)))
         except KafkaException as error:
-            reports.append((error.args[0], 0))  # after the record's own report, if that came
+            reports.append((error.args[0], 0))  # after the record's own report, if there is one
         if not reports or reports[0][0] is not None:
             with self._lock:
                 if self._producer is producer:
@@ -181,7 +184,10 @@ class KafkaDecisionLog(DecisionLog):
         return reports[0] if reports else None
 
     def _take_producer(self, deadline: Deadline) -> ConfluentProducer:
-        """Return the producer in use, or a new one if broker and topic are there: a failure here means not sent."""
+        """Return the current producer, or make one after a check that the broker and the topic exist.
+
+        An error of this method means that the record was not sent.
+        """
         with self._lock:
             producer = self._producer
         if producer is not None:
@@ -191,11 +197,11 @@ class KafkaDecisionLog(DecisionLog):
             {
                 **self._client_settings(),
                 "acks": "all",
-                # A copy of a record does no harm, because the first one counts. An idempotent client would first have
-                # to get a producer id, for which it waits half a second now and then, after each lost answer again.
+                # A duplicate record does no harm, because the first one counts. An idempotent client would first have
+                # to get a producer id, which may take it half a second at the start and after each lost answer.
                 "enable.idempotence": False,
                 "linger.ms": 0,
-                "message.max.bytes": 1_000_000,  # a record has 900,000 bytes at most, whatever is set for messages
+                "message.max.bytes": 1_000_000,  # a record has 900,000 bytes at most; the user's limit is for messages
             }
         )
         with self._lock:
@@ -205,7 +211,7 @@ class KafkaDecisionLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """Yield records as the contract says, and stop early where the log ends before `last`."""
+        """Yield the records from `first` to `last`, or to the end of the decision log if it ends before `last`."""
         at, stop = first, last
         if at is None or stop is None:
             begin, following = self._bounds(deadline)
@@ -223,7 +229,7 @@ class KafkaDecisionLog(DecisionLog):
     def _records(
         self, reader: ConfluentConsumer, at: int, stop: int, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        late: Deadline | None = None  # the deadline for another record behind the known end
+        late: Deadline | None = None  # the deadline for another record after the end that the broker reported
         while messages := self._fetch(reader, late, deadline):
             for message in messages:
                 offset, error = message.offset() or 0, message.error()
@@ -243,7 +249,7 @@ class KafkaDecisionLog(DecisionLog):
                     break
 
     def _fetch(self, reader: ConfluentConsumer, late: Deadline | None, deadline: Deadline) -> list[Message]:
-        """Return at least one record or error; nothing if none came by `late`. Raise `DeadlineExceeded`."""
+        """Return at least one record or error; none if none came by `late`. Raise `DeadlineExceeded` at `deadline`."""
         while late is None or not late.expired:
             deadline.check(f"reading the decision log {self._topic}")
             first = reader.poll(seconds(deadline) if late is None else min(seconds(deadline), seconds(late)))
@@ -252,7 +258,10 @@ class KafkaDecisionLog(DecisionLog):
         return []
 
     def _check_gap(self, at: int, deadline: Deadline) -> None:
-        """Raise `PositionLost` unless an offset lacks a record because a control marker is there."""
+        """Raise `PositionLost` if the record at this offset was trimmed or may have been compacted away.
+
+        Otherwise the offset holds a control marker, which is no record.
+        """
         begin, _ = self._bounds(deadline)
         if at < begin:
             raise PositionLost(f"the decision log {self._topic} was trimmed while it was read, at record {at}")
@@ -274,10 +283,10 @@ class KafkaDecisionLog(DecisionLog):
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
                 "enable.partition.eof": True,
-                # The next request waits until the broker has answered the last fetch of a reading, which finds nothing:
-                # the client's own half a second would be the time that a decision takes.
+                # The last fetch of a reading finds no record, and the next request waits until the broker has answered
+                # it. With the client's default, half a second, each decision would take so long.
                 "fetch.wait.max.ms": 1,
-                # Records may have nearly a megabyte, and what was fetched ahead is soon fetched again.
+                # Records may have nearly a megabyte: this bounds the memory for records that were fetched ahead.
                 "queued.max.messages.kbytes": 16 * 1024,
                 "fetch.queue.backoff.ms": 5,
             }
@@ -307,7 +316,7 @@ class KafkaDecisionLog(DecisionLog):
         return TopicPartition(self._topic, 0, offset)
 
     def _client_settings(self) -> dict[str, Any]:
-        # The user's settings for producers and consumers are for messages: lingering, say, would delay each decision.
+        # The user's settings for producers and consumers are not taken: linger.ms, for example, would delay decisions.
         return {**self._settings.client, "log_level": self._settings.log_level, "logger": _log, "error_cb": ignore}
 
     def _translate(self, error: KafkaException, what: str) -> TxnBridgeError:

@@ -1,4 +1,4 @@
-"""Kafka's errors in our words."""
+"""The translation of the Kafka client's errors into the errors of the core, and the errors that pass by themselves."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _PASSING = {
 def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
     """Return the client's own error inside an exception of the client; None for any other exception."""
     if isinstance(error, SystemError) and isinstance(error.__cause__, KafkaException):
-        # A fatal error met a delivery callback: the client loses the first exception's type.
+        # If a fatal error occurs in a delivery callback, the client raises SystemError from its own exception.
         error = error.__cause__
     if isinstance(error, KafkaException):
         cause = error.args[0]
@@ -74,9 +74,9 @@ def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
 
 
 def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
-    """Return a client's error as ours, to be raised `from` the client's; `what` says what was being done.
+    """Return the core's error for an error of the client, to be raised `from` it; `what` names the failed action.
 
-    Right for calls that decide nothing about a transaction; `write.failures` translates the errors of a transaction.
+    For calls that decide nothing about a transaction; `write.failures` translates the errors of a transaction.
     """
     cause = kafka_error(error)
     if cause is None:
@@ -84,7 +84,7 @@ def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
     code, text = cause.code(), f"{what}: {cause.str()} ({cause.name()})"
     if code in DENIED:
         return AccessDenied(text)
-    # The client keeps only the text of an error that broke it.
+    # After a fatal error the client reports the code _FATAL, and the original error only as text.
     if code in _REPLACED or (code == KafkaError._FATAL and any(KafkaError(each).str() in text for each in _REPLACED)):
         return Fenced(f"{text}: another member of the group has this group.instance.id, so this one must stop")
     if code in _MISSING:
@@ -101,11 +101,11 @@ def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
 
 
 def too_late(error: KafkaError, what: str, deadline: Deadline) -> DeadlineExceeded:
-    """Return the error for a passing error that has not passed by the deadline, to be raised `from` the client's."""
+    """Return the error for a temporary error of the client that lasted until the deadline."""
     return DeadlineExceeded(f"{what}: {error.str()} ({error.name()}); so it was for {deadline.seconds:g} s")
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Return whether an error is about membership or a coordinator, which the client mends by itself."""
+    """Return whether an error is temporary: the client recovers from errors of group membership and coordinators."""
     cause = None if error is None else kafka_error(error)
     return cause is not None and (cause.retriable() or cause.code() in _PASSING)

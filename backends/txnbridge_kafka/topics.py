@@ -1,4 +1,4 @@
-"""Topics: described by confluent-kafka's client, created and changed by raw requests, each with a deadline."""
+"""The topics of a cluster: described by confluent-kafka's client, created and changed by raw requests."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from txnbridge_kafka.settings import KafkaSettings
 
 OFFSETS_TOPIC = "__consumer_offsets"
 
-# The settings of a topic of our own: nothing drops records by age or size, and no leader may lack some.
+# The settings of an internal topic: no record is dropped by age or size, and no replica that lacks records may lead.
 KEEP_ALL: Mapping[str, str] = {
     "cleanup.policy": "delete",
     "retention.ms": "-1",
     "retention.bytes": "-1",
     "unclean.leader.election.enable": "false",
 }
-# A log's consumer needs the name of a group, and looks for its coordinator; no group is ever joined.
+# The group name that a decision log's consumer must have. It looks up the group's coordinator and never joins.
 LOG_GROUP = "txnbridge-log"
-# Needed to read, to append, to describe, and to drop old records.
+# The rights to an internal topic: to read, to append, to describe, and to drop old records.
 _RIGHTS = ("Read", "Write", "Describe", "DescribeConfigs", "Delete")
 
-# Kafka's own number of copies of its transaction state, where there are as many brokers.
+# The replicas of an internal topic, if there are as many brokers: Kafka's default for its transaction state.
 _COPIES = 3
-# Topics of Kafka's own, which it creates itself.
+# The prefix of Kafka's internal topics, which the brokers create themselves.
 _KAFKAS_OWN = "__"
 
-# A broker that has just started answers before it knows its topics.
+# A broker that has just started answers before it has loaded its topics: so long "no such topic" is not believed.
 _SURE_SECONDS = 0.5
 _PAUSE_SECONDS = 0.02
-# A living broker answers within milliseconds.
+# The time for one broker's answer: a running broker answers within milliseconds.
 _BROKER_SECONDS = 2.0
 _DENIED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 
@@ -63,12 +63,12 @@ class KafkaTopics:
         self._client: ConfluentAdminClient | None = None
 
     def partitions(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> int:
-        """Return how many partitions a topic has; create a missing topic where that is allowed. Raise `NotFound`.
+        """Return how many partitions a topic has; create a missing topic if the settings allow it, else `NotFound`.
 
-        If there are fewer than `at_least`, ask again for a moment: partitions may have been added just now.
+        If there are fewer than `at_least`, ask again for half a second: partitions may have been added just now.
         """
         count = self.count(topic, deadline)
-        # From the first answer on, which may itself take longer than that.
+        # The half second begins after the first answer, which may itself take longer.
         sure_at = time.monotonic() + _SURE_SECONDS
         if not count and create and self._may_create(topic):
             self.create(topic, self._settings.create_topics, deadline)
@@ -96,7 +96,7 @@ class KafkaTopics:
         return self._settings.create_topics > 0 and not topic.startswith(_KAFKAS_OWN)
 
     def count(self, topic: str, deadline: Deadline) -> int:
-        """Return how many partitions a topic has, as one broker says; 0 if it does not know the topic."""
+        """Return how many partitions a topic has by one broker's metadata; 0 if that broker has no such topic."""
         what = f"looking at topic {topic!r}"
         metadata = self._call_client(lambda: refresh_metadata(self._admin(), deadline, topic), deadline, what)
         described: TopicMetadata = metadata.topics[topic]
@@ -116,7 +116,7 @@ class KafkaTopics:
         return sorted(self.overview(deadline).brokers)
 
     def overview(self, deadline: Deadline) -> ClusterMetadata:
-        """Return the living brokers and every topic, by one request."""
+        """Return the living brokers and every topic from one metadata request."""
         what = "listing brokers and topics"
         metadata: ClusterMetadata = self._call_client(lambda: refresh_metadata(self._admin(), deadline), deadline, what)
         return metadata
@@ -129,7 +129,7 @@ class KafkaTopics:
         config: Mapping[str, str] | None = None,
         replicas: int | None = None,
     ) -> bool:
-        """Create a topic; False if it exists, with however many partitions. Raise `InvalidOption`."""
+        """Create a topic; return False if it exists. Raise `InvalidOption` if the broker refuses the settings."""
         copies, settings = replicas or self._settings.replicas, config or {}
         try:
             self._administer(
@@ -144,10 +144,10 @@ class KafkaTopics:
     def create_internal_topic(
         self, name: str, deadline: Deadline, config: Mapping[str, str] = KEEP_ALL, partitions: int = 1
     ) -> None:
-        """Make sure that a topic of our own exists, whoever creates it.
+        """Create an internal topic if it does not exist, and wait until it exists.
 
-        Raise `AccessDenied`, with what an administrator has to do, if it does not exist and this user may not create
-        it, and `InvalidOption` if it has another number of partitions.
+        Raise `AccessDenied`, with what an administrator has to do, if the topic does not exist and this user may not
+        create it, and `InvalidOption` if it has another number of partitions.
         """
         try:
             count = self.count(name, deadline)
@@ -164,7 +164,7 @@ class KafkaTopics:
             raise InvalidOption(f"topic {name!r} has {count} partitions and must have {partitions}: it is not ours")
 
     def _copies(self, deadline: Deadline) -> int:
-        """Return the number of copies of a topic of our own: a broker's own default is 1, in a large cluster too."""
+        """Return the replicas of an internal topic: by the settings, or 3 (a broker's default is 1 in any cluster)."""
         if self._settings.replicas > 0:
             return self._settings.replicas
         return min(_COPIES, len(self.brokers(deadline)))
@@ -182,17 +182,17 @@ class KafkaTopics:
         )
 
     def grants(self, name: str) -> str:
-        """Return the commands that give a user all rights to a topic of our own, a line each."""
+        """Return the shell commands, a line each, that grant a user all rights to an internal topic."""
         command = f"\n  kafka-acls.sh --bootstrap-server {self._settings.bootstrap} --add --allow-principal User:NAME"
         rights = " ".join(f"--operation {right}" for right in _RIGHTS)
         return f"{command} {rights} --topic {name}{command} --operation Describe --group {LOG_GROUP}"
 
     def delete(self, topic: str, deadline: Deadline) -> None:
-        """Delete a topic. Raise `NotFound`."""
+        """Delete a topic. Raise `NotFound` if it does not exist."""
         self._change(lambda requests: requests.delete_topic(topic, deadline), deadline, f"deleting topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions. Raise `NotFound`, and `InvalidOption` for fewer partitions than there are."""
+        """Add partitions to a topic. Raise `NotFound` if it does not exist, `InvalidOption` if it has more already."""
         has = self.count(topic, deadline)
         if not has:
             raise NotFound(f"there is no topic {topic!r}")
@@ -203,13 +203,14 @@ class KafkaTopics:
             self._change(lambda requests: requests.grow_topic(topic, partitions, deadline), deadline, what)
 
     def configs(self, topics: Sequence[str], deadline: Deadline) -> dict[str, dict[str, str]]:
-        """Return the settings in effect of topics; none for a topic whose settings this user may not see."""
+        """Return the effective settings of topics, by name; empty for a topic whose settings this user may not see."""
         return self._settings_of(TOPIC, topics, deadline)
 
     def broker_configs(self, brokers: Iterable[int], deadline: Deadline) -> dict[str, dict[str, str]]:
-        """Return the settings in effect of brokers; none for a broker whose settings this user may not see.
+        """Return the effective settings of brokers, by number; empty for one whose settings this user may not see.
 
-        Brokers that do not answer soon are left out, unless none does: a cluster counts a dead broker for seconds more.
+        Brokers that do not answer within two seconds are left out, unless none answers: a cluster lists a dead broker
+        for some seconds.
         """
         numbers = list(brokers)
         configs: dict[str, dict[str, str]] = {}
@@ -234,12 +235,12 @@ class KafkaTopics:
         return configs
 
     def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> None:
-        """Drop the records of a partition before an offset. Raise the client's own error."""
+        """Drop the records of a partition before an offset. Raise `KafkaException` if the broker refuses."""
         self._administer(lambda requests: requests.drop_records(partition, before, deadline), deadline)
 
     @contextmanager
     def _asking(self) -> Iterator[Requests]:
-        """Yield raw requests: the client's may end the process when a broker dies under them (hazard H21)."""
+        """Yield raw requests: the client's own may crash the process if a broker dies meanwhile (hazard H21)."""
         if self._requests is not None:
             yield self._requests
             return
@@ -249,13 +250,13 @@ class KafkaTopics:
     def _admin(self) -> ConfluentAdminClient:
         with self._lock:
             if self._client is None:
-                # This client is never polled, so its log lines would pile up; its errors say the same.
+                # This client is never polled, so its log lines would accumulate; its errors have the same text.
                 config = {**self._settings.client, "log_level": 0, "logger": _log, "error_cb": ignore}
                 self._client = ConfluentAdminClient(config)
             return self._client
 
     def _call_client(self, ask: Callable[[], Any], deadline: Deadline, what: str) -> Any:
-        """Call the client; repeat the call after an error that passes by itself, until the deadline."""
+        """Call the client; repeat the call after a temporary error, until the deadline."""
         while True:
             try:
                 return ask()
@@ -274,7 +275,7 @@ class KafkaTopics:
             raise translate(error, what) from error
 
     def _administer(self, ask: Callable[[Requests], RequestResult], deadline: Deadline) -> None:
-        """Send a request until it is carried out. Raise the client's own error."""
+        """Send a request until it is carried out. Raise `KafkaException` if the broker refuses it for good."""
         while True:
             with self._asking() as requests:
                 answer = ask(requests)
@@ -287,7 +288,7 @@ class KafkaTopics:
 
 
 def longest_transaction_ms(topics: KafkaTopics, brokers: Iterable[int], deadline: Deadline) -> int:
-    """Return how long a transaction may live on every one of these brokers that answers."""
+    """Return the longest transaction time-out that every one of these brokers allows, as far as they answer."""
     return min(map(longest_ms, topics.broker_configs(brokers, deadline).values()), default=DEFAULT_LONGEST_MS)
 
 
@@ -296,7 +297,7 @@ def _exception(answer: RequestResult) -> KafkaException:
 
 
 def _in_sync(copies: int) -> dict[str, str]:
-    """Return the setting by which one broker may be down, and with three copies a record counts once two have it."""
+    """Return min.insync.replicas for a number of replicas: with three it is 2, so that one broker may be down."""
     return {"min.insync.replicas": str(max(1, min(2, copies - 1)))}
 
 
@@ -307,7 +308,7 @@ def _code(error: KafkaException) -> int:
 
 
 def _passes(error: KafkaException) -> bool:
-    # A broker that has just started, or was slow, may be missing at the controller for a moment.
+    # The controller counts a broker that has just started, or was slow, as fenced for a moment.
     if _code(error) == KafkaError.INVALID_REPLICATION_FACTOR:
         return "currently fenced" in error.args[0].str()
     return _code(error) in (
@@ -321,11 +322,11 @@ def _passes(error: KafkaException) -> bool:
 
 
 def offsets_partition(group: str, partitions: int) -> Partition:
-    """Return where the broker keeps a group's positions: by the hash that Java has for text."""
+    """Return the partition of `__consumer_offsets` with a group's positions, by Java's `String.hashCode`."""
     code = 0
     units = group.encode("utf-16-be", "surrogatepass")
     for at in range(0, len(units), 2):
         code = (31 * code + int.from_bytes(units[at : at + 2], "big")) & 0xFFFF_FFFF
     signed = code - (1 << 32) if code >> 31 else code
-    # Java has no positive number for its smallest one; Kafka takes 0.
+    # Java's smallest integer has no absolute value; Kafka takes 0 for it.
     return OFFSETS_TOPIC, 0 if signed == -(1 << 31) else abs(signed) % partitions

@@ -1,1 +1,1 @@
-"""The administrator's side: topics, groups, open transactions, the doctor, and the check when a bridge connects."""
+"""Administration of a cluster: topics, groups, open transactions, the doctor, and the check at connecting."""

@@ -44,7 +44,7 @@ from txnbridge_kafka.write.prepared import token_of
 
 # The coordinators' states of a transaction that has begun and not ended.
 _UNENDED = (OPEN, "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
-# A writer's id, plain or for prepared transactions: the transactional id, and the writer's number.
+# A writer's transactional.id, plain or for prepared transactions: the bridge's transactional id and a number.
 _WRITER = re.compile(r"(?P<owner>.+?)(\.\d+|(?P<prepared>(\.[0-9a-f]{16})?\.p\d+))", re.DOTALL)
 # The interval between checks whether all brokers know of a new topic.
 _CHECK_SECONDS = 0.02
@@ -52,7 +52,7 @@ _CHECK_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A prepare record, and the ledger that has it."""
+    """A prepare record, and the ledger in which it was found."""
 
     entry: LedgerEntry
     ledger: Ledger
@@ -63,7 +63,7 @@ class _Prepared:
 
 
 class KafkaAdmin(Admin):
-    """Works on the whole cluster: it sees and ends the transactions of other programs, too."""
+    """Administration of the whole cluster: it also lists and ends the transactions of other programs."""
 
     def __init__(self, cluster: KafkaCluster, context: Context) -> None:
         self._cluster = cluster
@@ -84,14 +84,17 @@ class KafkaAdmin(Admin):
         retention_bytes: int | None = None,
     ) -> bool:
         created = self._topics.create(name, partitions, deadline, _retention(retention_seconds, retention_bytes))
-        # An existing topic may have been made this moment too, and not be known everywhere yet.
+        # An existing topic may also have just been created, so that some brokers do not know it yet.
         count = self._wait_until_known(name, partitions if created else 1, deadline)
         if count != partitions:
             raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
         return created
 
     def _wait_until_known(self, topic: str, partitions: int, deadline: Deadline) -> int:
-        """Return the number of partitions when every broker knows so many: the next request may go to any broker."""
+        """Wait until every broker knows so many partitions of a topic, because any broker may get the next request.
+
+        Return the number of partitions.
+        """
         while (count := self._requests.partitions_everywhere(topic, deadline)) < partitions:
             deadline.check(f"waiting until every broker knows topic {topic!r}")
             time.sleep(_CHECK_SECONDS)
@@ -114,8 +117,7 @@ class KafkaAdmin(Admin):
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         while users := [each for each in self._unended(deadline) if any(topic == name for topic, _ in each.partitions)]:
             for last in users:
-                # A transaction that is ending is over within milliseconds, and its writer may believe that it has
-                # ended.
+                # A transaction that is ending ends within milliseconds, and for its writer it may have ended already.
                 if last.state == OPEN or deadline.left() <= _CHECK_SECONDS:
                     raise InvalidState(f"topic {name!r} is in use by the transaction of {last.id}; end that first")
             time.sleep(_CHECK_SECONDS)
@@ -129,7 +131,7 @@ class KafkaAdmin(Admin):
         offsets = self._cluster.offsets
         counts = offsets.counts(topics, deadline)
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
-        # The ends first: whatever retention removes meanwhile, no partition ends before it begins.
+        # The ends are read first, and corrected: retention may remove messages between the two requests.
         ends, begins = offsets.ends(partitions, deadline), offsets.begins(partitions, deadline)
         return {each: ((begins[each],), (max(begins[each], ends[each]),)) for each in partitions}
 
@@ -157,10 +159,10 @@ class KafkaAdmin(Admin):
 
     def _unended(self, deadline: Deadline, owners: str = "") -> list[TransactionDescription]:
         listed = self._requests.transactions(deadline, _UNENDED)
-        # Each id that is described may be looked up in every decision log.
+        # Fewer ids save time: each described id may be looked up in every decision log.
         wanted = [each.id for each in listed if owner_of(each.id).startswith(owners)]
         described = self._requests.describe(wanted, deadline)
-        # A transaction that has ended in between is left out.
+        # A transaction that has ended since it was listed is left out.
         return [last for last in described.values() if last.state in _UNENDED]
 
     def _shown(self, last: TransactionDescription, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
@@ -183,9 +185,9 @@ class KafkaAdmin(Admin):
         )
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End a transaction, given by its own id or the id of its writer.
+        """End a transaction, given by its own id or its writer's transactional.id.
 
-        Aborting a transaction that is not prepared fences its writer, which learns that, and opens its id anew.
+        Aborting a transaction that is not prepared fences its writer, which then opens its id again.
         """
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")
@@ -202,7 +204,7 @@ class KafkaAdmin(Admin):
         if commit:
             raise InvalidState(f"transaction {transaction!r} is open and not prepared: only its writer can commit it")
         if records.unread is not None:
-            # The transaction may be prepared, and its commit decided.
+            # The unread decision log may have a prepare record and a commit decision of the transaction.
             raise records.unread
         return self._abort(last, deadline)
 
@@ -212,7 +214,10 @@ class KafkaAdmin(Admin):
     def _look_up(
         self, transaction: str, records: _PrepareRecords, deadline: Deadline
     ) -> tuple[TransactionDescription | None, _Prepared | None]:
-        """Return the coordinator's description of a writer's id, and the prepare record of its transaction, if any."""
+        """Return the description and the prepare record of a transaction, given by its id or its writer's id.
+
+        Each is None if it is missing; by the transaction's own id there is no description.
+        """
         prepared = records.named(transaction)
         if prepared is not None:
             return None, prepared
@@ -220,9 +225,9 @@ class KafkaAdmin(Admin):
         return last, None if last is None else records.of(last)
 
     def _abort(self, last: TransactionDescription, deadline: Deadline) -> Outcome:
-        """Fence the id, which aborts what is open in one act (hazard H13), and return the true outcome.
+        """Fence the id, which atomically aborts its open transaction (hazard H13), and return the true outcome.
 
-        The writer may itself have ended the transaction since it was described.
+        The writer itself may have ended the transaction since the coordinator described it.
         """
         self._requests.fence(last.id, last.timeout, deadline)
         assert last.start is not None
@@ -235,10 +240,11 @@ class KafkaAdmin(Admin):
         return Outcome.COMMITTED if status.state is TokenState.COMMITTED else Outcome.ABORTED
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
-        """Write the missing markers of a hanging transaction, as its coordinator had decided.
+        """Write the missing markers of a hanging transaction by its coordinator's decision; return a report.
 
-        Its writer must be stopped: what that sends meanwhile to the same partitions would be ended too. Raise
-        `NotFound`, and `InvalidState` for a transaction that has not ended, or an id in use.
+        Its writer must be stopped: the markers would also end a transaction that it begins meanwhile in the same
+        partitions. Raise `NotFound` if no coordinator knows the id, and `InvalidState` if the transaction has not ended
+        or the id is in use.
         """
         _, prepared = self._look_up(transaction, self._records(deadline), deadline)
         id = transaction if prepared is None else str(prepared.entry.data["id"])
@@ -276,17 +282,17 @@ class _PrepareRecords:
         self._deadline = deadline
         self._applications: list[str] | None = None
         self._by_owner: dict[str, list[_Prepared]] = {}
-        self.unread: TxnBridgeError | None = None  # why a log could not be read
+        self.unread: TxnBridgeError | None = None  # why a decision log could not be read
 
     def of(self, last: TransactionDescription) -> _Prepared | None:
-        """Return the record of the transaction that a writer has open, or has ended last."""
+        """Return the prepare record of the described transaction; None if it is not prepared."""
         writer = _WRITER.fullmatch(last.id)
         if writer is None or not writer["prepared"] or last.state == "Empty":
             return None
         return next((each for each in self._all(writer["owner"]) if each.is_about(last)), None)
 
     def named(self, transaction: str) -> _Prepared | None:
-        """Return the record of a transaction by its own id, which begins with its owner's."""
+        """Return the prepare record of a transaction by its own id, which begins with the transactional id."""
         owner, *rest = transaction.rsplit("/", 2)
         if len(rest) != 2:
             return None
@@ -304,7 +310,7 @@ class _PrepareRecords:
         except BrokerUnavailable:
             raise
         except TxnBridgeError as error:
-            # A log that cannot be read must not hide what all the others have.
+            # If one decision log cannot be read, the records in all the others are still returned.
             self.unread = error
             return []
 
@@ -316,7 +322,10 @@ class _PrepareRecords:
 
 
 def owner_of(id: str) -> str:
-    """Return the transactional id of a writer's id; an id that is not of our making stands for itself."""
+    """Return the bridge's transactional id from which a writer's transactional.id was derived.
+
+    An id that no bridge made is returned unchanged.
+    """
     writer = _WRITER.fullmatch(id)
     return id if writer is None else writer["owner"]
 

@@ -1,4 +1,4 @@
-"""The doctor's findings about a cluster."""
+"""The checks of `txnbridge doctor` for a Kafka cluster: settings, topics, open and hanging transactions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import OFFSETS_TOPIC
 
 COORDINATION = (STATE_TOPIC, OFFSETS_TOPIC)
-# With fewer copies, one broker that is lost or restarted takes committed data with it, or stops all writing.
+# The replicas and in-sync replicas wanted: with fewer, the loss or restart of one broker may lose data or stop writes.
 _COPIES, _IN_SYNC = 3, 2
-# Brokers end expired transactions every ten seconds; an older one is not being ended.
+# Brokers abort expired transactions every ten seconds. One that expired longer ago than this is a problem.
 _LATE_MS = 30_000
 
 
 def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """Check what the brokers allow, and which feature levels the cluster has finalised."""
+    """Check the brokers' longest transaction time-out, and the cluster's level of the feature transaction.version."""
     version = cluster.requests.transaction_version(deadline)
     if version >= EPOCH_BUMPS:
         yield Advice("ok", "transaction.version", f"{version}: ending a transaction shuts its writer out")
@@ -57,7 +57,7 @@ def _times(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
 
 
 def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """Check how safe the topics are on which every promise stands."""
+    """Check replication and in-sync settings of Kafka's internal topics, the decision logs and other own topics."""
     everything = cluster.topics.all(deadline)
     logs = sorted(name for name in everything if name.startswith(cluster.settings.prefix))
     topics = {name: everything[name] for name in (*COORDINATION, *logs) if name in everything}
@@ -68,7 +68,7 @@ def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
 
 
 def judge(topics: Mapping[str, TopicMetadata], settings: Mapping[str, Mapping[str, str]]) -> Iterator[Advice]:
-    """Judge how safe topics are by their replicas and settings; unknown settings are not judged."""
+    """Yield advice on topics by their numbers of replicas and their settings, as far as the settings are known."""
     for name, topic in topics.items():
         copies = min((len(each.replicas) for each in topic.partitions.values()), default=0)
         findings = list(_weak(copies, settings[name]))
@@ -99,7 +99,7 @@ def _weak(copies: int, settings: Mapping[str, str]) -> Iterator[tuple[str, str, 
 
 
 def check_open(transactions: Iterable[OpenTransaction], settings: KafkaSettings) -> Iterator[Advice]:
-    """Report the transactions that hold readers back, and for how long still."""
+    """Report open transactions for which readers wait, and for how long they may still be open."""
     now = int(time.time() * 1000)
     for each in transactions:
         age = 0 if each.since is None else (now - each.since) // 1000
@@ -109,14 +109,14 @@ def check_open(transactions: Iterable[OpenTransaction], settings: KafkaSettings)
             left = "" if each.expires_at is None else f", for up to {max(0, each.expires_at - now) // 1000} s more"
             text, level = f"{each.state} since {age} s; readers wait for its end{left}", "warning"
         else:
-            continue  # a writer is at work
+            continue  # the transaction is younger than the bridge's time-out
         how = "commit (or abort)" if each.state == "prepared" else "abort"
         remedy = f"txnbridge transactions {how} {shlex.quote(each.transaction)} --yes --reason TEXT"
         yield Advice(level, f"transaction {each.transaction}", text, remedy)
 
 
 def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """Report transactions that are open in a partition although they have ended, or no coordinator knows them."""
+    """Report hanging transactions: open in a partition, but ended at their coordinator or unknown to all of them."""
     seen = survey(cluster, deadline)
     for each in seen.hanging:
         id = each.description.id

@@ -1,4 +1,4 @@
-"""Groups as an administrator sees and sets them, through a client of their own."""
+"""Administration of consumer groups: their members, positions and lag, and the reset of their positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = {ConsumerGroupType.CLASSIC, ConsumerGroupType.CONSUMER}
 
 
 class KafkaGroups:
-    """The groups of a cluster, for as long as one question of an administrator lasts."""
+    """The consumer groups of a cluster. An object serves one call of the administrator, until its deadline."""
 
     def __init__(self, cluster: KafkaCluster, deadline: Deadline) -> None:
         self._cluster = cluster
@@ -26,14 +26,14 @@ class KafkaGroups:
         self._client = ConfluentAdminClient({**cluster.settings.client, "log_level": 0, "error_cb": ignore})
 
     def members(self) -> dict[str, int]:
-        """Return every group with the number of its members."""
+        """Return every group's name with the number of its members."""
         what = "listing groups"
         listed = self._result(self._client.list_consumer_groups(request_timeout=seconds(self._deadline)), what)
         names = [each.group_id for each in listed.valid if each.type in _KINDS]
         return {name: len(group.members) for name, group in self._described(names).items()}
 
     def describe(self, name: str) -> GroupInfo:
-        """Return one group. Raise `NotFound`."""
+        """Return a group's members, positions and lag. Raise `NotFound` if it has neither members nor positions."""
         members = tuple(
             GroupMember(
                 each.member_id,
@@ -54,13 +54,17 @@ class KafkaGroups:
         )
 
     def reset(self, name: str, to: str | int, topics: Sequence[str] | None) -> dict[Partition, Position]:
-        """Set a group's positions. Raise `NotFound` and `InvalidState`."""
+        """Set a group's positions to the earliest or latest offsets or to a time, and return them.
+
+        Raise `NotFound` if the group does not exist or has no position in a topic, and `InvalidState` if it has members
+        or acknowledgements in an open transaction.
+        """
         positions = self.describe(name).positions
         for topic in topics or ():
             if topic not in {each for each, _ in positions}:
                 raise NotFound(f"group {name!r} has never read topic {topic!r}")
         wanted = [partition for partition in positions if topics is None or partition[0] in topics]
-        # A transaction that has acknowledged and not ended would set the group back when it ends.
+        # An open transaction with acknowledgements would overwrite the new positions when it commits.
         if len(self._cluster.offsets.committed(name, wanted, self._deadline, decided=True)) < len(wanted):
             raise InvalidState(f"a transaction that has not ended has acknowledged messages for {name!r}: end it first")
         targets = self._offsets_at(wanted, to)

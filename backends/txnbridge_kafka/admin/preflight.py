@@ -1,4 +1,4 @@
-"""The check when a bridge connects: are the topics on which every promise stands stored safely?"""
+"""The check at connecting: replication of Kafka's internal topics and of the bridge's decision log."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from txnbridge.spi import Advice, Deadline
 from txnbridge_kafka.admin.doctor import COORDINATION, judge
 from txnbridge_kafka.cluster import KafkaCluster
 
-# Connecting does not wait for a mere warning; a broker that lives answers within milliseconds.
+# The time for the check, which only warns and must not delay connecting: a broker answers within milliseconds.
 _SECONDS = 2.0
 
 _log = logging.getLogger("txnbridge")
 
 
 def check_topics(cluster: KafkaCluster, log: str, overview: ClusterMetadata, deadline: Deadline) -> dict[str, Advice]:
-    """Warn of weak topics of Kafka's own and of this log, as far as this user may see them.
+    """Check replication and in-sync settings of Kafka's internal topics and of the decision log; log warnings.
 
-    Return by name the topics in which nothing can be stored. In a cluster of one broker nothing else could be better.
+    Return, by name, the topics in which no record can be stored. A cluster of one broker gets no other warning. Topics
+    and settings that this user may not see are not checked.
     """
     topics = {name: overview.topics[name] for name in (*COORDINATION, log) if name in overview.topics}
     try:

@@ -1,4 +1,4 @@
-"""Connections to a cluster, driven by the thread that uses them."""
+"""kafka-python's connections to a cluster, whose event loop runs only on the thread that sends a request."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 # The kinds of coordinators in FindCoordinator.
 _GROUP, _TRANSACTION = 0, 1
-# A connection remembers the coordinators of so many ids and groups at most.
+# The most coordinators of transactional ids and groups that `Connections` caches.
 _MOST_KNOWN = 1000
-# Exceptions to which an answer leads, in kafka-python or here, whose form is not the protocol's.
+# Exceptions that a malformed answer of a broker causes, in kafka-python or in this package.
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, struct.error)
-# A broker that is silent for so long may be stopped while another has taken over: ask again who coordinates.
+# The longest wait for a broker's answer: the broker may hang while another is coordinator. Then it is looked up again.
 PATIENCE = 5.0
 
 
 class Connections:
-    """An event loop of kafka-python with its connections, driven by one thread at a time and never beyond its time.
+    """An event loop of kafka-python with its connections, run by one thread at a time, within a time limit.
 
-    Nothing runs while no thread drives it. Its log is dropped: it would be one line for each attempt at a broker that
-    is away, and its debug lines hold passwords. The errors have what matters.
+    The loop makes no progress while no thread runs it. kafka-python's log lines are dropped meanwhile: there would be
+    one for each attempt to connect to a stopped broker, and debug lines hold passwords. The errors have the details.
     """
 
     bootstrap_node = "bootstrap-0"  # kafka-python's name of the server in the URL
@@ -61,7 +61,7 @@ class Connections:
         return result
 
     def notice_closed(self) -> None:
-        """Notice the connections that were closed while no thread drove the event loop."""
+        """Let the event loop notice the connections that were closed while no thread ran it."""
         with quiet():
             self._net.poll(timeout_ms=0)
 
@@ -74,11 +74,11 @@ class Connections:
 
     async def connect(self, node: Any) -> Any:
         try:
-            # Without kafka-python's background refresh of metadata, which would go on for ever.
+            # Without kafka-python's refresh of metadata in the background, which would be repeated for ever.
             return await self._manager.get_connection(node, refresh_metadata_on_err=False)
         except (kafka_python.errors.KafkaError, OSError, TxnBridgeError):
             raise
-        except Exception as error:  # of the application's token provider; its text may hold a secret
+        except Exception as error:  # an error of the OAuth token provider, whose text may hold a secret
             raise BrokerUnavailable(f"logging in to the broker failed with {type(error).__name__}") from error
 
     async def send(self, node: Any, request: Any) -> Any:
@@ -86,7 +86,7 @@ class Connections:
         return await connection.send_request(request)
 
     async def metadata(self, topics: Iterable[str] = (), node: Any = bootstrap_node) -> Any:
-        """Return a metadata answer, from which the connections learn the addresses of the nodes."""
+        """Return a node's metadata of topics, and update the addresses of the brokers from it."""
         asked = [kafka_python.MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
         answer = await self.send(node, kafka_python.MetadataRequest(topics=asked, allow_auto_topic_creation=False))
         self._manager.cluster.update_metadata(answer)
@@ -104,7 +104,7 @@ class Connections:
         return node
 
     async def coordinators(self, ids: Sequence[str], kind: int = _TRANSACTION) -> dict[int, list[str]]:
-        """Return, by node, the transactional ids or the groups that it coordinates, as it was last told."""
+        """Return, by node, the transactional ids or groups that it coordinates, from a cache or by FindCoordinator."""
         unknown = [id for id in ids if (kind, id) not in self._coordinators]
         if unknown:
             if len(self._coordinators) > _MOST_KNOWN:
@@ -124,11 +124,11 @@ class Connections:
         return nodes
 
     def forget_coordinators(self) -> None:
-        """Ask for coordinators anew from now on, because they may have moved."""
+        """Clear the cache of coordinators, because they may have moved."""
         self._coordinators.clear()
 
     async def leaders(self, partitions: Iterable[Partition]) -> dict[int, list[Partition]]:
-        """Return, by node, the partitions that it leads. A partition that does not exist is absent."""
+        """Return, by node, which of these partitions it leads. A partition that does not exist is absent."""
         wanted = set(partitions)
         leaders: dict[int, list[Partition]] = defaultdict(list)
         for topic in (await self.metadata(sorted({name for name, _ in wanted}))).topics:
@@ -153,12 +153,12 @@ class Connections:
         return counts
 
     async def transaction_version(self, node: Any) -> int:
-        """Return the finalised level of the feature transaction.version, as a node has it now."""
+        """Return the finalised level of the feature transaction.version by a node's answer; 0 if it has none."""
         levels = (await self.send(node, messages.features())).finalized_features or ()
         return max((int(each.max_version_level) for each in levels if each.name == "transaction.version"), default=0)
 
     async def bumps_epochs(self, node: Any) -> bool:
-        """Return whether EndTxn 5 may be sent. Asked once: a level that rises later disturbs no older request."""
+        """Return whether a node takes EndTxn version 5. The level is cached: older versions work if it rises later."""
         if node not in self._levels:
             self._levels[node] = await self.transaction_version(node)
-        return self._levels[node] >= EPOCH_BUMPS  # only then brokers promise that EndTxn 5 works
+        return self._levels[node] >= EPOCH_BUMPS  # brokers support EndTxn 5 only from this level on

@@ -1,4 +1,4 @@
-"""A lasting connection to the coordinator of one transactional id."""
+"""A connection to the coordinator of one transactional id that is never re-established."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from txnbridge_kafka.client.responses import (
     check,
 )
 
-# Markers are written within milliseconds, where nothing is in their way.
+# The pauses between requests while the coordinator writes control markers, which mostly takes milliseconds.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
 class CoordinatorSession:
-    """A connection to the coordinator of a transactional id that is never made anew. One thread at a time.
+    """A connection to the coordinator of a transactional id that is never re-established. One thread at a time.
 
-    The broker that answers on it has lived since it was made. So when it describes a transaction that ended meanwhile
-    as complete, the markers are written. A broker that was killed and has come back describes the same state, and may
-    have forgotten the markers (hazard H6).
+    A broker that answers on this connection has run since the connection was made. So if it describes a transaction
+    that ended meanwhile as complete, the control markers are written. A broker that was killed and restarted describes
+    the same state, and may have forgotten the markers (hazard H6).
     """
 
     def __init__(
@@ -41,7 +41,10 @@ class CoordinatorSession:
         self.first_description: TransactionDescription | None = None
 
     def last_transaction(self, deadline: Deadline) -> TransactionDescription | None:
-        """Describe the id's last transaction once its markers are written; None if nobody is left who knows."""
+        """Wait until the last transaction's control markers are written, and describe the transaction.
+
+        Return None if the connection was lost, or if the coordinator does not know the id.
+        """
         pause = _SHORTEST_PAUSE
         while self._connections is not None:
             try:
@@ -69,7 +72,7 @@ class CoordinatorSession:
         return messages.described(each)
 
     def close(self) -> None:
-        """Give the connection back. Safe to repeat."""
+        """Return the connection to its `RequestRunner`. Safe to repeat."""
         connections, self._connections = self._connections, None
         if connections is not None:
             self._give_back(connections)

@@ -1,6 +1,6 @@
-"""kafka-python, which no other module imports.
+"""The only module that imports kafka-python.
 
-Its request classes are not documented and have moved before, hence one minor version of it.
+kafka-python's request classes are not documented and have moved before, so only one minor version is supported.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ with warnings.catch_warnings():
         )
 
         AbstractTokenProvider.register(OAuthTokens)  # kafka-python takes no other provider
-    except ImportError as error:  # missing, or moved in this version: `check_version` says so
+    except ImportError as error:  # kafka-python is missing or has moved a class: `check_version` raises the error
         _import_failed = error
 
 
 def check_version() -> None:
-    """Raise `BackendMissing` without the one minor version of kafka-python that we know."""
+    """Raise `BackendMissing` unless kafka-python is installed in the one minor version that is supported."""
     try:
         version = importlib.metadata.version("kafka-python")
     except importlib.metadata.PackageNotFoundError:
@@ -99,7 +99,7 @@ def check_version() -> None:
 
 
 def loop(sockets: list[socket.socket]) -> Any:
-    """Return an event loop that notes its sockets: kafka-python forgets to close those that never connected."""
+    """Return an event loop that adds its sockets to `sockets`: kafka-python leaks sockets that never connected."""
 
     class Loop(NetworkSelector):  # type: ignore[misc]
         def wait_read(self, fileobj: Any, timeout_at: float | None = None) -> Any:
@@ -135,8 +135,8 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 def silence() -> None:
-    """Drop kafka-python's log lines on our behalf; an application that uses it too keeps its own lines."""
-    # A filter works only on the logger that is written to, hence on each.
+    """Drop the log lines of kafka-python inside `quiet`; those of the application's own use of it are kept."""
+    # A logger's filter does not apply to its child loggers, so each logger gets it.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("kafka."):
             logging.getLogger(name).addFilter(_is_wanted)

@@ -1,7 +1,7 @@
 """confluent-kafka's clients, made safe for forks, and calls of them with deadlines.
 
-A client's threads stay behind in the parent. A forked child in which a client is freed (by a garbage collection, or at
-its end) waits for them and dies of a segmentation fault. So a child keeps all clients, and never uses them.
+A fork does not copy a client's threads. A forked child in which a client is freed (by a garbage collection, or at its
+exit) waits for the threads and dies of a segmentation fault. So a child keeps all clients, and never uses them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from txnbridge.errors import BackendMissing, DeadlineExceeded, InvalidOption
 from txnbridge.spi import Deadline
 from txnbridge_kafka.settings import KafkaSettings
 
-# A program that configures no logging must not find the clients' lines on its screen.
+# Without a handler Python would print the clients' log lines in a program that configures no logging.
 logging.getLogger("txnbridge.kafka").addHandler(logging.NullHandler())
 
-# The clients take no time limit of zero, and no broker answers in less than this.
+# The shortest time limit of a call: the clients accept no zero, and no broker answers faster.
 LEAST_SECONDS = 0.01
-# A request to a broker that leaves the cluster meanwhile is never answered: repeating it helps.
+# The time after which a request is repeated: a broker that leaves the cluster meanwhile never answers.
 PATIENCE = 3.0
 
-# The bound of what waits in this process for a slow broker; then a sender waits for room.
+# The size of a producer's buffer for a slow broker. If the buffer is full, a sender waits for room.
 _BUFFER_KBYTES = 64 * 1024
 
 _GROUP_METADATA = b"CGMDv2:"  # how confluent-kafka's `consumer_group_metadata` begins
@@ -44,21 +44,21 @@ _clients: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def seconds(deadline: Deadline) -> float:
-    """Return the time left as a time limit that the clients take."""
+    """Return the time left until a deadline as a time limit for a client's call, which must not be zero."""
     return max(deadline.left(), LEAST_SECONDS)
 
 
 def ignore(error: KafkaError) -> None:
-    """Ignore what a client reports besides: its log has it too, and the call that suffers from it says so."""
+    """Ignore an error in a client's `error_cb`: the client also logs it, and the failing call raises its own error."""
 
 
 def settle(client: Any, topic: str, deadline: Deadline) -> None:
-    """Wait until a new client has its lasting connection; then it also knows the topic, if there is one.
+    """Wait until a new client has replaced its bootstrap connection and has the metadata of a topic, if it exists.
 
-    A client drops its first connection as soon as it has learned of the brokers, and forgets what it has asked there:
-    it asks for a coordinator or a producer id again after half a second, for the leaders of partitions after three, for
-    the end of a partition sometimes not at all. Only the request for metadata it repeats at once. The first answer may
-    still come on the connection that is dropped, the second does not. If no broker is there, the next call says so.
+    A client drops its first connection when it has learned the brokers, and loses the requests on it: it repeats one
+    for a coordinator or a producer id after half a second, for the leaders of partitions after three, for the end of a
+    partition sometimes never. It repeats only a metadata request at once, so two are made: the first answer may still
+    come on the dropped connection, the second does not. Errors are ignored, because the next call raises them again.
     """
     with suppress(KafkaException):
         for _ in range(2):
@@ -66,7 +66,7 @@ def settle(client: Any, topic: str, deadline: Deadline) -> None:
 
 
 def refresh_metadata(client: Any, deadline: Deadline, topic: str | None = None) -> ClusterMetadata:
-    """Let the client learn of a topic, or of all; repeat it if no answer comes. Raise `KafkaException`."""
+    """Refresh a client's metadata of one topic or all; repeat after a time-out. Raise the client's `KafkaException`."""
     while True:
         try:
             metadata: ClusterMetadata = client.list_topics(topic, min(seconds(deadline), PATIENCE))
@@ -78,9 +78,9 @@ def refresh_metadata(client: Any, deadline: Deadline, topic: str | None = None) 
 
 
 def result_of(answer: Future[Any], what: str, deadline: Deadline) -> Any:
-    """Return the result of a client's future. Raise `KafkaException`, and `DeadlineExceeded` if the client is late."""
+    """Return a client's future result. Raise its `KafkaException`, or `DeadlineExceeded` if the future is late."""
     try:
-        # The client ends it by the deadline; it looks at its clock a few times a second.
+        # The client ends the future at the deadline; it checks its clock only a few times a second.
         return answer.result(deadline.left() + 1)
     except FutureTimeoutError:
         raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s") from None
@@ -107,10 +107,10 @@ class ConfluentAdminClient(confluent_kafka.admin.AdminClient):
 def make_producer(
     settings: KafkaSettings, failed: Callable[[KafkaError], object], own: Mapping[str, Any]
 ) -> ConfluentProducer:
-    """Make a producer of messages that calls `failed` for each message that it could not store.
+    """Return a new producer that calls `failed` for each message that it could not store.
 
-    `failed` may be no method of the producer's holder: that would be part of a reference cycle, and the producer would
-    keep its connections until the next garbage collection. Raise `InvalidOption` for settings that the client refuses.
+    `failed` must not be a method of the object that holds the producer: in such a reference cycle the producer would
+    keep its connections until a garbage collection. Raise `InvalidOption` if the client refuses the settings.
     """
 
     def delivered(error: KafkaError | None, message: object) -> None:
@@ -135,9 +135,9 @@ def make_producer(
 
 
 def milliseconds(timestamp: int | None) -> int:
-    """Return a message's timestamp as producers take it. Raise `InvalidOption`."""
+    """Return a message's timestamp for `produce`, 0 if it is None. Raise `InvalidOption` if it is below 1."""
     if timestamp is None:
-        return 0  # the client takes the present time
+        return 0  # the client then takes the current time
     if timestamp < 1:
         raise InvalidOption(f"a timestamp is milliseconds since 1970, at least 1, not {timestamp}")
     return timestamp
@@ -149,7 +149,7 @@ def too_large(topic: str) -> InvalidOption:
 
 @dataclass(frozen=True)
 class GroupMembership:
-    """A consumer as its group's coordinator knows it; outside of a group the generation is -1 and the name empty."""
+    """A group member's identity at its coordinator; for no member the generation is -1 and the name is empty."""
 
     group: str
     generation: int
@@ -158,13 +158,13 @@ class GroupMembership:
 
 
 def membership_of(metadata: bytes) -> GroupMembership:
-    """Read confluent-kafka's own format of a membership. Raise `BackendMissing` for another format."""
+    """Parse confluent-kafka's serialised group metadata. Raise `BackendMissing` if its format is unknown."""
     try:
         if not metadata.startswith(_GROUP_METADATA):
             raise ValueError
         (generation,) = struct.unpack_from("<i", metadata, len(_GROUP_METADATA))
         group, name, rest = metadata[len(_GROUP_METADATA) + 4 :].split(b"\0", 2)
-        # One byte says that no group instance id follows.
+        # The last field begins with a byte: 1 if there is no group instance id, 0 if one follows.
         instance = None if rest == b"\1" else rest[1:-1].decode()
         if instance is not None and (rest[:1], rest[-1:]) != (b"\0", b"\0"):
             raise ValueError
@@ -178,7 +178,7 @@ def membership_of(metadata: bytes) -> GroupMembership:
 
 def _keep() -> None:
     for client in list(_clients):
-        # A counted reference that no Python object holds survives the interpreter's end.
+        # With one more reference than Python objects hold, a client is not freed even at the interpreter's exit.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
 

@@ -1,4 +1,4 @@
-"""Requests in the form of kafka-python's classes, and its answers in ours."""
+"""Requests built from kafka-python's classes, and its answers converted to the types in `responses`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def acknowledgement(
         )
         for topic, numbers in by_topic(offsets).items()
     ]
-    # Only from version 3 on does the coordinator check the group's member; 5 is another protocol.
+    # The coordinator checks the group's member from version 3 on; version 5 belongs to another transaction protocol.
     return kafka_python.TxnOffsetCommitRequest(
         transactional_id=id,
         group_id=member.group,
@@ -102,14 +102,14 @@ def acknowledgement(
 
 
 def metadata_of(topic_id: str | None) -> str:
-    """Return the metadata stored with a group's position: the id of the topic that it belongs to."""
+    """Return the metadata text stored with a group's position: the id of the topic of the position."""
     return "" if topic_id is None else f"{_TOPIC_ID}{topic_id}"
 
 
 def committed(partition: Any) -> CommittedOffset | None:
     if partition.committed_offset < 0:
         return None
-    metadata = (partition.metadata or "").rstrip("\0")  # confluent-kafka also stores the end of its C string
+    metadata = (partition.metadata or "").rstrip("\0")  # confluent-kafka also stores the final zero of its C string
     known = metadata.removeprefix(_TOPIC_ID) if metadata.startswith(_TOPIC_ID) else None
     return CommittedOffset(partition.committed_offset, known)
 
@@ -160,7 +160,7 @@ def active(producer: Any) -> ActiveProducer:
 
 
 def topic_ids(metadata: Any) -> dict[str, str]:
-    """Return the ids of the topics that a broker knows; empty for a topic that was made before topics had ids."""
+    """Return topic ids by name from a metadata answer; empty text for a topic from a Kafka without topic ids."""
     found = {topic.name: topic.topic_id for topic in metadata.topics if topic.error_code != UNKNOWN_TOPIC}
     return {name: str(id) if id is not None and id.int else "" for name, id in found.items()}
 

@@ -1,4 +1,4 @@
-"""Repeating a request until it is answered, or there is a reason why it is not."""
+"""Repeats a raw request until it is answered or refused, or its deadline passes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from txnbridge_kafka.settings import KafkaSettings
 
 T = TypeVar("T")
 
-# A log-in on a busy machine takes tenths of a second.
+# The shortest time for one attempt: a login on a busy machine takes tenths of a second.
 _LEAST_PATIENCE = 0.3
-_NOBODY = ("ECONNREFUSED", "DNS Resolution failure")  # kafka-python's texts for a server that is not there
-# Markers take milliseconds to be written; a coordinator takes seconds to move.
+_NOBODY = ("ECONNREFUSED", "DNS Resolution failure")  # kafka-python's texts for an address at which nothing listens
+# The pauses between attempts: control markers are written within milliseconds, a coordinator moves within seconds.
 _PAUSES = (0.005, 0.02, 0.1, 0.3)
-# Enough for a few callers at once. More are made as needed, and not kept.
+# How many idle connections are kept for reuse. More callers make connections of their own, which are then closed.
 _IDLE = 4
-# A list of all transactions takes 60 bytes each; kafka-python's own limit of 1 MB is soon reached.
+# The largest answer. A list of all transactions has 60 bytes for each, which soon exceeds kafka-python's limit of 1 MB.
 _MOST_BYTES = 256 << 20
 
 
 class RequestRunner:
-    """Runs requests for any number of threads, each on connections of its own."""
+    """Sends requests for any number of threads, each on its own `Connections` from a pool."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]
@@ -57,8 +57,8 @@ class RequestRunner:
     ) -> T:
         """Repeat an attempt until it succeeds or is refused, or the deadline passes.
 
-        Give up earlier, with `BrokerUnavailable`, if no server was there at all for `nobody_for` seconds. A `patient`
-        request, for which a broker may need long, gets half of the time left before it is repeated.
+        Raise `BrokerUnavailable` before the deadline if nothing listened at any server for `nobody_for` seconds. One
+        attempt of a `patient` request, for which a broker may need long, takes up to half of the time left.
         """
         reason, cause = "no time was left to ask", None
         begun, nobody = time.monotonic(), 0  # consecutive attempts that met no server
@@ -75,7 +75,7 @@ class RequestRunner:
                 name = type(error).__name__
                 raise AccessDenied(f"{what}: the broker refuses the login ({name}){self._advice}") from error
             except kafka_python.errors.KafkaTimeoutError as error:
-                # An attempt that the deadline cut short tells less than the one before it.
+                # The error of an earlier attempt has more details than that of an attempt cut short by the deadline.
                 reason, cause = (_reason(error), error) if cause is None else (reason, cause)
             except (kafka_python.errors.KafkaError, OSError) as error:
                 advice = self._advice if isinstance(error, kafka_python.errors.KafkaConnectionError) else ""
@@ -92,12 +92,12 @@ class RequestRunner:
         ) from cause
 
     def _patience(self, deadline: Deadline) -> float:
-        """Return how long one attempt may take. Where there are other servers, time is left to try another."""
+        """Return how long one attempt may take. With several servers, half of the time is left to try another."""
         left = deadline.left()
         return min(left, PATIENCE, max(left / 2, _LEAST_PATIENCE) if len(self._servers) > 1 else left)
 
     def _once(self, attempt: Callable[[Connections], Awaitable[T]], seconds: float) -> T:
-        """Make one attempt. Its connections are kept if it was answered; a session keeps its own."""
+        """Make one attempt. Answered, its connections return to the pool, or stay with a `CoordinatorSession`."""
         connections = self._take()
         kept = lent = False
         try:
@@ -136,13 +136,13 @@ class RequestRunner:
         connections.close()
 
     def _try_another(self, server: str) -> None:
-        """Try a server that did not answer last from now on."""
+        """Move a server that did not answer to the end of the list of servers."""
         with self._lock:
             if self._servers[0] == server:
                 self._servers.append(self._servers.pop(0))
 
     def close(self) -> None:
-        """Let go of every connection; a call under way ends by itself. Safe to repeat."""
+        """Close every idle connection; a call that is under way closes its own at its end. Safe to repeat."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

@@ -1,4 +1,4 @@
-"""The raw requests that confluent-kafka lacks: who is in a transaction, end it, write its markers."""
+"""The raw requests that confluent-kafka lacks or cannot bound in time, such as EndTxn and WriteTxnMarkers."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from txnbridge_kafka.settings import KafkaSettings
 
 
 class Requests:
-    """Raw requests to a cluster. Any thread may call any method at any time; each ends by its deadline.
+    """Raw requests to a cluster. Any thread may call any method at any time; each returns by its deadline.
 
-    (The calling thread also looks up names of hosts and asks for tokens: it waits for a resolver that hangs.) Each
-    method raises `DeadlineExceeded` when no broker answered in time, `AccessDenied`, `NotSupported` for a broker that
-    is too old, and the errors that its docstring names.
+    (The calling thread also resolves host names and fetches OAuth tokens: a resolver that hangs delays it.) Each method
+    raises `DeadlineExceeded` if no broker answers in time, `AccessDenied` if the user lacks a right, `NotSupported` if
+    the broker is too old, and the errors that its docstring names.
     """
 
     def __init__(self, settings: KafkaSettings) -> None:
@@ -56,7 +56,7 @@ class Requests:
         self._runner = RequestRunner(settings)
 
     def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
-        """Describe transactional ids; an id that its coordinator does not know is absent."""
+        """Return the coordinators' descriptions of transactional ids; an id that is unknown there is absent."""
         described: dict[str, TransactionDescription] = {}
         left = list(dict.fromkeys(ids))
         if not left:
@@ -80,7 +80,7 @@ class Requests:
         return self._runner.repeat(deadline, "describing transactions", attempt)
 
     def coordinator_session(self, id: str, deadline: Deadline) -> CoordinatorSession:
-        """Connect to the coordinator of a transactional id, to ask it again on this connection and no other."""
+        """Return a session with a transactional id's coordinator on one connection, which is never re-established."""
 
         async def attempt(connections: Connections) -> CoordinatorSession:
             session = CoordinatorSession(
@@ -94,13 +94,13 @@ class Requests:
     def end(
         self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, bump_epoch: bool | None = None
     ) -> EndTxnResult:
-        """Ask the coordinator to end a transaction, until its answer is final: one of `END_TXN_CODES`.
+        """Send EndTxn to the coordinator until the answer is final: one of `END_TXN_CODES`.
 
-        The same decision may be repeated. A commit also raises the producer's epoch, where the cluster can do that. An
-        abort does so with `bump_epoch=True`, for ids whose producer never commits by itself: about a transaction that
-        the producer has committed just before, such a request would say that it is aborted now. Raise `OutcomeUnknown`
-        if the request was sent and no final answer came, any other error only if it was certainly never sent or
-        certainly refused.
+        The same decision may be repeated. A commit also raises the producer's epoch if the cluster supports that. An
+        abort raises it only with `bump_epoch=True`, for ids whose producer never commits by itself: to such a request
+        the coordinator answers "aborted" even if the producer has committed the transaction just before. Raise
+        `OutcomeUnknown` if the request was sent and no final answer came, any other error only if the request was
+        certainly never sent or certainly refused.
         """
         what = f"{'committing' if commit else 'aborting'} the transaction of {id!r}"
         asked = False
@@ -117,7 +117,7 @@ class Requests:
             before, asked = asked, True
             answer = await connections.send(node, request)
             if answer.error_code in UNTOUCHED or answer.error_code in DENIED:
-                asked = before  # this request was not carried out, and never will be
+                asked = before  # this copy of the request was refused and will never be carried out
             if answer.error_code in DENIED:
                 raise refused(answer.error_code, what)
             if answer.error_code not in END_TXN_CODES:
@@ -132,7 +132,10 @@ class Requests:
             raise
 
     def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> tuple[int, int]:
-        """Open a transactional id, which aborts what is open and fences its owner. Return its new pid and epoch."""
+        """Open a transactional id by InitProducerId: its transaction is aborted and its producer fenced.
+
+        Return the id's new producer id and epoch.
+        """
         what = f"opening the transactional id {id!r}"
 
         async def attempt(connections: Connections) -> tuple[int, int]:
@@ -141,7 +144,7 @@ class Requests:
                 transaction_timeout_ms=timeout_ms,
                 producer_id=-1,
                 producer_epoch=-1,
-                max_version=4,  # 5 adds an answer for clients that can recover from it; 6 is another protocol
+                max_version=4,  # 5 adds an error code for clients that recover from it; 6 is another protocol
             )
             answer = await connections.send(await connections.coordinator(id), request)
             check(answer.error_code, what)
@@ -150,7 +153,7 @@ class Requests:
         return self._runner.repeat(deadline, what, attempt)
 
     def add_offsets(self, id: str, pid: int, epoch: int, group: str, deadline: Deadline) -> None:
-        """Add a group to a transaction without writing any position: an empty transaction becomes an open one.
+        """Add a group to a transaction without writing a position: the coordinator then has it as open.
 
         Raise `Fenced` if the id belongs to another producer or epoch, `InvalidState` if its transaction is ending.
         """
@@ -174,7 +177,7 @@ class Requests:
         deadline: Deadline,
         topic_ids: Mapping[Partition, str] | None = None,
     ) -> OffsetCommitResult:
-        """Put a group's positions into a transaction. Raise `DeadlineExceeded` if no final answer came."""
+        """Add a group's positions to a transaction. Raise `DeadlineExceeded` if no final answer came."""
         added, out, lost = False, False, False
 
         async def send(connections: Connections, node: int, request: Any) -> Any:
@@ -212,8 +215,8 @@ class Requests:
     def list_offsets(self, times: Mapping[Partition, int], deadline: Deadline) -> dict[Partition, int]:
         """Return the first offset stamped at or after a time in milliseconds, by partition; -1 if there is none.
 
-        The time `EARLIEST` stands for the first offset that retention has left, `LATEST` for the last stable offset.
-        Raise `NotFound`.
+        `EARLIEST` as the time means the first offset that retention has not removed, `LATEST` the last stable offset.
+        Raise `NotFound` if a topic does not exist.
         """
         offsets: dict[Partition, int] = {}
         if not times:
@@ -245,7 +248,10 @@ class Requests:
     def positions(
         self, group: str, partitions: Sequence[Partition], deadline: Deadline, *, decided: bool
     ) -> dict[Partition, CommittedOffset | None]:
-        """Return a group's positions or None; with `decided`, without those that an open transaction may change."""
+        """Return a group's position in each partition, None if it has none.
+
+        With `decided` a partition whose position an open transaction may change is absent.
+        """
         what = f"reading the positions of group {group!r}"
 
         async def attempt(connections: Connections) -> dict[Partition, CommittedOffset | None]:
@@ -262,7 +268,7 @@ class Requests:
         return self._runner.repeat(deadline, what, attempt) if partitions else {}
 
     def counts(self, topics: Sequence[str], deadline: Deadline) -> dict[str, int]:
-        """Return how many partitions each topic has. Raise `NotFound`."""
+        """Return how many partitions each topic has. Raise `NotFound` if a topic does not exist."""
 
         async def attempt(connections: Connections) -> dict[str, int]:
             return await connections.counts(topics)
@@ -272,8 +278,8 @@ class Requests:
     def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
         """Return the id of each topic: a topic that is created later under the same name has another id.
 
-        A missing topic is absent, and a topic without an id has an empty text. The leaders of the partitions are asked,
-        because only they know for certain which topic they hand messages out of.
+        A missing topic is absent, and a topic without an id has an empty text. All leaders of partitions are asked:
+        another broker's metadata may be older than the topic whose messages a leader returns.
         """
         wanted = sorted(set(topics))
 
@@ -291,7 +297,7 @@ class Requests:
     def transactions(
         self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()
     ) -> list[TransactionListing]:
-        """List the transactional ids that any broker coordinates, in one of `states` and of one of `pids`."""
+        """List the transactional ids of all brokers; `states` and `pids` limit their states and producer ids."""
         what = "listing transactions"
 
         async def attempt(connections: Connections) -> list[TransactionListing]:
@@ -313,7 +319,7 @@ class Requests:
     def producers(
         self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
     ) -> dict[Partition, list[ActiveProducer]]:
-        """Return the producers that each partition's leader remembers. A partition that does not exist is absent.
+        """Return, by partition, the producers that its leader remembers. A partition that does not exist is absent.
 
         With `readable_only` a partition that this user may not read is absent too, and raises no `AccessDenied`.
         """
@@ -352,11 +358,11 @@ class Requests:
         deadline: Deadline,
         coordinator_epoch: int | None = None,
     ) -> None:
-        """Write the control markers that end a transaction in its partitions, as its coordinator would have done.
+        """Write the control markers that end a transaction in these partitions, as its coordinator would have done.
 
         A partition refuses a coordinator epoch that is older than the last it has seen: without `coordinator_epoch` the
-        leaders are asked for that. It needs a right on the whole cluster. Raise `Fenced` if a partition knows a newer
-        producer epoch.
+        leaders are asked for the last one. The request needs a right to the cluster resource. Raise `Fenced` if a
+        partition has seen a newer producer epoch.
         """
         left = set(partitions)
         if coordinator_epoch is None:
@@ -377,7 +383,10 @@ class Requests:
         self._runner.repeat(deadline, "writing transaction markers", attempt)
 
     def partitions_everywhere(self, topic: str, deadline: Deadline) -> int:
-        """Return of how many partitions every living broker knows the leader; 0 if one does not know the topic."""
+        """Return the number of a topic's partitions with a leader, by the living broker that has the fewest.
+
+        0 if a broker does not know the topic.
+        """
 
         async def attempt(connections: Connections) -> int:
             answers = [(await connections.metadata([topic], node)).topics[0] for node in await connections.nodes()]
@@ -386,7 +395,7 @@ class Requests:
         return self._runner.repeat(deadline, f"asking every broker for topic {topic!r}", attempt)
 
     def transaction_version(self, deadline: Deadline) -> int:
-        """Return the finalised level of the feature transaction.version; 0 where there is none."""
+        """Return the cluster's finalised level of the feature transaction.version; 0 if it has none."""
 
         async def attempt(connections: Connections) -> int:
             return await connections.transaction_version(connections.bootstrap_node)
@@ -394,7 +403,7 @@ class Requests:
         return self._runner.repeat(deadline, "asking for the cluster's features", attempt)
 
     def cluster_id(self, deadline: Deadline, *, nobody_for: float = math.inf) -> str:
-        """Return the cluster's id. Raise `BrokerUnavailable` if no server is there at all for `nobody_for` seconds."""
+        """Return the cluster's id. Raise `BrokerUnavailable` if no server listens for `nobody_for` seconds."""
 
         async def attempt(connections: Connections) -> str:
             return str((await connections.metadata()).cluster_id)
@@ -435,7 +444,7 @@ class Requests:
     def configs(
         self, kind: int, names: Sequence[str], deadline: Deadline
     ) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
-        """Return the settings in effect of topics, or of one broker, which only that broker knows."""
+        """Return the effective settings of topics, or of one broker, which is asked itself."""
         resource = kafka_python.DescribeConfigsRequest.DescribeConfigsResource
         asked = [resource(resource_type=kind, resource_name=name, configuration_keys=None) for name in names]
 
@@ -473,5 +482,5 @@ class Requests:
         return self._runner.repeat(deadline, "dropping old records", attempt)
 
     def close(self) -> None:
-        """Let go of every connection; a call under way ends by itself. Safe to repeat."""
+        """Close every idle connection; a call that is under way closes its own at its end. Safe to repeat."""
         self._runner.close()

@@ -1,4 +1,4 @@
-"""Brokers' error codes with their meaning, and their answers as ours."""
+"""The error codes and states in brokers' answers with their meaning, and the types of the converted answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INVALID_PRODUCER_ID_MAPPING = 49
 PRODUCER_FENCED = 90
 TRANSACTION_ABORTABLE = 120
 
-# The final codes of EndTxn, by what they mean to its sender.
+# The final error codes of EndTxn, with their meaning for its sender.
 END_TXN_CODES: Mapping[int, str] = {
     DONE: "the decision is durable; repeating it says the same",
     INVALID_PRODUCER_EPOCH: "timed out, or the id was opened again, perhaps after it had ended (old request versions)",
@@ -35,33 +35,33 @@ END_TXN_CODES: Mapping[int, str] = {
     TRANSACTION_ABORTABLE: "it can only be aborted",
 }
 
-# The coordinator's states of a transactional id, by what they mean for its last transaction.
+# The coordinator's states of a transactional id, grouped by the outcome of its last transaction.
 COMMITTED = frozenset({"PrepareCommit", "CompleteCommit"})
 ABORTED = frozenset({"PrepareAbort", "CompleteAbort", "PrepareEpochFence"})
 OPEN = "Ongoing"
-# The coordinator is writing the markers of these.
+# In these states the coordinator is writing the control markers of the last transaction.
 ENDING = frozenset({"PrepareCommit", "PrepareAbort", "PrepareEpochFence"})
-# A state that changes no more by itself.
+# These states do not change before the next request of a producer.
 SETTLED = frozenset({"Empty", "CompleteCommit", "CompleteAbort", "Dead"})
 # From this level of the feature transaction.version on, ending a transaction raises the producer's epoch.
 EPOCH_BUMPS = 2
 
-# Kinds of resources that have settings.
+# The resource types in DescribeConfigs.
 TOPIC, BROKER = 2, 4
-# Special times in ListOffsets.
+# The special times in ListOffsets.
 EARLIEST, LATEST = -2, -1
-# Codes of a leader that is new, that a broker has not heard of yet, or that is too busy.
+# Error codes of ListOffsets if a leader is new, not yet known to the broker, or too busy.
 LEADER_LATER = {3, 5, 6, 7, 74, 75, 76, 78}
 UNSTABLE = 88
 _INVALID_TRANSACTION_TIMEOUT = 50
 TRANSACTIONAL_ID_NOT_FOUND = 105
-# No coordinator at the moment: it loads, is not available, has moved, or still writes the previous end.
+# The coordinator is loading, is not available, has moved, or still writes the markers of the previous transaction.
 NOT_NOW = {14, 15, 16, 51}
-# Those of them after which certainly nothing was done: it loads, or still writes the previous end.
+# Of `NOT_NOW`, the codes after which the request was certainly not carried out: loading, or still writing markers.
 UNTOUCHED = {14, 51}
-# For acknowledgements also: the broker has not heard of the topic yet, or was too slow to store them.
+# For acknowledgements additionally: the broker does not know the topic yet, or was too slow to store the positions.
 ACK_LATER = {*NOT_NOW, 3, 7}
-# The partition has no leader at the moment, or another one.
+# The partition has no leader at the moment, or its leader is another broker.
 NO_LEADER = {5, 6}
 UNKNOWN_TOPIC = 3
 DENIED = {29, 30, 31, 53}
@@ -73,7 +73,7 @@ class TransactionDescription:
     """The coordinator's description of a transactional id and its last transaction.
 
     `state` is "Empty", "Ongoing", "PrepareCommit", "PrepareAbort", "CompleteCommit", "CompleteAbort", "Dead" or
-    "PrepareEpochFence". `start`, None where there is none, and `timeout` are in milliseconds.
+    "PrepareEpochFence". `start`, None for an id without a transaction, and `timeout` are in milliseconds.
     """
 
     id: str
@@ -87,9 +87,9 @@ class TransactionDescription:
 
 @dataclass(frozen=True)
 class EndTxnResult:
-    """The final answer to EndTxn: one of `END_TXN_CODES`, and the producer id and epoch from now on.
+    """The final answer to EndTxn: one of `END_TXN_CODES`, and the producer id and epoch after the request.
 
-    `only_once`: no other copy of the request can have arrived or be under way.
+    `only_once` is true if no other copy of the request can have arrived or be under way.
     """
 
     code: int
@@ -100,7 +100,7 @@ class EndTxnResult:
 
 @dataclass(frozen=True)
 class OffsetCommitResult:
-    """The final code of an acknowledgement. `answer_lost`: another copy of the request may still arrive."""
+    """The final error code of an acknowledgement; with `answer_lost` a copy of the request may still arrive."""
 
     code: int
     answer_lost: bool
@@ -108,7 +108,7 @@ class OffsetCommitResult:
 
 @dataclass(frozen=True)
 class CommittedOffset:
-    """A group's position in a partition, and the id of the topic in which it was acknowledged, if known."""
+    """A group's position in a partition, and the id of the topic in which it was committed, if known."""
 
     at: int
     topic_id: str | None
@@ -116,7 +116,7 @@ class CommittedOffset:
 
 @dataclass(frozen=True)
 class ActiveProducer:
-    """A producer as a partition's leader knows it; `start_offset` is where its open transaction begins."""
+    """A producer's state at a partition's leader; `start_offset` is its open transaction's first offset, or None."""
 
     pid: int
     epoch: int
@@ -126,7 +126,7 @@ class ActiveProducer:
 
 
 class RequestResult(NamedTuple):
-    """A broker's code, 0 for success, and its text."""
+    """A broker's error code, 0 for success, and the error's text."""
 
     code: int
     text: str
@@ -134,7 +134,7 @@ class RequestResult(NamedTuple):
 
 @dataclass(frozen=True)
 class TransactionListing:
-    """One entry of a coordinator's list of transactional ids."""
+    """One entry of a broker's answer to ListTransactions: a transactional id, its producer id and its state."""
 
     id: str
     pid: int
@@ -142,11 +142,11 @@ class TransactionListing:
 
 
 class RetryLaterError(Exception):
-    """The broker cannot answer now."""
+    """Raised if a broker's answer is not final, so that the request has to be repeated."""
 
 
 def check(code: int, what: str) -> None:
-    """Raise our error for a broker's error code, `RetryLaterError` for one that passes by itself."""
+    """Raise the core's error for a broker's error code, or `RetryLaterError` for a temporary one; 0 is no error."""
     if code in NOT_NOW or code in NO_LEADER:
         raise RetryLaterError(f"{what}: {error_name(code)}")
     if code != DONE:

@@ -1,7 +1,7 @@
-"""Ending hanging transactions of processes that are gone, in the partitions that this bridge uses (hazard H10).
+"""A monitor that ends hanging transactions of dead processes in the partitions that this bridge uses (hazard H10).
 
 A writer writes the missing markers of its own id. But the last transaction of a process that died with its broker may
-stay open in a partition for ever, and stop every reader there. So each bridge checks its partitions now and then.
+stay open in a partition for ever, and block its readers. So each bridge checks its partitions every ten seconds.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from txnbridge_kafka.outcome.hanging_transactions import (
 
 _log = logging.getLogger("txnbridge")
 
-# One request to each leader costs nothing at this pace. Coordinators are only asked about what is open in two checks,
-# which is hardly anything: most transactions end within milliseconds.
+# One request to each leader is cheap at this interval. Coordinators are only asked about transactions that are open in
+# two checks, which are very few: most transactions end within milliseconds.
 _EVERY_SECONDS = 10.0
 _LONGEST_CHECK = 10.0
-# Leaders list every producer that they remember, which may be very many: then checks are rarer, up to this interval.
+# Leaders list every producer that they remember, which may be very many. Then the interval grows, so that checks take
+# one per cent of the time, but to no more than half a minute.
 _SHARE, _SELDOM_SECONDS = 0.01, 30.0
 
 
@@ -49,11 +50,11 @@ class HangingTransactionMonitor:
                 self._thread.start()
 
     def close(self) -> None:
-        """Check no more. A check that is under way ends with the connections."""
+        """Stop the checks without waiting. A check that is under way ends when the connections are closed."""
         self._ended.set()
 
     def check(self) -> bool:
-        """Write the markers that are missing in two checks. Return whether it makes sense to check again."""
+        """Write the markers of transactions that hang in two checks. Return whether later checks may succeed."""
         try:
             for written in self._write_missing_markers(Deadline(_LONGEST_CHECK)):
                 _log.warning("the broker had forgotten an end of %s: it is written now", written)
@@ -63,9 +64,9 @@ class HangingTransactionMonitor:
                 " not be mended, by this user: %s. See txnbridge doctor",
                 error,
             )
-            return False  # each try would fence a living producer
+            return False  # each attempt would fence a running producer
         except InvalidState:
-            return False  # closed
+            return False  # the connection to the cluster is closed
         except TxnBridgeError as error:
             _log.debug("whether an end was forgotten is looked for again: %s", error)
         return True
@@ -90,4 +91,4 @@ def _run(monitor_of: weakref.ref[HangingTransactionMonitor], ended: threading.Ev
         begun = time.monotonic()
         going_on = monitor.check()
         took = time.monotonic() - begun
-        del monitor  # a monitor that nobody holds may go while this waits
+        del monitor  # without this reference an unused monitor can be garbage-collected during the wait

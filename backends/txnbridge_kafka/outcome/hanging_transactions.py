@@ -1,15 +1,15 @@
-"""Hanging transactions: ended for their coordinator, still open in a partition. Each is proven before it is touched.
+"""Hanging transactions (KIP-664): ended at their coordinator, still open in a partition for want of a control marker.
 
-A broker that is killed right after a commit may forget to write control markers. Readers stop there, no time-out helps,
-and the next abort of the same producer would take the committed messages with it (hazard H5). So a writer looks for
-hanging transactions before its first message to a partition, a group that waits too long for its own positions looks
-in their partition, every bridge looks now and then in the partitions that it uses, and an administrator at any time.
+A broker that is killed right after a commit may never write the control markers. Readers stop at that partition, no
+time-out helps, and the next abort of the same producer would abort the committed messages too (hazard H5). So a writer
+looks for hanging transactions before its first message to a partition, a group whose positions stay undecided looks in
+the partition of its positions, every bridge regularly in the partitions that it uses, and an administrator on demand.
 
-An administrator's proof is that the coordinator describes the same ended transaction before and after the leaders are
-asked. Without the second description a transaction that its writer has begun since would be taken for the hanging one
-(hazard H7). A writer's proof is its own opening of the id: it has raised the epoch, so what is open under an older
-epoch is nobody's. The decision is read from the coordinator's log, because the coordinator's own description may be of
-a later transaction in other partitions (hazard H8).
+A transaction is proven to hang before a marker is written. An administrator's proof is that the coordinator describes
+the same ended transaction before and after the leaders are asked: without the second description a new transaction of
+the same writer would be taken for the hanging one (hazard H7). A writer's proof is its own opening of the id, which has
+raised the epoch: no producer can still use an older epoch. The decision is read from the coordinator's log, because the
+coordinator's own description may be of a later transaction in other partitions (hazard H8).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from txnbridge_kafka.write.owner import KafkaOwner, evidence_key, recorded_outco
 
 _log = logging.getLogger("txnbridge")
 
-# "Empty" is an id that was opened again after its last transaction.
+# In the state "Empty" an id was opened again after its last transaction.
 _ENDED = ("CompleteCommit", "CompleteAbort", "Empty")
 
-OpenPartitions = Mapping[Partition, ActiveProducer]  # where one producer has a transaction open
+OpenPartitions = Mapping[Partition, ActiveProducer]  # the partitions in which one producer has a transaction open
 
 
 @dataclass(frozen=True)
 class HangingTransaction:
-    """A transaction that its coordinator describes as ended, and the partitions in which it is open."""
+    """A transaction that its coordinator describes as ended, and the partitions in which it is still open."""
 
     description: TransactionDescription
     open_in: OpenPartitions
@@ -45,9 +45,10 @@ class HangingTransaction:
 
 @dataclass(frozen=True)
 class HangingSurvey:
-    """The open transactions in the partitions that this user may read; `unread` is the number of the others.
+    """The hanging transactions in the partitions that this user may read.
 
-    `unknown` has, by producer id, the partitions of producers that no coordinator knows.
+    `unknown` has, by producer id, the open partitions of producers that no coordinator lists; `unread` is the number of
+    partitions that this user may not read.
     """
 
     hanging: list[HangingTransaction]
@@ -56,12 +57,12 @@ class HangingSurvey:
 
 
 def survey(cluster: KafkaCluster, deadline: Deadline) -> HangingSurvey:
-    """Ask every leader for open transactions, and the coordinators about their producers."""
+    """Find the hanging transactions of the cluster: ask all leaders for open ones, and the coordinators about them."""
     requests = cluster.requests
     everywhere = _everywhere(cluster, deadline)
     producers = requests.producers(everywhere, deadline, readable_only=True)
     open_before = _by_producer(producers)
-    # In this order: a producer that had a transaction open is known to a coordinator by now.
+    # The coordinators are asked after the leaders: they list every producer that had an open transaction by then.
     ids = {each.id: each.pid for each in requests.transactions(deadline)}
     before = _ended(requests.describe([id for id, pid in ids.items() if pid in open_before], deadline))
     suspects = [partition for each in before.values() for partition in open_before[each.pid]]
@@ -79,9 +80,10 @@ def survey(cluster: KafkaCluster, deadline: Deadline) -> HangingSurvey:
 def write_missing_markers_of_id(
     cluster: KafkaCluster, id: str, deadline: Deadline, partitions: Sequence[Partition] | None = None
 ) -> list[str]:
-    """Write the missing markers of an id in these partitions, or in all, and return what was written.
+    """Write the missing markers of a transactional id in these or all partitions, and return the markers as text.
 
-    Raise `NotFound`, and `InvalidState` without a proof for each partition: then nothing was written.
+    Raise `NotFound` if no coordinator knows the id, and `InvalidState` unless the transaction is proven to hang and its
+    outcome is known in each partition. After either error no marker was written.
     """
     before = cluster.requests.describe([id], deadline).get(id)
     if before is None:
@@ -102,7 +104,7 @@ def write_missing_markers_of_id(
 
 
 def write_missing_markers_of_group(cluster: KafkaCluster, group: str, deadline: Deadline) -> list[str]:
-    """Write the missing markers in the partition of a group's positions (hazard H9). Return what was written."""
+    """Write the missing markers in the partition of a group's positions (hazard H9), and return them as text."""
     partition = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
     return write_missing_markers_of_others(cluster, [partition], deadline)
 
@@ -110,11 +112,11 @@ def write_missing_markers_of_group(cluster: KafkaCluster, group: str, deadline: 
 def write_missing_markers_of_others(
     cluster: KafkaCluster, partitions: Sequence[Partition], deadline: Deadline
 ) -> list[str]:
-    """Write the missing markers of all transactions that hang in these partitions, wherever their markers are missing.
+    """Write the missing markers, in all their partitions, of all transactions that hang in one of these partitions.
 
-    The broker that forgot them and the producer may both be gone, so that nobody else would look (hazard H10).
-    Return what was written. Raise `StorageFailed` if nobody knows how a transaction ended, and `AccessDenied` with what
-    an administrator can do.
+    The broker that forgot the markers and the producer may both be gone, so that no other process writes them (hazard
+    H10). Return the markers as text. Raise `StorageFailed` if no record tells a transaction's outcome, and
+    `AccessDenied`, with an administrator's command, if this user may not write markers.
     """
     requests = cluster.requests
     if not (pids := list(open_transactions(cluster, partitions, deadline))):
@@ -124,7 +126,7 @@ def write_missing_markers_of_others(
     failed: StorageFailed | None = None
     for id, ended in before.items():
         if ended.pid not in open_transactions(cluster, partitions, deadline):
-            continue  # its markers have just come
+            continue  # the transaction's markers have just been written
         try:
             decisions = recorded_decisions(cluster, id, deadline)
             open_in = open_transactions(cluster, partitions, deadline).get(ended.pid, {})
@@ -147,9 +149,9 @@ def _fence_and_write(
     decisions: Sequence[RecordedDecision],
     deadline: Deadline,
 ) -> list[str]:
-    """Write the missing markers of a transaction that is proven to have ended, after its id was fenced.
+    """Fence the id of a transaction that is proven to have ended, and then write its missing markers.
 
-    A producer that lives begins nothing there meanwhile: it learns that it was fenced, and opens its id again.
+    A running producer of the id cannot begin a transaction meanwhile: it is fenced, and opens its id again.
     """
     if unknown := open_in.keys() - last_decisions(open_in, decisions):
         raise StorageFailed(f"how the transaction of {ended.id} in {listed(unknown)} ended is not known any more")
@@ -170,10 +172,10 @@ def write_missing_markers_of_owner(
     partitions: Sequence[Partition],
     deadline: Deadline,
 ) -> None:
-    """Write the markers that earlier openings of an id lack in these partitions, after this process has opened the id.
+    """Write the missing markers of earlier openings of an id in these partitions, after this process opened the id.
 
-    `previous` is the coordinator's description from before the opening, which waited until no marker was under way.
-    Raise `StorageFailed` if nobody knows how a hanging transaction ended.
+    `previous` is the coordinator's description before the opening, which waited until no marker was under way. Raise
+    `StorageFailed` if no record tells a hanging transaction's outcome.
     """
     try:
         producers = cluster.requests.producers(partitions, deadline)
@@ -197,11 +199,11 @@ def _own_markers(
     open_in: OpenPartitions,
     deadline: Deadline,
 ) -> dict[Partition, tuple[int, bool]]:
-    """Return, by partition, the epoch and the decision of the missing marker, as the coordinator's log has them.
+    """Return, by partition, the epoch and the decision of the missing marker, from the coordinator's log.
 
-    Without the right to that log, or if it says nothing of that epoch any more, the coordinator's description from
-    before the opening counts, or the recorded outcome. Both are about another transaction of the same epoch if other
-    programs write under this id.
+    If this user may not read the coordinator's log, or it has no decision of that epoch any more, the coordinator's
+    description before the opening counts, or the outcome in the decision log. If other programs write under this id,
+    these may be about another transaction of the same epoch.
     """
     known: Sequence[RecordedDecision] = ()
     try:
@@ -223,7 +225,10 @@ def _own_markers(
 
 
 def _recorded(owner: KafkaOwner, previous: TransactionDescription, epoch: int, deadline: Deadline) -> bool | None:
-    """Return whether the last transaction of an epoch was committed, by the coordinator or the decision log."""
+    """Return whether an epoch's last transaction was committed, by the coordinator's description or the decision log.
+
+    None if neither has its outcome.
+    """
     if epoch == previous.epoch and previous.state in ("CompleteCommit", "CompleteAbort"):
         return previous.state in COMMITTED
     if owner.opening is None:
@@ -233,7 +238,10 @@ def _recorded(owner: KafkaOwner, previous: TransactionDescription, epoch: int, d
 
 
 def last_decisions(open_in: OpenPartitions, known: Sequence[RecordedDecision]) -> dict[Partition, RecordedDecision]:
-    """Return, by partition, the last known decision there: a later marker would have ended the transaction."""
+    """Return, by partition, the last recorded decision about its open transaction.
+
+    The last one is right: a marker of any later decision would have ended the transaction in that partition.
+    """
     return {
         partition: decision
         for partition, active in open_in.items()
@@ -254,7 +262,7 @@ def _as_markers(decisions: Mapping[Partition, RecordedDecision]) -> dict[Partiti
 def _write(
     cluster: KafkaCluster, of: TransactionDescription, markers: Mapping[Partition, tuple[int, bool]], deadline: Deadline
 ) -> list[str]:
-    """Write markers, and return them as text."""
+    """Write control markers, and return them as text, such as "commit in topic[0]"."""
     grouped: dict[tuple[int, bool], list[Partition]] = defaultdict(list)
     for partition, marker in markers.items():
         grouped[marker].append(partition)
@@ -275,7 +283,7 @@ def _everywhere(cluster: KafkaCluster, deadline: Deadline) -> list[Partition]:
 def open_transactions(
     cluster: KafkaCluster, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
 ) -> dict[int, OpenPartitions]:
-    """Return what is open in these partitions, by producer id; `readable_only` leaves out unreadable ones."""
+    """Return, by producer id, the open transactions in these partitions; `readable_only` omits unreadable ones."""
     return _by_producer(cluster.requests.producers(partitions, deadline, readable_only=readable_only))
 
 

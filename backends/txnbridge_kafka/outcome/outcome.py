@@ -1,4 +1,4 @@
-"""The outcome of a transaction, and the end of a prepared one: by the coordinator, or by what the logs recorded."""
+"""Ending a prepared transaction, and the outcome of any transaction, by the coordinator or the recorded decisions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from txnbridge_kafka.write.owner import evidence_key, recorded_outcome
 
 _log = logging.getLogger("txnbridge")
 
-# Markers take milliseconds. To a partition without a leader they may take long; the coordinator goes on by itself.
+# The wait for control markers, which take milliseconds. If a partition has no leader they take longer, and the
+# coordinator writes them later by itself.
 _MARKERS_SECONDS = 5.0
 _GONE = "its writer's id has expired or was opened again since, and no record of how it ended is left"
 _UNREADABLE = (
@@ -41,20 +42,20 @@ _UNREADABLE = (
 
 
 def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> Status:
-    """Return what became of a transaction that was not prepared.
+    """Return the status of a transaction that was not prepared.
 
-    All transactions of one opening share producer id and epoch. Everything of this one was stored before its commit, so
-    it was the coordinator's last. If a late copy of one of its requests may have begun another transaction after it,
-    its token has its start time as well (hazard H19).
+    All transactions of one opening share producer id and epoch. All messages of this transaction were stored before its
+    commit, so the coordinator's last transaction of that epoch is this one. If a late copy of one of its requests may
+    have begun another transaction after it, the token also has the start time (hazard H19).
     """
     if how.get("asked") is False:
-        # Only a writer commits what was not prepared. The coordinator may describe the transaction before this one.
+        # Only its writer commits such a transaction, and did not. The coordinator may describe the previous one.
         return Status(TokenState.ABORTED, reason="its writer never came to ask for its commit")
     id, pid, epoch = _numbers(how, "pid", "epoch")
     start = how.get("start")
     last = cluster.requests.describe([id], deadline).get(id)
     if last is not None and (last.pid != pid or start not in (None, last.start)):
-        last = None  # it is another transaction
+        last = None  # the description is of another transaction
     if last is not None and last.epoch == epoch:
         return _status_of(last)
     key = evidence_key(id, pid, f"epoch {epoch}")
@@ -62,22 +63,22 @@ def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], 
         return Status(TokenState(state))
     timed_out = last is not None and last.epoch == epoch + 1 and last.state in ABORTED
     if timed_out and "opening" not in how:
-        # No other process knows this id. Its own writer records an outcome before it opens the id, or skips an epoch.
+        # No other process uses this id. Its own writer records an outcome before it opens the id, or skips an epoch.
         return Status(TokenState.ABORTED, reason="its time was over, or an administrator aborted it")
-    # The epoch may have been raised by a time-out, or by a program without our decision log that has opened the id
-    # since and aborted a transaction of its own.
+    # The epoch may have been raised by a time-out, or by a program without the decision log that has opened the id
+    # since and has aborted another transaction.
     return _status_from_state_log(cluster, id, pid, epoch, start, deadline)
 
 
 def status_after_fencing(cluster: KafkaCluster, last: TransactionDescription, deadline: Deadline) -> Status:
-    """Return what became of a transaction that was described as open, once its id has been fenced."""
+    """Return the status of a transaction that the coordinator described as open, after its id was fenced."""
     return _status_from_state_log(cluster, last.id, last.pid, last.epoch, last.start, deadline)
 
 
 def _status_from_state_log(
     cluster: KafkaCluster, id: str, pid: int, epoch: int, start: int | None, deadline: Deadline
 ) -> Status:
-    """Return the outcome by the coordinator's own log, read after the id was fenced: an earlier look proves nothing."""
+    """Return a transaction's status by the coordinator's log. The epoch must have been raised before the call."""
     try:
         known = state_records(cluster, id, deadline)
         committed = last_outcome(known, pid, epoch) if start is None else outcome_by_start(known, pid, start)
@@ -101,7 +102,7 @@ def _status_of(last: TransactionDescription) -> Status:
 
 
 def prepared_status(cluster: KafkaCluster, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """Return what became of a prepared transaction: by its start time it is told from any other of its id."""
+    """Return the status of a prepared transaction, which is identified by its id, producer id and start time."""
     id, pid, epoch, start = read_how(token.how)
     last = cluster.requests.describe([id], deadline).get(id)
     # The state is compared first: older brokers keep the start of the last transaction when an id is opened again.
@@ -115,7 +116,7 @@ def prepared_status(cluster: KafkaCluster, token: Token, ledger: Ledger, deadlin
 
 
 def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction, and return its true outcome, also if another process was first. Safe to repeat."""
+    """End a prepared transaction, and return its true outcome, also if another process ended it. Safe to repeat."""
     id, pid, epoch, _ = read_how(token.how)
     with closing(cluster.requests.coordinator_session(id, deadline)) as session:
         with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as event:
@@ -125,7 +126,7 @@ def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledg
             _wait_for_markers(cluster, id, session, deadline)
     if ended.code == 0:
         return Outcome.COMMITTED if commit else Outcome.ABORTED
-    # Refused: the transaction had ended before, or its id was opened again. The code alone does not tell the outcome.
+    # Refused: the transaction had ended before, or its id was opened again. The error code has no outcome.
     status = prepared_status(cluster, token, ledger, deadline)
     if status.state is TokenState.COMMITTED:
         return Outcome.COMMITTED
@@ -137,12 +138,12 @@ def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledg
 
 
 def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSession, deadline: Deadline) -> None:
-    """Wait until the markers are written, for which readers wait; write those that a broker that died has forgotten."""
+    """Wait until the control markers of a transaction are written; if its coordinator died, write missing ones."""
     try:
         if session.last_transaction(Deadline(min(deadline.left(), _MARKERS_SECONDS))) is not None:
             return
     except DeadlineExceeded:
-        return  # the coordinator lives, and goes on by itself
+        return  # the coordinator still runs, and writes the markers by itself
     where = session.first_description.partitions if session.first_description is not None else ()
     try:
         with closing(cluster.requests.coordinator_session(id, deadline)) as afterwards:
@@ -158,7 +159,7 @@ def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSessio
 
 
 def read_how(how: Mapping[str, Any]) -> tuple[str, int, int, int]:
-    """Return a prepared token's id, producer id, epoch and start. Raise `InvalidToken`."""
+    """Return a prepared token's transactional id, producer id, epoch and start. Raise `InvalidToken` if one lacks."""
     id, pid, epoch, start = _numbers(how, "pid", "epoch", "start")
     return id, pid, epoch, start
 

@@ -1,7 +1,7 @@
 """The coordinator's own log of transactions, the topic __transaction_state.
 
-The coordinator itself describes the last transaction of an id only. Its log has each decision with its partitions,
-until compaction removes all but the last record of the id.
+The coordinator itself describes only the last transaction of an id. Its log has each decision with the partitions of
+the transaction, until compaction removes all but the id's last record.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 @dataclass(frozen=True)
 class RecordedDecision:
-    """One decision about one transaction, with the epoch that its markers carry."""
+    """The commit or abort decision about one transaction, with the producer epoch that its control markers carry."""
 
     pid: int
     epoch: int
@@ -41,7 +41,7 @@ class RecordedDecision:
 
 @dataclass(frozen=True)
 class StateRecord:
-    """One record of an id in the coordinator's log; `status` is the protocol's number of a state."""
+    """One record of a transactional id in `__transaction_state`; `status` is the protocol's number of its state."""
 
     pid: int
     epoch: int
@@ -50,12 +50,15 @@ class StateRecord:
     start: int  # of the transaction, in milliseconds
 
 
-# A tombstone: the coordinator has forgotten the id.
+# The record for a tombstone: the id has expired at the coordinator.
 _EXPIRED = StateRecord(-1, -1, 6, frozenset(), -1)
 
 
 def state_records(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[StateRecord]:
-    """Return the records of an id that the log still has, oldest first. Raise `AccessDenied`, `NotFound`."""
+    """Return the records of an id in `__transaction_state` that are not compacted away, oldest first.
+
+    Raise `AccessDenied` if this user may not read that topic, `NotFound` if it does not exist.
+    """
     # The coordinator of an id is found by the same hash as the coordinator of a group.
     number = offsets_partition(id, cluster.topics.partitions(STATE_TOPIC, deadline))[1]
     return [
@@ -66,7 +69,7 @@ def state_records(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[St
 
 
 def recorded_decisions(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[RecordedDecision]:
-    """Return the decisions about an id that the log still has, oldest first. Raise `AccessDenied`."""
+    """Return the decisions about an id in the coordinator's log, oldest first; raise errors as `state_records`."""
     return [
         RecordedDecision(record.pid, record.epoch, record.status == _PREPARE_COMMIT, record.partitions)
         for record in state_records(cluster, id, deadline)
@@ -75,7 +78,7 @@ def recorded_decisions(cluster: KafkaCluster, id: str, deadline: Deadline) -> li
 
 
 def outcome_by_start(records: Sequence[StateRecord], pid: int, start: int) -> bool | None:
-    """Return whether the transaction with this start time was committed; None if no record tells."""
+    """Return whether the transaction with this start time was committed; None if no record has its outcome."""
     for record in records:
         if (record.pid, record.start) == (pid, start) and record.status in _COMMITTED | _ABORTED:
             return record.status in _COMMITTED
@@ -83,10 +86,9 @@ def outcome_by_start(records: Sequence[StateRecord], pid: int, start: int) -> bo
 
 
 def last_outcome(records: Sequence[StateRecord], pid: int, epoch: int) -> bool | None:
-    """Return whether the last transaction under this epoch was committed, of those that stored anything; None if
-    unknown.
+    """Return whether the last non-empty transaction of an epoch was committed; None if no record has its outcome.
 
-    Raise `NotRecordedYetError` while no later record is there, because the outcome may still be written.
+    Raise `NotRecordedYetError` while the epoch's last record is the id's last, because the outcome may still follow.
     """
     own = [number for number, record in enumerate(records) if (record.pid, record.epoch) == (pid, epoch)]
     if not own:
@@ -95,14 +97,14 @@ def last_outcome(records: Sequence[StateRecord], pid: int, epoch: int) -> bool |
     if not later:
         raise NotRecordedYetError
     if last.status == _ONGOING:
-        # Fencing an id, and a time-out, abort what is open under the next epoch.
+        # Fencing an id, and a time-out, abort the open transaction under the next epoch.
         fenced = (later[0].pid, later[0].epoch) == (pid, epoch + 1) and later[0].status in _ABORTED
         return False if fenced else None
     return last.status in _COMMITTED if last.status in _COMMITTED | _ABORTED else None
 
 
 class NotRecordedYetError(Exception):
-    """The coordinator has not written the outcome down yet."""
+    """Raised if the coordinator may still have to write a transaction's outcome to its log."""
 
 
 def _records(cluster: KafkaCluster, number: int, deadline: Deadline) -> Iterator[tuple[bytes | None, bytes | None]]:
@@ -155,9 +157,9 @@ def _state_record(value: bytes) -> StateRecord:
 
 
 class _RecordFields:
-    """The fields of a record's value behind the fixed ones.
+    """The fields of a record's value after those of fixed size.
 
-    The flexible form has lengths as varints of the length plus one, where 0 stands for a missing list.
+    In the flexible format a length is a varint of the length plus one, and 0 means that the list is missing.
     """
 
     def __init__(self, data: bytes, at: int, flexible: bool) -> None:
@@ -176,7 +178,7 @@ class _RecordFields:
                 self._skip_tags()
 
     def times(self) -> tuple[int, int]:
-        """Return when the record was written and when its transaction started; both come behind the partitions."""
+        """Return the times of the record and of its transaction's start; both fields follow the partitions."""
         return self._take(">q"), self._take(">q")
 
     def _skip_tags(self) -> None:

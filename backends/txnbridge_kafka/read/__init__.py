@@ -1,5 +1,5 @@
-"""The reading side: `reader` is one consumer, `assignment` holds its partitions, and `partition` is one of them.
+"""The reading side: `reader` is one consumer, `assignment` has its partitions, and `partition` is one partition.
 
-`start_positions` says where partitions begin, `start_lookup` asks for that in the background, and `rebalance` follows
-the group.
+`start_positions` finds the offsets at which partitions are read first, `start_lookup` calls it in the background, and
+`rebalance` has the callbacks for the group's rebalances.
 """

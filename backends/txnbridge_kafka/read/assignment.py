@@ -1,4 +1,4 @@
-"""The partitions that one reader has, and the offsets from which its client reads them."""
+"""The partitions assigned to one reader, and the offsets from which its client fetches them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.write.acks import KafkaAckContext
 
 _log = logging.getLogger("txnbridge.kafka.client")
-_group_log = logging.getLogger("txnbridge.kafka")  # for people: what a group does, and why no message comes
+_group_log = logging.getLogger("txnbridge.kafka")  # for users: rebalances, and the reasons why no message comes
 _NAMED = 8  # how many partitions a log line names
 
-# How often a reader looks for partitions that were added to its topics; in a group its leader or the broker does.
+# The interval at which a reader looks for partitions that were added; in a group the leader or the broker does so.
 REFRESH_SECONDS = 3.0
 
 
@@ -37,9 +37,9 @@ def telling_the_client() -> Iterator[None]:
 
 
 class KafkaAssignment:
-    """One consumer of confluent-kafka with the partitions that it was assigned. One thread at a time.
+    """One consumer of confluent-kafka with its assigned partitions. One thread at a time.
 
-    `errors` are raised by the reader's next polls: they happened in a callback, or came in place of a message.
+    The reader's next polls raise `errors`, which occurred in a callback or came in place of a message.
     """
 
     def __init__(self, cluster: KafkaCluster, subscription: Subscription, on_commit: Callable[..., None]) -> None:
@@ -47,9 +47,9 @@ class KafkaAssignment:
         self.partitions: dict[Partition, KafkaPartition] = {}
         self.paused: set[Partition] = set()
         self.errors: deque[BaseException] = deque()
-        self.departures = 0  # how many times partitions have left
-        self.ahead: list[Any] = []  # messages that were fetched to find out the lag
-        # By the eager protocols a consumer is assigned all of its partitions at once, and begins anew with each.
+        self.departures = 0  # how many times partitions were revoked or lost
+        self.ahead: list[Any] = []  # messages that were fetched to find out the lag, and not yet handed out
+        # By the eager protocols all partitions of a consumer are assigned at once, and each is fetched anew.
         self.eager = settings.group_protocol == "classic" and settings.assignment != "cooperative-sticky"
         self.context = KafkaAckContext(subscription.group or "")
         self.closed = False
@@ -67,7 +67,7 @@ class KafkaAssignment:
         return assigned
 
     def get(self, partition: Partition) -> KafkaPartition:
-        """Raise `InvalidState` for a partition that this reader does not have."""
+        """Return an assigned partition. Raise `InvalidState` if it is not assigned to this reader."""
         assigned = self.partitions.get(partition)
         if assigned is None or not assigned.announced:
             topic, number = partition
@@ -77,7 +77,7 @@ class KafkaAssignment:
         return assigned
 
     def current(self, requests: Mapping[KafkaPartition, SeekRequest]) -> list[KafkaPartition]:
-        """Return the partitions that have neither left nor been moved since these requests."""
+        """Return the partitions that are still assigned and whose latest seek request is the given one."""
         here = {*self.partitions.values()}
         return [each for each, request in requests.items() if each in here and each.request is request]
 
@@ -86,15 +86,15 @@ class KafkaAssignment:
         self.errors.append(error)
 
     def renew_context(self) -> None:
-        """Take the proof of membership that acknowledgements carry from now on."""
+        """Update the proof of group membership that later acknowledgements carry."""
         if self._in_group:
             metadata = self.client.consumer_group_metadata()
-            # A member that was thrown out has no name.
+            # A consumer that was removed from its group has no member id.
             if metadata != self.context.metadata and self.client.memberid():
                 self.context.metadata = metadata
 
     def note_topic(self, assigned: KafkaPartition, topic_id: str | None) -> None:
-        """Note the topic in which a partition is read: a topic created later under the same name has another id."""
+        """Note the id of a partition's topic: a topic created later under the same name has another id."""
         assigned.topic_id = topic_id
         if topic_id is None:
             self.context.topic_ids.pop(assigned.partition, None)
@@ -102,7 +102,7 @@ class KafkaAssignment:
             self.context.topic_ids[assigned.partition] = topic_id
 
     def fetch(self, limit: int, wait: float) -> list[Any]:
-        """Return what the client has at hand, else what comes first within a time."""
+        """Return the messages that the client has buffered, else wait for the first ones for up to `wait` seconds."""
         batch: list[Any] = []
         try:
             batch = self.client.consume(limit, 0)
@@ -111,12 +111,12 @@ class KafkaAssignment:
                 if limit > 1:
                     batch += self.client.consume(limit - 1, 0)
         except KafkaException as error:
-            # What was taken before is handed out: it would be skipped otherwise.
+            # Messages that were taken before the error are returned, because they would be skipped otherwise.
             self.keep(translate(error, "reading"), error)
         return batch
 
     def offset_ahead(self, assigned: KafkaPartition) -> int:
-        """Return the client's position, which passes over control markers and aborted messages."""
+        """Return the client's next offset in a partition, which lies after control markers and aborted messages."""
         ahead = [each.offset() for each in self.ahead if (each.topic(), each.partition()) == assigned.partition]
         if ahead:
             return int(ahead[0])
@@ -124,7 +124,7 @@ class KafkaAssignment:
 
     @telling_the_client()
     def place(self, assigned: Sequence[KafkaPartition]) -> None:
-        """Let the client read partitions from where they go on."""
+        """Let the client fetch partitions from their `next` offsets."""
         fresh = [each for each in assigned if not self._move(each)]
         touched = {*assigned}
         if fresh and self.eager:
@@ -141,7 +141,7 @@ class KafkaAssignment:
         self._forget_ahead(touched)
 
     def _move(self, assigned: KafkaPartition) -> bool:
-        """Seek, if the client reads the partition; False if it does not, or has given it up after an error."""
+        """Seek to the `next` offset. Return False if the client does not fetch the partition (any more)."""
         if not assigned.placed:
             return False
         try:
@@ -154,7 +154,7 @@ class KafkaAssignment:
         return True
 
     def displace(self, assigned: Iterable[KafkaPartition]) -> None:
-        """Let the client read partitions no longer."""
+        """Let the client stop fetching partitions."""
         placed = [each for each in assigned if each.placed]
         for each in placed:
             each.placed = False
@@ -180,38 +180,38 @@ class KafkaAssignment:
     def resume(self, partitions: Sequence[Partition]) -> None:
         for partition in partitions:
             if partition not in self.paused:
-                self.get(partition)  # raises for a partition that is not here
+                self.get(partition)  # raises `InvalidState` if the partition is not assigned
                 continue
             self.paused.discard(partition)
             assigned = self.partitions.get(partition)
             if assigned is not None and assigned.placed:
                 self.client.resume([assigned.at_next()])
             if assigned is not None and assigned.reading:
-                # From where the reader stands, whatever the client had handed out before it heard of the pause.
+                # From the reader's `next` offset: messages that the client returned during the pause were dropped.
                 self.place([assigned])
 
 
 def shown(partitions: Iterable[Partition]) -> str:
-    """Return partitions as text for a log line, which does not name all of very many."""
+    """Return partitions as text for a log line, which names the first eight."""
     names = [f"{topic}[{number}]" for topic, number in partitions]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
 def _connect(settings: KafkaSettings, subscription: Subscription, on_commit: Callable[..., None]) -> ConfluentConsumer:
-    """Make the client. Raises `InvalidOption` for settings that it does not take."""
+    """Return a new consumer. Raise `InvalidOption` for settings that the client refuses."""
     protocol = {"group.protocol": settings.group_protocol}
     if settings.group_protocol == "classic":
         protocol["partition.assignment.strategy"] = settings.assignment
     try:
         return ConfluentConsumer(
             {
-                # The client's own five minutes are long for an application that waits for a new partition.
+                # By default the client learns of new partitions only within five minutes.
                 "topic.metadata.refresh.interval.ms": int(REFRESH_SECONDS * 1000),
-                # After a seek the client waits for the answer to the fetch that is under way, and a broker without
-                # messages holds that back as long as this: half a second by the client's own default.
+                # After a seek the client waits for the answer to the fetch that is under way. A broker without messages
+                # answers after this time, by the client's default half a second.
                 "fetch.wait.max.ms": 100,
-                # Its second of rest after a full queue is longer than reading the queue takes.
+                # By default the client fetches nothing for a second after its queue was full, which is read faster.
                 "fetch.queue.backoff.ms": 10,
                 **settings.client,
                 **settings.consumer,
@@ -222,7 +222,7 @@ def _connect(settings: KafkaSettings, subscription: Subscription, on_commit: Cal
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
                 "auto.offset.reset": "error",
-                # A reader without a group mostly reads up to an end, behind which no message may come for long.
+                # A reader without a group mostly reads up to an end, after which no message may come for a long time.
                 "enable.partition.eof": subscription.group is None,
                 "on_commit": on_commit,
                 "allow.auto.create.topics": False,
@@ -236,5 +236,5 @@ def _connect(settings: KafkaSettings, subscription: Subscription, on_commit: Cal
 
 
 def _log_error(error: KafkaError) -> None:
-    """Log what the client reports besides messages: lost connections, which it makes anew by itself."""
+    """Log an error of the client that concerns no message: a lost connection, which it re-establishes by itself."""
     _log.debug("waited out: %s", error)

@@ -1,4 +1,4 @@
-"""One partition as one reader sees it, and the client's messages as ours."""
+"""One partition's state in one reader, and the conversion of the client's messages into the core's."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from confluent_kafka import TopicPartition
 
 from txnbridge.spi import NO_HEADERS, Headers, Message, Partition
 
-_COUNTS = 1000  # delivery counts that are kept without asking whether they are still needed
+_COUNTS = 1000  # the most delivery counts that are kept for a partition
 
 
 @dataclass(frozen=True, eq=False)
 class SeekRequest:
-    """A question that the broker has to answer before a partition can be read: whether it has the offset to go on at.
+    """A request to find, and check at the broker, the offset at which a partition's reading starts or resumes.
 
-    `target` is the offset that a seek asks for, `refused` an offset that the broker did not have; with neither, the
-    partition has just been assigned. `topic_id` is the id of the topic that the offset belongs to, None for an offset
-    that holds in whatever topic has the name now.
+    `target` is the offset of a seek, `refused` an offset that the broker did not have; with neither, the partition has
+    just been assigned. `topic_id` is the id of the offset's topic; None for an offset that is valid in any topic that
+    has the name now.
     """
 
     target: int | None = None
-    since: tuple[int, int] | None = None  # the time that `target` stands for, and the end of the log at the seek
+    since: tuple[int, int] | None = None  # the time of a seek to a time, and the partition's end offset at the seek
     refused: int | None = None
     topic_id: str | None = None
 
@@ -35,13 +35,13 @@ SeekRequests = Mapping[Partition, SeekRequest]
 
 
 class PartitionReadState(Enum):
-    """The states of a partition that a reader has.
+    """The states of a partition that is assigned to a reader.
 
     | state    | event                                                     | next state |
     |----------|-----------------------------------------------------------|------------|
-    | ASSIGNED | its start is found, and the listener is told of it        | SEEKING    |
-    | SEEKING  | the client reads from there                               | READING    |
-    | SEEKING  | only the user can say where to go on                      | LOST       |
+    | ASSIGNED | its first offset is found, and the listener is called     | SEEKING    |
+    | SEEKING  | the client fetches from the offset                        | READING    |
+    | SEEKING  | the offset is lost, and the user has to seek              | LOST       |
     | READING  | a seek, or the broker does not have the offset to read at | SEEKING    |
     | LOST     | a seek                                                    | SEEKING    |
     """
@@ -53,22 +53,22 @@ class PartitionReadState(Enum):
 
 
 class KafkaPartition:
-    """One assignment of a partition to a reader; `next` is the offset to hand out next, None until it is known."""
+    """One assignment of a partition to a reader; `next` is the next offset to hand out, None until it is known."""
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.state = PartitionReadState.ASSIGNED
         self.source: object = None
         self.next: int | None = None
-        self.topic_id: str | None = None  # of the topic that `next` belongs to, where topics have ids
+        self.topic_id: str | None = None  # the id of the topic in which `next` is an offset, if topics have ids
         self.request = SeekRequest()
         self.why_lost = ""
-        self.placed = False  # whether the client reads this partition, at whatever offset
+        self.placed = False  # whether the client fetches this partition, at any offset
         # After a seek to a time: (time, end). Below `end`, messages stamped before `time` are skipped until one is
         # stamped later, because the broker's search by time also finds the control markers of transactions.
         self.since: tuple[int, int] | None = None
-        # The offset up to which the client came without a message: aborted messages do not move the client's own
-        # position. None once a message was dropped here: the client's position, which is behind it, is too high then.
+        # The end offset that the client reached without a message: aborted messages do not move the client's position.
+        # None after a message of the client was dropped: the client's position, after that message, is then too high.
         self.reached: int | None = 0
         self._first: int | None = None
         self._handed = -1
@@ -76,7 +76,7 @@ class KafkaPartition:
 
     @property
     def announced(self) -> bool:
-        """Return whether the listener knows of the partition."""
+        """Return whether the listener was told of the partition's assignment."""
         return self.state is not PartitionReadState.ASSIGNED
 
     @property
@@ -84,7 +84,7 @@ class KafkaPartition:
         return self.state is PartitionReadState.READING
 
     def was_handed_out(self, offset: int) -> bool:
-        """Return whether an offset lies within what was handed out in this assignment, or at its end."""
+        """Return whether an offset is between the first handed out in this assignment and the one after the last."""
         return self._first is not None and self._first <= offset <= self._handed
 
     def announce(self, source: object) -> None:
@@ -92,14 +92,14 @@ class KafkaPartition:
         self.state = PartitionReadState.SEEKING
 
     def seek(self, request: SeekRequest) -> None:
-        """Hand out nothing until the request is answered."""
+        """Hand out no message until the request is answered."""
         self.request = request
         self.since = request.since
         if self.announced:
             self.state = PartitionReadState.SEEKING
 
     def lose(self, why: str, at: int) -> None:
-        """Hand out nothing until a seek says where to go on."""
+        """Mark the position as lost, with the reason: no message is handed out until the user seeks."""
         self.next = at
         self.state, self.why_lost = PartitionReadState.LOST, why
 
@@ -107,11 +107,11 @@ class KafkaPartition:
         self.state = PartitionReadState.READING
 
     def at_next(self) -> TopicPartition:
-        """Return the client's name of this partition, with the offset to go on at."""
+        """Return the client's `TopicPartition` of this partition with the `next` offset."""
         return TopicPartition(*self.partition, self.next or 0)
 
     def hand_out(self, run: Sequence[Any]) -> list[Message]:
-        """Return the client's messages of this partition, in order, as ours."""
+        """Convert the client's messages of this partition into the core's, and move `next` after them."""
         behind = run[-1].offset() + 1
         if self.since is not None:
             run = self._skip_before(self.since, run)
@@ -145,7 +145,7 @@ class KafkaPartition:
         return messages
 
     def _skip_before(self, since: tuple[int, int], run: Sequence[Any]) -> Sequence[Any]:
-        """Return the messages from the first one on that is stamped at or after a time."""
+        """Return the messages from the first one on with a timestamp at or after the time of a seek."""
         time, end = since
         rest = list(dropwhile(lambda message: message.timestamp()[1] < time and message.offset() < end, run))
         if rest:
@@ -153,10 +153,10 @@ class KafkaPartition:
         return rest
 
     def _delivery_count(self, offset: int) -> int:
-        """Count one more delivery of an offset that was handed out before, and return how many there were."""
+        """Count one more delivery of an offset that was handed out before, and return the number of deliveries."""
         count = self._times[offset] = self._times.get(offset, 1) + 1
         if len(self._times) > _COUNTS:
-            # The lowest offsets were given back longest ago, or are acknowledged by now.
+            # The messages with the lowest offsets were probably acknowledged since.
             for old in sorted(self._times)[: _COUNTS // 2]:
                 del self._times[old]
         return count
@@ -167,9 +167,9 @@ def _headers(pairs: Sequence[tuple[str, bytes | None]]) -> Headers:
 
 
 def split(batch: Sequence[Any], topics: Collection[str]) -> Iterator[tuple[Partition, Sequence[Any]]]:
-    """Split a batch that is not empty, of messages of these topics, into runs of messages of one partition."""
-    # These loops run in C and cost a tenth of handing the messages out. Comparing topics costs twice as much as
-    # comparing partition numbers.
+    """Split a non-empty batch of messages of these topics into runs of consecutive messages of one partition."""
+    # The loops below run in C and take a tenth of the time of the conversion. Comparing topics costs twice as much as
+    # comparing partition numbers, so the latter are compared first.
     if len(set(map(Raw.partition, batch))) == 1 and (len(topics) == 1 or len(set(map(Raw.topic, batch))) == 1):
         yield _partition_of(batch[0]), batch  # the common case
     else:

@@ -1,4 +1,4 @@
-"""Reading committed messages, in a group or alone."""
+"""A reader of committed messages, as a member of a group or without a group."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ from txnbridge_kafka.write.acks import KafkaAckContext
 
 _log = logging.getLogger("txnbridge.kafka.client")
 
-# A call without a deadline of its own (seek) asks the broker something; it waits this long for the answer.
+# The time limit for the requests of a seek, which has no deadline.
 SHORT_CALL = 10.0
-# The client wakes nobody when a look-up has ended, nor for a signal: a poll checks this often, more often while a
+# The longest waits inside the client: neither the end of a look-up nor a signal wakes it. The wait is shorter while a
 # look-up is under way, which takes some milliseconds.
 _IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.005
-# How often a reader asks whether its topics are still the same, and how long it waits for the answer: a topic is not
-# deleted, made anew and filled beyond where a reader stands within this time.
+# The interval at which a reader compares its topics' ids, and the time for the answer. Within the interval a topic is
+# not deleted, created again and filled beyond the reader's position.
 _CHECK_SECONDS, _CHECK_PATIENCE = 0.1, 1.0
-# The client's messages are made ours in pieces of so many: many more at once take longer a message, because they leave
-# the processor's cache.
+# How many of the client's messages are converted at a time: with many more a message takes longer, because they do not
+# fit into the processor's cache.
 _PIECE = 1000
-# One poll goes on with what the client has at hand until it has so many bytes of values, a quarter of the client's own
-# buffer: nobody asks for 10,000 messages in order to hold as many megabytes.
+# One poll takes buffered messages of the client until their values have so many bytes, a quarter of the client's
+# buffer, so that a poll for 10,000 large messages does not need gigabytes of memory.
 _ENOUGH_BYTES = 16 * 2**20
 
 _DENIED_OR_GONE = {
@@ -77,7 +77,7 @@ _OUT_OF_RANGE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
 
 
 class KafkaReader(Reader):
-    """One consumer of confluent-kafka. One thread at a time; what takes time besides reading is done on another."""
+    """One consumer of confluent-kafka. One thread at a time; look-ups of offsets run on a background thread."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class KafkaReader(Reader):
         self._subscription = subscription
         self._broken: TxnBridgeError | None = None  # why the client will never read again
         self._check_at = 0.0
-        # A group may wait for a topic that nobody has written yet; a reader without a group makes none.
+        # A group may wait for a topic that does not exist yet, so the topic is created; without a group it is not.
         create = subscription.group is not None
         counts = {topic: cluster.topics.partitions(topic, deadline, create=create) for topic in subscription.topics}
         self._offsets = cluster.offsets
@@ -120,7 +120,7 @@ class KafkaReader(Reader):
 
     def _begin_alone(self, starts: KafkaStartPositions, counts: Mapping[str, int], deadline: Deadline) -> None:
         for topic in counts:
-            # A client that is connected does not look for an assigned topic that it does not know for up to a second.
+            # A connected client asks for the metadata of an unknown assigned topic only after up to a second.
             settle(self._assignment.client, topic, deadline)
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
         assigned = {partition: self._assignment.add(partition) for partition in partitions}
@@ -157,12 +157,12 @@ class KafkaReader(Reader):
                 return []
 
     def _why_lost(self) -> str:
-        """Return why a partition cannot go on, unless it is paused; empty if every one can."""
+        """Return why the position of an unpaused partition is lost; empty if no position is lost."""
         lost = (each for each in self._assignment.partitions.values() if each.state is PartitionReadState.LOST)
         return next((each.why_lost for each in lost if each.partition not in self._assignment.paused), "")
 
     def _add_what_is_at_hand(self, messages: list[Message], max_messages: int, size: int) -> list[Message]:
-        """Return the messages with those that the client has at hand behind them."""
+        """Return the messages followed by those that the client has buffered, up to `max_messages`."""
         assignment, departures = self._assignment, self._assignment.departures
         while len(messages) < max_messages and size < _ENOUGH_BYTES and not assignment.errors:
             batch = assignment.fetch(min(_PIECE, max_messages - len(messages)), 0)
@@ -172,15 +172,15 @@ class KafkaReader(Reader):
             messages += self._hand_out(batch)
         if assignment.departures == departures:
             return messages
-        # A partition left meanwhile: what was read of it comes again where it is now.
+        # A partition was revoked meanwhile: its messages are delivered again by the member that has it now.
         here = {(*partition, each.source) for partition, each in assignment.partitions.items()}
         return [message for message in messages if (message.topic, message.partition, message.source) in here]
 
     def _without_recreated(self, messages: list[Message], deadline: Deadline) -> list[Message]:
-        """Return the messages but for those of topics that were created again since their partitions were placed.
+        """Return the messages without those of topics that were created again, and mark their partitions as lost.
 
-        An acknowledgement asks for certain. Here the broker is asked often enough that a reader without a group learns
-        of a recreated topic, too.
+        Topic ids are looked up every tenth of a second, so that also a reader without a group notices a recreated
+        topic. An acknowledgement always looks them up.
         """
         if time.monotonic() < self._check_at:
             return messages
@@ -219,21 +219,22 @@ class KafkaReader(Reader):
         for partition, run in split(batch, self._subscription.topics) if batch else ():
             assigned = self._assignment.partitions.get(partition)
             if assigned is None:
-                continue  # it has left meanwhile
+                continue  # the partition was revoked meanwhile
             if not assigned.reading or partition in self._assignment.paused:
                 assigned.reached = None
                 continue
             try:
                 messages += assigned.hand_out(run)
             except UnicodeDecodeError as error:
-                # The client cannot tell such a name. The reader stays before the message; a seek goes on behind it.
+                # The client cannot decode a header name. The reader stays before the message; the user can skip the
+                # message by a seek.
                 assigned.seek(SeekRequest(target=assigned.next, topic_id=assigned.topic_id))
                 at = f"{assigned.next} of {partition[0]}[{partition[1]}]"
                 self._assignment.keep(NotSupported(f"a header behind {at} has a name that is not UTF-8"), error)
         return messages
 
     def _note_error(self, error: KafkaError, message: Any) -> None:
-        """Take an error that came in place of a message."""
+        """Handle an error that the client returned in place of a message."""
         partition = message.topic(), message.partition()
         assigned = self._assignment.partitions.get(partition)
         reading = assigned is not None and assigned.reading
@@ -259,7 +260,7 @@ class KafkaReader(Reader):
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
         offsets = {self._assignment.get(partition): _offset(position) for partition, position in positions.items()}
-        # After an abort the offset was handed out just now: nothing has to be asked that could fail.
+        # After an abort the offset was handed out just now, and needs no request to the broker, which could fail.
         elsewhere = {each.partition: offset for each, offset in offsets.items() if not each.was_handed_out(offset)}
         for partition, begin in self._offsets.begins(elsewhere, Deadline(SHORT_CALL)).items():
             if elsewhere[partition] < begin:
@@ -277,7 +278,7 @@ class KafkaReader(Reader):
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         lowest = {partition: min(map(_offset, given)) for partition, given in positions.items() if given}
-        # The messages of a partition that has left come again where it is now.
+        # The messages of a revoked partition are delivered again by the member that has it now.
         here = {p: lowest[key] for key, p in self._assignment.partitions.items() if key in lowest}
         targets = {p: at if p.next is None else min(at, p.next) for p, at in here.items()}
         self._lookup.request({p: SeekRequest(target=at, topic_id=p.topic_id) for p, at in targets.items()})
@@ -290,7 +291,7 @@ class KafkaReader(Reader):
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
         assignment, group = self._assignment, self._subscription.group
-        # Without a look at what comes next a control marker could not be told from a message.
+        # Fetching the next message moves the client's position after control markers, which are no lag.
         assignment.ahead = assignment.ahead or assignment.fetch(1, 0)
         assigned, ends = assignment.partitions, self._offsets.ends(assignment.partitions, deadline)
         if group is None:
@@ -302,7 +303,7 @@ class KafkaReader(Reader):
 
     def _behind(self, assigned: KafkaPartition, stands: int, end: int) -> int:
         if assigned.reading and assigned.reached is not None and stands >= (assigned.next or 0):
-            # No message is outstanding, so the reader stands where the client does.
+            # Every message that was handed out is acknowledged, so the client's position counts.
             stands = max(stands, assigned.reached, self._assignment.offset_ahead(assigned))
         return max(0, end - stands)
 

@@ -1,7 +1,7 @@
-"""Rebalances of a group: partitions come to this member, and leave it.
+"""The callbacks for a group's rebalances: partitions are assigned to this member, revoked, or lost.
 
-The client calls all of this inside its `poll`, or inside its `close`. An exception would come out of either as a
-SystemError, so each is kept for the reader's next poll.
+The client calls them inside its `poll` or `close`, which would raise an exception of a callback as SystemError. So each
+exception is kept, and the reader's next poll raises it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from txnbridge_kafka.read.assignment import KafkaAssignment, shown
 
 
 class GroupRebalance:
-    """The callbacks of a group's member."""
+    """The rebalance callbacks of a group member's client."""
 
     def __init__(self, assignment: KafkaAssignment, listener: ReaderListener) -> None:
         self._assignment = assignment
@@ -34,7 +34,7 @@ class GroupRebalance:
                 for partition in _keys(partitions):
                     self._assignment.add(partition)
                 self._assignment.say("given %s", shown(_keys(partitions)) or "nothing")
-            # None of them is read before its start is found.
+            # The client fetches none of the partitions before its first offset is found.
             (client.assign if self._assignment.eager else client.incremental_assign)([])
         except BaseException as error:
             self._assignment.errors.append(error)
@@ -70,7 +70,7 @@ class GroupRebalance:
             assignment.errors.append(error)
 
     def _revoking(self, partitions: Sequence[Partition]) -> None:
-        # In the new generation of the group, acknowledgements need a new proof of membership already.
+        # The group may have a new generation, for which acknowledgements need a new proof of membership.
         self._assignment.renew_context()
         self._listener.revoking(partitions)
 

@@ -1,4 +1,4 @@
-"""Finding out, beside the reading, where the partitions of a reader go on."""
+"""The background look-ups of the offsets at which a reader's partitions start or resume."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 
 class StartLookup:
-    """Answers the seek requests of a reader's partitions on another thread, and lets the client read on.
+    """Answers the seek requests of a reader's partitions on another thread, and then lets the client fetch them.
 
-    One thing is done at a time: a look-up in the background, or a commit of where the group begins.
+    One task runs at a time: a look-up in the background, or the commit of offsets at which the group begins.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StartLookup:
         self._listener = listener
         self._timeout = timeout
         self._task: BackgroundTask[Any] | None = None
-        # The requests and offsets of a start, until the broker says that it is the group's position.
+        # The seek requests and first offsets whose commit as the group's positions is under way.
         self._pending: tuple[Mapping[KafkaPartition, SeekRequest], ResolvedOffsets] | None = None
         self._refresh_at = 0.0
 
@@ -49,7 +49,7 @@ class StartLookup:
         return self._task is not None
 
     def follow(self) -> None:
-        """Take in what was looked up, and begin to look up what is wanted next."""
+        """Apply the result of a finished look-up, and start the next look-up. The reader calls this in each poll."""
         if self._task is not None:
             if not self._task.done:
                 return
@@ -101,7 +101,7 @@ class StartLookup:
             self._record(sorted(owed), lambda: self.settle(requests, resolved))
 
     def on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
-        """Take the result of a commit. The client calls this inside `poll`."""
+        """Handle the result of committing first offsets. The client calls this inside `poll`."""
         pending, self._pending = self._pending, None
         try:
             failed = [each for each in (error, *(p.error for p in partitions)) if each is not None]
@@ -127,7 +127,7 @@ class StartLookup:
         self._task = BackgroundTask(lambda: starts.record(topics, deadline), lambda _: then())
 
     def settle(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
-        """Let partitions go on at the offsets that were found; a partition without one waits."""
+        """Let the client fetch partitions from the offsets that were found; a partition without an offset waits."""
         ready: list[KafkaPartition] = []
         for each in self._assignment.current(requests):
             if (start := resolved.offsets.get(each.partition)) is None:
@@ -147,10 +147,10 @@ class StartLookup:
         self._assignment.place(ready)
 
     def request(self, requests: Mapping[KafkaPartition, SeekRequest]) -> None:
-        """Let partitions go on elsewhere.
+        """Move partitions to the targets of seek requests.
 
-        Where nothing has to be asked, they go on at once. Otherwise the next poll first asks which topics have the
-        names now, and in a group what is acknowledged, which is not read again.
+        Without a group and with unchanged topic ids they are moved at once. Otherwise the next poll first looks up the
+        topics' ids and, in a group, its positions: acknowledged messages are not read again.
         """
         for each, request in requests.items():
             each.next = request.target

@@ -1,4 +1,4 @@
-"""The offsets at which the reading of partitions starts, and goes on after a seek."""
+"""The offsets at which the reading of partitions starts, and resumes after a seek."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest, SeekRequ
 
 _log = logging.getLogger("txnbridge")
 
-# The pause before positions are asked for again that an open transaction may change: most end within milliseconds.
+# The pause before undecided positions are looked up again: most open transactions end within milliseconds.
 _PAUSE = 0.02
 # After so long an undecided position may be due to a hanging transaction (hazard H9).
 _PATIENCE = 3.0
-_LONGEST_SEARCH = 10.0  # meanwhile nothing is asked about other partitions that were just assigned
+_LONGEST_SEARCH = 10.0  # the search for one delays the look-ups for other partitions
 
 
 @dataclass(frozen=True)
 class LostPosition:
-    """A partition that only the user can let go on: the reason, and the offset where it stood."""
+    """A lost position, from which only a seek by the user can resume: the reason, and the last known offset."""
 
     why: str
     at: int
@@ -33,22 +33,22 @@ class LostPosition:
 
 @dataclass(frozen=True)
 class ResolvedOffsets:
-    """The answers to seek requests. Offsets `to_commit` are read from only after they are the group's position."""
+    """The answers to seek requests. Offsets `to_commit` are first committed as the group's positions, then read."""
 
     offsets: Mapping[Partition, int | LostPosition]
     to_commit: Mapping[Partition, int] = field(default_factory=dict)
-    topic_ids: Mapping[str, str] = field(default_factory=dict)  # where topics have ids, as they were before the look-up
+    topic_ids: Mapping[str, str] = field(default_factory=dict)  # the topics' ids, if they have ids, before the look-up
 
 
 class KafkaStartPositions:
-    """The start positions of a reader without a group: where its subscription says."""
+    """The start positions of a reader without a group: the `start` of its subscription."""
 
     def __init__(self, offsets: KafkaOffsets, subscription: Subscription) -> None:
         self._offsets = offsets
         self._subscription = subscription
 
     def first(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
-        """Return the offsets at which the subscription lets existing partitions begin."""
+        """Return the first offset of each existing partition by the `start` of the subscription."""
         match self._subscription.start:
             case "earliest":
                 return self._offsets.begins(partitions, deadline)
@@ -61,7 +61,7 @@ class KafkaStartPositions:
     def at_time(
         self, partitions: Mapping[Partition, KafkaPartition], timestamp: int, deadline: Deadline
     ) -> dict[KafkaPartition, SeekRequest]:
-        """Return the requests by which partitions go on at the first message stamped at or after a time."""
+        """Return the seek requests that move partitions to the first message stamped at or after a time."""
         topic_ids = self._offsets.topic_ids({topic for topic, _ in partitions}, deadline)
         since = self._offsets.since(partitions, timestamp, deadline)
         return {
@@ -81,19 +81,19 @@ class KafkaStartPositions:
         return ResolvedOffsets({**targets, **added, **refused, **recreated}, topic_ids=topic_ids)
 
     def owner(self) -> str:
-        """Return the name of the position's owner, for errors."""
+        """Return the words for the position in an error's text: this reader's, or a group's."""
         return "this reader's position"
 
     def _of_known_topics(self, requests: SeekRequests, deadline: Deadline) -> tuple[Mapping[str, str], SeekRequests]:
-        """Return the ids of the topics, and the requests about topics that the broker knows now.
+        """Return the topics' ids, and the requests about topics that the broker knows now.
 
-        A broker that has just started answers before it knows its topics; the others are asked about again.
+        A broker that has just started answers before it has loaded its topics: the other requests are tried again.
         """
         topic_ids = self._offsets.topic_ids({topic for topic, _ in requests}, deadline)
         return topic_ids, {partition: request for partition, request in requests.items() if partition[0] in topic_ids}
 
     def _recreated(self, requests: SeekRequests, topic_ids: Mapping[str, str]) -> Mapping[Partition, LostPosition]:
-        """Return the partitions whose offset belongs to a topic that was deleted and created again since."""
+        """Return the lost positions of partitions whose topic was deleted and created again."""
         return {
             partition: self.recreated(partition, request.target or request.refused or 0)
             for partition, request in requests.items()
@@ -104,7 +104,7 @@ class KafkaStartPositions:
         return LostPosition(recreated_text(self.owner(), partition, at), at)
 
     def _refused(self, requests: SeekRequests, deadline: Deadline) -> Mapping[Partition, int | LostPosition]:
-        """Return the offsets that the broker refused: as they are if it has them now, else as lost."""
+        """Return, for each offset that the broker refused, the offset if it is valid now, else a lost position."""
         refused = {partition: request.refused for partition, request in requests.items() if request.refused is not None}
         begins, ends = self._offsets.begins(refused, deadline), self._offsets.ends(refused, deadline)
         return {
@@ -116,13 +116,13 @@ class KafkaStartPositions:
 
 
 class KafkaGroupStartPositions(KafkaStartPositions):
-    """The start positions of a group's member: where the group stands.
+    """The start positions of a group's member: the group's positions, or where a new group begins.
 
     The offset at which a group begins a partition is committed, and recorded in the decision log, before a message of
-    it is handed out. Because of the commit nothing is skipped if the first batch aborts (hazard H23). Because of the
-    record a group whose positions the broker has dropped is not taken for a new group (hazard H24). The record of a
-    topic has the number of partitions at the group's beginning, and for each partition that the topic has now the
-    offset at which the group began it, None if the group had not begun it when the record was written.
+    the partition is handed out. Because of the commit no message is skipped if the first batch aborts (hazard H23).
+    Because of the record a group whose positions the broker has dropped is not taken for a new group (hazard H24). A
+    topic's record has the number of partitions at the group's beginning, and for each partition the offset at which the
+    group began it, None if the group had not begun it when the record was written.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         }
         self._denied = False
         self.unchecked = set(subscription.topics)  # topics whose records may not cover every begun partition
-        self.owed: set[str] = set()  # topics whose records certainly do not
+        self.owed: set[str] = set()  # topics whose records certainly lack a begun partition
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
         # "latest" means now, not when the group's members have got their partitions.
         self._latest = offsets.ends(partitions, deadline) if subscription.start == "latest" else None
@@ -154,7 +154,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         return f"the position of group {self._group!r}"
 
     def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
-        """Answer seek requests, but for partitions whose position an open transaction may still change."""
+        """Answer seek requests, except for partitions whose position an open transaction may still change."""
         topic_ids, requests = self._of_known_topics(requests, deadline)
         committed = self._offsets.committed_with_topics(self._group, requests, deadline, decided=True)
         if len(committed) < len(requests):
@@ -172,7 +172,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             elif recreated:
                 offsets[topic, number] = self.recreated((topic, number), position.at)
             else:
-                # What the group has acknowledged is not read again.
+                # Messages that the group has acknowledged are not read again.
                 offsets[topic, number] = max(position.at, target or 0)
         to_commit: dict[Partition, int] = {}
         for topic, numbers in missing.items():
@@ -188,7 +188,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         if self._search_at is None or now < self._search_at:
             self._search_at = self._search_at or now + _PATIENCE
             return
-        self._search_at = math.inf  # without the right to write markers each further try would fence a living producer
+        self._search_at = math.inf  # without the right to write markers each attempt would fence a running producer
         try:
             for written in self._write_missing_markers(Deadline(min(deadline.left(), _LONGEST_SEARCH))):
                 _log.warning("group %r stood still: the broker had forgotten an end of %s", self._group, written)
@@ -204,7 +204,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         self._search_at = time.monotonic() + _PATIENCE
 
     def _begin(self, topic: str, numbers: Sequence[int], requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
-        """Answer for partitions in which the group has no position: they begin, or their position was lost."""
+        """Return first offsets for partitions without a position of the group, or that their position was lost."""
         count, began = self._read_record(topic, deadline)
         targets: dict[Partition, int] = {}
         lost: dict[Partition, LostPosition] = {}
@@ -228,7 +228,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         return self.first(partitions, deadline)
 
     def record(self, topics: Iterable[str], deadline: Deadline) -> None:
-        """Make the records of topics cover every partition in which the group has a position."""
+        """Complete the records of topics in the decision log: each partition with a position of the group is in it."""
         for topic in topics:
             if not self._denied:
                 self._complete_record(topic, deadline)
@@ -251,7 +251,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             self._go_on_without(error)
 
     def _read_record(self, topic: str, deadline: Deadline) -> tuple[int, Sequence[int | None]]:
-        """Return how many partitions the topic had when the group began, and where the group began each."""
+        """Return the topic's partitions when the group began, and the offset at which it began each partition."""
         record = None
         try:
             record = None if self._denied else self._records[topic].read(deadline)
@@ -275,7 +275,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
 
 
 def out_of_range_text(owner: str, partition: Partition, at: int, begin: int, end: int) -> str:
-    """Return the text for a position that the broker does not have."""
+    """Return the error text for a position at an offset that the broker does not have (any more)."""
     topic, number = partition
     if at < begin:
         return (

@@ -18,35 +18,35 @@ PORT = 9092  # for a host without a port, as everywhere with Kafka
 
 @dataclass(frozen=True)
 class KafkaSettings:
-    """The settings by which the rest of the backend reaches and uses a cluster."""
+    """The checked settings of a bridge to a Kafka cluster, in the names of both client libraries."""
 
     bootstrap: str  # "host:port,host:port"
     client: Mapping[str, Any] = field(repr=False)  # librdkafka's settings, for every confluent-kafka client
-    raw: Mapping[str, Any] = field(repr=False)  # the same for kafka-python's connections
+    raw: Mapping[str, Any] = field(repr=False)  # the same settings in kafka-python's names, for raw requests
     timeout: float  # the bridge's default deadline in seconds
     hold: float | None
     application: str
     create_topics: int  # partitions of a missing topic; 0: never create
-    prefix: str = "_txnbridge-"  # of every topic of our own
-    replicas: int = -1  # of topics that we create; -1: as the broker has it
+    prefix: str = "_txnbridge-"  # of the name of every internal topic
+    replicas: int = -1  # of topics that the bridge creates; -1: the broker's default
     prepared_ids: int = 64  # how many prepared transactions of one transactional id may be unresolved
     group_protocol: str = "classic"
     assignment: str = "cooperative-sticky"
-    # which lines of the client's log go on to `logging`, as syslog counts: 3 errors, 6 info, 7 debug
+    # the syslog level up to which the client's log lines are passed to `logging`: 3 errors, 6 info, 7 debug
     log_level: int = 6
-    # A client warns about settings that are not for its kind: those for producers, and for consumers, besides `client`.
+    # librdkafka's settings for producers only and for consumers only: the other kind of client would warn about them.
     producer: Mapping[str, Any] = field(default_factory=dict, repr=False)
     consumer: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
-    advice: str = ""  # the advice when no connection can be made
+    advice: str = ""  # the text in an error when no connection can be made: the settings to check
 
     def log_topic(self, name: str) -> str:
         return f"{self.prefix}log-{name}"
 
     @property
     def soonest_retry(self) -> float:
-        """Return the seconds within which no producer repeats a request that the broker has refused."""
-        # A producer waits as long as this setting says, give or take a fifth, or longer.
+        """Return the shortest time in seconds after which a producer repeats a request that the broker has refused."""
+        # A producer waits for retry.backoff.ms, give or take a fifth, or longer.
         return float(self.client.get("retry.backoff.ms", 100)) / 2000
 
     def __reduce__(self) -> Any:
@@ -83,9 +83,9 @@ OPTIONS: Mapping[str, Option] = {
     ),
 }
 
-# The name of a topic has 249 characters at most; the name of an application follows the prefix.
+# The name of a topic has 249 characters at most; in a decision log's name the application follows the prefix.
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
-_MOST_PREPARED_IDS = 1000  # the coordinator remembers each for seven days, and they are opened one after another
+_MOST_PREPARED_IDS = 1000  # the coordinator keeps each id for seven days, and they are opened one after another
 
 _ALL_IN_ORDER = "a transaction needs each message stored once, in order, by all replicas in sync"
 _ACKS = "what was read is acknowledged in transactions, by the backend"
@@ -102,7 +102,7 @@ _KEYS = "certificates and keys are PEM files or text here, because two clients n
 _OIDC = "the client's id and secret are shown to a token endpoint here, and nothing else"
 _KERBEROS = "Kerberos is not supported: the client's wheels are built without it"
 
-# Settings that are not taken, by the reason: they belong to the backend, or have no meaning here.
+# The client settings that a user may not set, with the reason: the backend sets them, or they have no effect.
 REFUSED: Mapping[str, str] = {
     name: reason
     for reason, listed in {
@@ -161,7 +161,7 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-# Settings of programs that come from another client, with the values that hold here all the same.
+# Refused settings that a program written for another client may pass, with the values that the backend uses anyway.
 _AS_IT_IS: Mapping[str, frozenset[str]] = {
     "acks": frozenset({"all", "-1"}),
     "request.required.acks": frozenset({"all", "-1"}),
@@ -172,7 +172,7 @@ _AS_IT_IS: Mapping[str, frozenset[str]] = {
 
 
 def read(url: Url, options: Mapping[str, Any], context: Context) -> KafkaSettings:
-    """Return the settings that URL and options make. Raise `InvalidOption` for a setting that cannot be taken."""
+    """Return the settings from a URL, its options and the client's settings. Raise `InvalidOption` for a wrong one."""
     bootstrap = _bootstrap(url)
     _check(options)
     given = {name: _value(name, value) for name, value in context.client_options.items()}
@@ -219,7 +219,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def _value(name: str, value: Any) -> str:
-    """Return a value as text, as both clients and the URL have it."""
+    """Return a client setting's value as text. Raise `InvalidOption` for a value of another type."""
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str | int | float | os.PathLike):
@@ -228,22 +228,22 @@ def _value(name: str, value: Any) -> str:
 
 
 def _defaults(timeout: float) -> dict[str, str]:
-    """Return our defaults where they differ from the client's own. The user's settings win over these."""
-    # A half-open connection must be noticed, and another tried, well within one deadline. The least is what the client
-    # wants beyond the half second that a fetch waits at the broker; it warns about less.
+    """Return the backend's defaults where they differ from librdkafka's. The user's settings override them."""
+    # A half-open connection must be noticed, and another tried, well within one deadline. The client warns about less
+    # than 1.5 seconds: a fetch waits half a second at the broker, and the client wants another second.
     patience = str(int(min(max(timeout / 3, 1.5), 10.0) * 1000))
     return {
         "client.id": "txnbridge",
         "socket.timeout.ms": patience,
         "socket.connection.setup.timeout.ms": patience,
-        # Half of this time passes between a new client's learning of the brokers and its connecting to one of them:
-        # with the client's own 100 ms that is most of the time that opening an id takes. It doubles with each attempt.
+        # A new client waits half of this time after the first metadata before it connects to a broker: with the
+        # client's default of 100 ms this is most of the time to open a transactional id. Each attempt doubles it.
         "reconnect.backoff.ms": "20",
-        # The client's own ten seconds between two attempts are too long for a deadline of thirty.
+        # The client's default, ten seconds between two connection attempts, is too long for a deadline of thirty.
         "reconnect.backoff.max.ms": "1000",
-        # Shorter than the broker's ten minutes, after which it closes an idle connection, perhaps under a request.
+        # The broker closes an idle connection after ten minutes, perhaps during a request: the client closes it before.
         "connections.max.idle.ms": "540000",
-        # The producer's own default would create a mistyped topic wherever the broker lets it.
+        # By default a producer would create a topic with a mistyped name if the broker allows it.
         "allow.auto.create.topics": "false",
     }
 
@@ -259,7 +259,7 @@ def _sorted(settings: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]
 def _ask_the_client(
     client: Mapping[str, str], producer: Mapping[str, str], consumer: Mapping[str, str], group_protocol: str
 ) -> None:
-    """Let the client judge names and values, without a broker to connect to and without asking for a token."""
+    """Check setting names and values by creating clients, which connect to no broker and fetch no OAuth token."""
     from confluent_kafka import Consumer, KafkaException, Producer
 
     tried = {**client, "sasl.oauthbearer.method": "default"}
@@ -272,7 +272,7 @@ def _ask_the_client(
 
 
 class _Silent:
-    """Drops the log of a client that only judges settings: the client that is used logs the same."""
+    """A logger that drops the lines of a client that only checks settings: the real clients log the same lines."""
 
     def log(self, *line: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Settings as Kafka's Java clients name them, in librdkafka's names: they come with Spark or from a Java service."""
+"""The translation of the settings of Kafka's Java clients (of Spark or a Java service) into librdkafka's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RENAMED = {
     "compression.zstd.level": "compression.level",
     "fetch.max.wait.ms": "fetch.wait.max.ms",
     "max.request.size": "message.max.bytes",
-    "sasl.mechanisms": "sasl.mechanism",  # librdkafka has both; from here on there is only this name
+    "sasl.mechanisms": "sasl.mechanism",  # librdkafka has both names; the rest of the backend uses only the second
     "sasl.oauthbearer.client.credentials.client.id": "sasl.oauthbearer.client.id",
     "sasl.oauthbearer.client.credentials.client.secret": "sasl.oauthbearer.client.secret",
     "ssl.keystore.certificate.chain": "ssl.certificate.pem",
@@ -29,7 +29,7 @@ def _kbytes(value: str) -> str:
 
 
 def _buffer(value: str) -> str:
-    return "0" if value == "-1" else value  # as the system has it
+    return "0" if value == "-1" else value  # the operating system's default: -1 in Java, 0 in librdkafka
 
 
 def _algorithm(value: str) -> str:
@@ -43,7 +43,7 @@ _CONVERTED: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "ssl.endpoint.identification.algorithm": ("ssl.endpoint.identification.algorithm", _algorithm),
 }
 
-# Java classes for what both of our clients do by themselves.
+# Java classes whose function both clients have built in, so that the setting can be ignored.
 _CLASSES = {
     "sasl.login.callback.handler.class": (
         "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginCallbackHandler",
@@ -58,7 +58,7 @@ NAMES = frozenset({*_RENAMED, *_CONVERTED, *_CLASSES, *_STORE_SETTINGS, "sasl.ja
 
 
 def librdkafka_names(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the same settings in librdkafka's names. `InvalidOption` never shows a value that may be secret."""
+    """Return the given settings in librdkafka's names. Raise `InvalidOption`, without secrets, for a wrong one."""
     left = dict(given)
     line = left.pop("sasl.jaas.config", None)
     pairs = [pair for store in _STORES for pair in _store(store, left)]
@@ -92,7 +92,7 @@ def _renamed(name: str, value: str) -> tuple[str, str]:
 
 
 def _store(store: str, left: dict[str, str]) -> list[tuple[str, str]]:
-    """Take a store's settings out of `left`, and return its PEM file in librdkafka's names."""
+    """Remove a key store's or trust store's settings from `left`; return librdkafka's settings for its PEM file."""
     kind = left.pop(f"{store}.type", "").upper()
     location = left.pop(f"{store}.location", None)
     password = left.pop(f"{store}.password", None)
@@ -113,7 +113,7 @@ def _store(store: str, left: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def _conversion(store: str, location: str, kind: str) -> str:
-    """Return the command that converts a store to PEM; it asks for the store's password."""
+    """Return the shell command that converts a Java key store or trust store to PEM; it asks for the password."""
     stem = re.sub(r"\.(jks|p12|pfx|pkcs12|keystore|truststore)$", "", location, flags=re.IGNORECASE)
     source, pem, p12 = (shlex.quote(path) for path in (location, f"{stem}.pem", f"{stem}.converted.p12"))
     if store == "ssl.truststore":
@@ -149,7 +149,7 @@ class _Token(NamedTuple):
 
 
 def parse_jaas(line: str) -> tuple[str, dict[str, str]]:
-    """Return a JAAS line's module and options, as Java reads it. `InvalidOption` never shows any of the line."""
+    """Return the login module and the options of a JAAS line. Raise `InvalidOption`, without its text, if malformed."""
     tokens = _tokens(line)
     module = _text(next(tokens))
     if _text(next(tokens)).lower() not in _FLAGS:
@@ -210,7 +210,7 @@ _SECURITY = "org.apache.kafka.common.security."
 _PLAIN = _SECURITY + "plain.PlainLoginModule"
 _SCRAM = _SECURITY + "scram.ScramLoginModule"
 _OAUTH = _SECURITY + "oauthbearer.OAuthBearerLoginModule"
-# The client's settings by each module's names.
+# For each login module: its options, and librdkafka's settings for them.
 _MODULES = {
     _PLAIN: {"username": "sasl.username", "password": "sasl.password"},
     _SCRAM: {"username": "sasl.username", "password": "sasl.password"},
@@ -225,7 +225,7 @@ _EXTENSION = "extension_"
 
 
 def login(line: str, mechanism: str | None) -> dict[str, str]:
-    """Return a JAAS line in librdkafka's names, with the mechanism that belongs to it."""
+    """Return librdkafka's settings for a JAAS line: its options, and the SASL mechanism of its login module."""
     module, options = parse_jaas(line)
     if module not in _MODULES:
         known = ", ".join(name.rpartition(".")[2] for name in _MODULES)

@@ -1,6 +1,7 @@
-"""The names of the librdkafka settings that a user may set, by the kind of client: a client warns about others.
+"""The librdkafka settings that a user may set: for producers, for consumers, and for every client.
 
-A newer librdkafka may have more. It judges names that are not here, and they go to every client.
+A client warns about settings of another kind of client. A name that is not listed here is passed to every client, and
+librdkafka accepts or refuses it: a newer version may have more settings.
 """
 
 from __future__ import annotations

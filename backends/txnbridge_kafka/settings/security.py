@@ -1,4 +1,4 @@
-"""TLS and SASL, given once in librdkafka's names: checked, completed, and translated for kafka-python."""
+"""The TLS and SASL settings in librdkafka's names: checked, completed, and translated for kafka-python."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _OAUTH_NEEDS = (_ENDPOINT, "sasl.oauthbearer.client.id", "sasl.oauthbearer.clien
 
 
 def secrets(client: Mapping[str, str]) -> Iterator[str]:
-    """Yield the values that must not be shown."""
+    """Yield the values of the secret settings, such as passwords, which must not be in an error's text."""
     yield from (client[name] for name in _SECRETS if client.get(name))
 
 
 def complete(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings with their security spelled out. Raise `InvalidOption` for a part without effect.
+    """Return the settings with their security protocol and SASL mechanism. Raise `InvalidOption` for a useless one.
 
-    A password that is not used, or a certificate that is not checked, would weaken a promise in silence.
+    A password that is not used, or a certificate that is not checked, would weaken security without a notice.
     """
     settings = {**given, "security.protocol": given.get("security.protocol", "PLAINTEXT").upper()}
     protocol = settings["security.protocol"]
     if protocol not in _PROTOCOLS:
         raise InvalidOption(f"'security.protocol' is one of {', '.join(_PROTOCOLS)}")
-    for name in sorted(settings.keys() & COMMON):  # the client refuses any other as unknown
+    for name in sorted(settings.keys() & COMMON):  # the client refuses any other name as unknown
         if name.startswith("ssl.") and not protocol.endswith("SSL"):
             raise InvalidOption(f"{name!r} has no effect without security.protocol=SSL or SASL_SSL")
         if name.startswith("sasl.") and not protocol.startswith("SASL"):
@@ -70,7 +70,7 @@ def _sasl(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def advice(client: Mapping[str, str]) -> str:
-    """Return what to check when no connection can be made: the settings that have to match the listener."""
+    """Return the advice for a failed connection: the security settings that must match the broker's listener."""
     protocol, checks = client["security.protocol"], []
     if protocol.startswith("SASL"):
         checks += list(_OAUTH_NEEDS) if client["sasl.mechanism"] == _OAUTH else ["sasl.username", "sasl.password"]
@@ -83,7 +83,7 @@ def advice(client: Mapping[str, str]) -> str:
 
 
 def raw(client: Mapping[str, str]) -> dict[str, Any]:
-    """Return the same settings for kafka-python."""
+    """Return kafka-python's settings for the given librdkafka settings."""
     patience = int(client["socket.timeout.ms"])
     config: dict[str, Any] = {
         "client_id": client["client.id"],
@@ -108,7 +108,7 @@ def raw(client: Mapping[str, str]) -> dict[str, Any]:
 
 
 def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
-    """Return a TLS context for Python with librdkafka's checks. Raise `InvalidOption` naming what cannot be used."""
+    """Return a TLS context with librdkafka's checks. Raise `InvalidOption` for a file or a cipher that is unusable."""
     context = _trusting(client, "ssl.ca")
     context.sslsocket_class = _Socket
     if client.get("enable.ssl.certificate.verification", "true").lower() in ("false", "f", "0"):
@@ -136,21 +136,21 @@ def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
 
 
 class _Socket(ssl.SSLSocket):
-    """Closes itself when it is freed: kafka-python forgets a connection whose handshake failed."""
+    """A TLS socket that is closed when it is freed: kafka-python leaks a connection whose handshake failed."""
 
     def __del__(self) -> None:
         self.close()
 
 
 def _trusting(client: Mapping[str, str], option: str) -> ssl.SSLContext:
-    """Return a context that trusts the authorities under an option, or, without it, those of the system."""
+    """Return a TLS context that trusts the certificate authorities of an option, or without it the system's."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2  # some systems' OpenSSL would still accept an older version
     location, pem = client.get(f"{option}.location"), client.get(f"{option}.pem")
     if pem:
         with _naming(f"{option}.pem"):
             context.load_verify_locations(cadata=pem)
-    elif location and location != "probe":  # librdkafka's word for the system's authorities
+    elif location and location != "probe":  # librdkafka's value for the system's authorities
         with _naming(f"{option}.location"):
             if os.path.isdir(location):
                 context.load_verify_locations(capath=location)
@@ -162,7 +162,7 @@ def _trusting(client: Mapping[str, str], option: str) -> ssl.SSLContext:
 
 
 def _file(client: Mapping[str, str], option: str, files: contextlib.ExitStack) -> str | None:
-    """Return the file that an option names, or a file with the text that it gives until `files` are closed."""
+    """Return the path of an option's file; PEM text is written to a temporary file that `files` removes at its end."""
     pem = client.get(f"{option}.pem")
     if pem is None:
         return client.get(f"{option}.location")
@@ -183,14 +183,14 @@ def _naming(option: str) -> Iterator[None]:
 
 # --- OAuth -----------------------------------------------------------------------------------------------------------
 
-# A token is renewed after so much of its life, as both Kafka's and librdkafka's clients do.
+# An OAuth token is renewed after this part of its lifetime, as Kafka's Java client and librdkafka do.
 _RENEWED_AFTER = 0.8
-# An endpoint that does not say how long a token lives is asked for one each time.
+# The lifetime of an OAuth token without `expires_in`: for each connection a new token is fetched.
 _UNSAID = 0.0
 
 
 class OAuthTokens:
-    """Fetches tokens of a token endpoint for kafka-python, by client credentials, as librdkafka fetches its own."""
+    """Fetches OAuth tokens for kafka-python from the token endpoint, by client credentials, as librdkafka does."""
 
     def __init__(self, client: Mapping[str, str], timeout: float) -> None:
         self._url = client[_ENDPOINT]
@@ -204,7 +204,7 @@ class OAuthTokens:
         self._renew_at = self._dies_at = 0.0  # by time.monotonic()
 
     def token(self) -> str:
-        """Return a token that is still good. Raise `AccessDenied` and `BrokerUnavailable`."""
+        """Return a valid OAuth token. Raise `AccessDenied` if the endpoint refuses, `BrokerUnavailable` if it fails."""
         with self._lock:
             now = time.monotonic()
             if now >= self._renew_at:
@@ -220,7 +220,7 @@ class OAuthTokens:
             return self._token
 
     def extensions(self) -> dict[str, str]:
-        """Return the extensions that the broker gets beside the token."""
+        """Return the SASL extensions that are sent to the broker with the OAuth token."""
         return dict(pair.split("=", 1) for pair in self._extensions.split(",") if "=" in pair)
 
     def _fetch(self) -> dict[str, Any]:

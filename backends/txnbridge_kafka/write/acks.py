@@ -1,4 +1,4 @@
-"""Acknowledgements: positions of groups, written in a transaction with a proof of membership."""
+"""Acknowledgements: a group's positions, written in a transaction with the member's proof of group membership."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from txnbridge_kafka.client.offsets import KafkaOffsets, is_another_topic, recre
 
 
 class KafkaAckContext:
-    """The group of acknowledgements, and the member's proof of membership.
+    """The group that acknowledges, and the member's proof of group membership (its consumer group metadata).
 
-    The proof is that of the reader's last delivery. A later proof would be wrong, because that of a member that was
-    thrown out is one that a broker accepts from anyone. An earlier one would be refused, because the group's generation
-    changes time and again while a partition stays with its member.
+    The proof is taken at the reader's last delivery. A later proof may be wrong: the metadata of a member that was
+    removed from the group names no member, and a broker accepts such metadata from any producer. An earlier proof may
+    be refused: the group's generation also changes while a partition stays assigned to its member.
     """
 
     __slots__ = ("group", "metadata", "topic_ids")
@@ -22,7 +22,7 @@ class KafkaAckContext:
     def __init__(self, group: str) -> None:
         self.group = group
         self.metadata: object = None
-        self.topic_ids: dict[Partition, str] = {}  # of the topic that each partition is read in, where it has an id
+        self.topic_ids: dict[Partition, str] = {}  # by partition, the id of its topic, if topics have ids
 
 
 def check_topics(

@@ -1,4 +1,4 @@
-"""The meaning of the client's errors for the transaction in which they happen."""
+"""The translation of the client's errors in a transaction: whether it was fenced, aborted, or timed out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _GROUP_MOVED_ON = {
     KafkaError.FENCED_MEMBER_EPOCH,
 }
 _FENCED = {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED}
-# The coordinator has ended the transaction, or the id is another producer's.
+# With these codes the coordinator has ended the transaction, or another producer has the transactional id.
 ENDED = {*_FENCED, KafkaError.INVALID_TXN_STATE, KafkaError.INVALID_PRODUCER_ID_MAPPING}
-# The rights that an administrator has to grant.
+# By the error code, the rights that an administrator has to grant.
 _NEEDED = {
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "Write on this transactional id",
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "Write on every topic that it sends to and Read on those it acknowledges",
@@ -52,9 +52,9 @@ def failure(
     deadline: Deadline,
     otherwise: type[TransactionAborted],
 ) -> TxnBridgeError:
-    """Return our error for an error after which a transaction can only be aborted, or is already.
+    """Return the core's error for an error of the client after which a transaction is aborted or must be.
 
-    `what` says what was being done under the transactional id; `deadline` is the transaction's own.
+    `what` names the failed action, `id` the transactional id, and `deadline` is the transaction's deadline.
     """
     code, text = error.code(), f"{what}: {error.str()} ({error.name()})"
     if code in _GROUP_MOVED_ON:
@@ -71,7 +71,7 @@ def failure(
 
 
 def _lost(error: KafkaError, text: str, deadline: Deadline) -> TxnBridgeError:
-    """Return our error for a producer that was fenced although the id has no newer owner, or that is broken."""
+    """Return the error of a transaction whose producer has a fatal error, or was fenced without a newer owner."""
     if error.code() not in ENDED:
         return TransactionAborted(f"{text}: the client could not go on, and the transaction is aborted; run it again")
     if deadline.expired:

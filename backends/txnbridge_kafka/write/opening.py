@@ -1,7 +1,8 @@
-"""Opening a transactional id: nothing of an older owner stays alive but what it has prepared.
+"""Opening a transactional id: every transaction of an older owner is aborted, except its prepared transactions.
 
-An older owner may live, so its transaction is ended by InitProducerId alone, which fences it and aborts in one act at
-the coordinator. Ended by EndTxn, the owner would go on under the same epoch, and commit the second half (hazard H11).
+An older owner may still run, so its transaction is aborted by InitProducerId only: the coordinator then fences the
+owner and aborts the transaction atomically. After an EndTxn the owner would keep its epoch, and would commit the second
+half of its transaction (hazard H11).
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
 
-# Opening waits for the broker, not for this process; but each writer has a client with threads of its own.
+# How many writers are opened in parallel: opening waits for the broker, but each client starts several threads.
 _AT_ONCE = 16
-# Without a log to say how many writers an older owner had, an owner looks for so many more than its own.
+# An owner without the right to its decision log, which has an older owner's number of writers, looks for so many more
+# writers than its own.
 _LOOKED_FOR = 64
 
 
 def open_id(cluster: KafkaCluster, owner: KafkaOwner, writers: Sequence[KafkaWriter], deadline: Deadline) -> None:
-    """Record in the log that the id is ours, end what is left of older owners, and open every writer.
+    """Record this process as the owner of the id in the decision log, fence older owners, and open every writer.
 
-    Without the right to the log the broker alone fences; the owner logs what that leaves open.
+    Without the right to the decision log only the broker fences, and `KafkaOwner` logs the guarantees that are lost.
     """
     before: Mapping[str, Any] = {}
     try:
@@ -40,14 +42,15 @@ def open_id(cluster: KafkaCluster, owner: KafkaOwner, writers: Sequence[KafkaWri
         owner.go_on_without_log(error)
     _warn_of_living_owner(cluster, owner, writers, before, deadline)
     if owner.denied:
-        # What an older owner prepares or has prepared cannot be told from the rest, so it is left alone.
+        # Without prepare records the prepared transactions of an older owner cannot be recognised, so the ids for
+        # prepared transactions are not fenced.
         more = range(len(writers), len(writers) + _LOOKED_FOR)
         leftovers = list(cluster.requests.describe([f"{owner.name}.{number}" for number in more], deadline))
     else:
         _end_unprepared(cluster, owner, deadline)
         leftovers = [f"{owner.name}.{number}" for number in range(len(writers), int(before.get("writers", 0)))]
     _all_at_once(lambda writer: _open(cluster, owner, writer, deadline), writers)
-    # Older owners may have had more writers than we have. Nobody opens those, so they are fenced without a client.
+    # Older owners may have had more writers than this owner. The ids of those writers are fenced without a client.
     _all_at_once(lambda id: _fence(cluster, owner, id, deadline), leftovers)
 
 
@@ -58,7 +61,7 @@ def _warn_of_living_owner(
     before: Mapping[str, Any],
     deadline: Deadline,
 ) -> None:
-    """Warn of an older owner that is in a transaction. Of another it is unknown whether it is alive."""
+    """Log a warning if an older owner has an open transaction: its process may still run."""
     now = time.time() * 1000
     for last in cluster.requests.describe([writer.id for writer in writers], deadline).values():
         if last.state == OPEN and last.start is not None:
@@ -77,7 +80,7 @@ def _age(now: float, then: int) -> str:
 def _open(cluster: KafkaCluster, owner: KafkaOwner, writer: KafkaWriter, deadline: Deadline) -> None:
     writer.session.previous_transaction = previous = cluster.requests.describe([writer.id], deadline).get(writer.id)
     if previous is not None and previous.state not in SETTLED:
-        # The writer's client would wait for the end of an abort ten times as long.
+        # The writer's client would wait ten times as long for the end of the abort.
         _fence(cluster, owner, writer.id, deadline)
     writer.open(deadline)
 
@@ -89,12 +92,12 @@ def _fence(cluster: KafkaCluster, owner: KafkaOwner, id: str, deadline: Deadline
 
 
 def _end_unprepared(cluster: KafkaCluster, owner: KafkaOwner, deadline: Deadline) -> None:
-    """Abort what earlier owners have open under ids for prepared transactions without a prepare record (hazard H16)."""
+    """Abort earlier owners' open transactions without a prepare record under ids of the prepared pool (hazard H16)."""
     listed = cluster.requests.transactions(deadline, [OPEN])
     described = cluster.requests.describe([each.id for each in listed if is_pool_id(each.id, owner.name)], deadline)
     if not any(last.state == OPEN for last in described.values()):
         return
-    # Read after the opening was written: a prepare record that comes later does not count.
+    # The records are read after this owner's opening was written: a prepare record after that opening does not count.
     spared = {(e.data["id"], e.data["pid"], e.data["start"]) for e in owner.ledger.entries(PREPARE, deadline)}
     for id, last in described.items():
         if last.state == OPEN and (id, last.pid, last.start) in spared:
@@ -104,7 +107,7 @@ def _end_unprepared(cluster: KafkaCluster, owner: KafkaOwner, deadline: Deadline
 
 
 def _all_at_once(do: Callable[[Any], object], items: Sequence[Any]) -> None:
-    """Call a function for all items side by side. Raise the first error once all calls have ended."""
+    """Call a function for all items in parallel threads. Raise the first error after all calls have returned."""
     if not items:
         return
     with ThreadPoolExecutor(min(len(items), _AT_ONCE), thread_name_prefix="txnbridge-kafka-open") as pool:

@@ -1,4 +1,4 @@
-"""This process as the owner of a transactional id, and what the decision log records about that."""
+"""This process as the owner of a transactional id: its opening and recorded outcomes in the decision log."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from txnbridge.spi import Deadline, Identity, Ledger, LedgerEntry
 
 _log = logging.getLogger("txnbridge")
 
-# Kinds of ledger records; "prepare" has a meaning for the ledger itself.
+# Kinds of records in the ledger of an id; the core's ledger itself also interprets "prepare" records.
 PREPARE, OUTCOME = "prepare", "outcome"
 
 
 class KafkaOwner:
-    """Knows whether this process still owns the id, and records outcomes that the coordinator is about to forget."""
+    """Checks whether this process still owns a transactional id, and records outcomes in the decision log.
+
+    An outcome is recorded before the coordinator forgets it.
+    """
 
     def __init__(self, identity: Identity, ledger: Ledger, prepared_ids: int) -> None:
         self.identity = identity
         self.ledger = ledger
         self.prepared_ids = prepared_ids
         self.opening: str | None = None
-        self.spared: list[str] = []  # ids under which earlier owners have left something prepared
-        self.denied = ""  # the rights to grant, if the id was opened without the log
+        self.spared: list[str] = []  # ids under which earlier owners have left prepared transactions
+        self.denied = ""  # the rights that are missing, if the id was opened without the decision log
         self._lock = threading.Lock()
 
     @property
@@ -34,11 +37,11 @@ class KafkaOwner:
         return self.identity.name
 
     def open(self, writers: int, deadline: Deadline) -> Mapping[str, Any]:
-        """Become the newest owner. Return the data of the opening before.
+        """Record an opening, which makes this process the id's owner. Return the data of the previous opening.
 
-        The largest number of writers that any owner had is handed on: an owner that dies while it opens the id leaves
-        the writers of its predecessors to the next. (And the largest number of ids for prepared transactions, which an
-        owner of an earlier version looks for.)
+        The record has the largest number of writers that any owner had: if an owner dies while it opens the id, the
+        next owner still fences the writers of all earlier owners. (It also has the largest number of ids for prepared
+        transactions, which earlier versions of this backend read.)
         """
         with self._lock:
             newest = self.ledger.newest_opening(deadline)
@@ -53,10 +56,10 @@ class KafkaOwner:
             return before
 
     def go_on_without_log(self, error: AccessDenied) -> None:
-        """Own the id as far as the broker alone can tell, and log what that does not promise.
+        """Own the id without the decision log, with fencing by the broker only, and log which guarantees are lost.
 
-        For good, even if the right is granted meanwhile: an opening that is recorded only later would fence the owner
-        that has opened the id since.
+        This holds for the owner's whole life, even if the right is granted meanwhile: an opening that is recorded later
+        would fence another owner that has opened the id since.
         """
         self.denied = str(error)
         _log.warning(
@@ -70,12 +73,12 @@ class KafkaOwner:
         )
 
     def open_once(self, deadline: Deadline) -> None:
-        """Open an id that the bridge made up for itself, when something has to be recorded about it."""
+        """Record an opening unless there is one: an id that the bridge made up is opened before its first record."""
         if self.opening is None and not self.denied:
             self.open(0, deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if another process has opened the id since (hazard H14)."""
+        """Raise `Fenced` if another process has opened the id after this process (hazard H14)."""
         if self.opening is None:
             return
         newest = self.ledger.newest_opening(deadline)
@@ -86,25 +89,26 @@ class KafkaOwner:
             )
 
     def record_outcome(self, key: str, committed: bool, deadline: Deadline) -> None:
-        """Record the outcome of an id's last transaction before opening the id makes the coordinator forget it.
+        """Record the outcome of an id's last transaction, before opening the id makes the coordinator forget it.
 
-        Only of a transaction that this owner has begun: another owner may have begun one since the coordinator was
-        asked.
+        The caller passes only outcomes of transactions that this owner has begun: another owner may have begun one
+        since the coordinator described the id.
         """
         if self.opening is None:
-            return  # without the log nobody was promised that the outcome can be asked for
+            return  # without the decision log there is no guarantee that the outcome can be looked up
         self.ledger.record(OUTCOME, key, {"state": "committed" if committed else "aborted"}, deadline)
 
 
 def evidence_key(id: str, pid: int, mark: str) -> str:
-    """Return the key of a recorded outcome; `mark` is the epoch of a plain transaction, the start of a prepared one."""
+    """Return the ledger key of an outcome. `mark` is a plain transaction's epoch or a prepared one's start time."""
     return f"{id}/{pid}/{mark}"
 
 
 def recorded_outcome(ledger: Ledger, key: str, deadline: Deadline, under: object = None) -> str | None:
-    """Return "committed" or "aborted" if that was recorded; None if nothing was, or nothing of it is left.
+    """Return the outcome recorded under a key, "committed" or "aborted"; None if there is no record (any more).
 
-    `under` names the opening that must have recorded it: one version recorded also what the next opener had seen.
+    With `under` only the record of that opening counts: an earlier version of this backend also recorded outcomes that
+    the next owner had seen.
     """
     try:
         entries: list[LedgerEntry] = ledger.find(key, deadline)

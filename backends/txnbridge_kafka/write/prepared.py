@@ -1,4 +1,4 @@
-"""Prepared transactions: each under an id that holds no other, opened anew for each transaction."""
+"""Prepared transactions: each has its own transactional id, which is opened again before the next transaction."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _AHEAD_SECONDS = 30.0
 
 
 def is_pool_id(id: str, name: str) -> bool:
-    """Return whether an id is for prepared transactions of any owner of a transactional id.
+    """Return whether a transactional id of Kafka is one for prepared transactions of the bridge's id `name`.
 
-    Such ids carry their opening, so that no other owner opens one but to end what is left (hazard H15). In earlier
-    versions they did not.
+    An id for prepared transactions contains its owner's opening, so that another owner opens it only to abort a
+    leftover transaction (hazard H15). In earlier versions the id did not contain the opening.
     """
     return re.fullmatch(rf"{re.escape(name)}(\.[0-9a-f]{{16}})?\.p\d+", id) is not None
 
 
 class KafkaPreparedWriter(KafkaWriter):
-    """Writes one transaction, which is prepared or aborted, and then goes back to the pool."""
+    """Writes one transaction, which is prepared or aborted; `close` returns the transactional id to the pool."""
 
     def __init__(
         self, pool: PreparedIdPool, cluster: KafkaCluster, owner: KafkaOwner, id: str, timeout_ms: int
@@ -48,15 +48,15 @@ class KafkaPreparedWriter(KafkaWriter):
     def begin(self, begin: Begin) -> None:
         timeout_ms = self._pool.timeout_ms(begin)
         if timeout_ms != self.session.timeout_ms:
-            # The broker takes the time-out when an id is opened.
+            # The broker takes a transaction time-out only when an id is opened.
             self.session.timeout_ms = timeout_ms
             self.session.stale = "another time-out was asked for"
         super().begin(begin)
 
     def open(self, deadline: Deadline) -> None:
-        """Open the id, and leave an id for good whose opening met trouble.
+        """Open the id; if a request of the opening may still be under way, replace the id by a new one.
 
-        A late copy of that request would abort what is prepared under the id by then (hazard H17).
+        A late copy of the InitProducerId request would abort a transaction prepared under the id later (hazard H17).
         """
         while True:
             try:
@@ -85,7 +85,8 @@ class KafkaPreparedWriter(KafkaWriter):
         empty = not self.messages and not self._acks
         self._store(deadline)
         if empty:
-            # The coordinator knows nothing of an empty transaction. A group that nobody uses makes it known.
+            # A transaction begins at the coordinator with its first partition. For an empty transaction this is the
+            # partition of a group that no consumer uses.
             group = f"{self._cluster.settings.prefix}empty"
             self._cluster.requests.add_offsets(self.id, opened.pid, opened.epoch, group, deadline)
         last = self._cluster.requests.describe([self.id], deadline).get(self.id)
@@ -99,7 +100,10 @@ class KafkaPreparedWriter(KafkaWriter):
         self.session.drop()
 
     def _record(self, deadline: Deadline) -> None:
-        """Write the record for which the next owner spares the transaction. If there is one, abort: `Fenced`."""
+        """Write the prepare record, because of which the next owner does not abort the transaction.
+
+        If there is a next owner already, abort the transaction and raise `Fenced`.
+        """
         evidence = self.evidence()
         data = {
             **evidence.how,
@@ -122,7 +126,10 @@ class KafkaPreparedWriter(KafkaWriter):
 
 
 class PreparedIdPool:
-    """The ids of one owner for prepared transactions: opened ahead, one at a time, never while unresolved."""
+    """The transactional ids of one owner for prepared transactions.
+
+    One id is opened ahead in the background. An id that holds an unresolved transaction is never opened.
+    """
 
     def __init__(self, cluster: KafkaCluster, owner: KafkaOwner, timeout_ms: int, longest_ms: int) -> None:
         self._cluster = cluster
@@ -139,20 +146,23 @@ class PreparedIdPool:
         self._closed = False
 
     def timeout_ms(self, begin: Begin) -> int:
-        """Return a transaction's time-out at the broker: without a hold the pool's, which is the longest allowed."""
+        """Return a transaction's time-out at the broker: its deadline plus its hold, or without a hold the pool's."""
         if begin.hold is None:
             return self._timeout_ms
         return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
 
     def take(self, deadline: Deadline) -> KafkaPreparedWriter:
-        """Return a writer on a fresh id. Raise `Fenced`, and `DeadlineExceeded` if no id becomes free."""
+        """Return a writer with a newly opened id.
+
+        Raise `Fenced` if the id has a newer owner, and `DeadlineExceeded` if every id holds an unresolved transaction.
+        """
         self._owner.open_once(deadline)
         with self._lock:
             while len(self._ids) < self._owner.prepared_ids:
                 self._ids.append(self._new_id())
         writer, oldest = self._take_or_open(deadline), None
         while writer is None:
-            # While there is time: the error names the oldest transaction, which the caller may end.
+            # Looked up before the deadline expires: the error names the oldest transaction, which the caller may end.
             oldest = self._oldest(deadline) or oldest
             if deadline.left() <= _CHECK_SECONDS:
                 raise DeadlineExceeded(self._all_taken(oldest))
@@ -165,7 +175,7 @@ class PreparedIdPool:
         return writer
 
     def _take_or_open(self, deadline: Deadline) -> KafkaPreparedWriter | None:
-        """Return a writer on a fresh id; None if every id holds an unresolved transaction."""
+        """Return a writer with a newly opened id; None if every id holds an unresolved transaction."""
         with self._lock:
             writer = self._ready.popleft() if self._ready else None
         return writer or self._open_one(deadline)
@@ -174,7 +184,7 @@ class PreparedIdPool:
         return f"{self._owner.name}.{self._owner.opening}.p{next(self._numbers)}"
 
     def replace_id(self, id: str) -> str:
-        """Return a new id in place of this one, which is not used any more."""
+        """Replace an id in the pool by a new id, and return the new one. The old id is never used again."""
         with self._lock:
             new = self._ids[self._ids.index(id)] = self._new_id()
             self._taken.discard(id)
@@ -186,7 +196,7 @@ class PreparedIdPool:
             self._taken.discard(writer.id)
 
     def close(self, deadline: Deadline) -> None:
-        """Let go of the ids that were opened ahead."""
+        """Close the writers that were opened ahead, and open no more."""
         with self._lock:
             self._closed = True
             ready, self._ready = list(self._ready), deque()
@@ -218,7 +228,7 @@ class PreparedIdPool:
         writer.close()
 
     def _open_one(self, deadline: Deadline) -> KafkaPreparedWriter | None:
-        """Return a writer on an id that holds nothing unresolved; None if there is none at the moment."""
+        """Open an id that holds no unresolved transaction, and return its writer; None if there is none now."""
         free = self._find_free(deadline)
         if free is None:
             return None
@@ -237,7 +247,10 @@ class PreparedIdPool:
         return writer
 
     def _find_free(self, deadline: Deadline) -> tuple[str, TransactionDescription | None] | None:
-        """Return the next id that holds nothing unresolved, marked as taken; None if there is none."""
+        """Mark the next id without an unresolved transaction as taken, and return it with its description.
+
+        Return None if there is no such id.
+        """
         with self._lock:
             order = self._ids[self._next :] + self._ids[: self._next]
             candidates = [id for id in order if id not in self._taken]
@@ -249,7 +262,7 @@ class PreparedIdPool:
             if last is not None and last.state == OPEN:
                 continue
             if last is not None and last.state not in ("Empty", "CompleteCommit", "CompleteAbort", "Dead"):
-                continue  # its transaction is being ended this moment
+                continue  # the coordinator is ending the id's transaction at this moment
             with self._lock:
                 if id in self._taken:
                     continue
@@ -259,7 +272,7 @@ class PreparedIdPool:
         return None
 
     def _oldest(self, deadline: Deadline) -> Token | None:
-        """Return the token of the oldest unresolved transaction, if that can be told now."""
+        """Return the token of the oldest unresolved prepared transaction; None if it cannot be found out now."""
         try:
             described = self._cluster.requests.describe([*self._ids, *self._owner.spared], deadline).items()
             unresolved = {(id, last.pid, last.start) for id, last in described if last.state == OPEN}
@@ -278,7 +291,7 @@ class PreparedIdPool:
 
 
 def token_of(entry: LedgerEntry, cluster: KafkaCluster, deadline: Deadline) -> Token:
-    """Return the token that was given out when this record was written."""
+    """Return the token of a prepared transaction from its prepare record."""
     data: Mapping[str, Any] = entry.data
     return Token(
         broker="kafka",

@@ -1,4 +1,4 @@
-"""One transactional producer of confluent-kafka, and what its log reveals."""
+"""One transactional producer of confluent-kafka, and the monitor of its log for requests that may arrive late."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from txnbridge_kafka.errors import kafka_error, too_late, translate
 from txnbridge_kafka.settings import KafkaSettings
 
 _log = logging.getLogger("txnbridge.kafka.client")
-_log.addHandler(logging.NullHandler())  # a program that configures no logging must not find these lines on its screen
+_log.addHandler(logging.NullHandler())  # without it Python would print the lines of a program without logging
 
-# The shortest time-out that librdkafka and a broker take.
+# The shortest transaction time-out that librdkafka and a broker accept.
 LEAST_TIMEOUT_MS = 1000
-# No request of a transaction can be under way on a connection that was never made.
+# Log lines of connections that were never established, so that no request can be under way on them.
 _NEVER_CONNECTED = ("Connect to ", "Failed to resolve", "Connection setup timed out")
-# A call of the client cannot be interrupted. The deadline may be cut meanwhile, because a program has to stop.
+# The longest call of the client: a call cannot be interrupted, and a program that stops may shorten its deadline.
 _SLICE_SECONDS = 0.5
-# Errors that only say that the transaction has failed before, and not why.
+# Error codes which say that the transaction has failed before, without the reason.
 _CONSEQUENCES = {KafkaError._STATE, KafkaError._FATAL, KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}
 
 
-# syslog's levels, in which the client logs, as levels of `logging`.
+# By the option log_level, which is a syslog level as in the client's log, the level of `logging`.
 _THRESHOLDS = {3: logging.ERROR, 4: logging.WARNING, 5: logging.INFO, 6: logging.INFO, 7: logging.DEBUG}
 
 
 class ClientLogMonitor:
-    """Reads the client's log for what puts a producer in doubt: a lost connection, a request that timed out.
+    """Watches the client's log for lost connections and timed-out requests, after which a producer is not reused.
 
-    A request of this transaction may then still be under way, and would take effect in the next one, because the client
-    keeps one epoch for all of them (hazard H1). Nothing else tells: the client reconnects, repeats the request and
-    reports success.
+    A request of the current transaction may then still be under way, and would take effect in the next transaction,
+    because the client keeps one epoch for all of them (hazard H1). Only the log shows these events: the client
+    reconnects, repeats the request and reports success.
     """
 
     def __init__(self, log_level: int) -> None:
@@ -44,21 +44,22 @@ class ClientLogMonitor:
         self._threshold = _THRESHOLDS.get(log_level, logging.CRITICAL)
 
     def log(self, level: int, text: str, *parts: str) -> None:
-        """Take a line of the log, whose kind is its first part. confluent-kafka calls this on the thread that polls."""
+        """Take a line of the client's log; its kind is the first part. The client calls this during a poll."""
         line = text % parts if parts else text
         kind = parts[0] if parts else line
         if kind == "REQTMOUT" or (kind == "FAIL" and not any(harmless in line for harmless in _NEVER_CONNECTED)):
-            # The first reason is kept. The client is thrown away for it, which matters: librdkafka does not log the
-            # same failure of one connection again within half a minute.
+            # The first reason is kept, and the client is dropped because of it. A client that were kept would not log
+            # the same failure of one connection again within half a minute.
             self.taint_reason = self.taint_reason or line
         if level >= self._threshold:
             _log.log(level, "%s", line)
 
 
 class TransactionalProducer:
-    """A producer with a transactional id. One thread at a time; let go of it by `drop`, never by closing it.
+    """A producer with a transactional id, for one thread at a time. It is freed by `drop` and never closed.
 
-    Calls of a transaction return the client's last error, None on success: its meaning depends on the calls before.
+    Methods that end or fill a transaction return the client's last error, or None on success: what an error means for
+    the transaction depends on the calls before it.
     """
 
     def __init__(self, settings: KafkaSettings, id: str, timeout_ms: int) -> None:
@@ -81,14 +82,14 @@ class TransactionalProducer:
         self.poll: Callable[[float], int] = self._client.poll
 
     def refresh_metadata(self, topic: str, deadline: Deadline) -> None:
-        """Let the client learn of a topic's new partitions, which would otherwise take up to a minute."""
+        """Refresh the client's metadata of a topic, so that it writes to partitions that were added just now."""
         try:
             refresh_metadata(self._client, deadline, topic)
         except KafkaException as error:
             raise translate(error, f"looking at topic {topic!r}") from error
 
     def open(self, deadline: Deadline) -> None:
-        """Open the id: the coordinator fences its previous producer, and aborts what that left open."""
+        """Open the transactional id: the coordinator fences its previous producer and aborts the open transaction."""
         settle(self._client, self._log_topic, deadline)
         error = self._until_done(self._client.init_transactions, deadline)
         if error is not None:
@@ -104,7 +105,7 @@ class TransactionalProducer:
         return None
 
     def flush(self, deadline: Deadline) -> KafkaError | None:
-        """Send what waits. Raise `DeadlineExceeded` if the broker has not taken all of it in time."""
+        """Send all buffered messages. Raise `DeadlineExceeded` if the broker has not stored all of them in time."""
         try:
             while (left := self._client.flush(_slice(deadline))) and not deadline.expired:
                 pass
@@ -115,7 +116,7 @@ class TransactionalProducer:
         return self._first_failure()
 
     def wait(self, seconds: float) -> KafkaError | None:
-        """Let the broker take messages for a moment. Return the first error, if any."""
+        """Poll the client, which makes room in its buffer. Return the first delivery's error, or None."""
         try:
             self.poll(seconds)
         except (KafkaException, SystemError) as error:
@@ -132,12 +133,15 @@ class TransactionalProducer:
         return self._until_done(self._client.abort_transaction, deadline)
 
     def cause(self, error: KafkaError) -> KafkaError:
-        """Return why the transaction failed, for an error that only says that it did; any other error as it is."""
-        # A failed transaction may not begin again, and the refusal says why it failed. Nothing is sent.
+        """Return the original error of a failed transaction for an error that is only its consequence.
+
+        Any other error is returned unchanged.
+        """
+        # begin() is refused after a failure, and the refusal has the original error. No request is sent.
         return (self.begin() or error) if error.code() in _CONSEQUENCES else error
 
     def taint_reason(self) -> str:
-        """Poll once for the client's log, and return why this producer must not begin another transaction, if so."""
+        """Poll the client's log, and return the reason why this producer must not be reused; empty if it may be."""
         try:
             self.poll(0)
         except (KafkaException, SystemError) as error:
@@ -147,11 +151,11 @@ class TransactionalProducer:
         return self.log_monitor.taint_reason
 
     def drop(self) -> None:
-        """Let go without ending what is open: closing would abort it, and wait for that without limit."""
+        """Free the client without ending its open transaction: closing would abort it and wait without a limit."""
         del self._client, self.produce, self.poll
 
     def _until_done(self, call: Callable[[float], object], deadline: Deadline) -> KafkaError | None:
-        """Repeat a call as long as the client says that this helps, and there is time. Return the last error."""
+        """Call the client until it succeeds, the error is not retriable, or the deadline passes; return the error."""
         while True:
             try:
                 call(_slice(deadline))
@@ -164,7 +168,8 @@ class TransactionalProducer:
                 return None
 
     def _serve(self) -> None:
-        # An abort that waits for deliveries needs their reports served. A fatal error comes again with the call itself.
+        # An abort waits for deliveries, whose reports a poll has to serve. The client's next call repeats a fatal
+        # error, so it can be ignored.
         with suppress(KafkaException, SystemError):
             self.poll(LEAST_SECONDS)
 

@@ -24,10 +24,10 @@ from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import KafkaTopics
 
 _log = logging.getLogger("txnbridge.kafka.client.publisher")
-# The client calls a setting experimental that it has had, unchanged, since it became idempotent.
+# The client warns about enable.gapless.guarantee, which has been in it unchanged since it became idempotent.
 _log.addFilter(lambda record: "enable.gapless.guarantee is experimental" not in record.getMessage())
 
-# Serving delivery reports frees their memory: often enough to keep that flat, seldom enough to cost nothing.
+# Delivery reports are served after so many messages, which frees their memory and costs little time.
 _SERVE_AFTER = 1000
 _SLICE = 0.1
 _PAUSE = 0.01
@@ -38,14 +38,14 @@ _NO_SEQUENCE = "Kafka keeps no sequence of a publisher beyond its session, so it
 class KafkaPublisher(Publisher):
     """Stores each message once and each partition's messages in order.
 
-    A message is tried until it is stored, refused, or the publisher is closed: if it were given up while the messages
-    behind it go on, it would be missing in the middle. After a refusal nothing more of its partition is stored, and
-    nothing more is taken. Other partitions may have stored messages that were sent later, before the refusal came.
+    A message is retried until it is stored, refused, or the publisher is closed: if it timed out while later messages
+    are stored, the partition would have a gap. After a refusal no more messages of that partition are stored, and the
+    publisher takes no more. Other partitions may by then have stored messages that were sent later.
     """
 
     def __init__(self, settings: KafkaSettings, topics: KafkaTopics) -> None:
         self._topics = topics
-        self._partitions: dict[str, int] = {}  # of the topics that were checked
+        self._partitions: dict[str, int] = {}  # by topic, the number of partitions, once the topic was checked
         self._failures: list[KafkaError] = []
         self._unserved = 0
         self._producer: ConfluentProducer | None = make_producer(settings, self._failures.append, _own(settings))
@@ -73,7 +73,7 @@ class KafkaPublisher(Publisher):
         elif not 0 <= partition < self._partitions.get(topic, 0):
             self._partitions[topic] = self._topics.require(topic, partition, deadline)
         while not self._take(producer, topic, value, key, headers or (), partition, milliseconds(timestamp), deadline):
-            deadline.check(f"waiting for room for a message to {topic}")  # or for the client to learn of the partition
+            deadline.check(f"waiting for room for a message to {topic}")  # or for metadata of a new partition
         self._unserved += 1
         if self._unserved >= _SERVE_AFTER:
             self._serve(producer, 0)
@@ -89,7 +89,7 @@ class KafkaPublisher(Publisher):
         timestamp: int,
         deadline: Deadline,
     ) -> bool:
-        """Hand a message to the client; False if the client could not take it yet."""
+        """Give a message to the client. Return False if its buffer is full or it lacks metadata of the partition."""
         try:
             producer.produce(topic, value, key, partition=partition, timestamp=timestamp, headers=list(headers))
         except BufferError:
@@ -106,7 +106,7 @@ class KafkaPublisher(Publisher):
         return True
 
     def _refresh_metadata(self, producer: ConfluentProducer, topic: str, partition: int, deadline: Deadline) -> None:
-        """Let the client learn of a topic or a partition that was added. Raise `NotFound`."""
+        """Refresh the client's metadata of a topic or partition. Raise `NotFound` if it does not exist."""
         self._partitions[topic] = self._topics.require(topic, max(partition, 0), deadline)
         try:
             refresh_metadata(producer, deadline, topic)
@@ -115,7 +115,7 @@ class KafkaPublisher(Publisher):
         time.sleep(_PAUSE)
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when every message is stored. A message that is not stored by the deadline is tried further."""
+        """Wait until every message is stored. A message that is not stored by the deadline is still retried."""
         producer = self._ready()
         while left := self._serve(producer, min(_SLICE, seconds(deadline)), flush=True):
             if deadline.expired:
@@ -124,7 +124,7 @@ class KafkaPublisher(Publisher):
                 )
 
     def _serve(self, producer: ConfluentProducer, wait: float, flush: bool = False) -> int:
-        """Take delivery reports. Return how many messages are left. Raise `DeliveryFailed`."""
+        """Take delivery reports, and return how many messages are not stored. Raise `DeliveryFailed` for a refusal."""
         self._unserved = 0
         try:
             if flush:
@@ -141,7 +141,7 @@ class KafkaPublisher(Publisher):
         return len(producer)
 
     def _fail(self, error: KafkaError) -> None:
-        """Give up for good: messages that still wait in this process are never sent."""
+        """Stop the publisher after a refused message: buffered messages are dropped. Raise the refusal's error."""
         self._failures.append(error)
         self._let_go()
         self._ready()
@@ -162,7 +162,7 @@ class KafkaPublisher(Publisher):
         raise NotSupported(_NO_SEQUENCE)
 
     def close(self, deadline: Deadline) -> None:
-        """Flush, and let go. Raise the errors of `flush`; messages that are not stored then are given up."""
+        """Flush, and free the producer. If `flush` raises, the messages that are not stored are dropped."""
         if self._producer is None:
             return
         try:
@@ -171,10 +171,10 @@ class KafkaPublisher(Publisher):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Send nothing more. The client's own `close` would wait without limit."""
+        """Drop the producer and its buffered messages. The client's own `close` would wait without a limit."""
         producer, self._producer = self._producer, None
         if producer is not None:
-            # An error that the caller keeps would keep the client too, and that would go on with what it has.
+            # If the caller keeps an error, its traceback keeps the client, which would send its buffered messages.
             producer.purge()
 
 
@@ -182,9 +182,9 @@ def _own(settings: KafkaSettings) -> dict[str, Any]:
     return {
         "acks": "all",
         "enable.idempotence": True,
-        # Without this the client goes on behind a message that the broker refused.
+        # Without this setting the client sends the messages after one that the broker refused.
         "enable.gapless.guarantee": True,
-        # And it goes on behind a message that it gave up for its age, whatever is set.
+        # No message times out: the client sends the messages after a timed-out one in spite of the setting above.
         "message.timeout.ms": 0,
         "log_level": settings.log_level,
         "logger": _log,

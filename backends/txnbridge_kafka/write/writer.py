@@ -1,4 +1,4 @@
-"""One writer: transactions, one after another, on a producer that is thrown away when it is in doubt."""
+"""One writer: transactions, one after another, on a producer that is replaced when its requests may arrive late."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ from txnbridge_kafka.write.producer_session import ProducerSession
 
 _log = logging.getLogger("txnbridge")
 
-# A transaction whose time is over must still be known to be aborted: for that an abort may go on for so long.
+# The least time for an abort, also after the transaction's deadline: its caller has to learn that it is aborted.
 _ABORT_GRACE = 2.0
-# Requests that are under way when a transaction aborts put its producer in doubt, so that the id has to be opened anew.
-# So they are sent first, unless that takes longer than this.
+# The time for sending buffered messages before an abort. A request that is under way at the abort may arrive late, so
+# that the producer would have to be replaced.
 _FLUSH_BEFORE_ABORT = 0.5
-# So many messages are given to the client at a time, half a millisecond in which no other Python code runs.
+# How many messages are given to the client at a time: half a millisecond in which no other Python code runs.
 _CHUNK = 1000
-_PLAIN = {bytes, type(None)}  # types of values and keys that the client takes as they are
-# One turn of waiting for room in the client's buffer.
+_PLAIN = {bytes, type(None)}  # types of values and keys that the client takes unconverted
+# The longest of the waits for room in the client's buffer, between which the deadline is checked.
 _ROOM_SECONDS = 0.05
 
 
 class KafkaWriter(Writer):
-    """A writer under one transactional id of Kafka's, opened when it is first used or by `open`."""
+    """A writer with one transactional id of Kafka, which is opened at its first use or by `open`."""
 
     not_taken = (KeyError, TypeError, BufferError, KafkaException)
 
@@ -78,11 +78,11 @@ class KafkaWriter(Writer):
         self._begun_under: TransactionDescription | None = None  # the opening that the last transaction is in
         self._unknown = False  # whether a token was given out whose only evidence is at the coordinator
         self._log: Mapping[str, Any] | None = None
-        self._partitions: dict[str, int] = {}  # of the topics that were checked since the id was opened
+        self._partitions: dict[str, int] = {}  # by topic, the partitions, if it was checked since the id was opened
         self._checked_groups: set[str] = set()
         self._acks: dict[str, tuple[KafkaAckContext, dict[Partition, int]]] = {}
-        self._asked = False  # whether a commit was asked for, of which everything was stored
-        self._start: int | None = None  # the transaction's start time at the coordinator, where it was asked for
+        self._asked = False  # whether a commit was requested, after every message was stored
+        self._start: int | None = None  # the transaction's start time at the coordinator, if it was looked up
 
     @property
     def id(self) -> str:
@@ -91,13 +91,13 @@ class KafkaWriter(Writer):
     # --- opening --------------------------------------------------------------------------------------------------
 
     def open(self, deadline: Deadline) -> None:
-        """Open the id: the coordinator fences any other process, and aborts what that had open."""
+        """Open the id: the coordinator fences any other process with it, and aborts that process's transaction."""
         self.session.open(deadline)
         self._partitions.clear()
         self._checked_groups.clear()
 
     def reopen(self, deadline: Deadline) -> None:
-        self._unknown = True  # somebody may hold a token of the last transaction
+        self._unknown = True  # the application may have kept a token of the last transaction
         self._reopen(deadline)
 
     def _reopen(self, deadline: Deadline) -> None:
@@ -108,21 +108,21 @@ class KafkaWriter(Writer):
         self._unknown = False
         topics, groups = list(self._partitions), list(self._checked_groups)
         self.open(deadline)
-        # Markers that a killed broker forgot in these partitions hold readers and groups back now.
+        # Control markers that a killed broker forgot in these partitions would block readers and groups from now on.
         for topic in topics:
             self._check_topic(topic, None, deadline)
         for group in groups:
             self._check_group(group, deadline)
 
     def _end_leftover(self, deadline: Deadline) -> None:
-        """Abort what is open, and record the outcome that a token may be asked about (hazard H18)."""
+        """Abort the open transaction, and record the last one's outcome if a token of it may exist (hazard H18)."""
         self.session.previous_transaction = self.session.end_if_open(deadline)
         if self._unknown and self._asked and not self._owner.denied:
             try:
                 self._owner.open_once(deadline)
                 self._record_outcome(deadline)
             except AccessDenied as error:
-                # Going on is worth more than what a token, if there is one, can be told later: UNKNOWN, for good.
+                # The writer continues: a token of the last transaction, if there is one, has the status UNKNOWN.
                 self.session.unrecorded = True
                 _log.warning("what became of the last transaction of %s cannot be recorded: %s", self.id, error)
 
@@ -144,7 +144,7 @@ class KafkaWriter(Writer):
         return self.session.producer
 
     def _open_for_longer(self, timeout_ms: int, deadline: Deadline) -> None:
-        """Open the id with another time-out (hazard H25). Raise `InvalidOption` if the broker allows no such time."""
+        """Open the id with a longer time-out (hazard H25). Raise `InvalidOption` if the broker does not allow it."""
         before, self.session.timeout_ms = self.session.timeout_ms, timeout_ms
         try:
             self._reopen(deadline)
@@ -161,7 +161,7 @@ class KafkaWriter(Writer):
         if self._owner.opening is not None:
             self._log = self._evidence_log(begin.deadline)
         if producer.begin() is not None:
-            # It was fenced, or its last transaction timed out at the broker. Opening the id shows whether it is ours.
+            # The producer was fenced, or its last transaction timed out. Reopening raises `Fenced` for a newer owner.
             self._reopen(begin.deadline)
             producer = self._ready(begin.deadline)
             if error := producer.begin():
@@ -179,7 +179,7 @@ class KafkaWriter(Writer):
         except EvidenceLost:
             raise
         except OutcomeUnknown as error:
-            # A record that nobody needs may be stored. Of the transaction certainly nothing is.
+            # The ledger may have stored a record without use. Of the transaction itself nothing is stored.
             raise BrokerUnavailable(f"the transaction did not begin: {error}") from error
 
     def send(
@@ -221,7 +221,7 @@ class KafkaWriter(Writer):
             self._send_each(topic, items)
 
     def _send_chunk(self, topic: str, items: Sequence[Item]) -> None:
-        """Send plain items in a loop that runs in C, which saves a fifth of the processor time for small messages."""
+        """Send items; plain ones in a loop that runs in C, which saves a fifth of the CPU time for small messages."""
         done = 0
         if columns := _columns(items):
             left = iter(columns[0])
@@ -242,7 +242,7 @@ class KafkaWriter(Writer):
                 self.send(topic, value, key, headers, None, None)
 
     def _check_topic(self, topic: str, partition: int | None, deadline: Deadline) -> None:
-        """Make sure, before the first message to a topic, that it exists and no marker of this id is missing there."""
+        """Before the first message to a topic, check that the topic exists, and write missing markers of this id."""
         count = self._cluster.topics.require(topic, partition, deadline)
         partitions = [(topic, number) for number in range(count)]
         self._cluster.watched_partitions.update(partitions)
@@ -274,7 +274,7 @@ class KafkaWriter(Writer):
         return self._failed(cause, f"sending a message to {topic}", self._begun.deadline, DeliveryFailed)
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when every message taken so far is stored. Raise `DeliveryFailed`."""
+        """Wait until every message sent so far is stored. Raise `DeliveryFailed` if one cannot be stored."""
         error = self._producer().flush(deadline)
         if error is not None:
             raise self._not_stored(error, deadline) from KafkaException(error)
@@ -286,7 +286,7 @@ class KafkaWriter(Writer):
         _, offsets = self._acks.get(context.group, (context, {}))
         self._acks[context.group] = context, offsets
         for partition, acked in positions.items():
-            # A group has one position a partition: the next offset to read.
+            # A group has one position in a partition: the next offset to read.
             offsets[partition] = max(offsets.get(partition, 0), max(map(itemgetter(0), acked)) + 1)
 
     def _send_acks(self, deadline: Deadline) -> None:
@@ -324,7 +324,7 @@ class KafkaWriter(Writer):
     def commit(self, deadline: Deadline) -> None:
         session, producer = self.session, self._producer()
         self._store(deadline)
-        # If anything was stored, the coordinator's state is this transaction's own and not the previous one's.
+        # If a message or a position was stored, the coordinator's state is of this transaction, not of the previous.
         self._asked = bool(self.messages or self._acknowledged)
         if self._asked and (session.stale or producer.taint_reason()):
             self._start = session.start_of_open_transaction(deadline)
@@ -345,7 +345,10 @@ class KafkaWriter(Writer):
         self._settle(error, refused_only_once, deadline)
 
     def _has_acks_alone(self) -> bool:
-        """Return whether the client, which saw no acknowledgement, takes the transaction for empty and ends nothing."""
+        """Return whether the transaction has acknowledgements and no messages.
+
+        Acknowledgements are sent by raw requests, so the client takes such a transaction for empty and does not end it.
+        """
         return self._acknowledged and not self.messages
 
     def _commit_acks(self, deadline: Deadline) -> tuple[KafkaError | None, bool]:
@@ -356,10 +359,10 @@ class KafkaWriter(Writer):
             raise
 
     def _store(self, deadline: Deadline) -> None:
-        """Store messages, then acknowledgements. On an error the transaction is aborted here, or left for `abort`."""
+        """Store messages, then acknowledgements. Abort after `TransactionAborted` or `Fenced`; else the caller does."""
         deadline.check("the transaction")
         try:
-            # In this order, because the coordinator takes one new partition or group at a time.
+            # One after the other, because the coordinator adds one new partition or group at a time.
             self.flush(deadline)
             self._send_acks(deadline)
         except (TransactionAborted, Fenced):
@@ -367,14 +370,14 @@ class KafkaWriter(Writer):
             raise
 
     def _settle(self, error: KafkaError, refused_only_once: bool, deadline: Deadline) -> None:
-        """Find out what is true after the broker has refused a commit: the coordinator's word counts.
+        """Find out the outcome after the broker has refused a commit: return if committed, else raise an error.
 
-        If the coordinator has no word on the transaction any more, because the id was opened since, a request that was
-        refused, and of which only one copy can have arrived, was certainly not carried out.
+        The coordinator's description decides. If it no longer describes the transaction, because the id was opened
+        since, a commit that was refused and of which only one copy can have arrived was certainly not carried out.
         """
         self._unknown = True
         try:
-            # If it is open still, the refusal came before any decision; no request of this producer may follow now.
+            # If the transaction is still open, it is undecided, and no request of this producer may follow.
             self.session.drop()
             last = self.session.end_if_open(deadline)
             if refused_only_once and not (last is not None and self.session.is_own(last)):
@@ -412,7 +415,7 @@ class KafkaWriter(Writer):
         if not session.stale:
             with suppress(BrokerUnavailable):
                 producer.flush(Deadline(min(_FLUSH_BEFORE_ABORT, deadline.left())))
-        # After a failure the client would open the id by itself, and nobody could tell that from another process.
+        # After a failure the client would open the id by itself, which looks like an opening by another process.
         if self._has_acks_alone():
             session.stale = session.stale or "it has acknowledgements that its client did not see"
         if not session.stale and not producer.failures and producer.abort(Deadline(deadline.left() / 2)) is None:
@@ -422,12 +425,12 @@ class KafkaWriter(Writer):
         session.abort_from_outside(deadline)
 
     def close(self) -> None:
-        """Let go; what is open dies by its time-out, or when the id is opened again."""
+        """Free the producer. Its open transaction is aborted by its time-out, or when the id is opened again."""
         self.session.drop()
 
 
 def _columns(items: Sequence[Item]) -> tuple[Sequence[bytes | None], ...]:
-    """Return (values,) or (values, keys) if the client takes all items as they are, else nothing."""
+    """Return the columns (values,) or (values, keys) if the client takes all items unconverted, else ()."""
     kinds = set(map(type, items))
     if kinds == {bytes}:
         return (items,)
