@@ -1,1 +1,1 @@
-"""The ends of transactions: requested, found out later, and delivered to every topic and subscription."""
+"""Ends of transactions: requesting an end, finding an outcome later, and delivering an end to all topics."""

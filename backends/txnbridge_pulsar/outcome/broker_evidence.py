@@ -1,4 +1,4 @@
-"""Evidence, asked for by REST, that a transaction was committed which its coordinator has forgotten."""
+"""Evidence, found by REST, that a transaction which its coordinator has forgotten was committed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _log = logging.getLogger("txnbridge")
 
 _REST = "/admin/v3/transactions"
 _COMMIT_MARKER = "21"
-# How many entries in front of a late message are searched for the transaction's commit marker; each is a request.
+# Entries before a late message that are searched for the transaction's commit marker; each takes a request.
 _MOST_BEFORE = 500
-# A transaction's messages are sent within its lifetime, which is minutes with most programs and hours with some.
+# Messages of a transaction are searched within this time before and after a known one: transactions live for hours at
+# most.
 _AROUND_MS = 3 * 3600 * 1000
 
 
@@ -36,7 +37,7 @@ def topics_but_canary(cluster: ClusterAccess, deadline: Deadline) -> list[str]:
 
 
 def first_open_message(rest: Rest, topic: str, txn: TxnId, deadline: Deadline) -> tuple[int, int] | None:
-    """Return the position of an open transaction's first message on a topic; None if it is not open there."""
+    """Return the position of a transaction's first message on a topic; None if it is not open on the topic."""
     path = f"{_REST}/transactionInBufferStats/{path_of(topic)}/{txn.most}/{txn.least}"
     try:
         position = rest.get(path, deadline).get("startPosition")
@@ -58,7 +59,7 @@ def ledger_sizes(rest: Rest, topic: str, deadline: Deadline) -> dict[int, int]:
     """Return the ledgers of a topic with their numbers of entries."""
     stats = rest.get(f"/admin/v2/persistent/{path_of(topic)}/internalStats", deadline)
     sizes = {int(each["ledgerId"]): int(each["entries"]) for each in stats["ledgers"]}
-    sizes[max(sizes)] = int(stats["currentLedgerEntries"])  # the list has no number for the last ledger
+    sizes[max(sizes)] = int(stats["currentLedgerEntries"])  # the list has no size of the ledger that is being written
     return sizes
 
 
@@ -68,7 +69,7 @@ def entry_headers(rest: Rest, topic: str, place: tuple[int, int], deadline: Dead
 
 
 def _before(place: tuple[int, int], sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield the positions in front of one, the nearest first."""
+    """Yield the positions of the entries before `place`, the nearest first."""
     ledger, entry = place
     for each in sorted(sizes, reverse=True):
         if each <= ledger:
@@ -80,8 +81,8 @@ def proof_of_commit(
 ) -> str | None:
     """Return a sentence that names the evidence that a transaction was committed; None without evidence.
 
-    Nothing proves an abort: brokers write an abort marker also when they drop what a commit has not reached
-    (hazard H46).
+    `held` has the topics on which the transaction is open, with its first message on each. Nothing proves an abort:
+    brokers also write an abort marker when they drop messages that a commit has not reached (hazard H46).
     """
     short_name = cluster.settings.namespace.short_name
     markers_read_by = Deadline(deadline.left() / 4)
@@ -91,7 +92,7 @@ def proof_of_commit(
     about = min(_publish_time(rest, topic, first, deadline) for topic, first in held.items())
     topics = topics_but_canary(cluster, deadline)
     markers = f"persistent://{cluster.settings.namespace}/{proof_prefix(cluster)}"
-    read_by = Deadline(deadline.left() / 2)  # the rest is for ending it
+    read_by = Deadline(deadline.left() / 2)  # the rest is for ending the transaction
     for topic in dict.fromkeys((*held, *(topic for topic in topics if topic.startswith(markers)), *topics)):
         # A topic that cannot be read in time is no evidence.
         with suppress(TxnBridgeError, RestRefused):
@@ -105,10 +106,10 @@ def had_committed(
 ) -> bool | None:
     """Return whether a transaction that its coordinator has forgotten was committed; None without evidence.
 
-    Return False if it is open on none of its topics any more: then nothing can take it back.
+    Return False if the transaction is open on none of its topics: then no later end can take a commit back.
     """
     try:
-        for topic in topics:  # a topic that is not loaded does not tell what is open there
+        for topic in topics:  # brokers list open transactions only of loaded topics
             with translated(f"loading {topic}"):
                 cluster.client.create_producer(topic, timeout=deadline.left()).close(deadline.left())
         firsts = ((topic, first_open_message(rest, topic, txn, deadline)) for topic in topics)
@@ -122,7 +123,7 @@ def had_committed(
 
 
 def _has_commit_marker(rest: Rest, topic: str, txn: TxnId, first: tuple[int, int], deadline: Deadline) -> bool:
-    """Return whether a commit marker stands not far in front of the message that opened the transaction again."""
+    """Return whether one of the last entries before the transaction's late message `first` is its commit marker."""
     with suppress(RestRefused, DeadlineExceeded):
         for place in islice(_before(first, ledger_sizes(rest, topic, deadline)), _MOST_BEFORE):
             headers = entry_headers(rest, topic, place, deadline)
@@ -142,7 +143,7 @@ def _publish_time(rest: Rest, topic: str, place: tuple[int, int], deadline: Dead
 
 
 def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, about: int, deadline: Deadline) -> bool:
-    """Return whether readers see a message of a transaction on a topic, published within hours of a time."""
+    """Return whether readers see a message of a transaction on a topic. Search only around the publish time `about`."""
     what = f"reading {topic}"
     first = rest.get(f"/admin/v2/persistent/{path_of(topic)}/messageid/{about - _AROUND_MS}", deadline)
     start = wire.MessageId(first["ledgerId"], first["entryId"])

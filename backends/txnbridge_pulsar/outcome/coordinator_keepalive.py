@@ -1,7 +1,8 @@
-"""Keeps the transaction coordinators running.
+"""Connects to the transaction coordinators regularly, so that they time transactions out.
 
 After a restart of the brokers no transaction times out until a client has connected to its coordinator: a transaction
-that a dead process left open would hold readers back for ever. So each open bridge connects now and then (hazard H53).
+that a dead process left open would hold readers back for ever. So each open bridge connects to all coordinators
+regularly (hazard H53).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from txnbridge_pulsar import client as wire
 
 _log = logging.getLogger("txnbridge")
 
-# Readers wait at most this much longer after a restart; it costs two small requests to each coordinator.
+# Seconds between connects: readers wait this much longer after a restart. A connect is two small requests to each one.
 EVERY_SECONDS = 10.0
 _SECONDS_A_TRY = 10.0
 
@@ -36,5 +37,5 @@ class CoordinatorKeepalive:
                 _log.debug("the transaction coordinators do not answer: %s", error)
 
     def close(self) -> None:
-        """Stop. Closing the client then ends a running try."""
+        """Stop the thread. A running request ends when the client is closed."""
         self._stop.set()

@@ -1,13 +1,13 @@
 """Makes sure that the end of a transaction reaches every topic and subscription.
 
 A coordinator passes the end on to the brokers that serve them. While a broker unloads a topic, the coordinator takes
-"being unloaded" for "deleted" and counts the end as delivered: it never arrives. Committed messages stay hidden there,
-and the end of a later transaction on that topic turns the commit into an abort: messages are lost, and acknowledged
-ones are processed twice (hazard H49).
+"being unloaded" for "deleted" and counts the end as delivered, but the end never arrives. Committed messages stay
+hidden on this topic, and the end of a later transaction on it turns the commit into an abort: messages are lost, and
+acknowledged ones are processed twice (hazard H49).
 
-The broker tells each producer and consumer on an unloaded topic that it is closed. So each of our transactions is kept
-for some seconds after its end, and ended again on every topic that was unloaded. A process that dies in between
-delivers nothing; and nothing helps if another program ends a transaction on the topic first.
+The broker tells each producer and consumer on an unloaded topic that it is closed. So an owner remembers each
+transaction for some seconds after its end, and ends it again on every topic that was unloaded. This fails if the
+process dies in these seconds, or another program ends a transaction on the topic first.
 """
 
 from __future__ import annotations
@@ -30,20 +30,23 @@ from txnbridge_pulsar.settings.topic_names import whole_topic
 
 _log = logging.getLogger("txnbridge")
 
-# A broker closes clients within milliseconds of unloading a topic; topics of a large bundle follow each other.
+# Seconds for which an ended transaction is kept. A broker closes producers within milliseconds of unloading a topic,
+# but unloads the topics of a large bundle one by one.
 _KEEP_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
-# Topics of a killed broker are retried until the other brokers notice its death.
+# Seconds for one delivery. Topics of a killed broker are retried until the other brokers notice its death.
 _TURN_SECONDS = 2.0
-# A writer that closes right after a commit waits this long to hear which topics were being unloaded.
+# Seconds that a writer which closes right after a commit waits for brokers' messages about unloaded topics.
 _LINGER_SECONDS = 0.02
-# A token has room for 4,096 characters in all, some of which its encoding takes.
+# The most characters of participants in a token: a token has 4,096 in all, some of which its encoding takes.
 _MOST_TOKEN_CHARACTERS = 1800
 _SIDE_BY_SIDE = 8
 
 
 class Participant(NamedTuple):
-    """A topic that a transaction wrote to, or a subscription on it, with the client that hears of an unload."""
+    """A topic or subscription in a transaction, with the producer or consumer that is informed if the topic is
+    unloaded.
+    """
 
     topic: str
     subscription: str | None
@@ -53,20 +56,20 @@ class Participant(NamedTuple):
     @property
     def has_moved(self) -> bool:
         lost = self.user.lost
-        # The broker does not tell a client that was closed on this side; see `linger`.
+        # A producer or consumer that this process has closed is not informed of an unload; see `linger`.
         ours = isinstance(lost, wire.Closed) or (lost is not None and isinstance(lost.__cause__, wire.Closed))
         return self.user.generation != self.generation or (lost is not None and not ours)
 
 
 @dataclass(frozen=True)
 class Participants:
-    """The topics and subscriptions of a transaction, for a process that has no clients there."""
+    """The names of a transaction's topics and subscriptions, for a process without producers and consumers on them."""
 
     topics: tuple[str, ...] = ()
     subscriptions: tuple[tuple[str, str], ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """Return what a token can hold: the partitions of each topic as a bit set; nothing if that is too long."""
+        """Return fields for a token, with the partitions of each topic as a bit set; no fields if they are too long."""
         groups: dict[str, list[str]] = {}
         for topic, name in self.subscriptions:
             groups.setdefault(name, []).append(topic)
@@ -75,7 +78,9 @@ class Participants:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Participants:
-        """Read the participants. Raise `KeyError`, `TypeError`, `AttributeError` or `ValueError` for other fields."""
+        """Parse a token's fields. Raise `KeyError`, `TypeError`, `AttributeError` or `ValueError` if they are
+        invalid.
+        """
         if "r" not in fields:
             return cls()
         groups = fields["g"].items()
@@ -106,10 +111,11 @@ def _unpacked(sets: Mapping[str, str]) -> Iterator[str]:
 def deliver_everywhere(
     cluster: ClusterAccess, txn: TxnId, commit: bool, participants: Participants, deadline: Deadline
 ) -> None:
-    """End a transaction on every participant again. This process may have no clients there, and so would not hear of
-    unloaded topics.
+    """End a transaction again on each of its topics and subscriptions, which may have been unloaded during the first
+    end.
 
-    Raise nothing: the outcome is decided. With authorization on, only a superuser has the right.
+    Errors are logged, not raised, because the outcome is decided. With authorization on, only a superuser has the
+    right.
     """
 
     def tell(target: tuple[str, str | None]) -> None:
@@ -144,12 +150,12 @@ class _EndedTransaction(NamedTuple):
 
 
 def participant_of(topic: str, subscription: str | None, via: wire.PulsarProducer | wire.PulsarConsumer) -> Participant:
-    """Return a participant; call this before the end is requested."""
+    """Return a participant; call this before the end is requested, so that a later unload is noticed."""
     return Participant(topic, subscription, via, via.generation)
 
 
 class EndDelivery:
-    """Delivers the ends of one owner's transactions again where topics were unloaded. Any thread may call."""
+    """Delivers the ends of one owner's transactions again to topics that were unloaded. Thread-safe."""
 
     def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
@@ -161,7 +167,9 @@ class EndDelivery:
         self._thread: threading.Thread | None = None
 
     def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
-        """Keep a transaction whose end is confirmed. Return when the end has reached the topics that have moved."""
+        """Remember a transaction that has ended. Return when its end has been delivered to the unloaded
+        participants.
+        """
         ended = _EndedTransaction(time.monotonic(), txn, commit)
         with self._changed:
             for each in participants:
@@ -173,9 +181,10 @@ class EndDelivery:
         self.settle({each.topic for each in participants}, deadline)
 
     def settle(self, topics: Set[str], deadline: Deadline) -> None:
-        """Return when the kept ends have reached these topics, where they have moved, or at the deadline.
+        """Deliver remembered ends to those of these topics that were unloaded. Return when that is done, or at the
+        deadline.
 
-        No later transaction may end there before: its end would drop the missing ones.
+        Call this before another transaction ends on these topics: its end would drop messages whose commit is missing.
         """
         for each in self._moved(topics):
             self._deliver_again(each, deadline)
@@ -187,11 +196,13 @@ class EndDelivery:
             return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
 
     def _deliver_again(self, missed: Participant, deadline: Deadline) -> None:
-        """End all kept transactions again on one topic. Failed ends are kept for another try."""
+        """End all remembered transactions again on one unloaded participant. Ends that fail are kept for
+        another try.
+        """
         with self._changed:
             ended = self._recent.pop(missed, None)
             if ended is None:
-                return  # another thread delivers them
+                return  # another thread delivers these ends
             self._delivering[missed.topic] += 1
         try:
             while ended:
@@ -243,11 +254,13 @@ class EndDelivery:
                 del self._recent[each]
 
     def linger(self) -> None:
-        """Wait until producers have heard which topics were being unloaded. Call this before producers are closed."""
+        """Wait until brokers have informed producers of unloads during the last end. Call this before producers are
+        closed.
+        """
         time.sleep(max(0.0, self._last_at + _LINGER_SECONDS - time.monotonic()))
 
     def close(self, deadline: Deadline) -> None:
-        """Stop, after delivering once more."""
+        """Stop the thread, and deliver ends to unloaded topics once more."""
         self._stop.set()
         for each in self._moved():
             self._deliver_again(each, deadline)

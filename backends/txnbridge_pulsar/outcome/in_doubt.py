@@ -1,8 +1,7 @@
-"""Transactions in doubt: they have ended, and their proof topics have not received the end.
+"""Transactions in doubt: their coordinators have forgotten them, and their proof topics do not show the outcomes yet.
 
-On a topic that has not received a commit, the end of any later transaction takes the commit back. So the owner ends
-nothing on the topics of these transactions until their outcomes are known, and uses other proof topics meanwhile
-(hazard H50).
+On a topic that has not received a commit, the end of any later transaction takes the commit back. So the owner ends no
+transaction on the topics of transactions in doubt, and uses other proof topics meanwhile (hazard H50).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
 
 
 class InDoubt:
-    """The transactions in doubt of one owner. Any thread may call."""
+    """The transactions in doubt of one owner. Thread-safe."""
 
     def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
@@ -27,8 +26,8 @@ class InDoubt:
         self._transactions: dict[TxnId, AnnouncedTransaction] = {}
 
     def resolve(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-        """Return whether it is known how a transaction ended. Deliver a commit to all its topics again. Keep the
-        transaction here while its outcome is not known.
+        """Find a transaction's outcome, and deliver a commit to all its topics again. Return whether the outcome is
+        known; if not, the transaction counts as in doubt.
         """
         clear = confirm_by_proof(self._cluster, ended, deadline)
         with self._lock:
@@ -39,7 +38,7 @@ class InDoubt:
         return clear
 
     def touching(self, topics: Iterable[str]) -> list[AnnouncedTransaction]:
-        """Return the transactions in doubt that have touched one of these topics."""
+        """Return the transactions in doubt that wrote to, or acknowledged on, one of these topics."""
         if not self._transactions:
             return []
         wanted = set(topics)
@@ -47,9 +46,9 @@ class InDoubt:
             return [ended for ended in self._transactions.values() if not wanted.isdisjoint(_touched_topics(ended))]
 
     def require(self, topics: Iterable[str], deadline: Deadline) -> list[AnnouncedTransaction]:
-        """Return the transactions on these topics that are no longer in doubt.
+        """Resolve the transactions in doubt on these topics, and return them.
 
-        Raise `BrokerUnavailable` if one still is: nothing may end on its topics yet.
+        Raise `BrokerUnavailable` if a transaction stays in doubt: no other transaction may end on its topics yet.
         """
         asked = self.touching(topics)
         for ended in asked:

@@ -1,12 +1,12 @@
-"""Makes brokers refuse late messages of a transaction that another process than its writer has ended.
+"""Makes brokers refuse messages of a transaction that arrive after its end.
 
-A message that arrives after the end may block its topic for all readers, or take a commit back. A broker refuses it
-once the topic's low water mark has passed the transaction. The low water mark moves with the end of a later transaction
-on the same topics, and an empty one is enough. It does not move while an older transaction of the same coordinator is
-open. The canary topic, which nobody reads, shows whether late messages are refused (hazards H44, H45).
+Such a late message may block its topic for all readers, or take a commit back. A broker refuses it once the topic's low
+water mark has passed the transaction. The low water mark moves with the end of a later transaction on the same topics,
+and an empty transaction is enough. The mark does not move while an older transaction of the same coordinator is open.
+The canary topic, which nobody reads, shows whether late messages are refused (hazards H44, H45).
 
-Late acknowledgements are never refused. Each withholds its message from the group until the group's next transaction
-ends there. So they are ended as well, where this user has the right to.
+Late acknowledgements are never refused. Each withholds its message from the group until the group's next transaction on
+the topic ends. So late acknowledgements are aborted as well, if the bridge's user has the right to do so.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
 
 _log = logging.getLogger("txnbridge")
 
-# The empty transaction lives for milliseconds. If its process dies, it holds back only other empty ones.
+# Timeout of the empty transaction, which lives for milliseconds. If its process dies, it holds back only other empty
+# transactions.
 _TTL_MS = 10_000
-# Pauses until the older transactions have ended, which may take as long as they are allowed: first short, then long.
+# Pauses between tries, growing: older transactions may stay open until they time out.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SECONDS_A_TURN = 10.0
 
 
 def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-    """End an empty transaction over the same topics and subscriptions. Return whether late messages are refused.
+    """End an empty transaction on the topics of `ended`. Return whether brokers now refuse late messages of `ended`.
 
     Terminated topics are left out: they accept no late messages, and the empty transaction would never end.
     """
@@ -55,7 +56,7 @@ def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, dead
 def _release_late_acks(
     transactions: wire.Transactions, txn: wire.TxnId, topic: str, subscription: str, deadline: Deadline
 ) -> None:
-    """Have a subscription redeliver what it holds for a transaction that has ended: late acknowledgements."""
+    """Abort late acknowledgements of an ended transaction, so that the subscription redelivers their messages."""
     try:
         transactions.end_on_subscription(txn, topic, subscription, False, deadline.left())
     except wire.ServerError as error:  # with authorization on, only a superuser has the right
@@ -63,7 +64,7 @@ def _release_late_acks(
 
 
 def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: Deadline) -> bool:
-    """Return whether late messages are refused. One is sent to the canary topic, where it does no harm."""
+    """Send a late message to the canary topic, where it does no harm. Return whether the broker refuses it."""
     what = f"looking whether late messages of {txn} are refused"
     with translated(what):
         producer = cluster.client.create_producer(canary, timeout=deadline.left())
@@ -79,7 +80,7 @@ def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: 
 
 
 class LateWriteGuard:
-    """Makes brokers refuse the late messages of all transactions at risk, in the background. Any thread may call."""
+    """Makes brokers refuse the late messages of all transactions at risk, in the background. Thread-safe."""
 
     def __init__(self, cluster: ClusterAccess, end_delivery: EndDelivery, in_doubt: InDoubt) -> None:
         self._cluster = cluster
@@ -96,7 +97,7 @@ class LateWriteGuard:
             return tuple(self._at_risk)
 
     def add(self, ended: AnnouncedTransaction, deadline: Deadline) -> None:
-        """Try once now, because mostly no older transaction is open; then keep trying in the background."""
+        """Make brokers refuse late messages of an ended transaction: try once now, then repeat in the background."""
         if self._try(ended, deadline):
             return
         with self._lock:
@@ -107,7 +108,7 @@ class LateWriteGuard:
 
     def _try(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
         if self._in_doubt.touching((*ended.topics, *(topic for topic, _ in ended.subscriptions))):
-            return False  # the end of the empty transaction would take back one in doubt
+            return False  # the empty transaction's end could take back the commit of one in doubt
         try:
             self._end_delivery.settle(set(ended.topics), deadline)
             return refuse_late_writes(self._cluster, ended, deadline)
@@ -129,7 +130,7 @@ class LateWriteGuard:
                     return
 
     def close(self, deadline: Deadline) -> None:
-        """Stop. The fence topic names the transactions still at risk, for the next owner."""
+        """Stop the thread. The next owner finds the transactions at risk on the fence topic."""
         self._stop.set()
         thread = self._thread
         if thread is not None:

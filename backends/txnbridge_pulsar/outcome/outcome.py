@@ -1,8 +1,8 @@
-"""Ends transactions by their number, and finds out how they ended: from the coordinator, then from the proof message.
+"""Ends transactions by their numbers, and finds their outcomes: from the coordinator, then from the proof message.
 
 A coordinator forgets a transaction that has ended, and then gives the same answer for committed, aborted, timed-out and
-never begun ones (hazard H46). An unanswered request is repeated; but then only the proof message tells how it ended
-(hazard H48).
+never begun ones (hazard H46). If an end request is not answered, it is repeated; then only the proof message shows the
+outcome (hazard H48).
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLoca
 
 _log = logging.getLogger("txnbridge")
 
-# Pause between two questions about a transaction that is being ended, or to a coordinator that is not available.
+# Seconds between requests about a transaction that is being ended, or to a coordinator that is not available.
 _PAUSE = 0.05
-# A lost answer never comes; the request is repeated while there is time for another answer.
+# A deadline has time for this many end requests: a lost answer never arrives, so the request is repeated.
 _ATTEMPTS = 3
 _LEAST_PATIENCE = 1.0
-_PATIENCE_SHARE = 0.8  # of the time left; the rest is for finding out why no answer came
-# A status waits at most this long for a transaction that is ending now, which takes milliseconds.
+_PATIENCE_SHARE = 0.8  # of the time left; the rest is for finding out why there was no answer
+# Seconds that `status_of` waits for a transaction that is being ended, which takes milliseconds.
 _MOMENT = 2.0
-# A proof that cannot be read by then is hidden by an open transaction, which may stay open much longer.
+# Seconds for reading a proof topic. A proof that cannot be read by then is hidden by an open transaction, which may
+# stay open much longer.
 _LOOK_SECONDS = 5.0
 
 _COMMITTING = {"COMMITTING", "COMMITTED"}
@@ -55,7 +56,7 @@ class EndResult(Enum):
 
 @dataclass(frozen=True)
 class TokenEvidence:
-    """The backend's part of a token. `txn` is None if nothing was ever asked of the broker."""
+    """Pulsar's part of a transaction's token. `txn` is None if the transaction was never begun at a coordinator."""
 
     txn: TxnId | None
     proof: ProofLocation | None
@@ -73,7 +74,7 @@ class TokenEvidence:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> TokenEvidence:
-        """Read the evidence from a token. Raise `InvalidToken`."""
+        """Parse a token's fields. Raise `InvalidToken` if they are invalid."""
         try:
             if fields["x"] is None:
                 return cls(None, None, fields["a"] is True)
@@ -89,12 +90,12 @@ class TokenEvidence:
 
 
 def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str], deadline: Deadline) -> EndResult:
-    """Ask the coordinator to end a transaction until it answers. The decision never changes on the way.
+    """Request a transaction's commit or abort from its coordinator, and repeat the same request until it is answered.
 
     `topics` are the registered topics, as far as known: a terminated one may keep the coordinator from ever answering.
 
     Raise `OutcomeUnknown` if a request was sent and not answered by the deadline, `BrokerUnavailable` if none could be
-    sent, `AccessDenied`.
+    sent, `AccessDenied` if the bridge's user may not end the transaction.
     """
     asked = False
     patience = max(deadline.seconds / _ATTEMPTS, _LEAST_PATIENCE)
@@ -157,7 +158,7 @@ def _end_under_way(error: wire.InvalidTransactionStatus) -> EndResult | None:
 
 
 def _may_pass(error: wire.PulsarError) -> bool:
-    """Return whether the request may be answered later; trouble of the coordinator's store passes, too."""
+    """Return whether a repeated request may succeed, as after an error of the coordinator's store."""
     return error.retriable or isinstance(error, wire.BrokerConnectionLost)
 
 
@@ -171,7 +172,9 @@ def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError
 
 
 def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction. Return its true outcome, whoever was first. Safe to repeat."""
+    """Commit or abort a prepared transaction by its token. Return the actual outcome: another process may have been
+    first.
+    """
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
         raise InvalidToken("this token is damaged: a prepared transaction has a number")
@@ -186,7 +189,8 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Led
     else:
         outcome = outcome_by_proof(cluster, evidence.txn, evidence.proof, deadline)
     if outcome is Outcome.COMMITTED:
-        # The proof topic, too, even if the token had no room for the others: its slot's next transaction ends there.
+        # The topics include the proof topic, even if the token had no room for others: the slot's next transaction ends
+        # on it.
         deliver_everywhere(
             cluster, evidence.txn, True, Participants(topics, evidence.participants.subscriptions), deadline
         )
@@ -194,9 +198,9 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Led
 
 
 def outcome_by_proof(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> Outcome:
-    """Return how a transaction ended that its coordinator has forgotten.
+    """Return the outcome, by its proof message, of a transaction that its coordinator has forgotten.
 
-    Raise `OutcomeUnknown` while an open transaction hides the proof, `EvidenceLost` if the proof is gone.
+    Raise `OutcomeUnknown` if an open transaction hides the proof, `EvidenceLost` if the proof topic has lost records.
     """
     committed = _by_proof(cluster, proof, txn, deadline)
     if committed is None:
@@ -205,10 +209,10 @@ def outcome_by_proof(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, d
 
 
 def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-    """Deliver the end of a transaction that may have committed to all its topics and subscriptions before anything else
-    ends there: the next end on a topic that a commit has not reached takes the commit back.
+    """Find a forgotten transaction's outcome, and deliver a commit to all its topics and subscriptions again. The next
+    end of another transaction on a topic that a commit has not reached would take the commit back.
 
-    Return False while it is not known whether the transaction was committed: then nothing may end there.
+    Return whether the outcome is known. Until it is, no other transaction may end on these topics.
     """
     try:
         committed = _by_proof(cluster, ended.proof, ended.txn, deadline)
@@ -249,7 +253,9 @@ def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: De
 
 
 def _by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
-    """Return `was_committed` within seconds, or by the deadline while no broker serves the proof topic."""
+    """Return `was_committed` for the transaction; repeat it until the deadline while no broker serves the
+    proof topic.
+    """
     while True:
         try:
             return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _LOOK_SECONDS)))
@@ -260,7 +266,7 @@ def _by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline
 
 
 def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Return the coordinator's state, empty once it has ended. Wait a moment for a transaction that is ending."""
+    """Return `coordinator_state` of a transaction. Wait up to `_MOMENT` if the transaction is being ended."""
     until = Deadline(min(_MOMENT, deadline.left()))
     while (state := coordinator_state(cluster, txn, proof, deadline)) not in ("", "OPEN") and not until.expired:
         time.sleep(_PAUSE)
@@ -268,18 +274,19 @@ def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, dead
 
 
 def coordinator_state(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Return "OPEN", or the coordinator's other word for the state; empty for a transaction that has ended.
+    """Return a transaction's state at its coordinator, such as "OPEN"; empty if the coordinator has forgotten it.
 
-    The protocol has no such question. But registering a topic again changes nothing, and is refused if it is not open.
+    The protocol has no request for the state. But registering a topic again changes nothing, and the coordinator
+    refuses it with the state if the transaction is not open.
     """
     return _register_again(cluster, txn, deadline, topics=[proof.topic])
 
 
 def note_prepared(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Have the coordinator note that an open transaction is prepared. Return its state as above.
+    """Note at the coordinator that an open transaction is prepared. Return `coordinator_state` of the transaction.
 
-    The protocol has no field for the note. But from then on the coordinator lists the proof topic's subscription with
-    the transaction, which never acknowledges there.
+    The protocol has no field for the note, so the proof topic's subscription is registered with the transaction. The
+    coordinator then lists it with the transaction, which never acknowledges on it.
     """
     return _register_again(cluster, txn, deadline, subscriptions=[(proof.topic, SUBSCRIPTION)])
 

@@ -1,8 +1,8 @@
-"""Proof topics: each transaction stores a proof message inside itself there, which readers see once it is committed.
+"""Proof topics: each transaction sends a proof message to one, which readers see once the transaction is committed.
 
-A proof that cannot be read means an abort only if a plain record behind it can be read: an open transaction hides
-everything behind its first message. So each writer has its own proof topic, with one open transaction at a time
-(hazard H47).
+A missing proof message means an abort only if a later record from outside any transaction can be read: an open
+transaction hides everything after its first message. So each writer has its own proof topic, with one open transaction
+at a time (hazard H47).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from txnbridge_pulsar.write.fence_records import ProofLocation
 
 VERSION = 1
 PRESENCE, PROOF, PROBE = "here", "mark", "probe"
-# A presence record serves the transactions that begin within this time. It states until when any of them can be open,
-# and the cleanup drops it long after that. Writing one takes ten milliseconds.
+# A presence record serves the transactions that begin within this time. The record states until when any of them can be
+# open, and the cleanup drops the record long after that. Writing a record takes ten milliseconds.
 PRESENCE_SECONDS = 300.0
-# Entries that are read at once; each is small.
+# The most entries that are received at once; each is small.
 _A_TURN = 1000
-# Stored entries arrive within milliseconds; a longer wait only delays the probe.
+# Seconds to wait for entries: stored ones arrive within milliseconds, and a longer wait only delays the probe.
 _A_LOOK = 0.05
 
 
@@ -41,20 +41,20 @@ def proof_prefix(cluster: ClusterAccess) -> str:
 
 
 def proof_topic(cluster: ClusterAccess, writer: str, deadline: Deadline) -> str:
-    """Return the full name of a writer's proof topic, which exists from now on."""
+    """Return the full name of a writer's proof topic; create the topic if it is missing."""
     return cluster.topics.internal(f"{proof_prefix(cluster)}{encoded(writer)}", deadline)
 
 
 @dataclass(frozen=True)
 class ProofRecord:
     """A record on a proof topic: `PRESENCE` before a writer's first transaction, `PROOF` inside each transaction,
-    `PROBE` by a process that asks how one ended. Each prepared transaction has a `PRESENCE` record, which names it.
+    `PROBE` by a process that looks for an outcome. A `PRESENCE` record of a prepared transaction names it.
     """
 
     kind: str
     nonce: str = ""
     transaction: str = ""
-    until: int = 0  # milliseconds since 1970; of PRESENCE: none of its transactions is open for longer
+    until: int = 0  # of PRESENCE: its transactions are open no longer; milliseconds since 1970
     owned: bool = False  # of PRESENCE: whether the writer has a transactional id, which may be opened again
 
     def pack(self) -> bytes:
@@ -70,7 +70,7 @@ class ProofRecord:
 
     @classmethod
     def unpack(cls, data: bytes | None) -> ProofRecord | None:
-        """Read a record; None for one of another origin."""
+        """Parse a record; return None if the data is not a record of this version."""
         try:
             fields: Any = json.loads(data or b"")
             if fields["v"] != VERSION:
@@ -88,8 +88,8 @@ def new_nonce() -> str:
 
 
 def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tuple[ProofLocation, ProofRecord] | None:
-    """Return a proof topic's last readable record if it is a presence record. For an open prepared transaction it is,
-    and names the transaction.
+    """Return a proof topic's last readable record if it is a presence record. While a prepared transaction is open,
+    this is the record that names the transaction.
     """
     entry = last_entry(cluster, topic, deadline)
     record = None if entry is None else record_of(entry)
@@ -99,9 +99,9 @@ def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tup
 
 
 def was_committed(cluster: ClusterAccess, proof: ProofLocation, txn: wire.TxnId, deadline: Deadline) -> bool | None:
-    """Return whether a transaction that has ended was committed; None if that cannot be seen yet.
+    """Return whether a proof message shows that a transaction was committed; None if an open transaction hides it.
 
-    Call this after the coordinator has said that it ended. Raise `EvidenceLost` if the topic has lost records.
+    Call this after the coordinator has forgotten the transaction. Raise `EvidenceLost` if the topic has lost records.
     """
     try:
         with (
@@ -127,7 +127,7 @@ def _search_proof(
         while True:
             entry = next(entries, None)
             if entry is None:
-                if probe is None:  # all stored entries are read: a plain record has to come behind the proof
+                if probe is None:  # all stored entries are read: write a record after the proof message
                     probe = new_nonce()
                     write_plain(cluster, proof.topic, ProofRecord(PROBE, probe), deadline)
                 continue
@@ -143,8 +143,9 @@ def _judge(entry: wire.ReceivedEntry, txn: wire.TxnId, at: tuple[int, int] | Non
     if record is not None and record.kind == PROOF and entry.txn == txn:
         return True
     if at is not None and (entry.id.ledger, entry.id.entry) > at:
-        return False  # an entry behind the proof message can be read
-    # Without the position only our own probe is certainly behind the proof: an older owner may write late.
+        return False  # an entry after the proof message can be read, but the message itself cannot
+    # If the proof message's position is not known, only our own probe is certainly stored after it: an older owner may
+    # write other records late.
     return False if record is not None and record.kind == PROBE and record.nonce == probe else None
 
 
@@ -156,7 +157,7 @@ def _check_first(proof: ProofLocation, entry: wire.ReceivedEntry) -> None:
 
 
 def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadline: Deadline) -> tuple[int, int]:
-    """Store a record outside any transaction. Return its position."""
+    """Store a record on a proof topic outside any transaction. Return the record's position."""
     with translated(f"writing to {topic}"):
         producer = cluster.client.create_producer(topic, timeout=deadline.left())
         try:
@@ -170,8 +171,8 @@ def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadlin
 def write_presence(
     cluster: ClusterAccess, topic: str, transaction: str, owned: bool, deadline: Deadline
 ) -> ProofLocation:
-    """Write the presence record that begins the evidence of a writer's next transactions: before the first one on the
-    topic, and before any that begins `PRESENCE_SECONDS` later.
+    """Write a presence record, after which the proof messages of a writer's next transactions are looked for. Call this
+    before the first transaction on the topic, and again after `PRESENCE_SECONDS`.
 
     All earlier transactions on this topic must have ended.
     """
@@ -196,7 +197,9 @@ def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _reading(
     cluster: ClusterAccess, topic: str, since: tuple[int, int], deadline: Deadline
 ) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
-    """Yield the entries from a position on: None whenever no entry waits, until `DeadlineExceeded`."""
+    """Yield an iterator over the entries from a position on. It returns None if no entry is stored, until
+    `DeadlineExceeded`.
+    """
     start = start_before(wire.MessageId(*since))
     reader = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
     try:
@@ -219,5 +222,5 @@ def _first(entries: Iterator[wire.ReceivedEntry | None]) -> wire.ReceivedEntry:
 
 
 def record_of(entry: wire.ReceivedEntry) -> ProofRecord | None:
-    """Return the record in an entry of a proof topic; None if the entry has another origin."""
+    """Return the record in an entry of a proof topic; None if the entry is not our record."""
     return ProofRecord.unpack(entry.messages()[0].value)

@@ -1,4 +1,4 @@
-"""Topics that were terminated while a transaction was open on them.
+"""Detects topics that were terminated while a transaction was open on them.
 
 Nothing can be stored on a terminated topic, so the coordinator cannot write a control marker there. It ends the
 transaction everywhere else, retries that topic for ever, and never answers the request (hazard H54).
@@ -28,18 +28,21 @@ def terminated(cluster: ClusterAccess, topics: Sequence[str], deadline: Deadline
 def _is_terminated(cluster: ClusterAccess, topic: str, deadline: Deadline) -> bool:
     client = cluster.client
     try:
-        # A producer would create a deleted topic anew; a reader that must not create it reports it missing.
+        # Before the producer, which would create a deleted topic anew, open a reader with `create=False`: it fails for
+        # one.
         client.read(topic, timeout=deadline.left(), create=False).close(deadline.left())
         client.create_producer(topic, timeout=deadline.left()).close(deadline.left())
     except wire.TopicTerminated:
         return True
     except wire.PulsarError:
-        return False  # not known; the caller goes on as if the topic accepted messages
+        return False  # not known; the caller treats the topic as not terminated
     return False
 
 
 def repair_hint(topics: Sequence[str]) -> str:
-    """Return what an administrator has to know and do about these topics, as a part of an error."""
+    """Return the part of an error that says which messages are lost with terminated topics, and how to end
+    the commit.
+    """
     names = ", ".join(topics)
     return (
         f"{names} was terminated while the transaction was open, so its coordinator commits it on all other topics and"

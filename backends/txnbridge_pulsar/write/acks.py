@@ -1,18 +1,19 @@
-"""Acknowledging a reader's deliveries inside a writer's transaction.
+"""Acknowledgement of a reader's messages inside a writer's transaction.
 
-A writer uses a reader only so:
+A writer uses a reader only by its `PulsarAckContext`, in this order:
 
     pairs = context.subscriptions(partitions)            # (concrete topic, subscription) of each partition
-    ...                                                  # registered with the transaction first: the broker checks
-                                                         # nothing, and an unregistered one stays pending for ever
+    ...                                                  # register the pairs with the transaction first: the broker
+                                                         # does not check it, and else acks stay pending for ever
     sent = context.acknowledge(txn, positions, deadline) # sends without waiting
     ...
-    sent.settle(deadline)                                # before COMMIT; and before ABORT, whatever it raises
+    sent.settle(deadline)                                # before COMMIT, and before ABORT even if it raises
 
-Acknowledgements are individual, and by batch index inside entries. A cumulative one in a transaction makes the broker
-skip individual ones on the same subscription, and does nothing on shared subscriptions. A lost answer cannot be asked
-for again: the repetition conflicts with the first request, so the transaction can only abort. The broker redelivers
-what an aborted transaction acknowledged. An acknowledgement after the end stays pending, so answers are waited for.
+Acknowledgements are individual, and by batch index inside entries. A cumulative acknowledgement in a transaction makes
+the broker skip individual ones on the same subscription, and does nothing on shared subscriptions. If an answer is
+lost, the transaction can only abort: a repeated acknowledgement conflicts with the first. The broker redelivers
+messages that an aborted transaction has acknowledged. An acknowledgement that arrives after the transaction's end stays
+pending, so the writer waits for all answers before either end.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _PartitionAcks:
 
 
 class PulsarAckContext:
-    """The deliveries of a reader that can be acknowledged. Any thread may call, also while another thread polls."""
+    """The messages of a reader that a transaction can acknowledge. Thread-safe, also while another thread polls."""
 
     def __init__(
         self, subscription: str, shared: bool, partitions: Mapping[Partition, PulsarPartition], guard: threading.Lock
@@ -59,7 +60,7 @@ class PulsarAckContext:
         """Return the topics and subscriptions to register with a transaction before it acknowledges on these
         partitions.
 
-        Raise `Conflict` for a partition that has left the reader.
+        Raise `Conflict` if the reader has lost one of the partitions.
         """
         with self._guard:
             return [(self._partition(key).topic, self._subscription) for key in partitions]
@@ -67,9 +68,11 @@ class PulsarAckContext:
     def acknowledge(
         self, txn: wire.TxnId, positions: Mapping[Partition, Sequence[Position]], deadline: Deadline
     ) -> SentAcks:
-        """Send acknowledgements. Errors after the first byte is sent are raised by `SentAcks.settle`.
+        """Send acknowledgements of messages in a transaction. `SentAcks.settle` waits for the answers, and raises
+        errors of sending.
 
-        Raise `Conflict`, with nothing sent, for a position that was given back, or delivered under an ended assignment.
+        Raise `Conflict`, with nothing sent, if a message was given back for redelivery, or delivered under an
+        assignment of its partition that has ended.
         """
         with self._guard:
             partitions = {self._partition(key): given for key, given in positions.items()}
@@ -90,7 +93,7 @@ class PulsarAckContext:
 
 
 class SentAcks:
-    """Acknowledgements that were sent, with their answers."""
+    """Acknowledgements that one call has sent in a transaction, with the broker's answers."""
 
     def __init__(
         self, sent: Sequence[_PartitionAcks], subscription: str, shared: bool, guard: threading.Lock, deadline: Deadline
@@ -109,8 +112,8 @@ class SentAcks:
 
     @property
     def partitions_left(self) -> bool:
-        """Return whether an assignment of these deliveries has ended: a cause if the broker only says that the
-        transaction ended.
+        """Return whether the reader has lost a partition of the acknowledged messages: a likely cause if the broker
+        only says that the transaction has ended.
         """
         return any(
             each.partition.assignment is not each.assignment
@@ -126,10 +129,11 @@ class SentAcks:
         ]
 
     def give_up_entry_rest(self) -> None:
-        """Give up what this reader holds of the same entries. Call this before the transaction is aborted.
+        """Drop the other messages that this reader holds from the acknowledged messages' entries, if the subscription
+        is shared. Call this before the transaction is aborted.
 
-        After the abort a shared subscription delivers these entries whole once more, perhaps to another member. Brokers
-        do not detect all conflicts between two members that acknowledge parts of one entry (hazard H56).
+        After the abort a shared subscription redelivers these entries whole, perhaps to another member. Brokers do not
+        detect all conflicts between two members that acknowledge parts of one entry (hazard H56).
         """
         if not self._shared:
             return
@@ -139,25 +143,27 @@ class SentAcks:
                     each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
 
     def redeliver_rest(self) -> None:
-        """Have the broker redeliver what was given up. Call this if the abort failed, or had happened before."""
+        """Have the broker redeliver the messages that `give_up_entry_rest` dropped. Call this if our abort request was
+        not the one that ended the transaction.
+        """
         for each in self._sent:
             if each.given_up:
                 with suppress(wire.BrokerConnectionLost):
                     each.partition.consumer.redeliver(each.given_up)
 
     def parts(self) -> Iterator[tuple[str, wire.MessageId]]:
-        """Yield the concrete topic and the id of each message that was acknowledged apart from the rest of its entry,
-        on subscriptions that may deliver the entry to another member.
+        """Yield the concrete topic and message id of each acknowledgement of a part of an entry, on subscriptions that
+        may deliver the entry to another member.
         """
         if self._shared:
             yield from ((each.partition.topic, id) for each in self._sent for id in each.ids if id.batch_index >= 0)
 
     def settle(self, deadline: Deadline) -> None:
-        """Return when the broker holds all acknowledgements for the transaction. A repeated call gives the same result.
+        """Return when the broker has confirmed all acknowledgements. A repeated call gives the same result.
 
-        Wait for every answer that can still come, also after a refusal. Raise `Conflict` if another member has
-        acknowledged a message, or the connection of the delivery is lost; raise other errors as the broker gives them.
-        After an error the transaction can only abort.
+        Wait for every answer that can still arrive, also after a refusal. Raise `Conflict` if another transaction or
+        member has acknowledged a message, or the connection on which the messages were delivered is lost; raise the
+        translated error for other answers of the broker. After an error the transaction can only abort.
         """
         if not self._settled:
             self._settled = True
@@ -179,10 +185,10 @@ class SentAcks:
             self._acknowledge_one_by_one(sent, deadline)
 
     def _acknowledge_one_by_one(self, sent: _PartitionAcks, deadline: Deadline) -> None:
-        """Acknowledge the messages again one by one, although the transaction is lost. The abort brings back all of
-        them but those that another transaction holds.
+        """Acknowledge the messages again one by one, although the transaction can only abort: the abort then makes the
+        broker redeliver all of them, except those that another transaction holds.
 
-        A shared subscription never redelivers the messages of an acknowledgement that it has refused.
+        Without this, a shared subscription never redelivers the messages of an acknowledgement that it has refused.
         """
         answers = []
         with suppress(wire.PulsarError):  # with the connection lost, everything is redelivered
@@ -205,8 +211,8 @@ def require_whole_entries(acks: Iterable[SentAcks]) -> None:
     """Raise `NotSupported` if a transaction that will be prepared acknowledges part of an entry in a shared group.
 
     Any process may abort a prepared transaction without the group's members hearing of it. The broker then delivers the
-    entry whole to another member, while the first may still acknowledge the rest: brokers do not detect all conflicts
-    (hazard H56).
+    entry whole to another member, while the first member may still acknowledge the rest of it: brokers do not detect
+    all conflicts (hazard H56).
     """
     counts = Counter((topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.parts())
     for (topic, ledger, entry, size), acknowledged in counts.items():

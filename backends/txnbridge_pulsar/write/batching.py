@@ -1,4 +1,4 @@
-"""Messages are gathered into entries; entries are sent, and counted until their receipts arrive."""
+"""Batching of messages into entries, and producers that send entries in a transaction and count their receipts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import needing, translate
 from txnbridge_pulsar.outcome.end_delivery import Participant, participant_of
 
-# An entry is sent at about this size, counting each message's overhead: a thousand messages of 100 bytes, or 220 of a
-# kibibyte. Larger entries gain nothing and use the broker's memory.
+# An entry is sent when it has about this size, with `MESSAGE_BYTES` of overhead for each message: a thousand messages
+# of 100 bytes, or 220 of a kibibyte. Larger entries gain nothing and use the broker's memory.
 ENTRY_BYTES = 256 * 1024
 MESSAGE_BYTES = 160
-# Values are measured this many at a time; a larger number would make entries of small values too large.
+# `take_many` adds this many values at a time; a larger number would make entries of small values too large.
 _CHUNK = 256
 
 
 class DroppedAsDuplicate(wire.PulsarError):
-    """The broker took a new entry for a duplicate and did not store it (hazard H36)."""
+    """The broker dropped a new entry because it took the entry for a duplicate (hazard H36)."""
 
 
 def not_stored(error: wire.PulsarError) -> DeliveryFailed:
-    """Return the error of an entry that has no receipt and gets none; raise it `from` the client's own error."""
+    """Return the error for an entry that the broker has not stored as far as is known; the caller raises it `from` the
+    client's error.
+    """
     return DeliveryFailed(f"storing messages: {error}; the transaction can only be aborted, and run again")
 
 
@@ -46,7 +48,7 @@ class PendingReceipts:
             self._out[producer] += 1
 
     def done(self, producer: TransactionProducer, failure: wire.PulsarError | None) -> None:
-        """Count an entry's receipt or failure. The thread that reads receipts calls it."""
+        """Count an entry's receipt or failure. The thread that reads receipts calls this method."""
         with self._changed:
             self._out[producer] -= 1
             if isinstance(failure, wire.BrokerConnectionLost):
@@ -56,12 +58,14 @@ class PendingReceipts:
             self._changed.notify_all()
 
     def resent(self, producer: TransactionProducer) -> None:
-        """Note that a producer's lost entries are on their way again."""
+        """Note that a producer's lost entries have been sent again."""
         with self._changed:
             self.lost.pop(producer, None)
 
     def wait(self, deadline: Deadline, producer: TransactionProducer | None = None) -> bool:
-        """Wait until no entry is on its way, or none of one producer. Return False at the deadline."""
+        """Wait until all sent entries, or those of one producer, have a receipt or a failure. Return False at the
+        deadline.
+        """
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (any(self._out.values()) if producer is None else self._out[producer]), deadline.left()
@@ -78,7 +82,8 @@ class TransactionProducer:
     """A writer's producer on one concrete topic, opened at its first use.
 
     Entries of a lost connection are sent again only where the broker is known to drop duplicates. Elsewhere the first
-    copy could be stored after the commit, and would take the whole transaction back (hazard H35).
+    copy could arrive after the commit, and make all committed messages of the transaction on the topic disappear
+    (hazard H35).
     """
 
     def __init__(self, cluster: ClusterAccess, concrete: str, connection_key: str) -> None:
@@ -87,12 +92,14 @@ class TransactionProducer:
         self._connection_key = connection_key
         self._producer: wire.PulsarProducer | None = None
         self._stored = -1  # the highest sequence id with a receipt
-        self.last: tuple[int, int] | None = None  # position of the last entry, if it is known
+        self.last: tuple[int, int] | None = None  # position of the last stored entry, if it is known
 
     def send(
         self, content: wire.Single | wire.MessageBatch, txn: TxnId, receipts: PendingReceipts, deadline: Deadline
     ) -> None:
-        """Send an entry; its result goes to `receipts`. Wait only for room."""
+        """Send an entry in a transaction without waiting for its receipt, which goes to `receipts`. Wait only while the
+        producer's queue is full.
+        """
         while True:
             producer = self.open(deadline)
             try:
@@ -114,17 +121,17 @@ class TransactionProducer:
     def _reopen_and_resend(
         self, error: wire.BrokerConnectionLost, receipts: PendingReceipts, deadline: Deadline
     ) -> None:
-        """Reopen the producer, and send entries without a receipt again before anything else."""
+        """Reopen the producer after a lost connection, and send entries without a receipt again before new ones."""
         deadline.check(f"sending to {self.concrete}")
-        settled = receipts.wait(deadline, self)  # the receipts hear of each lost entry by themselves
+        settled = receipts.wait(deadline, self)  # the client reports each lost entry to `receipts`
         if settled and self not in receipts.lost:
             self._reopen(deadline)
         elif not settled or not self.recover(receipts, deadline):
             raise not_stored(error) from error
 
     def open(self, deadline: Deadline) -> wire.PulsarProducer:
-        """Return the open producer. Call this before the topic is registered with a transaction: while a registered
-        topic is not loaded, brokers may list no open transactions.
+        """Return the producer, opened at the first call. Call this before the topic is registered with a transaction:
+        while a registered topic is not loaded, brokers may be unable to list open transactions.
         """
         if self._producer is None:
             try:
@@ -143,12 +150,12 @@ class TransactionProducer:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the broker serves the producer, as far as it has said."""
+        """Return whether the producer is open and, as far as this client has heard, its broker still serves it."""
         return self._producer is not None and self._producer.lost is None
 
     def ready(self, deadline: Deadline) -> None:
-        """Have the broker serve the producer before the topic is registered with a transaction. A terminated topic
-        refuses, and would keep a transaction from ever ending that it is registered with (hazard H54).
+        """Open or reopen the producer before the topic is registered with a transaction. A terminated topic refuses
+        producers, and a transaction that is registered with a terminated topic never ends (hazard H54).
         """
         if self.open(deadline).lost is not None:
             self._reopen(deadline)
@@ -174,7 +181,9 @@ class TransactionProducer:
         return None
 
     def recover(self, receipts: PendingReceipts, deadline: Deadline) -> bool:
-        """Reopen a lost connection, and send entries without a receipt again. Return False where that is not safe."""
+        """Reopen the producer after a lost connection, and send entries without a receipt again. Return False, with
+        nothing sent, if the broker is not known to drop duplicates, and False at the deadline.
+        """
         producer = self._producer
         if producer is None:
             return False
@@ -195,7 +204,9 @@ class TransactionProducer:
         return False
 
     def _is_remembered(self, producer: wire.PulsarProducer, deadline: Deadline) -> bool:
-        """Return whether the broker is known to drop duplicates: it does if it remembers the last sequence id."""
+        """Return whether the broker is known to drop duplicates: the broker remembers this producer's last sequence id
+        or, before the first receipt, deduplication is enabled on the topic.
+        """
         if self._stored >= 0:
             return producer.last_sequence_id >= self._stored
         return self._cluster.topics.deduplicates(self.concrete, deadline)
@@ -210,7 +221,7 @@ class TransactionProducer:
 
 
 class EntryBuffer:
-    """Messages for one partition that wait to be sent together, in order.
+    """Messages for one partition of a topic that are collected for the next entry, in order.
 
     Messages of different keys go into different entries, unless `mixed`: on a key-shared subscription the broker
     assigns a whole entry by the key of its first message.
@@ -226,7 +237,7 @@ class EntryBuffer:
     def _start(self) -> None:
         self._batch = wire.MessageBatch()
         self._key: str | bytes | None = None  # the key of all messages in the batch
-        self._plain: list[bytes] = []  # bare values that follow the batch; adding many at once is faster
+        self._plain: list[bytes] = []  # bare values, sent after the batch; adding many at once is faster
         self._left = ENTRY_BYTES
 
     @property
@@ -245,7 +256,7 @@ class EntryBuffer:
         return self._left < 0
 
     def fits(self, key: str | bytes | None, size: int) -> bool:
-        """Return whether a message may join the entry; a large message gets an entry of its own."""
+        """Return whether a message may be added to the collected entry; a large message gets an entry of its own."""
         if self.is_empty:
             return True
         last = self._key if not self._plain else None
@@ -288,13 +299,14 @@ class EntryBuffer:
 
 
 class NotBareValue(Exception):
-    """The message is not a bare value, and was not taken: `PulsarWriter.send` takes it."""
+    """The message has a key or is large, and was not added to an entry: `PulsarWriter.send` has to send it."""
 
 
 class TopicBatcher:
-    """One topic of a writer: chooses partitions, keeps the waiting messages of each, and `ship`s batches.
+    """The unsent messages of a transaction to one topic: chooses partitions, collects messages for each partition, and
+    passes full entries to `ship`.
 
-    Messages without a key go to one partition until its entry is full, then to the next.
+    Messages without a key go to one partition until its entry is full, then to the next partition.
     """
 
     def __init__(
@@ -307,7 +319,7 @@ class TopicBatcher:
         self._current = self.buffer(turn % len(concrete))
 
     def buffer(self, number: int | None) -> EntryBuffer:
-        """Return the buffer of a partition; without a number, of the partition whose turn it is."""
+        """Return the buffer of a partition; without a number, of the partition that now gets messages without a key."""
         if number is None:
             return self._current
         buffer = self._buffers.get(number)
@@ -316,7 +328,9 @@ class TopicBatcher:
         return buffer
 
     def take(self, topic: object, value: bytes, key: bytes | None) -> None:
-        """Take a bare value, the fast path. Raise `NotBareValue` or `TypeError` for anything else."""
+        """Add a value without key and headers (the fast path of `send`). Raise `NotBareValue` if there is a key or the
+        value is large, `TypeError` if the value has no length.
+        """
         size = len(value)
         if key is not None or size > ENTRY_BYTES:
             raise NotBareValue
@@ -324,7 +338,7 @@ class TopicBatcher:
             self.send(self._current)
 
     def take_many(self, values: Sequence[bytes]) -> int:
-        """Take bare values. Return how many were taken, from the first on."""
+        """Add values without key and headers. Return how many of them, from the first on, were added."""
         done = 0
         while done < len(values):
             some = values[done : done + _CHUNK]
@@ -345,7 +359,7 @@ class TopicBatcher:
             self._ship(self.concrete[buffer.number], batch)
 
     def waiting(self) -> list[str]:
-        """Return the concrete topics for which messages wait."""
+        """Return the concrete topics that have messages which are not sent yet."""
         return [self.concrete[number] for number, buffer in self._buffers.items() if not buffer.is_empty]
 
     def flush(self) -> None:

@@ -1,8 +1,9 @@
-"""The fence topic of a transactional id, held by the id's newest owner alone.
+"""The fence topic of a transactional id, to which only the id's newest owner can write.
 
-Opening the id takes the topic from the older owner at once, so the older owner can store nothing there any more. Each
-transaction is named there before it writes, so the newer owner finds all transactions that it has to end. The broker
-fences on this topic only. What the older owner still sends elsewhere belongs to transactions that the newer owner ends.
+Opening the id takes the topic from the older owner at once, so the older owner can store no more records. Each
+transaction is named in a record before its first message is sent, so the newer owner finds all transactions that it has
+to end. The broker fences the older owner on this topic only. Messages that the older owner still sends to other topics
+belong to transactions that the newer owner ends.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceReco
 
 _log = logging.getLogger("txnbridge")
 
-# Only the last record counts, so earlier ones may go; a trim takes ten milliseconds.
+# Earlier records are trimmed after this many records, because only the last one counts; a trim takes ten milliseconds.
 _TRIM_EVERY = 1000
-# A takeover by name, or a connection whose end the broker has not seen, keeps a topic busy for milliseconds.
+# Seconds between tries on a busy topic. A takeover of a producer name, or a connection whose end the broker has not
+# seen, keeps a topic busy for milliseconds.
 _BUSY_SECONDS = 0.05
 _SIDE_BY_SIDE = 8  # fence topics that are read at once; there may be thousands
 
@@ -63,25 +65,28 @@ def _at_risk(cluster: ClusterAccess, topic: str, deadline: Deadline) -> Sequence
 
 
 class Fence:
-    """The exclusive right to write on a fence topic. Any thread may call once the topic is taken."""
+    """The exclusive right to write to a fence topic. Thread-safe once the topic is taken."""
 
     def __init__(self, cluster: ClusterAccess, name: str, opening: str) -> None:
         self._cluster = cluster
         self._name = name
         self._opening = opening
-        # Of its own, because the broker closes the whole connection of a fenced producer (hazard H41).
+        # The connection is not shared, because the broker closes the whole connection of a fenced producer (hazard
+        # H41).
         self._connection_key = f"fence {opening}"
         self._lock = threading.Lock()
         self._producer: wire.PulsarProducer | None = None
         self._generation = 0
         self._written = 0
         self._last: wire.MessageId | None = None
-        self._gap = (-1, 0)  # ledger, and entry number minus sequence id in it
+        self._gap = (-1, 0)  # ledger of the last record, and its entry number minus its sequence id
         self._fenced: Fenced | None = None
         self.topic = ""
 
     def take(self, deadline: Deadline) -> FenceRecord | None:
-        """Fence the older owner, and return its last record; None if there is none."""
+        """Fence the older owner of the transactional id, and return the last record of the fence topic; None if there
+        is none.
+        """
         self.topic = self._cluster.topics.internal(f"{fence_prefix(self._cluster)}{encoded(self._name)}", deadline)
         while True:
             self._seize(deadline)
@@ -93,7 +98,8 @@ class Fence:
                     raise translate(error, f"opening {self._name}") from error
             except wire.PulsarError as error:
                 raise translate(error, f"opening {self._name}") from error
-            # Another process opens the id at this moment; one of them will be last.
+            # Another process opens the same id at this moment. Random pauses separate the two, so that one of them
+            # succeeds.
             time.sleep(random.uniform(0, _BUSY_SECONDS))
         last = last_fence_record(self._cluster, self.topic, deadline)
         self._last = None if last is None else last[0]
@@ -102,12 +108,12 @@ class Fence:
     def _seize(self, deadline: Deadline) -> None:
         """Take the topic by force, which fences its producer, and release it again.
 
-        If two processes do this at once, both succeed: the broker gives both the same epoch and accepts both. If two
-        then ask for the free topic, the broker refuses one (hazard H39).
+        If two processes do this at once, both succeed: the broker gives both the same epoch and accepts both. If both
+        then open an exclusive producer on the free topic, the broker refuses one of them (hazard H39).
         """
         with translated(f"opening {self._name}"):
-            # By a new name: a broker that still has the old producer answers "busy" (hazard H41), and drops repeated
-            # sequence ids.
+            # With a new producer name: for the old name, a broker that still has the old producer answers "busy"
+            # (hazard H41), and drops sequence ids that were used before.
             self._open(wire.AccessMode.EXCLUSIVE_WITH_FENCING, deadline).close(deadline.left())
 
     def _open(self, access: wire.AccessMode, deadline: Deadline) -> wire.PulsarProducer:
@@ -116,11 +122,11 @@ class Fence:
         )
 
     def write(self, make: Callable[[], FenceRecord], deadline: Deadline) -> None:
-        """Store the record that `make` returns at the moment of sending. Of two concurrent writes the later state is
-        stored last.
+        """Store the fence record that `make` returns. `make` is called at the moment of sending, so that of two
+        concurrent writes the record with the newer content is stored last.
 
-        Raise `Fenced` if a newer owner exists, and `DeliveryFailed`, with nothing stored, for a record too large for
-        the broker. After any other error the record may or may not be stored.
+        Raise `Fenced` if a newer owner exists, and `DeliveryFailed`, with nothing stored, if the record is too large
+        for the broker. After any other error the record may or may not be stored.
         """
         while True:
             generation, send = self._send(make, deadline)
@@ -156,8 +162,8 @@ class Fence:
             self._lock.release()
 
     def _stored(self, receipt: wire.Receipt) -> None:
-        """Trim records before this receipt's. Receipts may come out of order: only a record before a
-        stored one goes.
+        """Note that a record is stored, and trim the record before it after every `_TRIM_EVERY` records. Receipts may
+        arrive out of order, so only a record before a stored one is trimmed.
         """
         before, id = self._last, receipt.message_id
         self._check_alone(receipt)
@@ -168,17 +174,21 @@ class Fence:
                 self._trim(before)
 
     def _check_alone(self, receipt: wire.Receipt) -> None:
-        """Raise `Fenced` if entry numbers grow faster than our sequence ids: another producer writes there, too."""
+        """Raise `Fenced` if entry numbers grow faster than our sequence ids: then another producer writes to the topic,
+        too (hazard H39).
+        """
         gap = receipt.message_id.entry - receipt.sequence_id
         ledger, known = self._gap
-        if receipt.message_id.ledger != ledger or gap < known:  # smaller after each record that was not stored
+        if receipt.message_id.ledger != ledger or gap < known:  # the gap shrinks with each record that was not stored
             self._gap = receipt.message_id.ledger, gap
         elif gap > known:
             self._fenced = Fenced(f"{self._name} has another owner, which writes beside this one: this one must stop")
             raise self._again(self._fenced)
 
     def _reopen(self, generation: int, deadline: Deadline) -> None:
-        """Reopen a lost connection, once for all waiting threads. Another owner may have taken the topic."""
+        """Reopen the producer after a lost connection, once for all waiting threads. Raise `Fenced` if another owner
+        has taken the topic.
+        """
         self._acquire(deadline)
         try:
             if self._fenced is not None:
@@ -209,11 +219,12 @@ class Fence:
         self._gap = (-1, 0)
         last = last_fence_record(self._cluster, self.topic, deadline)
         if last is None or last[1].opening != self._opening:
-            # The topic was deleted and created anew, with its epoch: its records tell who the owner is.
+            # The topic was deleted and created anew, so its epochs have started again and the broker accepted ours.
+            # Only the records show who the owner is.
             raise self._fenced_by_newer(deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if a newer owner has written a record."""
+        """Raise `Fenced` if a newer owner has written a record, or the fence topic has no record any more."""
         if self._fenced is not None:
             raise self._again(self._fenced)
         last = last_fence_record(self._cluster, self.topic, deadline)
@@ -243,7 +254,9 @@ class Fence:
         return Fenced(str(fenced), newer=fenced.newer)
 
     def _trim(self, up_to: wire.MessageId) -> None:
-        """Let the broker drop earlier records. A failure does no harm: a later trim repeats it."""
+        """Acknowledge records up to a position, so that the broker can delete them. Errors are logged: a later trim
+        does it.
+        """
         deadline = Deadline(1.0)
         try:
             consumer = self._cluster.client.subscribe(self.topic, SUBSCRIPTION, timeout=deadline.left())
@@ -259,7 +272,7 @@ class Fence:
             raise DeadlineExceeded(f"others wrote to {self.topic} for {deadline.seconds:g} s")
 
     def close(self, deadline: Deadline) -> None:
-        """Release the topic, so that the next owner need not fence anybody."""
+        """Close the producer, so that the next owner finds the fence topic free."""
         if self._producer is not None:
             self._producer.close(deadline.left())
             self._cluster.client.hang_up(self._connection_key)

@@ -1,9 +1,9 @@
-"""Notices that a fence topic was deleted and created anew.
+"""Detects that a fence topic was deleted and created anew.
 
-A deleted fence topic takes along which transactions older owners have left unresolved, and the broker counts the epochs
-of the next topic of that name from the start. So the first fence record of a transactional id gets a random fence id,
-which all later records and the decision log repeat. A topic that was created anew has none, or another one
-(hazard H43).
+With a fence topic the names of all unresolved transactions are lost, and the broker counts the topic epochs of a new
+topic with the same name from the start. So the first fence record of a transactional id gets a random fence id, which
+all later records and the decision log repeat. A topic that was created anew has no fence id, or another one (hazard
+H43).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _log = logging.getLogger("txnbridge")
 
 
 class FenceIdentity:
-    """The fence id of one transactional id, as the decision log knows it.
+    """The fence id of one transactional id, as recorded in the decision log.
 
-    The ledger belongs to the fence topic: openings of the same id on other brokers have other ledgers.
+    `ledger` is the record for one fence topic: the same transactional id on another cluster has another record.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:
@@ -30,10 +30,10 @@ class FenceIdentity:
         self._blind = False
 
     def follow(self, before: FenceRecord | None, deadline: Deadline) -> str:
-        """Return the fence id that the newest owner continues. Call this once the fence topic is held: then nobody else
-        writes there.
+        """Return the fence id for the newest owner's records: the id used so far, or a new one for a new fence topic.
+        Call this while holding the fence topic, so that no other process can write to it.
 
-        Raise `EvidenceLost` if the decision log has another fence id than the fence topic.
+        Raise `EvidenceLost` if the decision log has a fence id, and the fence topic has another one or no record.
         """
         known = self._known(deadline)
         recorded_id = "" if before is None else before.fence_id
@@ -43,10 +43,10 @@ class FenceIdentity:
         return known or recorded_id or secrets.token_hex(8)
 
     def record(self, fence_id: str, deadline: Deadline) -> None:
-        """Record the fence id, once the fence topic has it: an id in the decision log alone would make the next opening
-        fail.
+        """Record the fence id in the decision log. Call this after the fence topic has a record with the fence id: a
+        fence id in the decision log alone would make the next opening fail.
 
-        Raise `EvidenceLost` if another process has recorded another one meanwhile.
+        Raise `EvidenceLost` if the decision log has another fence id.
         """
         if self._blind:
             return

@@ -1,6 +1,6 @@
 """The records on a fence topic: who owns a transactional id, and which of its transactions have not ended.
 
-Each record states everything, so the last one suffices and earlier ones can be trimmed.
+Each record lists all of these transactions, so only the last record is read, and earlier records can be trimmed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ProofLocation:
-    """The location of a transaction's proof message, which the transaction stores inside itself."""
+    """The location of a transaction's proof message: its proof topic, and the presence record after which to look for
+    the proof message. Tokens and fence records contain this location.
+    """
 
     topic: str  # full name
-    since: tuple[int, int]
-    nonce: str
-    at: tuple[int, int] | None = None
+    since: tuple[int, int]  # position of the presence record
+    nonce: str  # of the presence record
+    at: tuple[int, int] | None = None  # position of the proof message, if it is known
 
     def fields(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"m": self.topic, "s": list(self.since), "n": self.nonce}
@@ -32,23 +34,27 @@ class ProofLocation:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> ProofLocation:
-        """Read the location. Raise `KeyError`, `TypeError` or `ValueError` for other fields."""
+        """Return the location from a record's fields. Raise `KeyError`, `TypeError` or `ValueError` if the fields are
+        invalid.
+        """
         if not isinstance(fields["m"], str) or not isinstance(fields["n"], str):
             raise TypeError("names are text")
-        at = _entry_position(fields["p"]) if "p" in fields else None  # earlier versions wrote none
+        at = _entry_position(fields["p"]) if "p" in fields else None  # records of earlier versions have no position
         return cls(fields["m"], _entry_position(fields["s"]), fields["n"], at)
 
 
 @dataclass(frozen=True)
 class AnnouncedTransaction:
-    """A transaction with everything that a process needs to end it, and to have brokers refuse its late messages."""
+    """A transaction as the fence topic names it, with all data that another process needs to end the transaction and to
+    have brokers refuse its late messages.
+    """
 
     transaction: str
     txn: TxnId
     topics: tuple[str, ...]  # concrete topics, the proof topic among them
     subscriptions: tuple[tuple[str, str], ...]
     proof: ProofLocation
-    slot: int | None = None  # the slot of one that will be prepared
+    slot: int | None = None  # slot of a transaction that will be prepared
     expires_at: int | None = None  # milliseconds since 1970
     prepared: bool = False
     messages: int = 0
@@ -97,11 +103,12 @@ class AnnouncedTransaction:
 
 @dataclass(frozen=True)
 class FenceRecord:
-    """One record: the owner, when it wrote, and its transactions that have not ended as far as it knows.
+    """A record on a fence topic: the owner, the time, and the transactional id's transactions that have not ended as
+    far as the owner knows.
 
     Transactions `at_risk` were ended by processes other than their writers, and brokers do not yet refuse their
     writers' late messages everywhere: a late message would block its topic for all readers. `fence_id` is the same in
-    all records of an id; see `FenceIdentity`.
+    all records of a transactional id; see `FenceIdentity`.
     """
 
     opening: str
@@ -125,7 +132,9 @@ class FenceRecord:
 
     @classmethod
     def unpack(cls, data: bytes | None) -> FenceRecord:
-        """Read a record. Raise `EvidenceLost` for an unknown one: then unresolved transactions are not known."""
+        """Return the record in a message. Raise `EvidenceLost` if the message is not a record of a known version: the
+        unresolved transactions are then not known.
+        """
         try:
             fields = json.loads(data or b"")
             if fields["v"] != VERSION:

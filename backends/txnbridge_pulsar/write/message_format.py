@@ -1,4 +1,4 @@
-"""Keys and headers as Pulsar stores them, and the partition of a key."""
+"""Conversion of keys and headers to and from Pulsar's format, and the hash that chooses a key's partition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _KEYS_REMEMBERED = 10_000
 
 
 def key_on_wire(key: bytes | None) -> str | bytes | None:
-    """Return a key as it is sent: text if it is UTF-8, as other clients write it, else bytes."""
+    """Return a message key as the client sends it: text if the bytes are valid UTF-8, like other clients' keys, else
+    bytes.
+    """
     if key is None:
         return None
     try:
@@ -27,7 +29,9 @@ def key_on_wire(key: bytes | None) -> str | bytes | None:
 
 @lru_cache(_KEYS_REMEMBERED)
 def key_hash(key: bytes) -> int:
-    """Return the hash that Pulsar's Java client takes modulo the number of partitions: Java's hash of text."""
+    """Return a key's hash, Java's `String.hashCode`, which Pulsar's Java client takes modulo the number of
+    partitions.
+    """
     on_wire = key_on_wire(key)
     text = on_wire if isinstance(on_wire, str) else base64.b64encode(key).decode()
     code = 0
@@ -38,7 +42,9 @@ def key_hash(key: bytes) -> int:
 
 
 def to_properties(headers: RawHeaders) -> list[tuple[str, str]]:
-    """Return headers as properties, reversibly and in order."""
+    """Return headers as message properties in the same order; `to_headers` is the inverse. Raise `NotSupported` if a
+    header has no name or no value.
+    """
     return [_property(name, value) for name, value in headers]
 
 
@@ -57,7 +63,7 @@ def _property(name: str, value: bytes | None) -> tuple[str, str]:
 
 
 def to_headers(properties: Iterable[tuple[str, str]]) -> list[tuple[str, bytes | None]]:
-    """Return properties as headers."""
+    """Return message properties as headers in the same order."""
     return [_header(name, text) for name, text in properties]
 
 
@@ -66,5 +72,5 @@ def _header(name: str, text: str) -> tuple[str, bytes | None]:
         try:
             return name[len(_BASE64) :], base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError):
-            pass  # another client's own property
+            pass  # another client's property that only begins with the prefix
     return name, text.encode()

@@ -1,4 +1,4 @@
-"""The owner of a transactional id, or of a name that the bridge made up for itself."""
+"""The owner of a transactional id, or of the random name of a bridge without a transactional id."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ from txnbridge_pulsar.write.writer import PulsarWriter
 
 _log = logging.getLogger("txnbridge")
 
-# Closing spends at most this long on what only helps the next owner, who can do without.
+# Seconds that closing spends on steps that only save the next owner work.
 _COURTESY_SECONDS = 3.0
-# A coordinator at its limit of open transactions never answers a request to begin one, not even after another ends.
+# Seconds to wait for the answer to a begin request. A coordinator at its limit of open transactions never answers, not
+# even after a transaction has ended.
 _BEGIN_SECONDS = 3.0
-# Half of a broker's default entry size: the next owner repeats the whole record, and adds transactions at risk.
+# Half of a broker's default entry size: the next owner's first record repeats the whole record, and adds transactions
+# at risk.
 _MOST_RECORD_BYTES = 2_500_000
-_PAUSE = 0.05  # with less time left nothing is started
+_PAUSE = 0.05  # with fewer seconds left, a request is not repeated
 
 
 class PulsarOwner:
-    """Opens the id, announces its transactions on the fence topic, and knows when a newer owner has taken over.
+    """Owner of a transactional id: opens the id, announces the id's transactions on its fence topic, and detects a
+    newer owner.
 
-    A made-up name has no fence topic: no other process can hold it, and what a dead process leaves open times out.
+    A bridge without a transactional id has an owner with a random name and no fence topic: no other process can use
+    this name, and transactions that a dead process leaves open time out.
     """
 
     def __init__(self, cluster: ClusterAccess, identity: Identity, fence_ledger: Ledger) -> None:
@@ -68,7 +72,9 @@ class PulsarOwner:
     # --- opening --------------------------------------------------------------------------------------------------
 
     def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
-        """Fence every older owner, end its transactions that are not prepared, and return the writers."""
+        """Fence older owners of the transactional id, end their transactions that are not prepared, and
+        return writers.
+        """
         if self._fence is not None:
             self._open(self._fence, deadline)
         self._cleanup.start()
@@ -82,26 +88,27 @@ class PulsarOwner:
         at_risk: Sequence[AnnouncedTransaction] = () if before is None else before.at_risk
         with self._lock:
             self._under_way = {announced.txn: announced for announced in left}
-        # Repeats all transactions that were left open: the next owner has to find them if this process dies now
-        # (hazard H38).
+        # The first record repeats all transactions that older owners left open: the next owner has to find them if this
+        # process dies now (hazard H38).
         with self._cluster.events.step("step:announce", opening=self.opening):
             fence.write(lambda: self._fence_record(at_risk), deadline)
         self._fence_identity.record(self._fence_id, deadline)
         self._has_announced = True
-        # First come transactions that their coordinators have forgotten, and late messages are refused only when all
-        # have been looked at: any end on a topic takes back a commit that has not reached the topic (hazard H50).
+        # Transactions that their coordinators have forgotten come first, and brokers are made to refuse late messages
+        # only after all outcomes were looked for. Both steps end transactions, and any end on a topic takes back a
+        # commit that has not reached the topic (hazard H50).
         in_order = sorted(left, key=lambda announced: self._is_left_open(announced, deadline))
         host = "" if before is None else before.host
         ended = [announced for announced in in_order if self._end_left_open(announced, host, deadline)]
         self._refuse_late_writes(ended, deadline)
         for announced in at_risk:
             self.late_write_guard.add(announced, deadline)
-        if self.late_write_guard.at_risk:  # else the last record stands, and names them as under way
+        if self.late_write_guard.at_risk:  # else the first record, which names them as under way, is enough
             fence.write(self._fence_record, deadline)
 
     def _refuse_late_writes(self, ended: Sequence[AnnouncedTransaction], deadline: Deadline) -> None:
-        """Have brokers refuse late messages. The older owner may be about to send, even in a transaction that it has
-        ended itself or that has timed out (hazard H44).
+        """Have brokers refuse late messages of ended transactions. Their older owner may still send in a transaction,
+        even if the owner itself has ended the transaction or it has timed out (hazard H44).
         """
         for announced in ended:
             self.late_write_guard.add(announced, deadline)
@@ -113,12 +120,13 @@ class PulsarOwner:
         try:
             return bool(coordinator_state(self._cluster, announced.txn, announced.proof, deadline))
         except BrokerUnavailable:
-            return True  # only the order depends on it
+            return True  # only the order of resolving depends on this result
 
     def _end_left_open(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
         """End a transaction of an older owner, unless it is prepared.
 
-        Return whether it has ended and its outcome is known: then late messages of it can be refused.
+        Return whether the transaction has ended and its outcome is known: then brokers can be made to refuse its late
+        messages.
         """
         if announced.prepared:
             is_unresolved = bool(coordinator_state(self._cluster, announced.txn, announced.proof, deadline))
@@ -143,7 +151,9 @@ class PulsarOwner:
         return True
 
     def _resolve(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
-        """Return whether a forgotten transaction's outcome is known. A commit is completed everywhere."""
+        """Find the outcome of a transaction that its coordinator has forgotten, and deliver a commit to all its topics
+        again. Return whether the outcome is known.
+        """
         if self.in_doubt.resolve(announced, deadline):
             return True
         _log.error(
@@ -154,15 +164,18 @@ class PulsarOwner:
         return False
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
-        """Return a writer for one transaction. Raise `DeadlineExceeded` if too many are unresolved."""
+        """Return a writer for one transaction that will be prepared. Raise `DeadlineExceeded` if unresolved
+        transactions hold all slots until the deadline.
+        """
         return PulsarPreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
 
     # --- transactions ---------------------------------------------------------------------------------------------
 
     def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
-        """Begin a transaction, at each coordinator in turn. A lost answer leaves an empty transaction, which times out.
+        """Begin a transaction at the next coordinator, in round-robin order. If an answer is lost, an empty transaction
+        stays open until it times out.
 
-        `seconds` returns how long the transaction may stay open; it is called before each try.
+        `seconds` returns the transaction's timeout in seconds. It is called before each request.
         """
         transactions = self._cluster.client.transactions
         with translated("beginning a transaction"):
@@ -178,13 +191,16 @@ class PulsarOwner:
                         raise
 
     def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None:
-        """Raise `BrokerUnavailable` while a topic may hold a commit that our next end would take back."""
+        """Raise `BrokerUnavailable` if a transaction in doubt used one of these topics: ending another transaction
+        there could take back its commit.
+        """
         self._refuse_late_writes(self.in_doubt.require(topics, deadline), deadline)
 
     def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None:
-        """Return when the next owner of the id would find the transaction. Raise `Fenced` if a newer owner exists.
+        """Name a transaction on the fence topic, where the next owner of the transactional id finds it. Raise `Fenced`
+        if a newer owner exists.
 
-        Raise `DeliveryFailed`, with nothing announced, if one record cannot hold all unresolved transactions.
+        Raise `DeliveryFailed`, with nothing announced, if one fence record cannot hold all unresolved transactions.
         """
         with self._lock:
             before = self._under_way.get(announced.txn)
@@ -225,19 +241,23 @@ class PulsarOwner:
             self._under_way[announced.txn] = announced
 
     def forget(self, txn: TxnId) -> None:
-        """Leave an ended transaction out of the next fence record. Until then a newer owner would ask about it once."""
+        """Leave an ended transaction out of the next fence record. Before that record is written, a newer owner would
+        ask for the transaction's outcome, which does no harm.
+        """
         with self._lock:
             self._under_way.pop(txn, None)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if a newer owner exists."""
+        """Raise `Fenced` if the transactional id has a newer owner."""
         if self._fence is not None:
             self._fence.check(deadline)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self, deadline: Deadline) -> None:
-        """Release the id. Prepared transactions stay open, and the next owner finds them on the fence topic."""
+        """Release the transactional id. Prepared transactions stay open, and the next owner finds them on the fence
+        topic.
+        """
         self.late_write_guard.close(deadline)
         self._cleanup.close()
         deadline = Deadline(min(deadline.left(), _COURTESY_SECONDS))
@@ -258,6 +278,8 @@ class PulsarOwner:
                 self._fence.close(deadline)
 
     def _remove(self, writer: PulsarWriter, deadline: Deadline) -> None:
-        """Remove the proof topic of a made-up name, unless a token waits for an outcome that only the topic tells."""
+        """Remove a writer's proof topic in a bridge without a transactional id, unless a token exists whose outcome
+        only this topic shows.
+        """
         if writer.proof is not None and not writer.unknown:
             remove(self._cluster, writer.proof.topic, deadline)

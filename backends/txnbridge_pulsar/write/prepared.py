@@ -1,4 +1,4 @@
-"""Prepared transactions: each has a proof topic of its own until it is resolved."""
+"""Writers of prepared transactions. Each transaction has a proof topic of its own until its outcome is known."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from txnbridge_pulsar.write.writer import PulsarWriter, TransactionOwner
 
 _log = logging.getLogger("txnbridge")
 
-# While all slots are taken, a free one is looked for this often.
+# Seconds between two searches for a free slot while all slots are taken.
 _LOOK_SECONDS = 0.2
-# Ask about this many unresolved transactions before another proof topic is created, which takes longer than asking.
+# Ask for the outcomes of this many unresolved transactions before another proof topic is created, which takes longer.
 _ASKED_FIRST = 4
-# Finding out how one ended may take this long: from its coordinator, its proof, then the other evidence.
+# Seconds for finding the outcome of one transaction: from its coordinator, its proof message, then other evidence.
 _CLEAR_SECONDS = 10.0
 
 
 class PreparedSlots:
-    """The proof topics of an owner's prepared transactions, by number. Any thread may call.
+    """Numbered proof topics (slots), one for each prepared transaction of an owner. Thread-safe.
 
-    A slot is used again once it is known how its last transaction ended. The coordinator's having forgotten the
-    transaction does not suffice: the end of the slot's next transaction would take back a commit that has not reached
-    the topic, and the token of a committed transaction would then read as aborted (hazard H51).
+    A slot is used again once the outcome of its last transaction is known. It is not enough that the coordinator has
+    forgotten this transaction: if its commit has not reached the proof topic, the end of the slot's next transaction
+    would drop the proof message, and the committed transaction would read as aborted (hazard H51).
     """
 
     def __init__(self, cluster: ClusterAccess, count: int, in_doubt: InDoubt, on_end: Callable[[TxnId], None]) -> None:
@@ -45,17 +45,17 @@ class PreparedSlots:
         self._lock = threading.Lock()
         self._taken: set[int] = set()
         self._unresolved: dict[int, AnnouncedTransaction] = {}
-        self._unexplained: set[TxnId] = set()  # unresolved transactions of which nothing told how they ended
-        self._used = 0  # all lower slots have been used by this owner
+        self._unexplained: set[TxnId] = set()  # unresolved transactions without any evidence of their outcomes
+        self._used = 0  # this owner has used all slots below this number
 
     def keep(self, announced: AnnouncedTransaction) -> None:
-        """Keep the slot of an unresolved transaction taken until it is known how the transaction ended."""
+        """Reserve the slot of an unresolved transaction until the transaction's outcome is known."""
         if announced.slot is not None:
             with self._lock:
                 self._unresolved[announced.slot] = announced
 
     def release(self, slot: int) -> None:
-        """Note that no writer uses the slot any more."""
+        """Mark a slot as no longer used by a writer."""
         with self._lock:
             self._taken.discard(slot)
 
@@ -74,7 +74,7 @@ class PreparedSlots:
             time.sleep(_LOOK_SECONDS)
 
     def _free(self, below: int) -> int | None:
-        """Take the lowest free slot below a number."""
+        """Take and return the lowest free slot below a number; None if all are taken."""
         with self._lock:
             for slot in range(below):
                 if slot not in self._taken and slot not in self._unresolved:
@@ -84,8 +84,9 @@ class PreparedSlots:
         return None
 
     def _resolve(self, most: int, deadline: Deadline) -> None:
-        """Ask how the oldest unresolved transactions ended. Those that could not be explained before take seconds each,
-        so they are asked about only when all slots are taken.
+        """Ask for the outcomes of the oldest unresolved transactions, and free the slots of those that have ended.
+        Transactions for which an earlier call found no evidence take seconds each, so they are asked about only when
+        all slots are taken.
         """
         with self._lock:
             asked = [announced for slot, announced in self._unresolved.items() if slot not in self._taken]
@@ -106,7 +107,7 @@ class PreparedSlots:
                 return False
             if self._in_doubt.resolve(announced, deadline):
                 return True
-        except TxnBridgeError as error:  # a broker may be down, and other slots are free
+        except TxnBridgeError as error:  # a broker may be down, but other slots may be free
             _log.debug("how transaction %s ended: %s", announced.transaction, error)
         with self._lock:
             self._unexplained.add(announced.txn)
@@ -123,7 +124,7 @@ class PreparedSlots:
 
 
 class PulsarPreparedWriter(PulsarWriter):
-    """Carries one transaction, which is prepared or aborted; then the writer is closed."""
+    """Writer of a single transaction, which is prepared or aborted. The writer is closed afterwards."""
 
     def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, slots: PreparedSlots, slot: int) -> None:
         super().__init__(cluster, owner, f"{owner.name}.p{slot}", slot)
@@ -133,7 +134,7 @@ class PulsarPreparedWriter(PulsarWriter):
         self._prepared = False
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
-        """Write a presence record that names the transaction: the proof topic served another transaction before."""
+        """Write a presence record that names the transaction: the same proof topic may have served others before."""
         return self._write_presence(self._begin.transaction, deadline)
 
     def _ttl(self, begin: Begin) -> float:
@@ -161,9 +162,9 @@ class PulsarPreparedWriter(PulsarWriter):
         self.proof = self._located_proof()
         assert self._txn is not None and self.proof is not None
         self._evidence = replace(self._evidence, proof=self.proof)
-        # For a transactional id the fence topic says that the transaction is prepared, see below. For a made-up name
-        # only the coordinator can say so (hazard H52); its pending-ack log of the note is never trimmed, but goes with
-        # the proof topic.
+        # With a transactional id, the fence record below says that the transaction is prepared. Without one only the
+        # coordinator can say so (hazard H52). The note has a pending-ack log, which is never trimmed, but is deleted
+        # with the proof topic.
         ask = coordinator_state if self._owner.owned else note_prepared
         # The transaction may have timed out before its last message arrived: brokers accept late messages silently.
         if ask(self._cluster, self._txn, self.proof, deadline) != "OPEN":
@@ -173,7 +174,8 @@ class PulsarPreparedWriter(PulsarWriter):
             with self._cluster.events.step("step:record", self._begin.transaction):
                 self._owner.announce(announced, deadline)
         except BaseException:
-            # The record may be stored all the same. It would spare a transaction of which nobody has the token.
+            # The fence record may be stored although the call failed. Because of it the next owner would not abort the
+            # transaction, although nobody has its token.
             self._owner.withdraw(self._announcement())
             self._abort_quietly(deadline)
             raise
@@ -185,6 +187,6 @@ class PulsarPreparedWriter(PulsarWriter):
 
     def close(self) -> None:
         if self._txn is not None and not self._prepared:
-            self._slots.keep(self._announcement())  # its end failed, so its slot stays taken until it has ended
+            self._slots.keep(self._announcement())  # the abort failed: keep the slot until the transaction ends
         super().close()
         self._slots.release(self._number)

@@ -1,4 +1,6 @@
-"""Sends without a transaction: each message once and in order, across crashes too where sequences are given."""
+"""The publisher: sends messages without a transaction, each stored once and in order; with sequences also across
+crashes.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,23 @@ from txnbridge_pulsar.topics import NEEDS_REST
 from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_properties
 from txnbridge_pulsar.write.sequences import SequenceRecord
 
-# This many messages without a key go to one partition in a row: with sequences, a change waits for all receipts.
+# Messages without a key that go to one partition in a row. With sequences, a change of partition waits for all
+# receipts.
 _A_TURN = 1000
 _DENIED = (wire.NotAuthorized, wire.NotAuthenticated)
 
 
 class PulsarPublisher(Publisher):
-    """Sends at once, and takes nothing more after a failure.
+    """Sends each message immediately. After a failure, the publisher refuses all further messages.
 
     After a lost connection, messages without a receipt are sent again where the broker is known to remove duplicates.
-    Elsewhere the loss is a failure, because the messages may be stored.
+    Elsewhere a lost connection is a failure, because the broker may have stored the messages already.
     """
 
     def __init__(self, cluster: ClusterAccess, name: str | None, ledger_of: Callable[[str], Ledger]) -> None:
         self._cluster = cluster
         self._name = name
-        self._ledger_of = ledger_of  # returns the ledger of an id
+        self._ledger_of = ledger_of  # returns the decision log's ledger for an id
         self._lock = threading.Lock()
         self._plain: dict[str, _PartitionProducer] = {}  # by concrete topic
         self._sequenced: dict[str, _SequencedTopic] = {}  # by topic
@@ -94,7 +97,7 @@ class PulsarPublisher(Publisher):
         sequenced.look(deadline)
         return sequenced
 
-    # --- what became of it ----------------------------------------------------------------------------------------
+    # --- receipts and failures ------------------------------------------------------------------------------------
 
     def flush(self, deadline: Deadline) -> None:
         with self._lock:
@@ -131,7 +134,9 @@ class PulsarPublisher(Publisher):
             raise type(self._failed)(str(self._failed)) from self._failed.__cause__
 
     def close(self, deadline: Deadline) -> None:
-        """Flush and close. Raise the errors of `flush`; messages not stored by then are given up."""
+        """Flush, then close the producers. Raise the errors of `flush`; messages without a receipt are then not sent
+        again.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -147,7 +152,7 @@ class PulsarPublisher(Publisher):
 
 
 class _SendFailed(Exception):
-    """The failure that ends a publisher; `cause` is the client's error."""
+    """A message could not be stored, so the publisher refuses further messages. `cause` is the client's error."""
 
     def __init__(self, cause: wire.PulsarError) -> None:
         super().__init__(cause)
@@ -155,10 +160,10 @@ class _SendFailed(Exception):
 
 
 class _SequencedTopic:
-    """A topic under the publisher's name, with sequences that count over all partitions.
+    """The producers of a named publisher on one topic. Its sequences count over all partitions.
 
-    The broker keeps a sequence for each partition. So a message for another partition waits until all earlier messages
-    are stored: then every sequence below a partition's highest one is stored in some partition.
+    The broker keeps the last sequence of each partition. So a message for another partition waits until all earlier
+    messages are stored: then every sequence below the highest stored one is stored in some partition.
     """
 
     def __init__(self, cluster: ClusterAccess, topic: str, name: str, ledger: Ledger) -> None:
@@ -173,11 +178,14 @@ class _SequencedTopic:
         self.producers: list[_PartitionProducer] = []
 
     def look(self, deadline: Deadline) -> None:
-        """Open producers on partitions that have none yet; some may have been added."""
+        """Open producers on partitions without one, which may have been added. Raise `NotSupported` unless each
+        partition is known to remove duplicates, `EvidenceLost` if the broker has forgotten stored sequences.
+        """
         concrete = self._cluster.topics.concrete(self._topic, deadline)
         for name in concrete[len(self.producers) :]:
             self.producers.append(_PartitionProducer(self._cluster, name, self._name, deadline))
-        # Every call asks until duplicates are known to be removed, else the next call would send without knowing.
+        # A partition counts as checked only after the check has succeeded: else a call after a failed check would send
+        # unchecked.
         for name, producer in list(zip(concrete, self.producers, strict=False))[self._settled :]:
             if not self._cluster.topics.deduplicates(name, deadline):
                 raise NotSupported(
@@ -192,12 +200,12 @@ class _SequencedTopic:
             self.record_stored(deadline)
 
     def record_stored(self, deadline: Deadline) -> None:
-        """Record in the decision log what is stored."""
+        """Record the highest stored sequence in the decision log."""
         if self._is_checked and self.last_stored is not None:
             self._record.record_stored(self.last_stored, deadline)
 
     def record_first(self, deadline: Deadline) -> None:
-        """Record what is stored if the decision log has no record yet."""
+        """Record the highest stored sequence in the decision log if the log has no sequence of this publisher yet."""
         if self._is_checked and self.last_stored is not None:
             self._record.record_first(self.last_stored, deadline)
 
@@ -239,7 +247,9 @@ class _PartitionProducer:
         return max(self._stored, self._producer.last_sequence_id)
 
     def send(self, message: wire.Single, sequence: int | None, deadline: Deadline) -> None:
-        """Send a message; wait only for room. Raise `_SendFailed`, for an earlier message too."""
+        """Send a message without waiting for its receipt; wait only while the producer's queue is full. Raise
+        `_SendFailed` if this or an earlier message cannot be stored.
+        """
         while True:
             if self._is_interrupted:
                 self._recover(deadline)
@@ -253,7 +263,7 @@ class _PartitionProducer:
                 )
             except wire.BrokerConnectionLost as error:
                 if error.may_have_had_effect:
-                    return  # the rest goes out later, or the message is resent with the others
+                    return  # the producer keeps the message and sends it later
                 if isinstance(error, wire.RequestTimedOut):
                     raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
             except wire.PulsarError as error:
@@ -262,7 +272,9 @@ class _PartitionProducer:
                 return
 
     def _note_result(self, send: wire.Send, again: bool) -> None:
-        """Note a receipt or failure, on the reading thread; `send` and `settle` handle a lost connection."""
+        """Note a message's receipt or failure. The thread that reads the connection calls this; `send` and `settle`
+        handle a lost connection.
+        """
         try:
             receipt = send.result(0)
         except wire.BrokerConnectionLost:
@@ -277,7 +289,9 @@ class _PartitionProducer:
         self._stored = max(self._stored, send.highest_sequence_id)
 
     def settle(self, deadline: Deadline) -> None:
-        """Return when all is stored. Raise `_SendFailed`, or `DeadlineExceeded` while messages are on their way."""
+        """Return when all messages are stored. Raise `_SendFailed` if a message cannot be stored, `DeadlineExceeded` if
+        receipts are missing at the deadline.
+        """
         while True:
             if self._is_interrupted:
                 self._recover(deadline)
@@ -291,12 +305,13 @@ class _PartitionProducer:
 
     @property
     def _is_interrupted(self) -> bool:
-        """Return whether the connection is lost, or was reopened without all its messages being sent again."""
+        """Return whether the connection is lost, or messages of a lost connection have not been sent again."""
         return self._producer.lost is not None or bool(self._producer.unconfirmed)
 
     def _recover(self, deadline: Deadline) -> None:
         """Reopen the producer, and resend messages without a receipt where the broker removes duplicates."""
-        # Else it was reopened before, and the broker may take a second reopening for the first.
+        # A producer that is not lost was reopened by an earlier call. A second reopening could be confused with the
+        # first by the broker.
         if self._producer.lost is not None:
             again(lambda: self._producer.reopen(deadline.left()), self._in_our_words, deadline)
         if not self._producer.unconfirmed:
@@ -313,12 +328,12 @@ class _PartitionProducer:
         except wire.RequestTimedOut as error:
             raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
         except wire.BrokerConnectionLost:
-            return  # the next call finds the connection lost, and sends the rest
+            return  # the next call finds the connection lost, and resends the rest
 
     def _is_remembered(self, deadline: Deadline) -> bool:
         """Return whether the broker remembers what this producer has sent, and so drops duplicates."""
         if self._name is not None:
-            return True  # asked before the name's first message
+            return True  # `_SequencedTopic.look` has checked it before the first message
         if self._stored >= 0:
             return self._producer.last_sequence_id >= self._stored
         return self._cluster.topics.deduplicates(self._concrete, deadline)
@@ -329,7 +344,7 @@ class _PartitionProducer:
 
     def _in_our_words(self, error: wire.PulsarError) -> TxnBridgeError:
         what = f"opening a producer on {self._concrete}"
-        if isinstance(error, wire.ProducerBusy):  # for a moment this happens after the publisher's process died, too
+        if isinstance(error, wire.ProducerBusy):  # also for a moment after a publisher's process died
             return BrokerUnavailable(f"{what}: the name {self._name!r} is in use by another publisher")
         return translate(error, what)
 

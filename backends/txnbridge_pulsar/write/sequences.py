@@ -1,8 +1,9 @@
-"""The last sequence of a publisher's name on a topic, as the decision log knows it.
+"""The decision log's record of the last sequence that a named publisher has stored on a topic.
 
 Brokers forget a producer name that is unused for hours, and then answer as if it had never published. A publisher that
-believed them would store everything again. So publishers record in the decision log, when they begin and when they end,
-up to which sequence all is stored. A broker that answers less has forgotten the name (hazard H58).
+believed this answer would store all its messages again. So publishers record in the decision log, when they begin and
+when they end, up to which sequence all messages are stored. A broker that answers with a lower sequence has forgotten
+the name (hazard H58).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from txnbridge.spi import Deadline, Ledger, LedgerValue
 
 _log = logging.getLogger("txnbridge")
 
-# No flush waits longer for the decision log: the messages are stored whether that is recorded or not.
+# Seconds that a flush waits for the decision log: the messages are stored whether the sequence is recorded or not.
 _NOTE_SECONDS = 3.0
 
 
 class SequenceRecord:
-    """The highest sequence that the decision log knows to be stored. More may be stored where a publisher has died."""
+    """The highest stored sequence of a publisher's name on a topic, in the decision log. If a publisher has died, the
+    broker may have stored higher sequences.
+    """
 
     def __init__(self, name: str, topic: str, ledger: Ledger) -> None:
         self._name = name
@@ -29,7 +32,9 @@ class SequenceRecord:
         self._blind = False
 
     def check(self, stored: int, deadline: Deadline) -> None:
-        """Raise `EvidenceLost` if the broker knows less than was stored; -1 stands for nothing."""
+        """Raise `EvidenceLost` if `stored`, the last sequence that the broker knows, is lower than the recorded one; -1
+        if the broker knows none.
+        """
         try:
             value = self._value.read(deadline)
             self._last = -1 if value is None else int(value["stored"])
@@ -45,7 +50,9 @@ class SequenceRecord:
             )
 
     def record_stored(self, stored: int, deadline: Deadline) -> None:
-        """Record that everything up to this sequence is stored. Raise no errors: the next publisher does it then."""
+        """Record that all messages up to this sequence are stored. Errors are logged, not raised: the next publisher of
+        this name records its sequence.
+        """
         deadline = Deadline(min(_NOTE_SECONDS, deadline.left()))
         try:
             if not self._blind and self._last < stored:
@@ -55,7 +62,9 @@ class SequenceRecord:
             _log.debug("what publisher %r has stored on %s is not noted: %s", self._name, self._topic, error)
 
     def record_first(self, stored: int, deadline: Deadline) -> None:
-        """Record as `record_stored`, if there is no record yet: from then on a broker that knows nothing is noticed."""
+        """Record the stored sequence if the decision log has none yet. From then on `check` notices a broker that has
+        forgotten the name.
+        """
         if self._last < 0:
             self.record_stored(stored, deadline)
 

@@ -1,4 +1,4 @@
-"""A writer carries one transaction at a time, on connections of its own."""
+"""The writer: sends messages and acknowledgements in one transaction at a time, on connections of its own."""
 
 from __future__ import annotations
 
@@ -45,21 +45,23 @@ from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_prop
 
 _log = logging.getLogger("txnbridge")
 
-# An abort after the deadline may take this long, so that a transaction whose time is over still ends as aborted.
+# Seconds that an abort may take after the transaction's deadline, so that an expired transaction still ends as aborted.
 _ABORT_GRACE = 2.0
-# Before an abort, entries on their way may take this long for their receipts. An entry that arrives after the end may
-# block its topic, and brokers then have to be made to refuse it.
+# Seconds that an abort waits for the receipts of entries that were sent. An entry that arrives after the abort may
+# block its topic, unless the broker is made to refuse the entry.
 _SETTLE_BEFORE_ABORT = 0.5
-# The outcome of a transaction is read from the writer's last presence record on, so the writer renews the record.
+# A writer writes a new presence record after this many transactions. To find an outcome, a proof topic is read from the
+# last presence record on, so the distance must stay short.
 _TRANSACTIONS_A_PRESENCE = 1000
-# The partitions of the last transaction are registered with the next one's first topic, if they are at most this many.
+# If the last transaction wrote to at most this many partitions, they are registered in advance with the next
+# transaction's first topic.
 _MOST_GUESSED = 16
 _MOST_BYTES = LIMITS.message_bytes or 0
 _MOST_TIMESTAMP = (1 << 63) - 1
 
 
 class TransactionOwner(Protocol):
-    """The owner of the transactional id, as its writers use it. `PulsarOwner` implements it."""
+    """The methods of a transactional id's owner that its writers use. `PulsarOwner` implements them."""
 
     name: str
     owned: bool
@@ -77,9 +79,10 @@ class TransactionOwner(Protocol):
 
 
 class PulsarWriter(Writer):
-    """Registers topics with the transaction, writes to them, and requests the end once everything is stored.
+    """Writer of transactions: registers topics with the coordinator, sends messages to them, and requests the commit
+    once the broker has stored all messages.
 
-    The broker does not check this order: a message that arrives after the commit takes committed messages back
+    The broker does not check this order: a message that arrives after the commit makes committed messages disappear
     (hazard H34).
     """
 
@@ -88,7 +91,7 @@ class PulsarWriter(Writer):
     def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, name: str, slot: int | None = None) -> None:
         self.name = name
         self.proof: ProofLocation | None = None
-        self.unknown = False  # whether a token may exist whose outcome only our proof topic tells
+        self.unknown = False  # whether a token may exist whose outcome only this proof topic shows
         self.quick: dict[Any, Callable[..., object]] = {}
         self._cluster = cluster
         self._owner = owner
@@ -106,12 +109,12 @@ class PulsarWriter(Writer):
         self._evidence = TokenEvidence(None, None, False)
 
     def _forget(self) -> None:
-        """Reset the state of the transaction."""
+        """Clear all fields of the current transaction."""
         self._txn: wire.TxnId | None = None
         self._announced: dict[str, None] = {}  # topics named on the fence topic, in order, the proof topic first
         self._registered: set[str] = set()  # announced topics that the coordinator knows
         self._sent: dict[str, None] = {}  # registered topics that entries were sent to
-        self._subscriptions: dict[tuple[str, str], None] = {}  # named on the fence topic
+        self._subscriptions: dict[tuple[str, str], None] = {}  # pairs named on the fence topic
         self._acked_on: set[tuple[str, str]] = set()  # subscriptions that the coordinator knows
         self._receipts = PendingReceipts()
         self._acks: list[SentAcks] = []
@@ -121,7 +124,9 @@ class PulsarWriter(Writer):
     # --- one transaction ------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
-        """Start locally: the broker is asked nothing until the first entry is full or has to be sent."""
+        """Start a transaction without a request: the coordinator begins it before the first entry or acknowledgement is
+        sent.
+        """
         self._begin = begin
         self._forget()
         self._evidence = TokenEvidence(None, None, False)
@@ -152,7 +157,9 @@ class PulsarWriter(Writer):
         self.messages += 1
 
     def _check(self, value: bytes | None, key: bytes | None, headers: RawHeaders | None, timestamp: int | None) -> int:
-        """Return the size of a message. Raise `InvalidOption`, with nothing taken, for one that cannot be sent."""
+        """Return a message's size in bytes. Raise `InvalidOption` if its size, a header's name or its timestamp is
+        invalid.
+        """
         size = len(value or b"") + len(key or b"")
         for name, content in headers or ():
             try:
@@ -182,7 +189,9 @@ class PulsarWriter(Writer):
                 self.send(topic, value, key, headers, None, None)
 
     def _batcher(self, topic: str, partition: int | None) -> TopicBatcher:
-        """Return the topic's batcher; the first one in a transaction looks up the partitions. Raise `NotFound`."""
+        """Return the transaction's batcher for a topic; look up the topic's partitions at the first call. Raise
+        `NotFound` if the topic or the partition does not exist.
+        """
         batcher = self._batchers.get(topic)
         if batcher is None or (partition is not None and not 0 <= partition < len(batcher.concrete)):
             concrete = self._cluster.topics.require(topic, partition, self._begin.deadline)
@@ -193,7 +202,7 @@ class PulsarWriter(Writer):
             batcher.concrete = concrete
         return batcher
 
-    # --- what goes out --------------------------------------------------------------------------------------------
+    # --- sending entries ------------------------------------------------------------------------------------------
 
     def _ship(self, concrete: str, batch: wire.MessageBatch) -> None:
         deadline = self._begin.deadline
@@ -205,13 +214,13 @@ class PulsarWriter(Writer):
             self._sent[concrete] = None
             self._producer(concrete).send(batch, self._txn, self._receipts, deadline)
         except UsageError as error:
-            # Messages that were taken before are lost with this one: the transaction is not as it was.
+            # Messages that `send` accepted before are lost with this entry, so the transaction can only be aborted.
             raise DeliveryFailed(str(error)) from (error.__cause__ or error)
 
     def _register(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
-        """Begin the transaction at the broker if needed, and register topics and subscriptions: first on the fence
-        topic, then with the coordinator. Nothing is sent to a topic, or acknowledged on a subscription, before
-        (hazards H37, H38).
+        """Name topics and subscriptions on the fence topic, then register them with the transaction at the coordinator.
+        The first call begins the transaction at the coordinator and sends the proof message. No message is sent to a
+        topic, and none is acknowledged on a subscription, before this method has returned (hazards H37, H38).
         """
         if self._txn is None:
             self._open(topics, deadline)
@@ -245,7 +254,7 @@ class PulsarWriter(Writer):
         self._subscriptions = {**self._subscriptions, **dict.fromkeys(subscriptions)}
         try:
             self._owner.announce(self._announcement(), deadline)
-        except DeliveryFailed:  # too much for one fence record
+        except DeliveryFailed:  # the transactions do not fit into one fence record
             self._announced, self._subscriptions = before
             raise
 
@@ -254,14 +263,14 @@ class PulsarWriter(Writer):
         with self._cluster.events.step("step:begin", self._begin.transaction):
             self._txn = self._owner.new_transaction(lambda: self._ttl(self._begin), deadline)
         self._evidence = TokenEvidence(self._txn, self.proof, False)
-        # Only topics that the broker still serves: one may have been terminated since.
+        # Only topics with an open producer: the others may have been terminated since the last transaction.
         last = tuple(topic for topic in self._last if topic in self._producers and self._producers[topic].is_open)
         is_right = len(last) <= _MOST_GUESSED and not self._owner.in_doubt.touching(last)
         guessed = last if is_right else ()
         self._announced.update(dict.fromkeys((self.proof.topic, *topics, *guessed)))
 
     def _ttl(self, begin: Begin) -> float:
-        """Return in how many seconds the broker aborts the transaction by itself."""
+        """Return the number of seconds after which the coordinator times the transaction out."""
         return min(begin.deadline.left(), self._cluster.settings.longest_transaction)
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
@@ -277,7 +286,7 @@ class PulsarWriter(Writer):
         while self._owner.in_doubt.touching([topic := proof_topic(self._cluster, name, deadline)]):
             name += "+"
         self._producer(topic).open(deadline)  # the cleanup deletes no topic with a producer
-        self._cluster.topics.keep(topic, deadline)  # the cleanup may have deleted it before
+        self._cluster.topics.keep(topic, deadline)  # the cleanup may have deleted the topic before
         return write_presence(self._cluster, topic, transaction, self._owner.owned, deadline)
 
     def _announcement(self) -> AnnouncedTransaction:
@@ -298,7 +307,9 @@ class PulsarWriter(Writer):
         return producer
 
     def _recover_lost(self, deadline: Deadline) -> None:
-        """Raise the error of a failed entry. Send lost entries again where the broker is known to drop duplicates."""
+        """Send entries without a receipt again after a lost connection. Raise `DeliveryFailed` if the broker has
+        refused an entry, or is not known to drop duplicates.
+        """
         if isinstance(self._receipts.failure, wire.NotAllowed) and self._has_ended(deadline):
             raise self._ended_by_others(deadline) from self._receipts.failure
         if self._receipts.failure is not None:
@@ -320,7 +331,9 @@ class PulsarWriter(Writer):
         self._acks.append(context.acknowledge(self._txn, positions, deadline))
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when every message taken so far is stored. Raise `DeliveryFailed`."""
+        """Return when the broker has stored all messages and acknowledgements sent so far. Raise `DeliveryFailed` if a
+        message cannot be stored, `DeadlineExceeded` if receipts are missing at the deadline.
+        """
         waiting = [concrete for batcher in self._batchers.values() for concrete in batcher.waiting()]
         if waiting:
             self._register(waiting, (), deadline)
@@ -357,12 +370,13 @@ class PulsarWriter(Writer):
             if ended is EndResult.UNCLEAR:
                 self._ask_proof(deadline)
             elif ended is not EndResult.COMMITTED:
-                # Nobody else commits a transaction that is not prepared: it was aborted before our request arrived.
+                # Only its writer commits a transaction that is not prepared, so this one was aborted before our request
+                # arrived.
                 raise self._ended_by_others(deadline)
             self._owner.end_delivery.ended(self._txn, True, participants, deadline)
         except (TransactionAborted, Fenced):
             raise
-        except BaseException:  # an interrupted call hands out a token, too
+        except BaseException:  # also KeyboardInterrupt: the caller gets a token in any case
             self.unknown = True
             for sent in self._acks:  # the transaction may have been aborted
                 sent.give_up_entry_rest()
@@ -370,7 +384,9 @@ class PulsarWriter(Writer):
         self._finish()
 
     def _participants(self, deadline: Deadline) -> list[Participant]:
-        """Return what the end has to reach, once earlier ends have reached the participants that moved."""
+        """Return the topics and subscriptions that the transaction's end has to reach. Wait before until the ends of
+        earlier transactions have reached those that were unloaded.
+        """
         if self._txn is None:
             return []
         proof = () if self.proof is None else (self.proof.topic,)
@@ -380,19 +396,24 @@ class PulsarWriter(Writer):
         return participants
 
     def _located_proof(self) -> ProofLocation | None:
-        """Return the location of the transaction's proof message, complete once everything is stored."""
+        """Return the location of the proof message, with the message's position. Call this once everything is
+        stored.
+        """
         proof = self._evidence.proof
         return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
 
     def _ask_proof(self, deadline: Deadline) -> None:
-        """Read the outcome from the proof: an answer was lost, and the coordinator has forgotten the transaction."""
+        """Read the outcome from the proof topic, because the answer to the commit was lost and the coordinator has
+        forgotten the transaction. Raise an error if the transaction was aborted.
+        """
         if self._by_proof(deadline) is Outcome.ABORTED:
             raise self._ended_by_others(deadline)
 
     def _by_proof(self, deadline: Deadline) -> Outcome:
-        """Return how a transaction ended whose commit was requested.
+        """Return the outcome, by its proof message, of the transaction whose commit this writer has requested.
 
-        Raise `OutcomeUnknown` if the proof cannot be read: any other error would say that the transaction is undecided.
+        Raise `OutcomeUnknown` if the proof topic cannot be read: callers take any other error to mean that the
+        transaction was not committed.
         """
         assert self._txn is not None and self._evidence.proof is not None
         self.unknown = True
@@ -404,10 +425,12 @@ class PulsarWriter(Writer):
             raise OutcomeUnknown(f"how the transaction ended cannot be read: {error}") from error
 
     def _store_or_abort(self, deadline: Deadline) -> None:
-        """Return when the broker has stored everything. Abort the transaction if that will never happen."""
+        """Return when the broker has stored all messages and acknowledgements. If that fails, abort the transaction and
+        raise the error.
+        """
         if deadline.expired and (acks := self._acks):
             self._abort_quietly(deadline)
-            # Asked after the abort: a process that slept hears only then which partitions have left meanwhile.
+            # Check this after the abort: a process that was suspended learns only then which partitions it has lost.
             if any(sent.partitions_left for sent in acks):
                 raise _partitions_left()
         deadline.check("the transaction")
@@ -421,14 +444,18 @@ class PulsarWriter(Writer):
             raise DeliveryFailed(str(error)) from (error.__cause__ or error)
 
     def _abort_quietly(self, deadline: Deadline) -> None:
-        """Abort without raising: the commit was never requested, so it cannot happen any more."""
+        """Abort the transaction, and log an error instead of raising it: the commit was never requested, so the
+        transaction cannot be committed.
+        """
         try:
             self.abort(deadline)
         except TxnBridgeError as error:
             _log.debug("transaction %s stays open until its time is over: %s", self._begin.transaction, error)
 
     def _ended_by_others(self, deadline: Deadline) -> TxnBridgeError:
-        """Return the error that says, as far as is known, why the transaction ended without a request to commit it."""
+        """Clean up after a transaction that ended without a request of this writer. Return the error that names the
+        likely cause: a newer owner, lost partitions, a timeout, or an abort by somebody else.
+        """
         if deadline.left() < _ABORT_GRACE:
             deadline = Deadline(_ABORT_GRACE)
         left = any(sent.partitions_left for sent in self._acks)
@@ -437,7 +464,7 @@ class PulsarWriter(Writer):
         for sent in self._acks:
             sent.give_up_entry_rest()
         self._redeliver_rest()
-        self._refuse_late_writes(deadline)  # some of its messages may have arrived after the end
+        self._refuse_late_writes(deadline)  # messages may have arrived after the transaction's end
         self._finish()
         try:
             self._owner.check(deadline)
@@ -488,19 +515,21 @@ class PulsarWriter(Writer):
             sent.redeliver_rest()
 
     def _settle(self, deadline: Deadline) -> bool:
-        """Wait for receipts and answers. Return whether nothing of the transaction can reach a broker any more."""
+        """Wait for the receipts of entries and the answers to acknowledgements. Return whether no entry or
+        acknowledgement of the transaction can reach a broker any more.
+        """
         settled = self._receipts.wait(deadline) and self._receipts.settled
         for sent in self._acks:
             try:
                 sent.settle(deadline)
             except TxnBridgeError as error:
                 _log.debug("acknowledging in a transaction that is aborted: %s", error)
-                # A request without an answer may still arrive; a refused one has arrived.
+                # A request without an answer may still arrive; a refused request has arrived.
                 settled = settled and not isinstance(error.__cause__, wire.BrokerConnectionLost)
         return settled
 
     def _finish(self) -> None:
-        """Forget a transaction that has ended."""
+        """Leave the ended transaction out of the next fence record, and clear its fields."""
         if self._txn is not None:
             self._owner.forget(self._txn)
             self._last = tuple(self._sent)
@@ -512,7 +541,7 @@ class PulsarWriter(Writer):
         self._hang_up()
         if self._txn is not None:
             try:
-                # The transaction has to end in either way before the next one begins.
+                # The transaction has to end, by commit or abort, before this writer begins the next one.
                 ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
             except OutcomeUnknown as error:
                 raise BrokerUnavailable(f"ending the transaction before: {error}") from error
@@ -523,18 +552,20 @@ class PulsarWriter(Writer):
                 self._refuse_late_writes(deadline)
                 self._finish()
             else:
-                self._forget()  # the fence topic still names the transaction
+                self._forget()  # the owner names the transaction on the fence topic until its outcome is known
         self._owner.check(deadline)
-        self.proof = None  # the next presence record says that all transactions before it have ended
+        self.proof = None  # a new presence record will say that all earlier transactions have ended
 
     def _hang_up(self) -> None:
-        """Close this writer's connections. Messages that were sent before may still arrive."""
+        """Close this writer's connections. Messages that were sent before may still arrive at brokers."""
         self._owner.end_delivery.linger()
         self._cluster.client.hang_up(self._connection_key)
         self._producers.clear()
 
     def close(self) -> None:
-        """Close. The broker aborts an open transaction at its deadline, or the next opening of the id does."""
+        """Close this writer's connections. An open transaction is aborted when it times out, or by the next owner of
+        the transactional id.
+        """
         self._hang_up()
 
 
