@@ -173,7 +173,7 @@ def test_another_programs_transaction_is_listed_and_aborted(admin, client, name)
 
 
 def test_an_abort_behind_an_older_transaction_says_that_late_messages_are_not_refused_yet(admin, client, name, caplog):
-    older = begin(client, full(f"{name}-older"))
+    older = begin(client, fresh_topic())
     txn, _ = open_with(client, full(name), b"never")
     assert admin.end(str(txn), Decision.ABORT, soon()) is Outcome.ABORTED
     assert [r.message for r in caplog.records if "do not refuse late messages" in r.message and str(txn) in r.message]

@@ -289,8 +289,9 @@ def test_who_sleeps_beyond_the_deadline_is_told_if_its_partitions_left_meanwhile
                 txn.ack(messages)
                 flush(txn)
                 if left:
-                    assert isinstance(consumer._reader, PulsarReader)
-                    cluster_of(bridge).client.hang_up(consumer._reader._connection_key)
+                    reader = consumer._reader.reader
+                    assert isinstance(reader, PulsarReader)
+                    cluster_of(bridge).client.hang_up(reader._connection_key)
                 eventually(lambda: not txn.deadline, "its time is over")
         assert txn.outcome is Outcome.ABORTED
         assert values(take(consumer, 1)) == [b"1"]
