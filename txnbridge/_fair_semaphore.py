@@ -1,8 +1,8 @@
-"""A semaphore that is fair: threads get its places in the order in which they came.
+"""A fair semaphore: threads acquire its places in the order in which they asked.
 
-A bridge's writers are such places, and so is the one turn to write into a file. Waking a thread for each transaction
-would take a tenth of the time of a small transaction. So a thread that begins one transaction after the other keeps its
-place for a short time while others wait.
+It limits the open transactions of a bridge to its writers, and lets one process's thread at a time write into the
+embedded broker's file. Waking a thread for each transaction would take a tenth of the time of a small transaction. So a
+thread that runs one transaction after the other keeps its place for a short time while other threads wait.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from queue import Empty, SimpleQueue
 
 from txnbridge._deadline import Deadline
 
-# How often the first waiting thread looks whether a place is free because its last thread has not come back.
+# The interval at which the first waiting thread checks for a free place whose last thread has not asked for it again.
 _LOOK_SECONDS = 0.0005
-# How often the other waiting threads look whether they are first: the thread that had to wake them may have been
-# interrupted.
+# The interval at which the other waiting threads check whether they are first in the queue, because the thread that had
+# to wake them may have been interrupted.
 _LOOK_BEHIND_SECONDS = 0.1
 
 
@@ -30,22 +30,22 @@ class _Ticket:
 
 
 class FairSemaphore:
-    """Gives `size` places to threads, first come first served. A thread keeps its place for `keep_seconds` at most.
+    """A semaphore with `size` places, acquired in the order of requests.
 
-    Any step may be interrupted by an exception from a signal handler. So each step can be repeated, and the first
-    waiting thread does what an interrupted one has left out. With `one_per_thread` a thread never has two places: one
-    that comes again gives back the place that it could not give back before.
+    A thread may release and acquire a place repeatedly for `keep_seconds` while other threads wait. A signal handler's
+    exception may interrupt any step; so each step can be repeated, and the first waiting thread completes interrupted
+    steps. With `one_per_thread`, a thread that asks for a place first gives up any place that it has already.
     """
 
     def __init__(self, size: int, keep_seconds: float, *, one_per_thread: bool = False) -> None:
         self._size = size
         self._keep_seconds = keep_seconds
         self._one_per_thread = one_per_thread
-        self._guard = threading.RLock()  # a signal handler may come here, too
+        self._guard = threading.RLock()  # reentrant, because a signal handler may run while it is held
         self._waiting: deque[_Ticket] = deque()
         self._inside: set[_Ticket] = set()
-        self._dropped: deque[_Ticket] = deque()  # of places that were garbage-collected without `leave`
-        self._since: dict[int, float] = {}  # by thread that has a place, or had it last: the time when it got it
+        self._dropped: deque[_Ticket] = deque()  # tickets of places that were garbage-collected without `leave`
+        self._since: dict[int, float] = {}  # by thread that has or last had a place: the time when it first got one
 
     @property
     def busy(self) -> int:
@@ -55,11 +55,11 @@ class FairSemaphore:
             return len(self._inside)
 
     def place(self) -> Place:
-        """Return a place for this thread; `Place.enter` takes it."""
+        """Return a handle of this thread, whose `enter` acquires a place."""
         return Place(self)
 
     def _enter(self, ticket: _Ticket) -> bool:
-        """Take a place for the ticket, or queue up; return whether it has a place."""
+        """Acquire a place for the ticket, or append it to the queue; return whether it has a place."""
         with self._guard:
             self._clear_dropped()
             if ticket in self._inside:
@@ -82,7 +82,7 @@ class FairSemaphore:
         self._inside.add(ticket)
 
     def _wait(self, ticket: _Ticket, deadline: Deadline) -> bool:
-        """Wait in the queue until the deadline; return whether the ticket has a place."""
+        """Wait in the queue until the ticket gets a place or the deadline passes; return whether it has one."""
         while True:
             with self._guard:
                 pause = _LOOK_SECONDS if self._is_first(ticket) else _LOOK_BEHIND_SECONDS
@@ -108,10 +108,10 @@ class FairSemaphore:
         self._waiting.popleft()
         ticket.woken.put(None)
         if self._waiting:
-            self._waiting[0].woken.put(None)  # it is first now
+            self._waiting[0].woken.put(None)  # this ticket is the first in the queue now
 
     def _leave(self, ticket: _Ticket) -> None:
-        """Give the ticket's place back, or leave the queue."""
+        """Release the ticket's place, or remove the ticket from the queue."""
         with self._guard:
             self._clear_dropped()
             self._forget(ticket)
@@ -135,7 +135,7 @@ class FairSemaphore:
 
 
 class Place:
-    """One thread's place, or its wait for one. A place that is garbage-collected without `leave` is given back, too."""
+    """One thread's acquisition of a place. Its garbage collection releases the place if `leave` was not called."""
 
     __slots__ = ("_semaphore", "_ticket")
 
@@ -144,19 +144,19 @@ class Place:
         self._ticket: _Ticket | None = _Ticket(threading.get_ident())
 
     def enter(self, deadline: Deadline) -> bool:
-        """Take the place; return False if none became free in time. The thread keeps its position in the queue."""
+        """Acquire a place; return False if none is free by the deadline. The thread then stays in the queue."""
         ticket = self._ticket
         assert ticket is not None
         return self._semaphore._enter(ticket) or self._semaphore._wait(ticket, deadline)
 
     def leave(self) -> None:
-        """Give the place back, or stop waiting for it. Any thread may call this."""
+        """Release the place, or stop waiting for one. Any thread may call this."""
         if self._ticket is not None:
             self._semaphore._leave(self._ticket)
             self._ticket = None
 
     def __del__(self) -> None:
-        # Garbage is collected at any time, also while the lock is held, so no lock is taken here.
-        ticket = getattr(self, "_ticket", None)  # missing if an interrupt came before it was set
+        # Take no lock here, because garbage collection may run while the lock is held.
+        ticket = getattr(self, "_ticket", None)  # missing if a signal handler's exception interrupted `__init__`
         if ticket is not None:
             self._semaphore._dropped.append(ticket)

@@ -1,4 +1,4 @@
-"""The writers of a bridge. Each open transaction has one, so their number bounds the open transactions."""
+"""The pool of a bridge's writers. Each open transaction uses one, so its size bounds the open transactions."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from txnbridge.spi import Begin, Ledger, Writer
 
 _log = logging.getLogger("txnbridge")
 
-# The time for which a thread may run one transaction after the other while others wait for a writer: much longer than
-# it takes to wake a thread. A transaction that takes longer, as on a broker over the network, is alone in its turn.
+# The time for which a thread may run one transaction after the other while other threads wait for a writer: much longer
+# than waking a thread takes. If a transaction takes longer, as on a remote broker, the thread runs only this one.
 _KEEP_SECONDS = 0.02
-# How often a thread that waits for a writer looks whether a transaction was dropped, or the bridge is closed.
+# The interval at which a thread that waits for a writer checks for garbage-collected transactions and a closed bridge.
 _TURN_SECONDS = 0.1
 
 
 class Writers:
-    """Gives a writer to each transaction, on any thread, and takes it back."""
+    """Lends a writer to each transaction until its end, in the order in which the threads asked."""
 
     def __init__(self, connection: Connection, size: int, ledger: Callable[[], Ledger]) -> None:
         self._connection = connection
         self._size = size
-        self._ledger = ledger  # returns the ledger of the bridge's id
-        self._turns = FairSemaphore(size, _KEEP_SECONDS)  # a place for each transaction
+        self._ledger = ledger  # returns the ledger of the bridge's transactional id
+        self._turns = FairSemaphore(size, _KEEP_SECONDS)  # one place for each open transaction
         self._opening = threading.Lock()
-        self._guard = threading.RLock()  # a signal handler may come here, too
+        self._guard = threading.RLock()  # reentrant, because a signal handler may run while it is held
         self._idle: list[Writer] | None = None  # None: not opened yet, or closed
-        self._doubtful: set[Writer] = set()  # must be reopened before they are used again
-        self._abandoned: deque[TakenWriter] = deque()  # of transactions that were dropped unfinished
+        self._doubtful: set[Writer] = set()  # writers that must be reopened before the next transaction
+        self._abandoned: deque[TakenWriter] = deque()  # writers of transactions that were garbage-collected unfinished
         self.commit: Callable[[Writer, Deadline], None] = _commit  # replaced by the testing kit, which loses answers
 
     @property
@@ -43,7 +43,10 @@ class Writers:
         return self._turns.busy
 
     def open(self, deadline: Deadline) -> None:
-        """Open all writers, because opening an id is one act; without an id, at the first transaction."""
+        """Open all writers at once, because opening the transactional id fences its older owner.
+
+        A bridge without a given transactional id calls this only at its first transaction.
+        """
         connection = self._connection
         if not self._opening.acquire(timeout=deadline.left()):
             raise DeadlineExceeded(f"another thread opened the writers for longer than {deadline.seconds:g} s")
@@ -57,7 +60,10 @@ class Writers:
             self._opening.release()
 
     def take(self, begin: Begin) -> TakenWriter:
-        """Return a writer that is free within the transaction's deadline. A prepared transaction gets a new one."""
+        """Wait for a free writer until the transaction's deadline, and take it.
+
+        A transaction that will be prepared gets a new writer of its own.
+        """
         taken = TakenWriter(self, begin, self._turns.place())
         try:
             self._wait_for_place(taken.place, begin.deadline)
@@ -80,7 +86,7 @@ class Writers:
             if not self._idle:
                 raise connection.refusal()
             taken.writer = self._idle[-1]
-            self._idle.pop()  # right behind, so that no exception from a signal handler comes between
+            self._idle.pop()  # directly after, so that no exception from a signal handler comes between the two lines
         if taken.writer in self._doubtful:
             with connection.events.step("writer.open", reopen=True):
                 taken.writer.reopen(begin.deadline)
@@ -89,7 +95,7 @@ class Writers:
     def _wait_for_place(self, place: Place, deadline: Deadline) -> None:
         while True:
             self.clear_abandoned()
-            # Wait in short turns: neither a transaction that is dropped meanwhile nor `close` wakes this thread.
+            # Wait in short steps: neither a transaction's garbage collection nor `close` wakes this thread.
             entered = place.enter(Deadline(min(deadline.left(), _TURN_SECONDS)))
             self._connection.check_open()
             if entered:
@@ -101,7 +107,7 @@ class Writers:
                 )
 
     def _give_back(self, taken: TakenWriter, sound: bool) -> None:
-        """Free the writer, if there is one, and then its place."""
+        """Return the writer to the pool, or close it, and then free the transaction's place."""
         writer = taken.writer
         if writer is not None:
             with self._guard:
@@ -109,7 +115,7 @@ class Writers:
                 if idle is not None:
                     if not sound:
                         self._doubtful.add(writer)
-                    taken.writer = None  # right before, so that no exception from a signal handler comes between
+                    taken.writer = None  # directly before, so that no signal handler's exception comes between
                     idle.append(writer)
             if idle is None:  # the writer was made for this transaction alone, or the bridge is closed
                 close_logging_errors(writer.close)
@@ -117,13 +123,13 @@ class Writers:
         taken.place.leave()
 
     def _leave_behind(self, taken: TakenWriter) -> None:
-        """Keep the writer of a dropped transaction. (The garbage collector calls this, so it takes no lock.)"""
+        """Keep the writer of a garbage-collected transaction. The garbage collector calls this, so it takes no lock."""
         left = TakenWriter(self, taken.begin, taken.place)
         left.writer, left.open = taken.writer, taken.open
         self._abandoned.append(left)
 
     def clear_abandoned(self, deadline: Deadline | None = None) -> None:
-        """Abort transactions that were dropped unfinished. The garbage collector cannot: it may hold any lock."""
+        """Abort transactions that were garbage-collected unfinished; the garbage collector may hold locks."""
         connection = self._connection
         while True:
             try:
@@ -143,7 +149,7 @@ class Writers:
                 taken.give_back(sound)
 
     def close(self) -> None:
-        """Close the free writers; one that is given back later is closed then."""
+        """Close the free writers; a writer that is still in use is closed when it is given back."""
         with self._guard:
             idle, self._idle = self._idle or [], None
         for writer in idle:
@@ -151,9 +157,9 @@ class Writers:
 
 
 class TakenWriter:
-    """A transaction's place among the writers, and its writer.
+    """A writer that is lent to one transaction, and the transaction's place in the pool.
 
-    If an exception from a signal handler keeps it from being given back, `__del__` does so.
+    If an exception from a signal handler keeps the writer from being given back, `__del__` gives it back.
     """
 
     __slots__ = ("_writers", "begin", "open", "place", "writer")
@@ -163,21 +169,24 @@ class TakenWriter:
         self.begin = begin
         self.place = place
         self.writer: Writer | None = None
-        self.open = False  # the transaction has begun, and is not known to have ended
+        self.open = False  # True from the transaction's begin until a request to end it is sent
 
     def start(self) -> None:
-        """Begin the transaction."""
+        """Begin the transaction on its writer."""
         assert self.writer is not None
         self.writer.begin(self.begin)
         self.open = True
 
     def commit(self, deadline: Deadline) -> None:
-        """Commit the transaction."""
+        """Commit the transaction on its writer."""
         assert self.writer is not None
         self._writers.commit(self.writer, deadline)
 
     def give_back(self, sound: bool) -> None:
-        """Give the writer and the place back; `sound` if the transaction's outcome is known. Safe to repeat."""
+        """Return the writer and the place to the pool; without `sound` the writer is reopened before its next use.
+
+        `sound` is True if the transaction's outcome is known. Safe to repeat.
+        """
         self.open = False
         self._writers._give_back(self, sound)
 

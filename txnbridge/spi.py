@@ -1,16 +1,17 @@
-"""The contract between the core and a backend.
+"""The contract between txnbridge's core and a backend (the adapter for one kind of broker).
 
-A backend imports this module and `txnbridge.errors`, nothing else of ours. The core keeps, once for all backends:
-states, guards, deadlines, retries, error wrapping, events, tokens, codecs, and which delivered message may be
-acknowledged. A backend talks to its broker.
+A backend imports this module and `txnbridge.errors`, and no other module of txnbridge. The core does for all backends:
+states, guards, deadlines, retries, error wrapping, events, tokens, codecs, and checking which delivered message may be
+acknowledged. A backend sends the requests to its broker.
 
 Rules for every method
-- It ends by its deadline, and raises `DeadlineExceeded` if the broker did not answer. A call that may or may not have
-  taken effect raises `OutcomeUnknown` only if its docstring says so.
-- It raises errors of `txnbridge.errors`, with the client's own error as `__cause__`. Any other error counts as a bug.
-- A `Writer` and a `Reader` are never called twice at once, but from changing threads. A `Broker`, an `Admin`, a
+- The method returns by its deadline, or raises `DeadlineExceeded` if the broker did not answer. A call that may or may
+  not have taken effect raises `OutcomeUnknown` only if its docstring says so.
+- The method raises errors of `txnbridge.errors`, with the client library's error as `__cause__`. Any other error
+  counts as a bug.
+- A `Writer` and a `Reader` get one call at a time, but from changing threads. A `Broker`, an `Admin`, a
   `DecisionLog` and a `HalfStore` are called from any thread at any time.
-- In the child of a fork the core calls nothing of the parent process.
+- In the child of a fork the core calls no method of an object that the parent process opened.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ __all__ = [
 
 Partition = tuple[str, int]  # topic and partition number
 RawHeaders = Sequence[tuple[str, bytes | None]]
-# One message of `send_many`: bytes are taken as they are, anything else goes through `encode_item` first.
+# One message of `send_many`: bytes are the message's value, any other item must be converted by `encode_item`.
 Item = Any
 
 
@@ -101,7 +102,7 @@ Item = Any
 class Option:
     """One typed option of a backend, given as URL query or by `connect(url, <backend>={...})`.
 
-    `kind` is bool, int, float or str; `choices` bounds it; a secret's value never shows.
+    `kind` is bool, int, float or str; `choices` are the allowed values; a secret's value is never displayed.
     """
 
     kind: type
@@ -113,12 +114,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Url:
-    """A broker's address, taken apart; `path` keeps its leading slash if it has one."""
+    """A broker's address, split into its parts; `path` includes its leading slash if the URL has one."""
 
     scheme: str
     hosts: tuple[tuple[str, int | None], ...] = ()
     path: str = ""
-    text: str = field(default="", repr=False)  # without secrets; for messages
+    text: str = field(default="", repr=False)  # the URL without secrets, for error texts
 
     def __str__(self) -> str:
         return self.text
@@ -130,7 +131,7 @@ def _no_ledger(application: str, id: str) -> Ledger:
 
 @dataclass(frozen=True)
 class Context:
-    """The bridge's settings, and the core's services, for a backend that opens a broker."""
+    """The settings of a bridge and services of the core, given to a backend when it opens a broker."""
 
     bridge: str  # the bridge's name in events
     events: Emitter
@@ -138,30 +139,31 @@ class Context:
     timeout: float  # the bridge's default deadline in seconds; the broker's own transaction timeout follows from it
     hold: float | None
     create_topics: int | None  # partitions of a missing topic; 0: never create; None: the backend's own default
-    client_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # names with a dot: the client's own
-    # Returns the ledger of any id in the decision log of an application: administrators and groups need other ids'
-    # ones.
+    # Options for the client library itself; their names contain a dot.
+    client_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    # `ledger(application, id)` returns the ledger of any transactional id in the application's decision log.
     ledger: Callable[[str, str], Ledger] = field(default=_no_ledger, repr=False)
 
 
 class Backend(ABC):
-    """A broker's adapter, found by its URL schemes. It is cheap to import: the client library is imported in `open`."""
+    """The adapter for one kind of broker, found by its URL schemes. Only `open` imports the client library."""
 
     name: str
     schemes: tuple[str, ...]
     capabilities: Capabilities
     limits: Limits
     options: Mapping[str, Option]
-    steps: tuple[str, ...] = ()  # the names of its own `step:` events
+    steps: tuple[str, ...] = ()  # the names of the `step:` events that the backend emits
 
     def check_installed(self) -> None:
-        """Raise `BackendMissing` without the client library. It connects to nothing: a broker may not run yet."""
+        """Raise `BackendMissing` if the client library is not installed. Don't connect: no broker may run yet."""
 
     @abstractmethod
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
-        """Connect. `options` are complete and typed.
+        """Connect to the broker at `url`. `options` has every declared option, with its value of the right type.
 
-        Raises `BackendMissing` without the client library, `BrokerUnavailable`, `AccessDenied`, `InvalidOption`.
+        Raise `BackendMissing` if the client library is not installed, `InvalidOption` if options contradict each other,
+        `BrokerUnavailable` if the broker does not answer, `AccessDenied` if it refuses the credentials.
         """
 
 
@@ -169,8 +171,8 @@ class Backend(ABC):
 class Identity:
     """The identity under which a bridge writes. `name` is the transactional id.
 
-    `owned` is False for a name that the bridge made up for itself: no other process can hold it, so nothing has to be
-    fenced. `host` describes this process to the owners that it fences.
+    `owned` is False for a transactional id that the bridge made up for itself: no other process can have it, so no
+    owner has to be fenced. `host` describes this process to the owners that it fences.
     """
 
     name: str
@@ -180,17 +182,17 @@ class Identity:
 
 
 class Broker(ABC):
-    """One open connection to one broker."""
+    """One open connection to one broker, through which a bridge uses the backend."""
 
-    capabilities: Capabilities  # the backend's, without those that this cluster's settings or rights take away
+    capabilities: Capabilities  # the backend's ones, without those that this cluster's settings or rights forbid
     limits: Limits
-    cluster: str  # the cluster's id, stable and unique
+    cluster: str  # the stable and unique id of the broker's cluster
 
     @abstractmethod
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
-        """Open an id and all its writers as one act.
+        """Open a transactional id, and return `count` writers for it.
 
-        Fence every older owner, end its plain and unprepared transactions, and leave prepared ones alone.
+        Fence every older owner of the id, end its transactions that are not prepared, and leave prepared ones open.
         """
 
     @abstractmethod
@@ -199,29 +201,32 @@ class Broker(ABC):
 
     @abstractmethod
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
-        """Return a publisher; it gets a name only if `resume-sequence` is kept."""
+        """Return a publisher; `name` is None unless the broker has the capability `resume-sequence`."""
 
     @abstractmethod
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
-        """Start reading committed messages. Raise `NotFound` for a missing topic that may not be created."""
+        """Return a reader of committed messages. Raise `NotFound` for a missing topic that may not be created."""
 
     @abstractmethod
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        """Commit a prepared transaction of any process; return the true outcome, also if it is not the wanted one.
+        """Commit a prepared transaction of any process; return the true outcome, even if it was aborted before.
 
-        Safe to repeat. Raise `OutcomeUnknown` if the broker was asked and did not answer, `EvidenceLost` if the outcome
-        can never be known.
+        Safe to repeat. Raise `OutcomeUnknown` if the broker got the request and did not answer, `EvidenceLost` if the
+        outcome can never be known.
         """
 
     @abstractmethod
     def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        """Abort a prepared transaction of any process; the rules of `commit`."""
+        """Abort a prepared transaction of any process; return the true outcome, even if it was committed before.
+
+        Safe to repeat. Raise the errors of `commit`.
+        """
 
     @abstractmethod
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-        """Return what became of a token's transaction, prepared or not. Decides nothing.
+        """Return the present state of a token's transaction, prepared or not, without ending the transaction.
 
-        Before it returns ABORTED because a deadline has passed, it records that: clocks may be set back.
+        Before returning ABORTED because a deadline has passed, record the abort, because clocks may be set back.
         """
 
     @property
@@ -230,15 +235,18 @@ class Broker(ABC):
 
     @abstractmethod
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
-        """Return the log of this name, created at first need. Two processes that create it at once get one log."""
+        """Return the decision log of this name, and create it if it does not exist.
+
+        Two processes that create the log at once get the same log.
+        """
 
     def half_store(self) -> HalfStore | None:
-        """Return the store of the broker's own half messages; None if it has none."""
+        """Return the store of half messages; None if the broker has no half messages."""
         return None
 
     @abstractmethod
     def close(self, deadline: Deadline) -> None:
-        """Close all connections. Never aborts a prepared transaction. Safe to repeat."""
+        """Close all connections to the broker, without aborting prepared transactions. Safe to repeat."""
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -246,9 +254,9 @@ class Broker(ABC):
 
 @dataclass(frozen=True)
 class Begin:
-    """One transaction, as its writer begins it."""
+    """The parameters with which a writer begins a transaction."""
 
-    transaction: str  # unique for ever
+    transaction: str  # the transaction's id, unique for ever
     deadline: Deadline
     prepare: bool
     hold: float | None  # seconds for which it may stay prepared after its deadline; None: as long as the broker allows
@@ -256,30 +264,30 @@ class Begin:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The backend's part of a token, as JSON values: it ends the transaction by this, or finds its outcome."""
+    """The backend's part of a token: JSON values by which it ends the transaction or finds the outcome."""
 
     how: Mapping[str, Any]
     messages: int
     expires_at: int | None = None
-    log: Mapping[str, Any] | None = None  # from `Ledger.begin`, if the ledger keeps the evidence
+    log: Mapping[str, Any] | None = None  # the result of `Ledger.begin`, if the ledger keeps the evidence
 
 
 class Writer(ABC):
-    """One identity at the broker that carries one transaction at a time.
+    """Writes one transaction at a time under one identity at the broker.
 
-    A writer whose client takes a message by one cheap call may offer that call: the core then calls
+    A writer whose client library takes a message by one cheap call may offer this call in `quick`: the core then calls
     `quick[topic](topic, value, key)` instead of `send` for messages without headers, partition and timestamp, and
-    counts them in `messages`. If it raises an error of `not_taken` (such as a KeyError for a topic that is not there
-    yet), nothing was taken: the core then calls `send` with the same message.
+    counts them in `messages`. If that raises an error of a class in `not_taken` (such as KeyError for a topic that
+    `quick` does not contain yet), the message was not taken, and the core calls `send` with the same message.
     """
 
     quick: Mapping[Any, Callable[..., object]] | None = None
     not_taken: tuple[type[Exception], ...] = ()
-    messages: int = 0  # taken in the current transaction
+    messages: int = 0  # the number of messages taken in the current transaction
 
     @abstractmethod
     def begin(self, begin: Begin) -> None:
-        """Start a transaction, without a request if the broker allows it. Raise `Fenced`."""
+        """Begin a transaction, without a request if the broker allows it. Raise `Fenced` if a newer owner exists."""
 
     @abstractmethod
     def send(
@@ -291,63 +299,67 @@ class Writer(ABC):
         partition: int | None,
         timestamp: int | None,
     ) -> None:
-        """Take one message. It may wait for room until the transaction's deadline, never longer.
+        """Take one message. Wait for free buffer space if necessary, at most until the transaction's deadline.
 
-        Raise `NotFound` for a topic or partition that does not exist, `InvalidOption` for a message over the limit:
-        both leave the transaction as it was.
+        Raise `NotFound` for a topic or partition that does not exist, `InvalidOption` for a message over the broker's
+        limit: both leave the transaction as it was.
         """
 
     @abstractmethod
     def send_many(self, topic: str, items: Iterable[Item]) -> None:
-        """Take many messages for one topic; the rules of `send`.
+        """Take many messages for one topic. Wait for buffer space and raise errors as `send` does.
 
-        Messages that were taken before an error stay taken, and `messages` counts them: the core names the item that
-        failed, and allows only the abort. An item that is not bytes is as the user gave it: `encode_item(item)` makes
-        (value, key, headers) of it.
+        Messages taken before an error stay taken, and `messages` counts them: the core names the item that failed, and
+        then allows only an abort. An item that is not bytes is in the user's form: `encode_item(item)` converts it to
+        (value, key, headers).
         """
 
     @abstractmethod
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
-        """Acknowledge delivered positions of a reader with this transaction.
+        """Acknowledge positions that a reader has delivered, as part of this transaction.
 
-        `context` is the result of the reader's `ack_context()` at their delivery. Raise `Conflict` as soon as the
-        broker knows of a conflict; at the latest the commit raises it.
+        `context` is the result of the reader's `ack_context()` at their delivery. Raise `Conflict` if another
+        transaction acknowledged one of them or their assignment has ended; a broker may report this only at the commit.
         """
 
     @abstractmethod
     def prepare(self, deadline: Deadline) -> None:
-        """Make the transaction durable and independent of this writer. Raise as `commit` does."""
+        """Make the transaction durable and independent of this writer, so that any process can end it.
+
+        Raise the errors of `commit`.
+        """
 
     @abstractmethod
     def evidence(self) -> Evidence:
-        """Return the evidence for a token of the current or last transaction, also behind a `reopen`. Never blocks."""
+        """Return the evidence for a token of the current or last transaction, even after a `reopen`. Never block."""
 
     @abstractmethod
     def commit(self, deadline: Deadline) -> None:
-        """Return only after the broker has said "committed".
+        """Commit the transaction; return only after the broker has confirmed the commit.
 
-        Raise `TransactionAborted` (or a subclass) or `Fenced` if the commit certainly did not happen and never will,
-        `BrokerUnavailable` if the broker was not asked yet (the core calls `abort` next), or `OutcomeUnknown`.
+        Raise `TransactionAborted` (or a subclass) or `Fenced` if the transaction certainly is not and will not be
+        committed, `BrokerUnavailable` if no request to commit was sent (the core calls `abort` next), `OutcomeUnknown`
+        if the request was sent and not answered.
         """
 
     @abstractmethod
     def abort(self, deadline: Deadline) -> None:
-        """Return when the transaction is certainly aborted. Raise `OutcomeUnknown` if that cannot be known."""
+        """Abort the transaction; return once it is certainly aborted. Raise `OutcomeUnknown` if this is not certain."""
 
     @abstractmethod
     def reopen(self, deadline: Deadline) -> None:
-        """Become usable again after an unknown outcome or a doubtful connection, or raise `Fenced`.
+        """Make this writer usable again after an unknown outcome or a failed connection.
 
-        This is no new opening of the id: it may not take the id back from a newer owner.
+        This must not open the transactional id anew, which would fence a newer owner: raise `Fenced` if there is one.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close the writer. A prepared transaction lives on; an open one is aborted if that can be done at once."""
+        """Close the writer. A prepared transaction stays prepared; abort an open one if this needs no waiting."""
 
 
 class Publisher(ABC):
-    """Sends without a transaction: in order, idempotently, each message visible once it is stored."""
+    """Sends messages without a transaction: in order, idempotently, each readable as soon as it is stored."""
 
     @abstractmethod
     def send(
@@ -363,21 +375,21 @@ class Publisher(ABC):
     ) -> None:
         """Take one message; ignore it if its `sequence` is not above the last stored one of this name and topic.
 
-        Raise `DeliveryFailed` if an earlier message could not be stored; nothing behind that one in its partition was
+        Raise `DeliveryFailed` if an earlier message could not be stored; no later message of the same partition was
         stored either.
         """
 
     @abstractmethod
     def flush(self, deadline: Deadline) -> None:
-        """Return when all messages are stored. Raise `DeliveryFailed`."""
+        """Wait until all messages are stored. Raise `DeliveryFailed` if one could not be stored."""
 
     @abstractmethod
     def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
-        """Return the highest sequence stored under this name on this topic; None if there is none."""
+        """Return the highest sequence that is stored under this publisher's name in a topic; None if there is none."""
 
     @abstractmethod
     def close(self, deadline: Deadline) -> None:
-        """Flush and close the connections."""
+        """Flush, and close the publisher's connections."""
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -385,9 +397,9 @@ class Publisher(ABC):
 
 @dataclass(frozen=True)
 class Subscription:
-    """Describes what a reader reads. Without a group it reads every partition and cannot acknowledge.
+    """What a reader reads. Without a group it reads every partition and cannot acknowledge.
 
-    `start` says where a group without positions begins: "earliest", "latest" or a timestamp in milliseconds.
+    `start` says where a group without stored positions begins: "earliest", "latest" or a timestamp in milliseconds.
     `sharing` is "partition", "message" or "key".
     """
 
@@ -398,53 +410,53 @@ class Subscription:
 
 
 class ReaderListener(Protocol):
-    """The core's side of a reader; called on the thread that polls."""
+    """Receives changes of a reader's assignment for the core; the reader calls it on the thread that polls."""
 
     def assigned(self, partition: Partition) -> object:
-        """Note that a partition was assigned. The result is the `source` of each of its messages until it leaves."""
+        """Note a new assigned partition; return the `source` for its messages until the assignment ends."""
 
     def revoking(self, partitions: Sequence[Partition]) -> None:
-        """Note that partitions are about to leave; return when no transaction holds acknowledgements of them."""
+        """Note that partitions are about to be revoked; return once no open transaction has acknowledged from them."""
 
     def lost(self, partitions: Sequence[Partition]) -> None:
-        """Note that partitions have left already, so that no message of theirs can be acknowledged any more."""
+        """Note that partitions were lost: their delivered messages can no longer be acknowledged."""
 
 
 class Reader(ABC):
     """Reads committed messages only, each partition in order."""
 
-    # True if no message is lost when an exception from a signal handler ends a call, at any point. Any other reader is
-    # closed behind such a call, and opened anew.
+    # True if no message is lost when an exception from a signal handler ends a call at any point. If False, the core
+    # closes the reader after an interrupted call and opens a new one.
     resumes: ClassVar[bool] = False
 
     @abstractmethod
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
         """Return up to `max_messages` as soon as there is one, or an empty list at the deadline.
 
-        Keys and values are bytes or None. Raise `PositionLost` if retention has passed a partition's position.
+        Keys and values are bytes or None. Raise `PositionLost` if retention has deleted the next message to read.
         """
 
     @abstractmethod
     def positions(self) -> dict[Partition, Position]:
-        """Return the next position to read of each assigned partition."""
+        """Return, for each assigned partition, the next position to read."""
 
     @abstractmethod
     def seek(self, positions: Mapping[Partition, Position]) -> None:
-        """Go on with the first committed message at or after each position; acknowledged messages are not read again.
+        """Continue with the first committed message at or after each position, without acknowledged messages.
 
-        Raise `PositionLost` below retention.
+        Raise `PositionLost` if retention has deleted a position.
         """
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:
-        """Go back to messages that were delivered and have to be delivered again, as after an abort.
+        """Go back to delivered messages that must be delivered again, for example after an abort.
 
-        A partition whose position is lost stays lost; a `seek`, by which the user chooses a position, ends that.
+        If a partition's position is lost, it stays lost (`PositionLost`) until a `seek` by the user.
         """
         self.seek(positions)
 
     @abstractmethod
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
-        """Go on, in every assigned partition, with the first message stamped at or after `timestamp`."""
+        """Continue, in every assigned partition, with the first message whose timestamp is at or after `timestamp`."""
 
     @abstractmethod
     def pause(self, partitions: Sequence[Partition]) -> None: ...
@@ -454,23 +466,23 @@ class Reader(ABC):
 
     @abstractmethod
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
-        """Give delivered messages back, to be delivered again."""
+        """Give back delivered messages for redelivery to this or another member of the group."""
 
     @abstractmethod
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
-        """Return the number of messages (or positions, on some brokers) from the group to the end of each partition."""
+        """Return the lag of each assigned partition: messages (or positions, on some brokers) that are not read yet."""
 
     def group_lag(self, deadline: Deadline) -> int | None:
-        """Return the sum of the lag over all partitions, also those of other members; None if it cannot be known."""
+        """Return the lag of the whole group, over all members' partitions; None if the broker does not report it."""
         return None
 
     @abstractmethod
     def ack_context(self) -> object:
-        """Return a proof of the current assignment, for a writer's `ack`."""
+        """Return a proof of the current assignment (such as group generation and member id), for `Writer.ack`."""
 
     @abstractmethod
     def close(self, deadline: Deadline) -> None:
-        """Leave the group at once, so that other members take over without waiting."""
+        """Leave the group at once, so that other members take over without waiting for a session timeout."""
 
 
 # --- administration --------------------------------------------------------------------------------------------------
@@ -478,7 +490,7 @@ class Reader(ABC):
 
 @dataclass(frozen=True)
 class TopicInfo:
-    """One topic."""
+    """A topic as the broker describes it."""
 
     name: str
     partitions: int
@@ -491,7 +503,8 @@ class TopicInfo:
 class OpenTransaction:
     """One transaction that has not ended, as an administrator sees it.
 
-    `transaction` is the argument of `Admin.end`: our own id if the broker knows it, else the broker's name for it.
+    `transaction` is the argument of `Admin.end`: txnbridge's transaction id if the broker stores it, else the broker's
+    own id of the transaction.
     """
 
     transaction: str
@@ -502,13 +515,13 @@ class OpenTransaction:
     partitions: tuple[Partition, ...] = ()
     groups: tuple[str, ...] = ()
     messages: int | None = None
-    token: Token | None = None  # of a prepared transaction, if the broker can make it again
+    token: Token | None = None  # the token of a prepared transaction, if the broker's data suffice to make it
     transactional_id: str = ""  # empty if the broker does not know it
 
 
 @dataclass(frozen=True)
 class GroupMember:
-    """One member of a group. `until`: the time at which it counts as dead without a heartbeat, if the broker tells."""
+    """One member of a group. `until` is the time of its removal without a heartbeat, if the broker reports it."""
 
     name: str
     host: str
@@ -518,7 +531,7 @@ class GroupMember:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """One group: its members, its positions, and its lag, counted as its readers count it."""
+    """One group: its members, its positions, and its lag, counted as `Reader.lag` does."""
 
     name: str
     members: tuple[GroupMember, ...]
@@ -528,7 +541,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class Advice:
-    """One finding of the doctor: `level` is "ok", "warning" or "problem"; `remedy` says what to do."""
+    """One finding of `txnbridge doctor`: `level` is "ok", "warning" or "problem"; `remedy` says what to do."""
 
     level: str
     subject: str
@@ -537,7 +550,7 @@ class Advice:
 
 
 class Admin(ABC):
-    """The work of an administrator: topics, groups, open transactions, the doctor."""
+    """A broker's administration: topics, groups, open transactions, and the checks of `txnbridge doctor`."""
 
     @abstractmethod
     def create_topic(
@@ -549,41 +562,47 @@ class Admin(ABC):
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        """Create a topic; return False if it is there already with as many partitions. Raise `InvalidOption`."""
+        """Create a topic; return False if it exists with as many partitions, else raise `InvalidOption`."""
 
     @abstractmethod
     def topics(self, deadline: Deadline) -> list[TopicInfo]: ...
 
     @abstractmethod
     def delete_topic(self, name: str, deadline: Deadline) -> None:
-        """Delete a topic. Raise `NotFound`, and `InvalidState` while an undecided transaction holds messages there."""
+        """Delete a topic.
+
+        Raise `NotFound` if it does not exist, `InvalidState` while an open transaction has messages in it.
+        """
 
     @abstractmethod
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions. Raise `NotFound`, and `InvalidOption` for fewer partitions than there are."""
+        """Add partitions to a topic, up to `partitions`.
+
+        Raise `NotFound` if the topic does not exist, `InvalidOption` if it has more partitions already.
+        """
 
     @abstractmethod
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
-        """Return the readable range of each partition: the first position that is kept, and the end of decided ones.
+        """Return, for each partition, the first position that is kept, and the end of the decided messages.
 
-        All below the second is decided, so the same messages are read between two positions below it at any time, until
-        retention removes them. A transaction past its deadline holds the second back no longer than it holds readers.
-        Raise `NotFound`.
+        Before this end every transaction has ended, so reading between two positions before it always yields the same
+        messages, until retention removes them. A transaction past its deadline keeps the end from advancing no longer
+        than it keeps readers. Raise `NotFound` if a topic does not exist.
         """
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
-        """Return for each topic an id that a later topic of the same name does not have.
+        """Return, for each topic, an id that a later topic of the same name does not have.
 
-        A missing topic is left out, and so is one whose id the broker does not tell.
+        Topics that do not exist, and topics for which the broker has no id, are left out.
         """
         return {}
 
     def groups(self, deadline: Deadline) -> dict[str, int]:
-        """Return every group with its number of members."""
+        """Return the number of members of every group, by the group's name."""
         raise NotImplementedError("declare group-admin absent, or provide this")
 
     def group(self, name: str, deadline: Deadline) -> GroupInfo:
-        """Return one group. Raise `NotFound`."""
+        """Return one group. Raise `NotFound` if it does not exist."""
         raise NotImplementedError("declare group-admin absent, or provide this")
 
     def reset_group(
@@ -591,9 +610,9 @@ class Admin(ABC):
     ) -> dict[Partition, Position]:
         """Set the positions of a group without members, in some topics or in all that it has read; return them.
 
-        `to` is "earliest", "latest" or a timestamp in milliseconds. A member that only seemed dead cannot acknowledge
-        what it read before. Raise `NotFound` for an unknown group, or a topic that the group has never read, and
-        `InvalidState` while it has members or an undecided transaction holds acknowledgements of it.
+        `to` is "earliest", "latest" or a timestamp in milliseconds. A former member that still runs cannot acknowledge
+        the messages that it read before. Raise `NotFound` for an unknown group, or a topic that the group has never
+        read, and `InvalidState` while the group has members or an open transaction has acknowledged for it.
         """
         raise NotImplementedError("declare group-admin absent, or provide this")
 
@@ -603,28 +622,32 @@ class Admin(ABC):
 
     @abstractmethod
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End an open (ABORT only) or prepared transaction; return the outcome. Raise `NotFound`, `InvalidState`."""
+        """End an open or prepared transaction; return the outcome.
+
+        Raise `NotFound` if it does not exist, `InvalidState` for a COMMIT of a transaction that is not prepared.
+        """
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
-        """Finish what the broker left half done about a transaction; return what was done, as text."""
+        """Complete a transaction that the broker ended only in part; return the repair as text for the operator."""
         from txnbridge.errors import NotSupported
 
         raise NotSupported("this broker leaves nothing half done that would need a repair")
 
     @abstractmethod
     def check(self, deadline: Deadline) -> list[Advice]:
-        """Return the settings and states that weaken a promise or hold readers back."""
+        """Return the broker's settings and states that weaken a guarantee or keep messages from readers."""
 
 
 # --- decisions -------------------------------------------------------------------------------------------------------
 
 
 class DecisionLog(ABC):
-    """An ordered, durable log: one total order, plain appends, read without isolation, never compacted by key.
+    """The store of one decision log: durable appends in one total order, read uncommitted, never compacted by key.
 
-    `origin` is the position of every new log's first record, None if it differs: it tells a log that retention has
-    emptied from a new one. `keeps` is the number of seconds for which a record surely stays, None if it stays until it
-    is trimmed. `numbered`: positions are `(number,)` and count up by one, so a reader finds a long log's last records.
+    `origin` is the position that every new log's first record has, None if it differs; it distinguishes a log that
+    retention has emptied from a new log. `keeps` is the number of seconds for which a record surely stays, None if it
+    stays until it is trimmed. `numbered` is True if positions are `(number,)` and count up by one, so that a reader can
+    begin a given number of records before the end.
     """
 
     origin: Position | None = None
@@ -633,61 +656,62 @@ class DecisionLog(ABC):
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> Position | None:
-        """Return the position of the first record that is still there; None if there is none."""
+        """Return the position of the first record that is not removed yet; None for an empty log."""
 
     @abstractmethod
     def end(self, deadline: Deadline) -> Position | None:
-        """Return the position of the last record; None if there is none."""
+        """Return the position of the last record; None for an empty log."""
 
     @abstractmethod
     def append(self, record: bytes, deadline: Deadline) -> Position:
-        """Store a record and return its position once it is durable.
+        """Store a record at the end of the log; return its position once it is durable.
 
-        Raise `OutcomeUnknown` if it may or may not be stored; repeating it may store it twice, which is harmless.
+        Raise `OutcomeUnknown` if the record may or may not be stored. Repeating the append may store the record twice,
+        which is harmless.
         """
 
     @abstractmethod
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterable[tuple[Position, bytes]]:
-        """Yield the records from `first` to `last`, both included; None means the log's own begin or end.
+        """Yield the records from `first` to `last`, both included; None means the log's first or last record.
 
-        Raise `PositionLost`, also on the way, if a record in between is gone.
+        Raise `PositionLost` if a record of this range is gone, also after some were yielded.
         """
 
     @abstractmethod
     def trim(self, before: Position, deadline: Deadline) -> None:
-        """Drop the records before a position, or as many of them as the broker can."""
+        """Remove the records before a position, or as many of them as the broker can remove."""
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the log's connections."""
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One record of a ledger about a transaction: its kind ("prepare", "announce", "outcome", …) and its data."""
+    """One record of a ledger about a transaction; `kind` is "prepare", "announce", "outcome" or another name."""
 
     kind: str
     transaction: str
     data: Mapping[str, Any]
-    opening: str  # the opening that wrote it
+    opening: str  # the name of the opening under which the owner wrote the record
 
 
 @dataclass(frozen=True)
 class Ack:
-    """One acknowledged range of a group, as a claim carries it; `end` is the next position to read."""
+    """One range of messages that a claim acknowledges for a group; `end` is the group's next position to read."""
 
     group: str
     partition: Partition
     first: Position
     end: Position
-    # The position in the decision log that `Ledger.positions` returned with `first`.
+    # The position in the decision log that `Ledger.positions` returned together with the group's position `first`.
     read_up_to: Position
 
 
 @dataclass(frozen=True)
 class LedgerClaim:
-    """The claim that counts for a transaction. `opening` is the opening under which its owner made it."""
+    """The counting claim on a transaction. `opening` is the name of the opening under which an owner made the claim."""
 
     decision: Decision
     data: Mapping[str, Any]
@@ -697,43 +721,43 @@ class LedgerClaim:
 class Ledger(ABC):
     """The records of one transactional id in the decision log, so that a backend needs no log of its own.
 
-    A backend whose broker keeps such evidence does not use it.
+    A backend whose broker itself keeps the outcomes of transactions does not use it.
     """
 
     @abstractmethod
     def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
-        """Open the id; return the opening's name. Records that older owners append from now on do not count."""
+        """Open the transactional id; return the opening's name. Later records of older owners do not count."""
 
     @abstractmethod
     def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Open the id if its newest opening is still `before` (None: it has none). Return whether it was."""
+        """Open the id if its newest opening is still named `before` (None: it has none); return whether it was."""
 
     @abstractmethod
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
-        """Return the name and data of the id's newest opening; None if it was never opened."""
+        """Return the name and data of the id's newest opening; None if the id was never opened."""
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
-        """Return where the evidence about a transaction that begins now begins, for its `Evidence.log`.
+        """Return where in the log the evidence about a transaction that begins now begins, for its `Evidence.log`.
 
-        Raise `Fenced` if the id has a newer opening than this process's. If this process has not opened the id, nothing
-        is fenced.
+        Raise `Fenced` if this process has opened the id and another process has opened it since.
         """
 
     @abstractmethod
     def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
-        """Append a record about a transaction. Raise `Fenced` if a newer opening is in front of it."""
+        """Append a record about a transaction of this owner. Raise `Fenced` if a newer opening precedes the record."""
 
     @abstractmethod
     def find(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any] | None = None) -> list[LedgerEntry]:
-        """Return the counting records about a transaction, oldest first. Raise `EvidenceLost` if some may be gone.
+        """Return the counting records about a transaction, oldest first.
 
-        With `log`, the transaction's `Evidence.log`, only records behind that are read, else the whole log.
+        With `log`, the transaction's `Evidence.log`, only the log's records after that position are read, else the
+        whole log. Raise `EvidenceLost` if some of these records are gone.
         """
 
     @abstractmethod
     def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
-        """Return the counting records of one kind that a living transaction can still need, oldest first."""
+        """Return the counting records of one kind, oldest first, without those of expired transactions."""
 
     @abstractmethod
     def claim(
@@ -746,65 +770,69 @@ class Ledger(ABC):
         log: Mapping[str, Any],
         acks: Sequence[Ack] = (),
     ) -> LedgerClaim:
-        """Claim a transaction's outcome; return the claim that counts, whichever process made it.
+        """Claim a transaction's outcome; return the counting claim, whichever process made it.
 
-        `log` is the transaction's `Evidence.log`. The first claim counts, with two exceptions. If this process has
-        opened the id and the transaction is not prepared, a COMMIT is the owner's, and void behind a newer opening:
-        `Fenced`. A COMMIT with `acks` is void if another transaction acknowledged on the same group and partition since
-        `read_up_to`: `Conflict`. After both errors the transaction is still undecided, and a claim has to abort it.
-        Raise `OutcomeUnknown` if the claim may or may not count (repeat it), `EvidenceLost` if that can never be known.
+        `log` is the transaction's `Evidence.log`. The first claim counts, with two exceptions. A COMMIT by a process
+        that has opened the id, of a transaction that is not prepared, is void after a newer opening: raise `Fenced`. A
+        COMMIT with `acks` is void if another transaction acknowledged on the same group and partition since
+        `read_up_to`: raise `Conflict`. After both errors the transaction is still undecided, and the caller must claim
+        its ABORT. Raise `OutcomeUnknown` if the claim may or may not count (repeat the call), `EvidenceLost` if this
+        can never be known.
         """
 
     @abstractmethod
     def decided(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any]) -> LedgerClaim | None:
-        """Return the claim that counts for a transaction; None while there is none. Raise `EvidenceLost`."""
+        """Return the counting claim on a transaction; None while there is none.
+
+        Raise `EvidenceLost` if the log's records about it are gone.
+        """
 
     @abstractmethod
     def claims(self, deadline: Deadline) -> list[tuple[str, LedgerClaim]]:
-        """Return the last commit of each writer of the owner that committed last, oldest first.
+        """Return the last decided commit of each writer of the owner that committed last, oldest first.
 
-        Who opens the id has to finish these: a writer finishes one commit before it claims the next, and an opener
-        first finishes those of the owner before it. `"writer"`, text or a number, in a claim's data tells an owner's
-        writers apart. Commits that no living transaction can need are left out.
+        A new owner must carry these commits out at the broker: a writer carries out one commit before it claims the
+        next, and a new owner those of the owner before it. The entry "writer" (text or a number) in a claim's data
+        identifies the writer. Commits of expired transactions are left out.
         """
 
     @abstractmethod
     def acknowledged(self, group: str, deadline: Deadline) -> dict[Partition, tuple[str, LedgerClaim]]:
-        """Return the transaction that acknowledged last on each partition of a group, and the claim that decided it.
+        """Return, for each partition of a group, the id and claim of the transaction that acknowledged there last.
 
-        A member that takes a partition over may have to finish that one. Transactions that no living one can need are
-        left out.
+        A member that takes the partition over may have to carry this commit out at the broker. Expired transactions
+        are left out.
         """
 
     @abstractmethod
     def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
-        """Return the group's positions by all claims that count, and the position up to which the log was read.
+        """Return a group's positions by all counting claims, and the log position up to which the claims were read.
 
-        The second is the `Ack.read_up_to` of messages that are read from there on. A group's start is a claim, too: of
-        a new transaction, with acknowledged ranges that end where they begin.
+        The log position is the `Ack.read_up_to` of messages that are read from these positions on. A group's start
+        positions are stored by a claim on a new transaction, whose acknowledged ranges end where they begin.
         """
 
 
 class LedgerValue:
-    """A small value in the decision log, changed by compare-and-set: the newest opening of a ledger of its own.
+    """A small value in the decision log, changed by compare-and-set: the data of the newest opening of a ledger.
 
-    The ledger's id names the value; no transaction uses that id.
+    The ledger's id is the value's name; no transaction uses this id.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def read(self, deadline: Deadline) -> Mapping[str, Any] | None:
-        """Return the value; None if it was never written."""
+        """Return the stored value; None if it was never written."""
         opening = self._ledger.newest_opening(deadline)
         return None if opening is None else opening[1]
 
     def update(
         self, change: Callable[[Mapping[str, Any] | None], Mapping[str, Any] | None], deadline: Deadline
     ) -> Mapping[str, Any] | None:
-        """Replace the value by the result of `change`, which is called again if another process wrote first.
+        """Replace the value by the result of `change`, and return the value that is stored then.
 
-        `change` returns None to leave the value as it is. Return the value that is there then.
+        `change` returns None to leave the value unchanged, and is called again if another process wrote first.
         """
         while True:
             name, value = self._ledger.newest_opening(deadline) or (None, None)
@@ -819,7 +847,7 @@ class LedgerValue:
 
 
 class HalfMessage(NamedTuple):
-    """One half message, with the fields of `Writer.send`."""
+    """One message of a half, with the parameters of `Writer.send` as fields."""
 
     topic: str
     value: bytes | None
@@ -831,49 +859,53 @@ class HalfMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class Half:
-    """Messages that wait for the outcome of work outside the broker. Times are milliseconds since 1970."""
+    """The half messages of one transaction, stored until the outcome of work outside the broker is known.
+
+    Times are milliseconds since 1970.
+    """
 
     group: str
-    transaction: str  # unique for ever
+    transaction: str  # the transaction's id, unique for ever
     messages: Sequence[HalfMessage]
-    check_at: int  # the first check-back; others follow while none is answered
-    deadline_at: int  # until then no check may answer ABORT because it finds no record of the work
+    check_at: int  # the time of the first check-back; others follow until one is answered
+    deadline_at: int  # the time before which a check-back may not answer ABORT because the work is not recorded yet
     checks: int = 0  # the number of check-backs so far
-    how: Mapping[str, Any] = field(default_factory=dict)  # the store's own data, by which it ends the half
+    how: Mapping[str, Any] = field(default_factory=dict)  # the data of `HalfStore` by which `end` finds the messages
 
 
 class HalfStore(ABC):
-    """Half messages that a broker keeps by itself. Any thread may call."""
+    """The store of half messages of a broker that supports them. Any thread may call it."""
 
     @abstractmethod
     def put(self, half: Half, deadline: Deadline) -> Half:
-        """Store all messages of a half, or none that could be published; return the half for `end`.
+        """Store all messages of a half, or none that could be published; return the half with `how` for `end`.
 
-        Repeating it with the same transaction changes nothing. Raise `DeliveryFailed` if it certainly is not stored.
+        A second call with the same transaction changes nothing. Raise `DeliveryFailed` if the half certainly is not
+        stored.
         """
 
     @abstractmethod
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
-        """Publish a half or drop it, for good: the first decision counts. Return its outcome.
+        """Publish or drop the messages of a half for good; return the outcome by the first decision.
 
-        UNDECIDED only postpones the next check-back; then the result is UNKNOWN, unless the half was ended before.
-        Raise `OutcomeUnknown` and `BrokerUnavailable` if the decision may or may not count: repeat it.
+        UNDECIDED only postpones the next check-back; then return UNKNOWN, unless the half was ended before. Raise
+        `OutcomeUnknown` or `BrokerUnavailable` if the decision may or may not count: the caller repeats the call.
         """
 
     @abstractmethod
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
         """Return halves that are due for a check-back, as soon as there is one; an empty list at the deadline.
 
-        Each half is lent to one resolver for a while. A half with too many check-backs is parked instead.
+        No other resolver gets the same half for a while. A half with too many check-backs is parked instead.
         """
 
     def leave(self, group: str, deadline: Deadline) -> None:
-        """Note that this process calls `checks` for a group no more, so that the broker asks other processes."""
+        """Note that this process no longer calls `checks` for a group, so that the broker asks other processes."""
 
     @abstractmethod
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
-        """Return the halves with too many check-backs; they stay until an administrator ends or resumes them."""
+        """Return the parked halves, which had too many check-backs; an administrator must end or resume them."""
 
     @abstractmethod
     def resume(self, half: Half, deadline: Deadline) -> None:
-        """Start the check-backs of a parked half again. Raise `NotFound`."""
+        """Start the check-backs of a parked half again. Raise `NotFound` if the half is not parked."""
