@@ -1,4 +1,4 @@
-"""The embedded backend: its capabilities, its options, and the file of a URL."""
+"""The embedded backend: its capabilities, its options, and the file that a URL names."""
 
 from __future__ import annotations
 

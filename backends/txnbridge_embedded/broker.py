@@ -1,4 +1,4 @@
-"""One open file: opens ids, and ends or looks up transactions by their tokens."""
+"""The connection to one broker file: it opens transactional ids, and ends or looks up transactions by tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from txnbridge_embedded.write.writer import EmbeddedWriter, PlainWriter, Prepari
 
 
 class EmbeddedBroker(Broker):
-    """One open file. Calls of neither writers nor readers go through one session."""
+    """A bridge's connection to one file. All calls except those of writers and readers share one SQLite connection."""
 
     def __init__(
         self, store: Store, settings: Settings, context: Context, capabilities: Capabilities, limits: Limits
@@ -55,7 +55,7 @@ class EmbeddedBroker(Broker):
         self.events = context.events
         self.session = SharedConnection(store, settings, context.events)
         self._owners: dict[str, Owner] = {}
-        self._writers: set[EmbeddedWriter] = set()  # the open ones
+        self._writers: set[EmbeddedWriter] = set()  # the writers that are not closed
         self._left: list[Instance] = []  # instances of closed writers and publishers
         self._publishers: list[EmbeddedPublisher] = []
         self._closed = False
@@ -127,9 +127,9 @@ class EmbeddedBroker(Broker):
                 status = _look(connection, token)
             if status is not None:
                 return status
-            # The deadline is over, and the transaction has not ended. A commit checks the deadline with the file
-            # locked. So if it has not ended once this call has the lock, no commit can come any more. That is recorded,
-            # because the clock may be set back.
+            # The transaction's deadline has passed, and it has not ended. A commit checks the deadline while it holds
+            # the file's lock. So if the transaction has not ended once this call has the lock, it can no longer be
+            # committed. It is recorded as aborted, because the clock may be set back.
             try:
                 with self.store.writing(connection, deadline, "looking at a transaction"):
                     return _look(connection, token) or _record_expired(connection, token)
@@ -153,10 +153,10 @@ class EmbeddedBroker(Broker):
             return
         self._closed = True
         for writer in list(self._writers):
-            if not writer.in_use:  # else its user ends the transaction, and closes the writer
+            if not writer.in_use:  # a writer in use is closed by the caller that ends its transaction
                 writer.close()
         for publisher in self._publishers:
-            with suppress(TxnBridgeError):  # the publisher's own flush raises it
+            with suppress(TxnBridgeError):  # the application gets the error from the publisher's own flush
                 publisher.close(deadline)
         leaving = Deadline(min(deadline.left(), LEAVING_SECONDS))
         with suppress(TxnBridgeError), self.session(leaving) as connection:
@@ -165,7 +165,7 @@ class EmbeddedBroker(Broker):
         self.store.close()
 
     def _leave(self, connection: FileConnection, deadline: Deadline) -> None:
-        """Remove the rows of writers that no token names; the open transactions of the others count as aborted."""
+        """Delete the rows of closed writers that no token names, and retire the others: they commit nothing more."""
         if self._left:
             with self.store.writing(connection, deadline, "closing"):
                 for instance in self._left:

@@ -1,7 +1,7 @@
-"""Capabilities, and profiles of other brokers: with `like=kafka` the embedded broker refuses what Kafka would refuse.
+"""Profiles of other brokers: with `like=kafka` the embedded broker refuses what Kafka would refuse.
 
-So a program that passes its tests here also works there. A profile only takes capabilities away; it does not imitate
-another broker's timing and faults.
+So a program that passes its tests on the embedded broker also works on Kafka. A profile only removes capabilities; it
+does not imitate another broker's timing and faults.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from txnbridge.spi import Capability, Limits, RawHeaders, Support, absent
 
 @dataclass(frozen=True)
 class BrokerProfile:
-    """The capabilities and limits that another broker lacks."""
+    """The limits of another broker, and the capabilities that it lacks."""
 
     name: str
     limits: Limits
@@ -25,12 +25,12 @@ class BrokerProfile:
     naming: str = ""  # the rule for topics' names, in words
 
     def refuse_name(self, topic: str) -> None:
-        """Raise `InvalidOption` for a topic that this broker could not have."""
+        """Raise `InvalidOption` for a topic's name that the profile's broker would not allow."""
         if not re.fullmatch(self.names, topic):
             raise InvalidOption(f"{topic!r} is no name for a topic on {self.name}: {self.naming}")
 
     def refuse(self, value: bytes | None, headers: RawHeaders, before: int) -> None:
-        """Raise `NotSupported` for a message that this broker would not take."""
+        """Raise `NotSupported` for a message that the profile's broker would not take, after `before` messages."""
         if value == b"" and Capability.EMPTY_VALUE in self.lacks:
             raise self._missing(Capability.EMPTY_VALUE)
         if headers and Capability.REPEATED_HEADERS in self.lacks and len({name for name, _ in headers}) < len(headers):

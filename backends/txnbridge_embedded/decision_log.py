@@ -10,12 +10,12 @@ from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
 from txnbridge_embedded.client.session import SharedConnection
 from txnbridge_embedded.client.store import CommitUnclear, FileConnection
 
-_READ_ROWS = 500  # records in memory at once, so that a log of millions needs little memory
-_TRIM_ROWS = 10_000  # records removed at once: some milliseconds, so that others wait briefly for the lock
+_READ_ROWS = 500  # records in memory at once, so that a decision log of millions needs little memory
+_TRIM_ROWS = 10_000  # records deleted at once: some milliseconds, so that other writers wait briefly for the lock
 
 
 class EmbeddedLog(DecisionLog):
-    """One log in the file. A position is the record's number, from 0."""
+    """One decision log in the file. A position is a record's number, from 0."""
 
     origin = (0,)
     numbered = True
@@ -65,7 +65,7 @@ class EmbeddedLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """Yield records. Raise `PositionLost` if records that are still to be read are trimmed meanwhile."""
+        """Yield the records from `first` to `last`. Raise `PositionLost` if unread ones are trimmed meanwhile."""
         begin, following = self._bounds(deadline)
         at = begin if first is None else max(first[0], begin)
         stop = following - 1 if last is None else min(last[0], following - 1)

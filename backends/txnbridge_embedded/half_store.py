@@ -1,4 +1,4 @@
-"""Half messages: kept beside the topics until they are published or dropped."""
+"""The half store: half messages in tables of their own until they are published to their topics or dropped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from txnbridge_embedded.client.store import FileConnection, StoredTopic, latest,
 from txnbridge_embedded.write.staged_messages import StagedMessages, store
 
 _COLUMNS = "id, group_name, transaction_id, check_at, deadline_at, checks"
-# How often a resolver looks whether a half is due; a check-back is due after seconds.
+# The interval at which a resolver looks for due half messages, whose check-backs are seconds apart.
 _LOOK_SECONDS = 0.2
 # The pause between two check-backs doubles up to this multiple of `half_check_seconds`.
 _LONGEST_PAUSE = 8
@@ -24,7 +24,7 @@ _OUTCOMES = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}
 
 
 class EmbeddedHalves(HalfStore):
-    """Stores a half, or publishes it, in one write transaction each."""
+    """Stores half messages in the file. Storing a half and publishing it are one write transaction each."""
 
     def __init__(self, session: SharedConnection) -> None:
         self._session = session
@@ -33,7 +33,7 @@ class EmbeddedHalves(HalfStore):
 
     def put(self, half: Half, deadline: Deadline) -> Half:
         with self._session(deadline) as connection:
-            # Encode the messages as for a send, so that one that cannot be published is refused before it is stored.
+            # The messages are encoded as for a send: one that could not be published is refused before it is stored.
             self._take(half.messages, lambda name: self._store.ensure_topic(connection, name, deadline))
             with self._writing(connection, deadline, half.transaction, "storing a half message"):
                 added = connection.execute(
@@ -74,7 +74,7 @@ class EmbeddedHalves(HalfStore):
             return outcome
 
     def _pause(self, checks: int) -> int:
-        """Return the milliseconds to the next check-back, which grow with the number of unanswered ones."""
+        """Return the milliseconds until the next check-back, which grow with the number of unanswered check-backs."""
         return self._interval * min(1 << max(0, checks - 1), _LONGEST_PAUSE)
 
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
@@ -83,7 +83,7 @@ class EmbeddedHalves(HalfStore):
                 if lent := self._due(group, limit, deadline):
                     return lent
             except DeadlineExceeded:
-                if deadline.left() <= _LOOK_SECONDS:  # the file was locked all the time
+                if deadline.left() <= _LOOK_SECONDS:  # other processes kept the file locked until now
                     raise
             if deadline.left() <= _LOOK_SECONDS:
                 return []
@@ -105,7 +105,7 @@ class EmbeddedHalves(HalfStore):
                 ]
 
     def _lend(self, connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half | None:
-        """Lend a half for one more check-back; return None if it had too many, and is parked."""
+        """Return a half for its next check-back, and count it; after too many park the half, and return None."""
         half_id, group, transaction, *_, checks = row
         if checks >= self._session.settings.half_checks:
             with self._session.events.step("half.park", transaction, group=group, checks=checks):
@@ -165,7 +165,7 @@ class EmbeddedHalves(HalfStore):
 
 
 def _now(connection: sqlite3.Connection) -> int:
-    """Return the clock, or the latest time in the file if the clock was set back, so that check-backs are not late."""
+    """Return the current time, or the latest time in the file if the clock was set back: no check-back is late."""
     return max(now_ms(), latest(connection))
 
 

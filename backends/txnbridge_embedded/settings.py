@@ -22,7 +22,7 @@ class Settings:
     redeliver_seconds: float = 30.0
     half_check_seconds: float = 30.0
     half_checks: int = 15
-    # Refuse a message (value, headers, number of messages before it in the transaction), or a topic's name, that
-    # another broker would not take.
+    # By the profile of another broker: raise an error for a message (value, headers, number of messages before it in
+    # the transaction) or for a topic's name that the other broker would refuse.
     refuse: Callable[[bytes | None, RawHeaders, int], None] | None = None
     refuse_name: Callable[[str], None] | None = None

@@ -41,15 +41,15 @@ from txnbridge_embedded.outcome import outcome
 from txnbridge_embedded.write import acks, retention
 
 INTERNAL = "_txnbridge-"
-# A log this much longer than the length at which it is copied means that a reader keeps an old snapshot.
+# A write-ahead log of this size, far above the size at which it is copied, means that a reader keeps an old snapshot.
 _LONG_WAL_BYTES = 256 << 20
 _LITTLE_ROOM_BYTES = 256 << 20
-_STATEMENTS_BETWEEN_LOOKS = 100_000  # of SQLite's virtual machine between two looks at the clock: some milliseconds
-_CLOCK_SECONDS = 5  # a clock that is synchronised is set back by less
+_STATEMENTS_BETWEEN_LOOKS = 100_000  # SQLite's instructions between two checks of the deadline: some milliseconds
+_CLOCK_SECONDS = 5  # a synchronised clock is set back by less than this
 
 
 class EmbeddedAdmin(Admin):
-    """Works on the file itself, through the broker's shared connection."""
+    """Administration of the broker's file, through the bridge's shared connection."""
 
     def __init__(self, session: SharedConnection) -> None:
         self._session = session
@@ -111,7 +111,7 @@ class EmbeddedAdmin(Admin):
                 connection.execute("DELETE FROM partitions WHERE topic_id = ?", (topic.id,))
                 connection.execute("DELETE FROM topics WHERE id = ?", (topic.id,))
             self._store.forget_topic(name)
-            # The topic is gone; the next deletion or the doctor removes the remaining messages.
+            # The topic is deleted. If removing its messages fails, the next deletion or the doctor removes the rest.
             with suppress(TxnBridgeError):
                 self._remove_garbage(connection, deadline)
 
@@ -139,7 +139,7 @@ class EmbeddedAdmin(Admin):
 
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
         with self._session(deadline) as connection:
-            # End transactions past their deadline: they would hold readers back, and no reader is here to end them.
+            # Transactions past their deadline would hold the end back, and there may be no reader to abort them.
             outcome.end_expired(self._store, connection, deadline, self._session.events)
             with self._store.reading(connection, deadline):
                 for name in topics:
@@ -236,7 +236,7 @@ class EmbeddedAdmin(Admin):
     # --- the doctor ------------------------------------------------------------------------------------------------
 
     def check(self, deadline: Deadline) -> list[Advice]:
-        connection = self._store.connect()  # of its own, because checking a large file lasts
+        connection = self._store.connect()  # not the shared connection, because checking a large file takes long
         try:
             damage = list(self._damage(connection, deadline))
             if damage:
@@ -247,7 +247,10 @@ class EmbeddedAdmin(Admin):
             connection.close()
 
     def _clean_up(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
-        """Finish what dead processes left behind; a file that cannot be written is a finding."""
+        """Abort expired transactions, and remove messages of deleted topics and beyond retention.
+
+        Yield a problem if the file cannot be written.
+        """
         try:
             ended = outcome.end_expired(self._store, connection, deadline, self._session.events)
             self._remove_garbage(connection, deadline)
@@ -308,7 +311,7 @@ class EmbeddedAdmin(Admin):
                 yield Advice("warning", f"half messages of {group}", text, remedy)
 
     def _damage(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
-        # Checking a large file lasts, and only this stops it in time.
+        # Checking a large file takes long, and only SQLite's progress handler can stop it at the deadline.
         connection.set_progress_handler(lambda: deadline.expired, _STATEMENTS_BETWEEN_LOOKS)
         try:
             with self._store.reading(connection, deadline):
@@ -362,7 +365,7 @@ def _partitions_of(connection: sqlite3.Connection, number: int) -> list[Partitio
 
 
 def _damaged_headers(connection: sqlite3.Connection) -> list[str]:
-    """Return a line about the first message whose headers cannot be read, if there is one."""
+    """Return a list with a text about the first message whose headers are damaged; empty if there is none."""
     for row_id, text in connection.execute("SELECT id, headers FROM messages WHERE headers IS NOT NULL"):
         try:
             unpack_raw(text)

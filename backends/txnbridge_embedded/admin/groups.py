@@ -1,4 +1,4 @@
-"""Shows and resets a group's positions, for administrators."""
+"""Administration of groups: their members, positions and lag, and the reset of their positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from txnbridge_embedded.write import acks
 
 
 def look(connection: sqlite3.Connection, name: str) -> GroupInfo:
-    """Return one group, within a snapshot. Raise `NotFound`."""
+    """Return a group's members, positions and lag, in the caller's snapshot. Raise `NotFound` if it does not exist."""
     group_id = _id_of(connection, name)
     bounds = _read_bounds(connection, group_id)
     by_id = {found.id: partition for partition, found in bounds.items()}
@@ -42,7 +42,11 @@ def reset(
     topics: Sequence[str] | None,
     deadline: Deadline,
 ) -> dict[Partition, Position]:
-    """Set the positions of a group without members. Raise `NotFound`, `InvalidState`."""
+    """Set the positions of a group to the earliest or latest offsets or to a time, and return them.
+
+    Raise `NotFound` if the group does not exist or has not read a topic, `InvalidState` if it has members or messages
+    reserved by a prepared transaction.
+    """
     with store.reading(connection, deadline):
         bounds = _wanted(connection, name, topics)
     times = (
@@ -64,7 +68,7 @@ def reset(
 
 
 def held_by_others(connection: sqlite3.Connection, group_id: int, member: str) -> dict[str, list[Partition]]:
-    """Return the partitions of other members, by a text that names the member and its lease."""
+    """Return the partitions of a group's other members, by a text with the member's host and lease."""
     found: dict[str, list[Partition]] = {}
     rows = connection.execute(
         "SELECT m.host, m.expires_at, t.name, p.number FROM assignments a JOIN members m ON m.id = a.member"
@@ -78,7 +82,7 @@ def held_by_others(connection: sqlite3.Connection, group_id: int, member: str) -
 
 
 def lease(host: str, until: int) -> str:
-    """Return the holder and the end of a lease as text."""
+    """Return a text with the host of a lease's holder and the time at which the lease ends."""
     return f"{host}, whose lease ends at {datetime.fromtimestamp(until / 1000):%H:%M:%S} unless it is renewed"
 
 

@@ -1,3 +1,3 @@
-"""The file: `files` checks the path, `schema` has the tables, `store` opens it and gives writers their turn, and
-`change_notification` waits for commits of others.
+"""Access to the broker's file: `files` checks the path, `schema` has the tables, `store` opens the file and queues
+writers, and `change_notification` waits for commits of other connections.
 """

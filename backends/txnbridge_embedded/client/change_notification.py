@@ -1,9 +1,9 @@
 """Waits until another connection, in any process, has committed into the file.
 
-SQLite tells by `PRAGMA data_version` whether another connection has changed the file. But it has to be asked, and each
-sleep costs some 40 us of a core. Linux tells at once that the write-ahead log is written, some milliseconds before the
-commit, if one follows. So a waiting reader sleeps until then, and asks SQLite from then on, at first often. Without
-Linux the reader asks all the time.
+SQLite shows by `PRAGMA data_version` whether another connection has changed the file. But this has to be polled, and
+each sleep costs some 40 us of a core. Linux notifies by inotify at once when the write-ahead log is written, some
+milliseconds before the commit, if one follows. So a waiting reader sleeps until the notification, and then polls
+SQLite, at first often. On another system the reader polls all the time.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import sqlite3
 import time
 from pathlib import Path
 
-# The first pause after the log was written, for quick commits.
+# The first pause after the write-ahead log was written, for quick commits.
 _SHORT = 0.001
 # Later pauses are this share of the time since the write. So a commit is noticed late by this share of its duration at
-# most, and the reader soon asks less often about a write without a commit.
+# most, and the reader soon polls less often after a write without a commit.
 _PART = 0.25
-# The longest pause of a reader without inotify: it costs an idle reader less than 2 % of a core, and 2 ms of delay.
+# The longest pause of a reader without inotify: polling takes less than 2 % of a core, and the delay is 2 ms.
 _LONG = 0.004
 
 _IN_MODIFY = 2  # <sys/inotify.h>
 
 
 class ChangeNotification:
-    """Tells when another connection has changed the file."""
+    """Detects and waits for commits into the file by connections other than the reader's own."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._cursor = connection.cursor()
@@ -36,11 +36,11 @@ class ChangeNotification:
         self._log = _LogWatch(f"{path}-wal")
 
     def mark(self) -> None:
-        """Note the present state of the file as known."""
+        """Remember the file's current version, with which `wait` compares."""
         self._seen = self._version()
 
     def wait(self, seconds: float) -> None:
-        """Return as soon as the file has changed since `mark`, or when the time is over."""
+        """Wait until the file has changed since `mark`, or until the time has passed."""
         until = time.monotonic() + seconds
         while self._version() == self._seen:
             now = time.monotonic()
@@ -49,7 +49,7 @@ class ChangeNotification:
             pause = max(_SHORT, _PART * (now - self._written_at))
             if self._log.is_written_within(min(pause, until - now)):
                 self._written_at = time.monotonic()
-                time.sleep(_SHORT)  # or a long write would keep this process busy as well
+                time.sleep(_SHORT)  # without this pause a long write would keep this process busy as well
         if self._log.blind:
             self._written_at = time.monotonic()
 
@@ -57,16 +57,16 @@ class ChangeNotification:
         try:
             return self._cursor.execute("PRAGMA data_version").fetchone()
         except sqlite3.OperationalError:
-            # The file is being recovered, which is a change; a lasting error shows at the next look.
+            # The file is being recovered, which is a change; the reader's next query raises a lasting error.
             return None
 
     def close(self) -> None:
-        """Close the connection and the inotify descriptor."""
+        """Close the inotify descriptor."""
         self._log.close()
 
 
 class _LogWatch:
-    """Linux's inotify on one file; `blind` if there is none (the number of watches is limited)."""
+    """Linux's inotify on one file. `blind` is true without inotify, or if the limit of watches is reached."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = _watch(path)
@@ -76,7 +76,7 @@ class _LogWatch:
             self._poll.register(self._descriptor, select.POLLIN)
 
     def is_written_within(self, seconds: float) -> bool:
-        """Wait for a write; return False if none came. A blind watch never sees one, and waits only briefly."""
+        """Wait for a write to the file, and return whether one came. A blind watch waits briefly and returns False."""
         if self.blind:
             time.sleep(min(seconds, _LONG))
             return False

@@ -1,4 +1,4 @@
-"""Checks whether a path can hold a broker's file, and whether an existing file is a broker's."""
+"""Checks whether a broker's file can be at a path, and whether an existing file is one of this broker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from txnbridge.errors import AccessDenied, BackendMissing, InvalidOption, NotFound, StorageFailed, TxnBridgeError
 from txnbridge_embedded.client.schema import APPLICATION_ID, OLDEST, VERSION
 
-OLDEST_SQLITE = (3, 35)  # the first with RETURNING
+OLDEST_SQLITE = (3, 35)  # the first version with RETURNING
 
 # File systems that several machines may mount; SQLite's write-ahead log needs memory that all its users share.
 _NETWORK = {
@@ -28,7 +28,7 @@ def check_sqlite(version: tuple[int, ...] = sqlite3.sqlite_version_info) -> None
 
 
 def check_path(path: Path, create: bool) -> None:
-    """Raise the error that says best why no broker's file can be at this path."""
+    """Raise the most exact error if no broker's file can be opened, or with `create` created, at this path."""
     try:
         _check_kind(path, create)
     except PermissionError as error:
@@ -66,7 +66,7 @@ def check_mount(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> None
 
 
 def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
-    """Return the kind and the place of the mount that holds a path; a later mount hides an earlier one there."""
+    """Return the file system type and the mount point of a path; of two mounts at one point the later counts."""
     best = ("", "")
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -83,8 +83,11 @@ def _unescape(point: str) -> str:
 
 
 def check_header(connection: sqlite3.Connection, path: Path) -> int:
-    """Return the file's version; 0 for an empty file. Raise for another program's, a newer or a damaged file."""
-    # In one statement, because another process may be creating the file right now.
+    """Return the schema version of the file; 0 for an empty file.
+
+    Raise `InvalidOption` for a file of another program, of a newer version, or of a version that never existed.
+    """
+    # One statement reads one snapshot, because another process may be creating the tables right now.
     application, version, tables = connection.execute(
         "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master)"
         " FROM pragma_application_id, pragma_user_version"

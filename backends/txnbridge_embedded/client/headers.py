@@ -12,13 +12,13 @@ def pack(headers: RawHeaders | None) -> str | None:
     """Return headers as text; None for no headers."""
     if not headers:
         return None
-    # ASCII only, because a name may hold lone surrogates, which SQLite's UTF-8 cannot.
+    # The JSON is pure ASCII, because a name may hold lone surrogates, which SQLite's UTF-8 cannot store.
     pairs = [(name, None if value is None else value.decode("latin-1")) for name, value in headers]
     return json.dumps(pairs, separators=(",", ":"))
 
 
 def unpack_raw(text: str | None) -> list[tuple[str, bytes | None]]:
-    """Return the stored pairs. Raise `StorageFailed` if they are damaged."""
+    """Return the pairs of name and value from stored headers. Raise `StorageFailed` if they are damaged."""
     if not text:
         return []
     try:
@@ -28,5 +28,5 @@ def unpack_raw(text: str | None) -> list[tuple[str, bytes | None]]:
 
 
 def unpack(text: str | None) -> Headers:
-    """Return the stored headers. Raise `StorageFailed` if they are damaged."""
+    """Return `Headers` from stored headers. Raise `StorageFailed` if they are damaged."""
     return Headers(unpack_raw(text)) if text else NO_HEADERS

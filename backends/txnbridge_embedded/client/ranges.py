@@ -1,4 +1,4 @@
-"""Ranges of offsets, first and last included. A proper list of ranges is sorted, and its ranges do not touch."""
+"""Ranges of offsets, including first and last. A proper list of ranges is sorted, and its ranges do not touch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ Range = tuple[int, int]
 
 
 def runs(offsets: Iterable[int]) -> list[Range]:
-    """Return the runs of consecutive offsets."""
+    """Return the given offsets as a proper list of ranges."""
     ordered = sorted(offsets)
-    # Nearly always there is one run, which is quicker to check; its length is checked first, to bound the list.
+    # The offsets are mostly one range, which is quicker to check; its length is checked first, to bound the list.
     if ordered and ordered[-1] - ordered[0] + 1 == len(ordered):
         first, last = ordered[0], ordered[-1]
         if ordered == list(range(first, last + 1)):
@@ -19,7 +19,7 @@ def runs(offsets: Iterable[int]) -> list[Range]:
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Return the same offsets as a proper list; the given ranges may overlap, in any order."""
+    """Return the offsets of ranges, which may overlap and be in any order, as a proper list of ranges."""
     found: list[Range] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -30,7 +30,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 
 
 def without(ranges: Iterable[Range], holes: Iterable[Range]) -> Iterator[Range]:
-    """Yield the ranges without the offsets of others; both are proper lists."""
+    """Yield the ranges without the offsets in `holes`; both are proper lists of ranges."""
     waiting = iter(holes)
     hole = next(waiting, None)
     for first, last in ranges:
@@ -40,7 +40,7 @@ def without(ranges: Iterable[Range], holes: Iterable[Range]) -> Iterator[Range]:
                 yield start, hole[0] - 1
             start = max(start, hole[1] + 1)
             if hole[1] > last:
-                break  # it may reach into the next range too
+                break  # this hole may reach into the next range too
             hole = next(waiting, None)
         if start <= last:
             yield start, last

@@ -1,4 +1,4 @@
-"""The tables of the file, version 2, and the numbers of their rows."""
+"""The tables of the broker's file in schema version 2, and the layout of message row ids."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sqlite3
 import time
 import uuid
 
-APPLICATION_ID = 0x74786E62  # "txnb", in the file's header: marks the file as ours
-VERSION = 2  # of the schema, in the file's header
-OLDEST = 1  # the oldest version that is read: the file is upgraded when it is opened
+APPLICATION_ID = 0x74786E62  # "txnb" in the file's header: a file of this broker
+VERSION = 2  # the schema's version, in the file's header
+OLDEST = 1  # the oldest schema version that can be opened, and is then upgraded
 
-OFFSET_BITS = 40  # a message's row id is partition << 40 | offset, so that a partition's messages lie together
+OFFSET_BITS = 40  # a message's row id is partition << 40 | offset, so that a partition's messages are adjacent
 MAX_OFFSET = (1 << OFFSET_BITS) - 1
-MAX_PARTITION_ID = (1 << 22) - 1  # 63 bits without the offset's, and one bit to spare
+MAX_PARTITION_ID = (1 << 22) - 1  # of 63 bits, 40 are for the offset and one is spare
 
 # Three rows of 1 KiB fit on SQLite's usual page of 4 KiB, which wastes a quarter; seven fit on this page. A commit of
 # one message writes a page of each table that it touches, so much larger pages would make small commits slow.
@@ -125,7 +125,7 @@ CREATE TABLE half_messages(
   partition INTEGER, timestamp INTEGER, PRIMARY KEY(half, number)) WITHOUT ROWID;
 """
 
-# The upgrade from version 1. Processes that have the file open go on as before.
+# The upgrade from schema version 1. Processes of that version can still use the open file.
 _UPGRADE = (
     "ALTER TABLE half_messages ADD COLUMN partition INTEGER",
     "ALTER TABLE half_messages ADD COLUMN timestamp INTEGER",
@@ -133,7 +133,7 @@ _UPGRADE = (
 
 
 def create(connection: sqlite3.Connection) -> None:
-    """Create the tables, inside a write transaction on an empty file."""
+    """Create the tables in an empty file; the caller must be in a write transaction."""
     for statement in _SCHEMA.split(";"):
         connection.execute(statement)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -144,7 +144,7 @@ def create(connection: sqlite3.Connection) -> None:
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
-    """Upgrade version 1 to this version, inside a write transaction."""
+    """Upgrade the file from schema version 1; the caller must be in a write transaction."""
     for statement in _UPGRADE:
         connection.execute(statement)
     connection.execute(f"PRAGMA user_version = {VERSION}")

@@ -1,4 +1,4 @@
-"""A connection to the file for calls of neither writers nor readers."""
+"""A bridge's SQLite connection for all calls except those of writers and readers, which have their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from txnbridge_embedded.settings import Settings
 
 
 class SharedConnection:
-    """A connection for one caller at a time: `with shared(deadline) as connection:`."""
+    """A SQLite connection that one caller uses at a time: `with shared(deadline) as connection:`."""
 
     def __init__(self, store: Store, settings: Settings, events: Emitter) -> None:
         self.store = store
@@ -34,7 +34,7 @@ class SharedConnection:
                 self._connection = self.store.connect()
             yield self._connection
         except (CommitUnclear, OutcomeUnknown):
-            self._disconnect()  # in any state
+            self._disconnect()  # the connection may be in any state
             raise
         finally:
             self._lock.release()

@@ -1,4 +1,4 @@
-"""The file: its connections, the turns of its writers, its topics, and the translation of SQLite's errors."""
+"""The broker's file: its SQLite connections, the queue of its writers, its topics, and the translation of errors."""
 
 from __future__ import annotations
 
@@ -41,43 +41,44 @@ __all__ = [
 
 _log = logging.getLogger("txnbridge.embedded")
 
-# How often the writer whose turn it is asks for the lock. A commit takes 0.2 ms or more, so this adds little to it, and
-# only one waiting writer asks so often.
+# The interval at which the first writer in the queue tries SQLite's write lock. A commit takes 0.2 ms or more, so this
+# delays it little, and only one waiting writer polls so often.
 _LOCK_POLL = 0.0002
-# How often the other writers ask for the turn. They have the time of a commit to take it.
+# The interval at which the other writers try to become first in the queue, which they can during each commit.
 _TURN_POLL = 0.0005
-# The longest wait for the turn: its holder may have been stopped, and the turn only makes writing fair.
+# The longest wait to become first: the first writer's process may be stopped, and the queue only makes writing fair.
 _TURN_PATIENCE = 0.1
-# The time for which a thread may write again and again while others of its process wait: some commits.
+# The time for which a thread may write several times while other threads of its process wait: some commits.
 _KEEP_SECONDS = 0.002
-# A reader meets a lock only while a file is recovered or closed by its last user, which takes milliseconds.
+# The interval at which a reader tries again: the file is locked for readers only while it is recovered or closed by its
+# last user, which takes milliseconds.
 _READ_POLL = 0.001
-# The time for which a new connection, which has no caller's deadline, waits for such a lock.
+# The time for which a new connection, which has no caller's deadline, waits for such a recovery.
 _CONNECT_SECONDS = 5.0
-# The longest wait of leaving a group and of closing for a file that others keep locked: some hundred commits. Remains
-# do no harm: a member's lease expires, and a writer's row is removed in time.
+# The longest wait for a locked file when a reader leaves its group or a bridge closes: some hundred commits. Rows that
+# are left do no harm: a member's lease expires, and a writer's row is deleted later.
 LEAVING_SECONDS = 1.0
-# The age up to which the known partition count of a topic is used: topics grow rarely, and a look costs a query.
+# The age up to which a cached topic is used: topics grow rarely, and reading one costs a query.
 _TOPIC_AGE = 1.0
 # The length at which the write-ahead log is copied into the file. A longer log saves nothing, because most pages are
 # written once; a shorter one makes more commits wait for a copy, a longer one makes them wait longer.
 CHECKPOINT_BYTES = 8 << 20
-_PARTITIONS_AT_ONCE = 10_000  # added in some ten milliseconds
-_WAL_BYTES = 64 << 20  # a log that a slow reader let grow beyond this is truncated
+_PARTITIONS_AT_ONCE = 10_000  # the rows of one insert, which takes some ten milliseconds
+_WAL_BYTES = 64 << 20  # a write-ahead log that grew beyond this because of a slow reader is truncated
 
 
 class CommitUnclear(StorageFailed):
-    """SQLite failed in the middle of a commit: it is not known yet whether the commit happened."""
+    """Raised if SQLite failed during a commit, so that it is not known yet whether the commit took effect."""
 
 
 class FileConnection(sqlite3.Connection):
-    """A connection with its own place in the queue of writers, for one user at a time.
+    """A SQLite connection with its own place in the queue of writers, used by one thread at a time.
 
-    Any thread may call `close`. SQLite crashes if a connection is closed while it works, so a connection in use is
-    closed when that use ends.
+    Any thread may call `close`. SQLite crashes if a connection is closed during a query, so a connection in use is
+    closed by `leave`.
     """
 
-    turn = -1  # a descriptor of the turn file: flock belongs to the descriptor, so threads of one process queue as well
+    turn = -1  # a descriptor of the queue's lock file: flock belongs to a descriptor, so threads of a process queue too
 
     def __init__(self, *given: Any, **options: Any) -> None:
         self._guard = threading.Lock()  # held only briefly
@@ -85,14 +86,14 @@ class FileConnection(sqlite3.Connection):
         super().__init__(*given, **options)
 
     def enter(self) -> None:
-        """Begin a use. Raise `InvalidState` once it is closed."""
+        """Mark the connection as in use. Raise `InvalidState` if it was closed."""
         with self._guard:
             if self._closing:
                 raise InvalidState("this bridge is closed")
             self._used = True
 
     def leave(self) -> None:
-        """End a use."""
+        """Mark the connection as unused; close it if `close` was called meanwhile."""
         with self._guard:
             self._used = False
             if self._closing:
@@ -127,12 +128,12 @@ def now_ms() -> int:
 
 
 class Store:
-    """One file, opened by one broker. Any thread may use it, each with a connection of its own."""
+    """The broker's file, opened by one bridge. Any thread may use it with its own `FileConnection`."""
 
     def __init__(
         self, path: Path, *, durable: bool = True, max_bytes: int | None = None, create_topics: int = 1
     ) -> None:
-        # SQLite puts its log beside the file itself, not beside a symbolic link to it; so do we with the turn file.
+        # SQLite puts its log beside the file itself, not beside a symbolic link to it; the queue's lock file also.
         self.path = path.resolve()
         self.cluster = ""
         self.durable = durable
@@ -141,7 +142,7 @@ class Store:
         self._inode: tuple[int, int] | None = None
         self._keeper: FileConnection | None = None
         self._wal = _WalLength(Path(f"{self.path}-wal"))
-        # Among the threads of this process, so that only one of them asks SQLite.
+        # The queue of this process's threads, of which only the first joins the queue of processes.
         self._turns = FairSemaphore(1, _KEEP_SECONDS, one_per_thread=True)
         self._topics: dict[str, tuple[float, StoredTopic]] = {}
 
@@ -151,12 +152,13 @@ class Store:
         """Open the file, or create it.
 
         Raise `InvalidOption` or `NotFound` for a wrong path, another program's file or one of a newer version,
-        `AccessDenied`, `StorageFailed` for a damaged file, `DeadlineExceeded` while another process keeps it locked.
+        `AccessDenied` without the right to read or write it, `StorageFailed` if it is damaged, and `DeadlineExceeded`
+        if another process keeps it locked.
         """
         files.check_sqlite()
         files.check_path(self.path, create)
         # This connection stays open as long as the store: when the last connection closes, SQLite copies and removes
-        # its log, which slows the next one down. This connection also copies the log while others write.
+        # its log, which slows the next connection down. It also copies the log while other connections write.
         self._keeper = self._connect()
         try:
             self._make_ready(self._keeper, deadline)
@@ -193,7 +195,7 @@ class Store:
         self._inode = (found.st_dev, found.st_ino)
 
     def connect(self, *, durable: bool | None = None) -> FileConnection:
-        """Open a connection for one user at a time; `durable=False` for data that a power cut may take."""
+        """Return a new connection for one thread at a time; with `durable=False` a power cut may lose its commits."""
         connection = self._connect()
         try:
             self._open_turn(connection)
@@ -235,7 +237,7 @@ class Store:
             raise AccessDenied(f"{self.path}-turn cannot be opened: {error.strerror}") from error
 
     def close(self) -> None:
-        """Close the file. Connections that were given out close themselves."""
+        """Close the store's own connection. The connections that `connect` returned are closed by their users."""
         self._wal.close()
         if self._keeper is not None:
             self._keeper.close()
@@ -245,10 +247,10 @@ class Store:
 
     @contextmanager
     def writing(self, connection: FileConnection, deadline: Deadline, what: str) -> Iterator[FileConnection]:
-        """Run a writing SQLite transaction, in fair turn; `what` names it in errors ("commit").
+        """Run a block in a write transaction of SQLite, after a fair queue; `what` names it in errors ("commit").
 
-        Raise `DeadlineExceeded` if others hold the file until then, `CommitUnclear` if the commit itself failed, and
-        otherwise the error of `translate`: then nothing of the block is in the file.
+        Raise `DeadlineExceeded` if other writers lock the file until the deadline, `CommitUnclear` if the commit itself
+        failed, and otherwise the error of `translate`: then the block's changes are not in the file.
         """
         connection.enter()
         place = self._turns.place()
@@ -275,7 +277,7 @@ class Store:
 
     @contextmanager
     def reading(self, connection: FileConnection, deadline: Deadline) -> Iterator[FileConnection]:
-        """Give a snapshot to read from. Keep it short: the file's log cannot be truncated meanwhile."""
+        """Run a block with a snapshot of the file. It must be short: the log cannot be truncated meanwhile."""
         connection.enter()
         try:
             self._retry(connection, deadline, "reading", _READ_POLL, _begin_snapshot)
@@ -289,13 +291,13 @@ class Store:
     def _begin(self, connection: FileConnection, deadline: Deadline, what: str) -> None:
         if self._inode is not None and not files.in_place(self.path, self._inode):
             raise files.moved(self.path)
-        _roll_back(connection)  # of a transaction that an interrupt left open at the wrong moment
+        _roll_back(connection)  # an exception from a signal handler may have left a SQLite transaction open
         self._take_turn(connection, deadline)
         try:
             self._retry(connection, deadline, what, _LOCK_POLL, _begin_immediate)
             if self._wal.is_long():
                 self._copy_log()
-                # The log begins anew with the first transaction that finds all of the log copied.
+                # The first write transaction after the whole log was copied starts the log from its beginning.
                 _roll_back(connection)
                 self._retry(connection, deadline, what, _LOCK_POLL, _begin_immediate)
         finally:
@@ -303,12 +305,12 @@ class Store:
                 fcntl.flock(connection.turn, fcntl.LOCK_UN)
 
     def _take_turn(self, connection: FileConnection, deadline: Deadline) -> None:
-        """Queue up: without this SQLite gives the lock to any connection that asks at the right moment."""
+        """Wait to become the first of the waiting writers: SQLite's write lock itself has no queue."""
         patience = time.monotonic() + min(_TURN_PATIENCE, deadline.left())
         while True:
             try:
                 return fcntl.flock(connection.turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # taken; or the system has no lock left, and then nobody queues
+            except OSError as error:  # another writer is first; or the system has no free lock, so nobody queues
                 if not isinstance(error, BlockingIOError) or time.monotonic() >= patience:
                     return None
             time.sleep(_TURN_POLL)
@@ -321,7 +323,7 @@ class Store:
         pause: float,
         step: Callable[[FileConnection], Any],
     ) -> Any:
-        """Repeat `step` while others hold the file, until the deadline."""
+        """Call `step` until the file is not locked by another connection, or until the deadline."""
         while True:
             try:
                 return step(connection)
@@ -342,8 +344,8 @@ class Store:
             still_open = connection.in_transaction
             _roll_back(connection)
             meaning = translate(error, f"{what} in {self.path}")
-            # If the transaction is still open, or a page could not be written, its last page, which commits it, was not
-            # written either. Any other error, such as one of fsync, may have come behind that page.
+            # If SQLite's transaction is still open, or a page could not be written, its last page, which commits it,
+            # was not written. Any other error, such as one of fsync, may have occurred after that page was written.
             if still_open or code_of(error) == _FULL or getattr(error, "sqlite_errorcode", None) == _IOERR_WRITE:
                 raise meaning from error
             raise CommitUnclear(str(meaning)) from error
@@ -351,9 +353,9 @@ class Store:
     def _copy_log(self) -> None:
         """Copy the write-ahead log into the file, while the caller holds the write lock and has written nothing.
 
-        SQLite does this by itself after a commit, without the lock. Versions before 3.51.3 can then damage the file: a
-        copy that starts when all is copied already, and stalls while a writer begins the log anew, takes the new log
-        for copied. No writer begins the log anew while the lock is held.
+        SQLite does this by itself after a commit, without the lock. Versions before 3.51.3 can then damage the file: if
+        a copy starts when the whole log is copied already, and stalls while a writer restarts the log, the copy takes
+        the new log for copied. No writer restarts the log while the caller holds the lock.
         """
         keeper = self._keeper
         if keeper is None:  # another thread has closed the store meanwhile
@@ -372,7 +374,7 @@ class Store:
     # --- topics ----------------------------------------------------------------------------------------------------
 
     def topic(self, connection: FileConnection, name: str) -> StoredTopic:
-        """Return a topic, as it was at most a second ago. Raise `NotFound` with the command that creates it."""
+        """Return a topic, cached for a second. Raise `NotFound` if it is missing, with the command to create it."""
         known = self._known_topic(name)
         if known is not None:
             return known
@@ -388,7 +390,7 @@ class Store:
         return topic if time.monotonic() - read_at < _TOPIC_AGE else None
 
     def ensure_topic(self, connection: FileConnection, name: str, deadline: Deadline) -> StoredTopic:
-        """Return a topic; create a missing one if the bridge may. Not to be called inside `writing` or `reading`."""
+        """Return a topic; create a missing one if `create_topics` is not 0. Not inside `writing` or `reading`."""
         known = self._known_topic(name)
         if known is not None:
             return known
@@ -403,24 +405,24 @@ class Store:
             return self.topic(connection, name)
 
     def forget_topic(self, name: str) -> None:
-        """Have the topic read from the file again next time."""
+        """Drop a topic from the cache, so that the next call reads the topic from the file."""
         self._topics.pop(name, None)
 
 
 class _WalLength:
-    """Finds out by two reads of 8 bytes whether the log is long."""
+    """Checks by two reads of 8 bytes whether SQLite's write-ahead log has reached `CHECKPOINT_BYTES`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = -1
-        # Each page has a header of 24 bytes, and the log one of 32.
+        # In the write-ahead log each page has a header of 24 bytes, and the log itself one of 32.
         self._last = 32 + CHECKPOINT_BYTES // schema.PAGE_BYTES * (24 + schema.PAGE_BYTES)
 
     def is_long(self) -> bool:
-        """Return whether the page at CHECKPOINT_BYTES in the file belongs to the log's present run.
+        """Return whether the page at `CHECKPOINT_BYTES` was written since SQLite last restarted the log.
 
-        The file does not shrink when the log begins anew, but each run has a salt of its own, in the log's header and
-        in each page's. (It is safe to open and close this file: SQLite's locks are on the other two.)
+        The log's file does not shrink at a restart, but each restart sets a new salt in the header of the log and of
+        each page. (Opening and closing this file is safe: SQLite's locks are on its other two files.)
         """
         try:
             if self._descriptor < 0 or os.fstat(self._descriptor).st_nlink == 0:
@@ -438,7 +440,7 @@ class _WalLength:
 
 
 def latest(connection: sqlite3.Connection) -> int:
-    """Return the latest time that is recorded in the file; it is ahead of the clock if that was set back."""
+    """Return the latest time recorded in the file, which is ahead of the clock if the clock was set back."""
     (found,) = connection.execute(
         "SELECT max(coalesce((SELECT max(used_at) FROM writers), 0),"
         " coalesce((SELECT max(opened_at) FROM identities), 0), coalesce((SELECT max(created_at) FROM topics), 0))"
@@ -462,7 +464,7 @@ def add_topic(
     retention_ms: int | None = None,
     retention_bytes: int | None = None,
 ) -> bool:
-    """Add a topic inside a write transaction; return False if one of this name exists."""
+    """Add a topic, and return False if the name exists; the caller must be in a write transaction of the file."""
     added = connection.execute(
         "INSERT INTO topics(name, retention_ms, retention_bytes, created_at) VALUES (?, ?, ?, ?)"
         " ON CONFLICT DO NOTHING RETURNING id",
@@ -474,7 +476,7 @@ def add_topic(
 
 
 def add_partitions(connection: sqlite3.Connection, topic_id: int, first: int, count: int, deadline: Deadline) -> None:
-    """Add partitions inside a write transaction. Raise `DeadlineExceeded` if that takes too long: others wait."""
+    """Add partitions to a topic; the caller must be in a write transaction. Raise `DeadlineExceeded` if slow."""
     if _partitions_given(connection) + count > MAX_PARTITION_ID:
         raise InvalidOption(f"one file holds at most {MAX_PARTITION_ID} partitions, deleted ones included")
     for start in range(first, first + count, _PARTITIONS_AT_ONCE):
@@ -491,7 +493,7 @@ def _partitions_given(connection: sqlite3.Connection) -> int:
 
 
 def _roll_back(connection: sqlite3.Connection) -> None:
-    """End SQLite's transaction if one is open; SQLite has often done so itself after an error."""
+    """Roll back SQLite's transaction if one is open; after many errors SQLite itself has rolled it back."""
     if connection.in_transaction:
         connection.execute("ROLLBACK")
 
@@ -501,7 +503,7 @@ def _begin_immediate(connection: FileConnection) -> None:
 
 
 def _begin_snapshot(connection: FileConnection) -> None:
-    # BEGIN alone takes no snapshot; the first query does, and only that can meet a lock.
+    # BEGIN alone takes no snapshot; the first query takes it, and can fail because of a lock.
     if not connection.in_transaction:
         connection.execute("BEGIN")
     connection.execute("SELECT 1 FROM meta LIMIT 1").fetchone()
@@ -541,18 +543,18 @@ _MEANINGS: dict[int, tuple[type[TxnBridgeError], str]] = {
 
 
 def code_of(error: sqlite3.Error) -> int | None:
-    """Return SQLite's primary result code; None if there is none."""
+    """Return the primary result code of SQLite's error; None if it has none."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return _CODES.get(str(error)) if code is None else code & 0xFF
 
 
 def is_busy(error: sqlite3.Error) -> bool:
-    """Return whether another connection holds a lock, so that trying again may help."""
+    """Return whether an error says that another connection holds a lock, so that a later try may succeed."""
     return code_of(error) in (_BUSY, _LOCKED, _PROTOCOL)
 
 
 def translate(error: sqlite3.Error | UnicodeEncodeError, what: str) -> TxnBridgeError:
-    """Return our error for an error of SQLite during `what`. SQLite's own error becomes its `__cause__`."""
+    """Return the core's error for an error of SQLite during `what`, to be raised `from` SQLite's own error."""
     if isinstance(error, UnicodeEncodeError):
         return InvalidOption(f"{what} failed: a name holds half a character (a lone surrogate), which no file can")
     kind, meaning = _MEANINGS.get(code_of(error) or 0, (BrokerUnavailable, str(error)))

@@ -1,4 +1,4 @@
-"""The readable range of partitions."""
+"""The readable range of offsets of each partition: from the first kept message to the first undecided one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from txnbridge.spi import Deadline, Partition
 from txnbridge_embedded.client.ranges import Range, without
 from txnbridge_embedded.client.store import OFFSET_BITS, FileConnection, Store
 
-_SCAN_ROWS = 20_000  # offsets in one snapshot of a search by time, which takes some 10 ms
+_SCAN_ROWS = 20_000  # the offsets that a search by time reads in one snapshot, which takes some 10 ms
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The readable range of a partition: from `kept`, the first offset that retention has left, to `end`.
+    """The readable range of a partition: from `kept`, the first offset that retention has not removed, to `end`.
 
     `end` is the offset of the first undecided message, or of the next message. Messages below `end` never change.
-    `position` and `rewinds` are the group's; `held_by` is the number of the transaction that holds readers back.
+    `position` and `rewinds` are the group's; `held_by` is the number of the undecided transaction at `end`.
     """
 
     id: int
@@ -33,7 +33,7 @@ class Bounds:
 def read_bounds(
     connection: sqlite3.Connection, topics: Iterable[str], group_id: int | None = None
 ) -> dict[Partition, Bounds]:
-    """Return the bounds of the partitions of some topics, within a snapshot. A missing topic is left out."""
+    """Return the bounds of topics' partitions; the caller must be in a snapshot. A missing topic is left out."""
     names = tuple(topics)
     rows = connection.execute(
         "SELECT p.id, t.name, p.number, p.first, p.next, u.first, u.number, q.next, q.rewinds"
@@ -51,7 +51,7 @@ def read_bounds(
 
 
 def first_since(store: Store, connection: FileConnection, bounds: Bounds, timestamp: int, deadline: Deadline) -> int:
-    """Return the offset of the first message stamped at or after a time, else the end, by a search from the start."""
+    """Return the first readable offset stamped at or after a time, else the end; each message is read in order."""
     base = bounds.id << OFFSET_BITS
     for start in range(bounds.kept, bounds.end, _SCAN_ROWS):
         deadline.check(f"the search for {timestamp} in {bounds.partition[0]}[{bounds.partition[1]}]")
@@ -66,9 +66,9 @@ def first_since(store: Store, connection: FileConnection, bounds: Bounds, timest
 
 
 def count_between(connection: sqlite3.Connection, bounds: Bounds, first: int, taken: Iterable[Range]) -> int:
-    """Return the number of readable offsets from `first` on without those taken, up to the last message.
+    """Return the number of offsets from `first` to the last readable message, without the ranges `taken`.
 
-    So a gap that an aborted transaction left at the end does not count for ever.
+    A gap after the last message, which an aborted transaction left, is not counted.
     """
     base = bounds.id << OFFSET_BITS
     first = max(first, bounds.kept)

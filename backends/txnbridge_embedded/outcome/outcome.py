@@ -1,7 +1,7 @@
-"""Ends transactions that are in the file before their end: prepared ones, and plain ones larger than the memory.
+"""Ends transactions whose messages are in the file undecided: prepared ones, and plain ones larger than the memory.
 
-The decision is one small write transaction. A commit needs no more; after an abort the messages are removed in small
-pieces, so that no other writer waits long. If a process dies between two steps, the next one goes on.
+The decision is one small write transaction. A commit is then complete. After an abort the messages are removed in small
+pieces, so that no other writer waits long. If a process dies between two pieces, another process removes the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from txnbridge_embedded.write import acks
 
 _log = logging.getLogger("txnbridge.embedded")
 
-# Removing so many rows takes some ten milliseconds.
+# The most rows and bytes that are removed at once, which takes some ten milliseconds.
 _PIECE_ROWS = 10_000
 _PIECE_BYTES = 8 << 20
 
@@ -33,8 +33,8 @@ def decide(
 ) -> Outcome:
     """End a prepared transaction; return the true outcome, also if another process ended it. Safe to repeat.
 
-    Raise `EvidenceLost` if the file does not know it, `InvalidState` if it is not prepared, `OutcomeUnknown` if the
-    file failed in the middle, `BrokerUnavailable` if it failed before.
+    Raise `EvidenceLost` if the file has no row of the transaction, `InvalidState` if it is not prepared,
+    `OutcomeUnknown` if SQLite failed during the commit, `BrokerUnavailable` if it failed before.
     """
     try:
         state = _decide_once(store, connection, transaction, decision, deadline, events, reason)
@@ -79,7 +79,7 @@ def _decide_once(
 
 
 def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
-    """Make a prepared transaction visible, inside a write transaction."""
+    """Commit a prepared transaction, which makes its messages visible; the caller must be in a write transaction."""
     acks.commit_pending(connection, number)
     connection.execute("DELETE FROM undecided WHERE number = ?", (number,))
     connection.execute("UPDATE transactions SET state = 'committed', ended_at = ? WHERE number = ?", (now_ms(), number))
@@ -87,7 +87,7 @@ def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
 
 
 def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> str:
-    """Decide that a transaction is aborted, inside a write transaction; `finish_aborts` removes its messages."""
+    """Record that a transaction is aborted, in the caller's write transaction; `finish_aborts` removes its messages."""
     acks.abort_pending(connection, number)
     connection.execute("UPDATE transactions SET state = 'aborting', reason = ? WHERE number = ?", (reason, number))
     return "aborting"
@@ -96,7 +96,7 @@ def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> st
 def abort_open(
     store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline, events: Emitter
 ) -> None:
-    """Abort a stored transaction of the caller's own that was not prepared."""
+    """Abort a transaction that has messages in the file and was not prepared."""
     with (
         events.step("step:decide", transaction, decision="abort"),
         store.writing(connection, deadline, "aborting a transaction"),
@@ -110,7 +110,7 @@ def abort_open(
 
 
 def end_expired(store: Store, connection: FileConnection, deadline: Deadline, events: Emitter) -> int:
-    """Abort transactions past their deadline, and finish aborts of others; return the number of the former."""
+    """Abort all transactions past their deadline, and return how many; remove the messages of aborted ones."""
     with store.reading(connection, deadline):
         expired = connection.execute(
             "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state IN ('open', 'prepared')"
@@ -134,7 +134,7 @@ def end_expired(store: Store, connection: FileConnection, deadline: Deadline, ev
 
 
 def finish_aborts(store: Store, connection: FileConnection, deadline: Deadline, events: Emitter) -> None:
-    """Remove the messages of aborted transactions, piece by piece, until the deadline; others remove the rest."""
+    """Remove the messages of aborted transactions, in pieces, until the deadline; a later call removes the rest."""
     try:
         with store.reading(connection, deadline):
             aborted = connection.execute(
@@ -150,7 +150,7 @@ def finish_aborts(store: Store, connection: FileConnection, deadline: Deadline, 
 
 
 def _remove_piece(store: Store, connection: FileConnection, number: int, deadline: Deadline) -> bool:
-    """Remove some messages of an aborted transaction; return whether none are left."""
+    """Remove a piece of an aborted transaction's messages; return whether none is left."""
     with store.writing(connection, deadline, "removing aborted messages"):
         row = connection.execute(
             "SELECT partition_id, first, last FROM undecided WHERE number = ? LIMIT 1", (number,)
@@ -169,7 +169,7 @@ def _remove_piece(store: Store, connection: FileConnection, number: int, deadlin
 
 
 def remove_messages(connection: sqlite3.Connection, partition: int, first: int, last: int) -> int:
-    """Remove the first messages of a range of offsets, up to a bound; return the last offset that is done."""
+    """Remove messages from the start of a range of offsets, one piece at most; return the last removed offset."""
     base = partition << OFFSET_BITS
     size = 0
     rows = connection.execute(
@@ -187,7 +187,7 @@ def remove_messages(connection: sqlite3.Connection, partition: int, first: int, 
 
 
 def forget_old(connection: sqlite3.Connection, before: int) -> None:
-    """Drop the rows of transactions that ended before a time, inside a write transaction: their tokens have expired."""
+    """Delete rows of transactions, half messages and writers whose last use was before a time; tokens get UNKNOWN."""
     connection.execute("DELETE FROM transactions WHERE ended_at < ?", (before,))
     connection.execute("DELETE FROM halves WHERE ended_at < ?", (before,))
     connection.execute("DELETE FROM writers WHERE used_at < ?", (before,))

@@ -1,4 +1,4 @@
-"""The owner of an id, and each writer's evidence of its last commit."""
+"""The owner of a transactional id, and the row in `writers` that proves each writer's last commit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from txnbridge_embedded.outcome import outcome
 
 
 class Owner:
-    """An identity that one bridge has opened; `epoch` is None if no other process can hold the name."""
+    """The owner of a transactional id; `epoch` is None if the bridge made the id up, so that nobody can fence it."""
 
     def __init__(self, name: str, host: str, epoch: int | None) -> None:
         self.host = host
-        self.name = None if epoch is None else name  # the key of its rows
+        self.name = None if epoch is None else name  # the key of the owner's rows
         self._epoch = epoch
 
     def check(self, connection: sqlite3.Connection) -> None:
-        """Raise `Fenced` if a newer owner has opened the id."""
+        """Raise `Fenced` if a newer owner has opened the transactional id."""
         if self.name is None:
             return
         epoch, host = connection.execute("SELECT epoch, host FROM identities WHERE name = ?", (self.name,)).fetchone()
@@ -31,7 +31,10 @@ class Owner:
 
 
 def take_over(connection: sqlite3.Connection, name: str, host: str) -> int:
-    """Become the newest owner of an id, inside a write transaction; return the epoch. Older owners commit no more."""
+    """Become the owner of a transactional id, in the caller's write transaction: older owners can no longer commit.
+
+    Return the id's new epoch.
+    """
     ((epoch,),) = connection.execute(
         "INSERT INTO identities VALUES (?, 1, ?, ?) ON CONFLICT(name) DO UPDATE SET epoch = epoch + 1,"
         " host = excluded.host, opened_at = excluded.opened_at RETURNING epoch",
@@ -47,10 +50,10 @@ def take_over(connection: sqlite3.Connection, name: str, host: str) -> int:
 
 
 class Instance:
-    """A row of `writers`: it numbers one writer's transactions and holds the number of the last committed one.
+    """A row of `writers`: it numbers one writer's transactions, and has the number of the last committed one.
 
-    A commit counts only while the row is there and not retired. So the process that retires it (a newer owner of the
-    id, or the writer itself after any doubt) knows from `last` what was committed, and that nothing more can be.
+    A commit succeeds only while the row exists and is not retired. So after a process has retired the row (a newer
+    owner of the id, or the writer itself after an unclear commit), `last` is the last commit for ever.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -61,15 +64,15 @@ class Instance:
         self._owner = owner
 
     def add(self, connection: sqlite3.Connection) -> None:
-        """Insert the row, inside a write transaction."""
+        """Insert the row in `writers`; the caller must be in a write transaction."""
         connection.execute(
             "INSERT INTO writers(id, identity, used_at) VALUES (?, ?, ?)", (self.id, self._owner.name, now_ms())
         )
 
     def claim(self, connection: sqlite3.Connection) -> None:
-        """Record the next transaction as committed, inside the write transaction that commits it.
+        """Store the next transaction's number as committed, in the write transaction that commits its messages.
 
-        Raise `Fenced` or `TransactionAborted` if this instance may commit no more.
+        If the row is retired or missing, raise `Fenced` if the id has a newer owner, else `TransactionAborted`.
         """
         found = connection.execute(
             "UPDATE writers SET last = ?, used_at = max(used_at, ?) WHERE id = ? AND retired = 0",
@@ -83,8 +86,8 @@ class Instance:
             )
 
     def retire(self, connection: sqlite3.Connection) -> int:
-        """Prevent further commits, inside a write transaction; return the number of the last one."""
-        # This always writes, also for a row that was never stored: see `settle`.
+        """Retire the row, which prevents further commits, in the caller's write transaction; return the last number."""
+        # The statement always writes, also if the row was never stored: `settle` needs a commit after the failed one.
         ((last,),) = connection.execute(
             "INSERT INTO writers(id, identity, used_at, retired) VALUES (?, ?, ?, 1)"
             " ON CONFLICT(id) DO UPDATE SET retired = 1 RETURNING last",
@@ -93,10 +96,10 @@ class Instance:
         return int(last)
 
     def settle(self, store: Store, connection: FileConnection, deadline: Deadline) -> bool:
-        """Return whether a commit happened in which SQLite failed; `connection` is a new one.
+        """Return whether a commit during which SQLite failed took effect; `connection` must be a new one.
 
-        Retiring is a commit of its own. After it the failed one cannot take effect any more, because its remains in the
-        log, behind the last commit that SQLite knows, are overwritten. Raise `OutcomeUnknown`.
+        Retiring the row is another commit. After it the failed commit can no longer take effect, because its pages in
+        the log, after SQLite's last valid commit, are overwritten. Raise `OutcomeUnknown` if retiring fails.
         """
         try:
             with store.writing(connection, deadline, "looking what became of the commit"):
@@ -105,5 +108,5 @@ class Instance:
             raise OutcomeUnknown(f"looking what became of the commit: {error}") from error.__cause__
 
     def forget(self, connection: sqlite3.Connection) -> None:
-        """Remove the row of a writer that no token names."""
+        """Delete the row of a writer that no token names."""
         connection.execute("DELETE FROM writers WHERE id = ?", (self.id,))

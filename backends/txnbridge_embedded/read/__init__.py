@@ -1,3 +1,3 @@
-"""Readers: `reader` opens one. `base_reader` is the base of all, `grouped` the base of those in a group; `ungrouped`,
-`ordered` and `shared` are the three kinds.
+"""Readers: `reader` opens a reader. `base_reader` has the base class of all readers, `grouped` that of group members;
+`ungrouped`, `ordered` and `shared` are the three kinds of readers.
 """

@@ -1,4 +1,4 @@
-"""The base of all readers: it looks at the file, hands out messages, and waits for more."""
+"""The base class of all readers: it polls the file for changes, hands out messages, and waits for more."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from txnbridge_embedded.outcome.outcome import end_expired
 from txnbridge_embedded.read.partition import Cursor, position_lost
 from txnbridge_embedded.settings import Settings
 
-# The longest time between two looks. A reader looks without a write, because leases and deadlines expire silently, and
-# while it has messages to hand out, because partitions may have left.
+# The interval at which a reader reads the state of partitions and group: also without a commit, because leases and
+# deadlines expire, and while it has messages to hand out, because partitions may have been revoked.
 _LOOK_EVERY = 0.1
-# A look costs 0.05 ms, but 5 ms with a thousand partitions. The pause after an idle look is this multiple of its cost,
-# at most a second; after a look for a reason (a commit) the pause is the other multiple.
+# Reading the state costs 0.05 ms, but 5 ms with a thousand partitions. Without a commit the interval is at least the
+# first multiple of this cost, at most a second; after a commit it is at least the second multiple.
 _IDLE_REST, _BUSY_REST = 50, 4
-# The pause after an overdue transaction was ended (in pieces, perhaps by several readers at once).
+# The pause after an expired transaction was aborted (its messages are removed in pieces, perhaps by several readers).
 _LOOK_AGAIN = 0.005
 # The bytes that one poll may hand out, so that large messages do not fill the memory.
 POLL_BYTES = 32 << 20
@@ -40,7 +40,7 @@ SHORT_CALL = 10.0
 
 
 class PollingReader(Reader):
-    """The base of all readers. One thread at a time."""
+    """The base class of all readers. One thread at a time."""
 
     resumes = True
 
@@ -59,7 +59,7 @@ class PollingReader(Reader):
         self._listener = listener
         self._events = events
         self._cursors: dict[Partition, Cursor] = {}
-        self._found: list[Message] = []  # read from the file; an interrupted poll leaves them for the next one
+        self._found: list[Message] = []  # messages that an interrupted poll has read and not returned
         self._look_at = 0.0
         self._rested_at = 0.0
         self._turn = 0
@@ -77,7 +77,7 @@ class PollingReader(Reader):
             raise
 
     def _find(self, topic: str, deadline: Deadline) -> None:
-        """Find a topic. A group may wait for a topic that does not exist yet; a reader without a group creates none."""
+        """Raise `NotFound` if a topic does not exist; for a group it is created first, if the bridge creates topics."""
         if self._settings.refuse_name is not None:
             self._settings.refuse_name(topic)
         if self._subscription.group is not None:
@@ -90,23 +90,23 @@ class PollingReader(Reader):
 
     @abstractmethod
     def _open(self, deadline: Deadline) -> None:
-        """Prepare for the first look. If it fails it undoes its changes."""
+        """Join the group or find the start offsets, before the first `_observe`. Undo all changes on an error."""
 
     @abstractmethod
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
-        """Look at the file and follow its changes; return the bounds of all partitions of the topics."""
+        """Read the file's state, add and drop partitions; return the bounds of all partitions of the topics."""
 
     @abstractmethod
     def _seek(self, offsets: Mapping[Cursor, int], deadline: Deadline) -> None:
-        """Move cursors."""
+        """Move the cursors of partitions to offsets."""
 
     @abstractmethod
     def _leave(self, deadline: Deadline) -> None:
-        """Tell the group that this reader leaves."""
+        """Remove this reader from its group."""
 
     @abstractmethod
     def _owner(self) -> str:
-        """Return the owner of the positions, for errors."""
+        """Return the words for the position in an error's text: this reader's, or a group's."""
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class PollingReader(Reader):
                     looked = True
                     self._look(deadline)
             except BrokerUnavailable as error:
-                trouble = error  # first hand out the messages that are there
+                trouble = error  # messages that were read before are handed out first
             try:
                 if not self._found:
                     self._take(max_messages, deadline)
@@ -137,7 +137,7 @@ class PollingReader(Reader):
             self._look_at = 0.0
 
     def _look(self, deadline: Deadline) -> None:
-        """Follow changes, and end transactions that hold this reader back beyond their deadlines."""
+        """Read the file's state, and abort transactions past their deadline that hold this reader back."""
         begun = time.thread_time()
         self._watch.mark()
         bounds = self._observe(deadline)
@@ -169,21 +169,22 @@ class PollingReader(Reader):
         return ()
 
     def _take(self, limit: int, deadline: Deadline) -> None:
-        """Read messages to hand out, from each partition in its turn."""
+        """Read messages to hand out into `_found`, one partition after the other."""
         room = POLL_BYTES
         try:
             for cursor in self._in_turn():
                 while len(self._found) < limit and room > 0 and cursor.ready:
                     room -= cursor.take(self._connection, limit - len(self._found), room, self._found)
         except (PositionLost, StorageFailed, sqlite3.Error) as error:
-            # Messages that were read before are handed out, or they would be skipped. The next poll raises the error.
+            # Messages that were read before are handed out, because they would be skipped. The next poll raises the
+            # error again.
             if not self._found:
                 if isinstance(error, sqlite3.Error):
                     raise translate(error, f"reading {self._store.path}") from error
                 raise
 
     def _in_turn(self) -> list[Cursor]:
-        """Return all cursors, each time with another first one, so that no long partition holds up the others."""
+        """Return all cursors, each time beginning with another, so that no partition is served last every time."""
         cursors = list(self._cursors.values())
         if len(cursors) > 1:
             self._turn = (self._turn + 1) % len(cursors)
@@ -191,7 +192,7 @@ class PollingReader(Reader):
         return cursors
 
     def close(self, deadline: Deadline) -> None:
-        """Close the reader. Safe to repeat, also after an interrupt in the middle."""
+        """Close the reader. Safe to repeat, also after an exception from a signal handler during `close`."""
         try:
             if not self._left:
                 self._leave(deadline)
@@ -225,7 +226,7 @@ class PollingReader(Reader):
             self._cursors.pop(partition, None)
 
     def _drop_found(self, partitions: Collection[Partition]) -> None:
-        """Forget messages that an interrupted poll has read: they are read again, or belong to another reader."""
+        """Drop messages of these partitions that an interrupted poll has read: they are read again later."""
         if self._found:
             self._found = [m for m in self._found if (m.topic, m.partition) not in partitions]
 
@@ -244,7 +245,7 @@ class PollingReader(Reader):
         self._drop_found(positions)
 
     def _check_kept(self, cursor: Cursor, offset: int) -> int:
-        """Return the first offset that is kept. Raise `PositionLost` for an offset in front of it."""
+        """Return the partition's first kept offset. Raise `PositionLost` if `offset` is before the first kept one."""
         row = self._connection.execute("SELECT first FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
         kept = 0 if row is None else int(row[0])
         if offset < kept:
@@ -269,14 +270,14 @@ class PollingReader(Reader):
             ) from None
 
     def _reading(self, deadline: Deadline) -> AbstractContextManager[FileConnection]:
-        """Give a snapshot of the file."""
+        """Return a context manager with a snapshot of the file."""
         return self._store.reading(self._connection, deadline)
 
     @contextmanager
     def _writing(
         self, step: str, deadline: Deadline, connection: FileConnection | None = None
     ) -> Iterator[FileConnection]:
-        """Run a write transaction, with events."""
+        """Run a block in a write transaction of the file, between the events of the step `step:{step}`."""
         with (
             self._events.step(f"step:{step}", None, group=self._subscription.group),
             self._store.writing(connection or self._connection, deadline, step) as writing,

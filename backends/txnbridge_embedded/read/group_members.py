@@ -1,12 +1,12 @@
 """The members of a group, and the assignment of partitions to members.
 
-A member holds a lease that a thread of its own renews. The first member that finds a change (a member came, left or let
-its lease expire, a topic grew) assigns the partitions anew. A partition that should move is only marked as wanted at
-first: its owner sees that at its next poll, ends its work and releases the partition. If the owner does not do so
-within the time of a lease, the other member takes the partition. Each assignment raises the partition's epoch, so that
-acknowledgements under an older one are refused.
+A member has a lease, which a background thread of its process renews. The first member that finds a change (a member
+joined, left or let its lease expire, a topic grew) assigns the partitions anew. A partition that should move is at
+first only marked as wanted: its owner sees the mark at its next poll, finishes its work and releases the partition. If
+the owner does not release the partition within the time of a lease, the other member takes it. Each assignment raises
+the partition's epoch, so that acknowledgements under an older epoch are refused.
 
-The functions run inside a write transaction. Their `now` is taken before the wait for that transaction, so a member
+The functions run inside a write transaction. Their `now` is the time before the wait for that transaction, so a member
 that could not renew its lease because it waited for the same file is not taken for dead.
 """
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("txnbridge.embedded")
 
 @dataclass(frozen=True)
 class Held:
-    """One row of `assignments`: the owner of a partition, the assignment's epoch, and the member that should get it."""
+    """A row of `assignments`: a partition's owner, the assignment's epoch, and the member that should get it next."""
 
     member: str | None
     epoch: int
@@ -42,12 +42,12 @@ class Held:
     wanted_since: int | None = None
 
     def is_overdue(self, now: int, lease_ms: int) -> bool:
-        """Return whether the owner has had enough time to release the partition."""
+        """Return whether the partition has been wanted for longer than a lease, so that it may be taken."""
         return self.wanted_since is not None and self.wanted_since + lease_ms <= now
 
 
 def enter_group(connection: sqlite3.Connection, name: str, sharing: str) -> int:
-    """Return the id of a group, created at its first use. Raise `InvalidOption` if it has another sharing."""
+    """Return a group's id; create the group if it is missing. Raise `InvalidOption` if it has another `sharing`."""
     connection.execute("INSERT INTO groups(name, sharing) VALUES (?, ?) ON CONFLICT DO NOTHING", (name, sharing))
     group_id, made_with = connection.execute("SELECT id, sharing FROM groups WHERE name = ?", (name,)).fetchone()
     if made_with != sharing:
@@ -86,7 +86,7 @@ def record_starts(
 
 
 def add_member(connection: sqlite3.Connection, group_id: int, topics: Sequence[str], lease_ms: int) -> str:
-    """Add a new member; return its name, which is never used again, also if the same reader joins again."""
+    """Add a member to a group, and return its new id. A reader that joins again gets another id."""
     member, now = secrets.token_hex(8), now_ms()
     connection.execute(
         "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?)",
@@ -96,7 +96,7 @@ def add_member(connection: sqlite3.Connection, group_id: int, topics: Sequence[s
 
 
 def remove_members(connection: sqlite3.Connection, group_id: int, members: Iterable[str]) -> None:
-    """Remove members. Their partitions are assigned anew next, and messages lent to them can be lent to others."""
+    """Remove members of a group, and end their leases of messages; `share_out` then assigns their partitions."""
     for member in members:
         connection.execute("DELETE FROM members WHERE id = ?", (member,))
         connection.execute("UPDATE leases SET until = 0 WHERE group_id = ? AND member = ?", (group_id, member))
@@ -108,7 +108,7 @@ def expired_members(connection: sqlite3.Connection, group_id: int, now: int) -> 
 
 
 def release(connection: sqlite3.Connection, group_id: int, member: str, partition_ids: Iterable[int]) -> None:
-    """Release partitions; they are assigned anew next."""
+    """Release partitions of a member; `share_out` then assigns them to other members."""
     connection.executemany(
         "UPDATE assignments SET member = NULL WHERE group_id = ? AND member = ? AND partition_id = ?",
         ((group_id, member, partition_id) for partition_id in partition_ids),
@@ -116,7 +116,7 @@ def release(connection: sqlite3.Connection, group_id: int, member: str, partitio
 
 
 def tidy(connection: sqlite3.Connection, group_id: int, now: int) -> dict[str, list[str]]:
-    """Remove dead members and add new partitions; return the topics of each remaining member."""
+    """Remove members with expired leases, and record starts of new partitions; return each member's topics."""
     remove_members(connection, group_id, expired_members(connection, group_id, now))
     rows = connection.execute("SELECT id, topics FROM members WHERE group_id = ?", (group_id,))
     members: dict[str, list[str]] = {member: json.loads(topics) for member, topics in rows}
@@ -125,7 +125,7 @@ def tidy(connection: sqlite3.Connection, group_id: int, now: int) -> dict[str, l
 
 
 def share_out(connection: sqlite3.Connection, group_id: int, now: int, lease_ms: int) -> None:
-    """Tidy up, and assign every free partition to the member that should have it."""
+    """Assign a group's free partitions to its living members, and mark those that should move as wanted."""
     members = tidy(connection, group_id, now)
     topics = set().union(*members.values())
     partitions = _partitions(connection, topics)
@@ -149,7 +149,7 @@ def _next_holder(row: Held, target: str, owner_lives: bool, now: int, lease_ms: 
         return Held(row.member, row.epoch)
     if not owner_lives or row.is_overdue(now, lease_ms):
         return Held(target, row.epoch + 1)
-    # A move that was asked for keeps its time, also if another member is to get the partition now.
+    # The time since which the partition is wanted stays, also if another member is to get the partition now.
     return Held(row.member, row.epoch, target, now if row.wanted_since is None else row.wanted_since)
 
 
@@ -178,9 +178,9 @@ def read_assignments(connection: sqlite3.Connection, group_id: int) -> dict[int,
 
 
 class Heartbeat:
-    """Renews one member's lease on a thread of its own, so that a reader need not poll often.
+    """Renews one member's lease on a background thread, so that a reader need not poll often.
 
-    It has no reference to the reader: a reader that is dropped without `close` is collected, and its lease expires.
+    The thread has no reference to the reader: if a reader is garbage-collected without `close`, its lease expires.
     """
 
     def __init__(self, store: Store, lease_seconds: float, member: str) -> None:
@@ -192,7 +192,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop renewing, without waiting for a running renewal."""
+        """Stop renewing the lease, without waiting for a renewal that is under way."""
         self._stopped.set()
 
     def join(self, deadline: Deadline) -> None:
@@ -201,7 +201,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         connection = None
-        # Three times in a lease, so that one renewal may fail and the next may be late.
+        # The lease is renewed three times in its duration, so that one renewal may fail and the next may be late.
         while not self._stopped.wait(self._lease / 3):
             try:
                 connection = connection or self._store.connect(durable=False)  # a power cut leaves no members anyway
@@ -212,7 +212,7 @@ class Heartbeat:
             connection.close()
 
     def _renew(self, connection: FileConnection) -> None:
-        # If the row is gone, the member was removed; the reader finds that out by itself.
+        # If the row does not exist, the member was removed, which its reader finds out at its next poll.
         with self._store.writing(connection, Deadline(self._lease / 3), "renewing a lease"):
             connection.execute(
                 "UPDATE members SET expires_at = ? WHERE id = ?", (now_ms() + int(self._lease * 1000), self.member)

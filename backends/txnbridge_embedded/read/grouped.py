@@ -1,4 +1,4 @@
-"""The base of readers in a group: they join, renew their lease, are removed, join again and leave."""
+"""The base class of group members: they join, renew their lease, leave, and join again if they were removed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMED = 8  # the most partitions that a log line names
 
 
 class GroupReader(PollingReader):
-    """One member of a group."""
+    """The base class of a group's members: membership, lag, and the proof for acknowledgements."""
 
     def _open(self, deadline: Deadline) -> None:
         self._lease_ms = int(self._settings.lease_seconds * 1000)
@@ -31,7 +31,8 @@ class GroupReader(PollingReader):
         start = self._subscription.start
         self._join(start, self._search(start, deadline) if isinstance(start, int) else {}, deadline)
         self._heartbeat = group_members.Heartbeat(self._store, self._settings.lease_seconds, self._member)
-        # For a reader that is dropped without `close`. (Not at exit, because that could run in a forked child.)
+        # If the reader is garbage-collected without `close`, this stops its thread. (Not at the interpreter's exit,
+        # which may be that of a forked child.)
         weakref.finalize(self, self._heartbeat.stop).atexit = False
 
     def _join(self, start: str | int, found: Mapping[int, int], deadline: Deadline) -> None:
@@ -44,15 +45,15 @@ class GroupReader(PollingReader):
         _log.info("group %r: joined", self._group)
 
     def _search(self, timestamp: int, deadline: Deadline) -> dict[int, int]:
-        """Return the offset of a time in each partition, by partition id."""
+        """Return, by partition id, the offset of the first message stamped at or after a time."""
         with self._reading(deadline) as connection:
             bounds = read_bounds(connection, self._subscription.topics)
         return {b.id: first_since(self._store, self._connection, b, timestamp, deadline) for b in bounds.values()}
 
     def _join_again(self, deadline: Deadline) -> None:
-        """Join as a new member, after others took this one for dead: nothing of the old member counts any more."""
+        """Join as a new member after this one was removed for its expired lease; its partitions are lost."""
         self._lose(list(self._cursors))
-        self._join("earliest", {}, deadline)  # the start is for partitions that came since the group began
+        self._join("earliest", {}, deadline)  # the start is only for partitions that were added since the group began
         self._heartbeat.member = self._member
 
     def _is_member(self, connection: FileConnection) -> bool:
@@ -60,11 +61,11 @@ class GroupReader(PollingReader):
 
     @abstractmethod
     def _share_out(self, connection: FileConnection, now: int) -> None:
-        """Bring the group's members and assignments up to date, inside a write transaction."""
+        """Update the group's members and assignments; the caller must be in a write transaction."""
 
     @abstractmethod
     def _held(self) -> Mapping[Partition, tuple[int, int]]:
-        """Return the id and the epoch of each partition, for acknowledgements."""
+        """Return, by partition, its id and its assignment's epoch, as the proof for acknowledgements."""
 
     def ack_context(self) -> AckContext:
         if self._context is None:
@@ -103,7 +104,7 @@ class GroupReader(PollingReader):
         return f"the position of group {self._group!r}"
 
     def _accept_loss(self, partition_id: int, kept: int, deadline: Deadline) -> None:
-        """Move the group to the first offset that retention has left, because the user has chosen so."""
+        """Move the group's lost position to the first kept offset of a partition, after a seek by the user."""
         with self._writing("seek", deadline) as connection:
             acks.skip_to(connection, self._group_id, partition_id, kept)
 
@@ -135,6 +136,6 @@ class GroupReader(PollingReader):
 
 
 def named(partitions: Sequence[Partition]) -> str:
-    """Return partitions as text, with only some of very many."""
+    """Return partitions as text for a log line, which names the first eight."""
     more = f" and {len(partitions) - _NAMED} more" if len(partitions) > _NAMED else ""
     return ", ".join(f"{topic}[{number}]" for topic, number in partitions[:_NAMED]) + more

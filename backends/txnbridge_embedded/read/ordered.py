@@ -1,4 +1,4 @@
-"""Reads in a group in which each partition belongs to one member at a time, in order."""
+"""The reader in a group in which each partition is assigned to one member, which reads it in order."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _log = logging.getLogger("txnbridge.embedded")
 
 @dataclass
 class View:
-    """One snapshot of the file, as far as a member needs it."""
+    """The state of a group and its partitions in one snapshot of the file, as one member needs it."""
 
-    alive: bool  # this reader is still a member
-    stale: bool  # the partitions have to be assigned anew
+    alive: bool  # whether this reader is still a member
+    stale: bool  # whether the partitions have to be assigned anew
     bounds: dict[Partition, Bounds]
     mine: dict[Partition, Held] = field(default_factory=dict)
-    taken: dict[Partition, list[Range]] = field(default_factory=dict)  # of partitions whose cursor needs it anew
+    taken: dict[Partition, list[Range]] = field(default_factory=dict)  # only of partitions whose cursor needs an update
     returned: dict[Partition, list[Range]] = field(default_factory=dict)
 
     def is_with(self, cursor: Cursor) -> bool:
-        """Return whether the reader still has a partition, under the same assignment."""
+        """Return whether a cursor's partition is still assigned to this member, under the same assignment."""
         held = self.mine.get(cursor.partition)
-        # Its id may have changed: a topic can be deleted and made anew.
+        # The partition's id may have changed: a topic can be deleted and created again.
         return held is not None and (self.bounds[cursor.partition].id, held.epoch) == (cursor.id, cursor.epoch)
 
 
@@ -47,7 +47,7 @@ class OrderedReader(GroupReader):
     def _open(self, deadline: Deadline) -> None:
         self._generation = -1
         self._assignments: dict[int, Held] = {}
-        self._leaving: dict[Partition, Cursor] = {}  # revoked here, not released in the file yet
+        self._leaving: dict[Partition, Cursor] = {}  # revoked partitions that are not released in the file yet
         super()._open(deadline)
 
     def _held(self) -> Mapping[Partition, tuple[int, int]]:
@@ -59,7 +59,7 @@ class OrderedReader(GroupReader):
         now = now_ms()
         view = self._view(now, deadline)
         if view.stale or not view.alive:
-            # Without time to write, the reader goes on with its partitions.
+            # If the file stays locked until the deadline, the reader keeps its partitions.
             with suppress(DeadlineExceeded):
                 if view.alive:
                     with self._writing("share", deadline) as connection:
@@ -91,7 +91,7 @@ class OrderedReader(GroupReader):
             self._tell_of_others(connection)
 
     def _tell_of_others(self, connection: FileConnection) -> None:
-        """Log, while waiting for partitions of another member, perhaps a dead one, how long that may last."""
+        """Log the partitions of other members with their leases: a dead member's partition is free after its lease."""
         if not _log.isEnabledFor(logging.INFO):
             return
         for holder, partitions in groups.held_by_others(connection, self._group_id, self._member).items():
@@ -104,7 +104,7 @@ class OrderedReader(GroupReader):
         )
 
     def _look_closer(self, connection: FileConnection, view: View, partition: Partition) -> None:
-        """Read the acknowledged ranges of a partition that is new here, or of which messages were given back."""
+        """Read the acknowledged ranges of a partition that is newly assigned, or has messages to deliver again."""
         bounds = view.bounds[partition]
         cursor = self._cursors.get(partition)
         if cursor is None or not view.is_with(cursor):
@@ -136,15 +136,15 @@ class OrderedReader(GroupReader):
         return cursor
 
     def _give_up(self, wanted: Sequence[Partition], deadline: Deadline) -> None:
-        """Release wanted partitions, once no transaction of this bridge holds acknowledgements of them."""
+        """Release wanted partitions, after the listener has finished their transactions."""
         if wanted:
             _log.info("group %r: %s: goes to another member", self._group, named(wanted))
-            # First keep them here, so that they are released also if the listener raises.
+            # The partitions are added to `_leaving` first, so that they are released also if the listener raises.
             self._leaving.update({partition: self._cursors[partition] for partition in wanted})
             self._forget(wanted)
             self._listener.revoking(wanted)
         if self._leaving:
-            with suppress(DeadlineExceeded):  # the next look tries again
+            with suppress(DeadlineExceeded):  # the next `_observe` tries again
                 now = now_ms()
                 with self._writing("release", deadline) as connection:
                     ids = [cursor.id for cursor in self._leaving.values()]

@@ -1,4 +1,4 @@
-"""A reader's cursor in one partition."""
+"""A reader's cursor in one partition: the next offset, offsets to skip, and offsets to deliver again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from txnbridge_embedded.client.ranges import Range, merged, without
 from txnbridge_embedded.client.store import MAX_OFFSET, OFFSET_BITS
 from txnbridge_embedded.client.visibility import Bounds
 
-# Rows are fetched in portions. The first is so small that large messages do not fill the memory; the size of the others
-# follows from the ones before.
+# Rows are fetched in portions. The first is so small that large messages do not fill the memory; the size of each later
+# one follows from the size of the rows before.
 _FIRST_ROWS = 4
 _SAMPLES = 16
 _COUNTS = 1000  # the number of kept delivery counts above which unneeded ones are dropped
@@ -23,7 +23,7 @@ Row = tuple[int, int, bytes | None, str | None, bytes | None]
 
 
 class Cursor:
-    """A reader's position in one partition, and the offsets that it has to leave out or to deliver again."""
+    """A reader's position in one partition, and the offsets that the reader has to skip or to deliver again."""
 
     def __init__(self, bounds: Bounds, next: int, owner: str, epoch: int = 0) -> None:
         self.id = bounds.id
@@ -32,12 +32,12 @@ class Cursor:
         self.epoch = epoch
         self.source: object = None
         self.paused = False
-        self.lost = False  # True if retention has passed the position, and the user got the error
+        self.lost = False  # True if retention has removed the next message, and the user got the error
         self.next = next  # the next offset to read
-        self.taken: deque[Range] = deque()  # offsets from there on that are acknowledged or reserved
+        self.taken: deque[Range] = deque()  # offsets from `next` on that are acknowledged or reserved
         self._owner = owner
         self._again: deque[Range] = deque()  # offsets below `next` that are to be delivered again
-        self._handed = next  # offsets below were handed out before
+        self._handed = next  # offsets below this one were handed out before
         self._times: dict[int, int] = {}  # delivery counts above 1, by offset
 
     @property
@@ -53,30 +53,30 @@ class Cursor:
         return not self.paused and (bool(self._again) or self.next < self.bounds.end)
 
     def seek(self, offset: int) -> None:
-        """Go on at an offset. Messages that were handed out before count as delivered again."""
+        """Continue at an offset. Messages that were handed out before count as delivered again."""
         self.next = offset
         self.lost = False
         self._again = deque(without(self._again, [(offset, MAX_OFFSET)]))
 
     def replay(self, offset: int) -> None:
-        """Go on at an offset as if no message had been read yet."""
+        """Continue at an offset as if no message had been read yet: delivery counts start at 1."""
         self.seek(offset)
         self._handed = offset
 
     def repeat(self, ranges: Iterable[Range]) -> None:
-        """Deliver offsets again that were passed already; the others come anyway."""
+        """Schedule those of the given offsets that are below `next` for redelivery; later ones are read anyway."""
         passed = without(merged(ranges), [(self.next, MAX_OFFSET)])
         self._again = deque(merged([*self._again, *passed]))
 
     def forget_below(self, offset: int) -> None:
-        """Drop the delivery counts of acknowledged offsets."""
+        """Drop the delivery counts of offsets below this one, which are acknowledged, if there are many counts."""
         if len(self._times) > _COUNTS:
             self._times = {key: count for key, count in self._times.items() if key >= offset}
 
     def take(self, connection: sqlite3.Connection, limit: int, room: int, into: list[Message]) -> int:
-        """Add the next messages to a list, those to be delivered again first; return their bytes.
+        """Append the next messages to a list, those to be delivered again first; return their bytes.
 
-        There may be none although it was `ready`. Raise `PositionLost` if retention has removed the next message.
+        There may be none although `ready` was true. Raise `PositionLost` if retention has removed the next message.
         """
         repeating = bool(self._again)
         if repeating:
@@ -92,8 +92,8 @@ class Cursor:
             rows = self._before_damage(rows)
             messages, reached = self._messages(rows), rows[-1][0] - (self.id << OFFSET_BITS) + 1
         handed = max(self._handed, reached)
-        # There are no calls from here on, so no exception from a signal handler can come between the changes of the
-        # position and of the list.
+        # There are no calls after this line, so no exception from a signal handler can come between the changes of the
+        # list and of the position.
         into += messages
         self._handed = handed
         if not repeating:
@@ -107,11 +107,11 @@ class Cursor:
     def _read(
         self, connection: sqlite3.Connection, first: int, stop: int, limit: int, room: int
     ) -> tuple[list[Row], int, int]:
-        """Return the rows from `first` up to `stop`, their bytes, and the offset to go on at."""
+        """Return the rows from `first` up to `stop`, their bytes, and the next offset to read."""
         base = self.id << OFFSET_BITS
         rows, size, complete = read_rows(connection, base + first, base + stop, limit, room)
         if not rows or rows[0][0] != base + first:
-            # The gap is of an aborted transaction, or of retention, which may have removed undelivered messages.
+            # An aborted transaction left this gap, or retention, which may have removed undelivered messages.
             self._check_kept(connection, first)
         return rows, size, stop if complete else rows[-1][0] - base + 1
 
@@ -137,7 +137,7 @@ class Cursor:
         ]
 
     def _before_damage(self, rows: list[Row]) -> list[Row]:
-        """Return the rows in front of the first one with damaged headers. Raise `StorageFailed` if there are none."""
+        """Return the rows before the first row with damaged headers. Raise `StorageFailed` if there are none."""
         for count, (row_id, _, _, text, _) in enumerate(rows):
             try:
                 headers.unpack(text)
@@ -160,7 +160,7 @@ class Cursor:
 
 
 def position_lost(owner: str, partition: Partition, position: int, kept: int) -> PositionLost:
-    """Return the error for a position of `owner` that retention has passed."""
+    """Return the error for a position before the first kept offset; `owner` names the position in its text."""
     topic, number = partition
     return PositionLost(
         f"{owner} is {position} in {topic}[{number}], but retention has removed everything before {kept}."
@@ -171,7 +171,10 @@ def position_lost(owner: str, partition: Partition, position: int, kept: int) ->
 def read_rows(
     connection: sqlite3.Connection, first: int, stop: int, limit: int, room: int
 ) -> tuple[list[Row], int, bool]:
-    """Return rows by id, their bytes (estimated), and whether they are all; fewer than `limit` if they are large."""
+    """Return up to `limit` rows of `messages` by row id, their estimated bytes, and whether no row is left.
+
+    Fewer rows are returned if they exceed `room` bytes.
+    """
     cursor = connection.execute(
         "SELECT id, timestamp, key, headers, value FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
         (first, stop, limit),

@@ -1,4 +1,4 @@
-"""Opens readers of committed messages, by group and sharing."""
+"""Opens the kind of reader that a subscription's group and `sharing` need."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def open_reader(
     events: Emitter,
     deadline: Deadline,
 ) -> Reader:
-    """Start reading. Raise `NotFound` for a missing topic that may not be created.
+    """Return a new reader of committed messages. Raise `NotFound` if a topic is missing and may not be created.
 
-    `sharing` is "partition" or "message"; "key" is absent, by capability.
+    The subscription's `sharing` is "partition" or "message"; the embedded broker does not support "key".
     """
     kinds: dict[str, type[PollingReader]] = {"partition": OrderedReader, "message": SharedReader}
     kind: type[PollingReader] = UngroupedReader if subscription.group is None else kinds[subscription.sharing]

@@ -1,4 +1,4 @@
-"""Assigns partitions to members: a pure function."""
+"""The assignment of partitions to a group's members, as a pure function."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def assign(
 ) -> dict[int, str]:
     """Assign every partition to one member that reads its topic, as evenly as the topics allow.
 
-    `members` has the topics of each member, `partitions` the topic of each partition, `owners` the present owners: a
-    partition stays with its owner unless moving it makes the shares more even. A partition whose topic no member reads
+    `members` has the topics of each member, `partitions` the topic of each partition, `owners` the current owners: a
+    partition stays with its owner unless a move makes the shares more even. A partition whose topic no member reads
     is left out. The same arguments always give the same result, so any member may compute it.
     """
     shares = _Shares(members, partitions)
@@ -28,7 +28,7 @@ def assign(
 
 
 class _Shares:
-    """The members' shares while they are computed."""
+    """The partitions of each member during the computation of an assignment."""
 
     def __init__(self, members: Mapping[str, Collection[int]], partitions: Mapping[int, int]) -> None:
         self._partitions = partitions
@@ -54,9 +54,9 @@ class _Shares:
             self.give(partition, min(readers, key=self._count.__getitem__))
 
     def level(self) -> bool:
-        """Move a partition from one member to one with at least two fewer; return False if there is no such pair.
+        """Move a partition from a member to another with at least two fewer; return False if no move is possible.
 
-        This may take a chain: A passes one to B, and B, whose share stays the same, another one to C.
+        The move may be a chain of moves: A gives a partition to B, and B, whose share stays the same, another to C.
         """
         for member in sorted(self._count, key=self._count.__getitem__, reverse=True):
             chain = self._chain(member)
@@ -67,7 +67,7 @@ class _Shares:
         return False
 
     def _chain(self, fullest: str) -> list[tuple[str, int, str]]:
-        """Return the shortest chain of moves (giver, topic, taker) from a member to one with at least two fewer."""
+        """Return the shortest chain of moves (giver, topic, taker) from a member to one with two fewer partitions."""
         came_by: dict[str, tuple[str, int]] = {}
         waiting = deque([fullest])
         while waiting:
@@ -82,7 +82,7 @@ class _Shares:
         return []
 
     def _takers(self, giver: str) -> Iterator[tuple[int, str]]:
-        """Yield the members that could take a partition from this one, those with the smallest shares first."""
+        """Yield (topic, member) of members that could take a partition from the giver, smallest shares first."""
         pairs = [
             (topic, taker)
             for topic, held in sorted(self._held[giver].items())
@@ -99,7 +99,7 @@ class _Shares:
             last = giver
 
     def _move(self, giver: str, topic: int, taker: str) -> None:
-        # Move the partition that it got last: `give` puts those that it owned before first, so they stay.
+        # The giver's last partition is moved: partitions that it owned before the computation come first, and stay.
         partition = self._held[giver][topic].pop()
         self._count[giver] -= 1
         self.give(partition, taker)

@@ -1,8 +1,8 @@
-"""Reads in a group whose members take messages one by one from the same partitions.
+"""The reader in a group whose members take messages one by one from the same partitions.
 
-A message that is handed out has a row in `leases`: only its holder may acknowledge it, until the lease expires and
-another member gets the message. So every offset below the highest one that was ever handed out is acknowledged,
-reserved or leased, and offsets above it are new.
+A message that is handed out has a row in `leases`: only the lease's holder may acknowledge the message, until the lease
+expires and another member gets the message. So every offset up to the highest one ever handed out is acknowledged,
+reserved or leased, and higher offsets are new.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class SharedReader(GroupReader):
     """A member of a group with `sharing="message"`."""
 
     def _open(self, deadline: Deadline) -> None:
-        self._lent: dict[Cursor, Lent] = {}  # lent to this member, and not read yet
+        self._lent: dict[Cursor, Lent] = {}  # messages leased to this member, and not read yet
         self._redeliver_ms = int(self._settings.redeliver_seconds * 1000)
-        # Leases need not survive a power cut: after it no member holds messages.
+        # Leases need not survive a power cut, after which no member holds messages.
         self._lender = self._store.connect(durable=False)
         try:
             super()._open(deadline)
@@ -65,7 +65,7 @@ class SharedReader(GroupReader):
     # --- lending ----------------------------------------------------------------------------------------------------
 
     def _take(self, limit: int, deadline: Deadline) -> None:
-        if self._lent:  # an interrupted poll left these, stored or not
+        if self._lent:  # an interrupted poll left these leases, which may or may not be stored
             with self._reading(deadline) as connection:
                 self._lent = {cursor: self._still_lent(connection, cursor, lent) for cursor, lent in self._lent.items()}
         else:
@@ -108,7 +108,7 @@ class SharedReader(GroupReader):
         return bool(found[0]) or frontier < cursor.bounds.kept
 
     def _frontier(self, connection: FileConnection, cursor: Cursor) -> int:
-        """Return the offset from which on no message was ever handed out."""
+        """Return the offset from which on no message of a partition was ever handed out to the group."""
         row = connection.execute(
             "SELECT max(q.next,"
             " coalesce((SELECT last FROM acks a WHERE a.group_id = q.group_id"
@@ -123,7 +123,7 @@ class SharedReader(GroupReader):
         return cursor.bounds.end if row is None else int(row[0])  # None: the topic has just been deleted
 
     def _lend(self, connection: FileConnection, cursor: Cursor, limit: int, room: int) -> tuple[Lent, int]:
-        """Lease messages for this member, those to be delivered again first; return them and their bytes."""
+        """Lease messages to this member, those with expired leases first; return their offsets and their bytes."""
         now = now_ms()
         due = connection.execute(
             "SELECT offset, deliveries FROM leases WHERE group_id = ? AND partition_id = ? AND until <= ?"
@@ -158,7 +158,7 @@ class SharedReader(GroupReader):
 
     @staticmethod
     def _fitting(connection: FileConnection, base: int, offered: Lent, room: int) -> tuple[Lent, int]:
-        """Return as many of the offered messages as fit."""
+        """Return as many of the offered messages as fit into `room` bytes, and their bytes."""
         lent: Lent = {}
         size = 0
         for offset, count in offered.items():

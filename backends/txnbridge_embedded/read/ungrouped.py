@@ -1,4 +1,4 @@
-"""Reads without a group: every partition, with positions that only the reader has."""
+"""The reader without a group: it reads every partition, and its positions are not stored."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class UngroupedReader(PollingReader):
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
         with self._reading(deadline) as connection:
             bounds = read_bounds(connection, self._subscription.topics)
-        # A topic may have been deleted and made anew: then its partitions are other ones with the same numbers.
+        # If a topic was deleted and created again, its partitions have the same numbers and other ids.
         self._lose([p for p, cursor in self._cursors.items() if p not in bounds or bounds[p].id != cursor.id])
-        # Partitions that came after the start are read from their beginning: all their messages are newer.
+        # Partitions that were added after the reader's start are read from their beginning: all messages are newer.
         self._add(Cursor(bounds[p], 0, self._owner()) for p in bounds if p not in self._cursors)
         for partition, cursor in self._cursors.items():
             cursor.bounds = bounds[partition]
@@ -71,4 +71,4 @@ class UngroupedReader(PollingReader):
         return None
 
     def _leave(self, deadline: Deadline) -> None:
-        pass  # no other reader knows of it
+        pass  # a reader without a group has no rows in the file

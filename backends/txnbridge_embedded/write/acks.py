@@ -1,10 +1,10 @@
-"""Acknowledgements: the offsets that a group has acknowledged, and the check whether a member still may.
+"""Acknowledgements: the offsets that a group has acknowledged, and the check whether a member still may acknowledge.
 
 Every function runs inside a write transaction of its caller, so acknowledgements take effect together with the messages
 of their transaction, or not at all.
 
-Offsets have gaps where transactions were aborted. An acknowledged message also covers the gap in front of it, so a
-group's acknowledged offsets grow together into one range, whose end is `positions.next`.
+Offsets have gaps where transactions were aborted. An acknowledged message also covers the gap before it, so a group's
+acknowledged offsets become one range, whose end is `positions.next`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from txnbridge_embedded.client.store import OFFSET_BITS
 
 NEVER = (
     1 << 62
-)  # the lease of a message that a prepared transaction holds: only that transaction's end frees the message
+)  # the lease's end of a message that a prepared transaction has reserved: only that transaction's end frees it
 
 
 @dataclass(frozen=True)
 class AckContext:
-    """Proves a reader's assignment: its member, and for each partition its id and the epoch of its assignment."""
+    """A reader's proof of its assignment: its member id, and by partition the partition's id and assignment epoch."""
 
     group_id: int
     group: str
@@ -42,10 +42,10 @@ def apply_acks(
     positions: Mapping[Partition, Sequence[Position]],
     number: int | None = None,
 ) -> None:
-    """Acknowledge delivered messages; with a transaction's `number` only reserve them until it is decided.
+    """Acknowledge delivered messages; with a prepared transaction's `number` reserve them until its decision.
 
-    Raise `Conflict` if the assignment (or the lease) under which they were delivered has ended, or if another member or
-    transaction has acknowledged or reserved one of them.
+    Raise `Conflict` if the assignment (or the lease) under which a message was delivered has ended, or if another
+    member or transaction has acknowledged or reserved the message.
     """
     for partition, acked in positions.items():
         _Acks(connection, context, partition).apply(runs(offset for (offset,) in acked), number)
@@ -59,11 +59,11 @@ def commit_pending(connection: sqlite3.Connection, number: int) -> None:
 
 
 def abort_pending(connection: sqlite3.Connection, number: int) -> None:
-    """Give the messages back that a prepared transaction has reserved, to be delivered again.
+    """Return the messages that an aborted prepared transaction has reserved to the group, for redelivery.
 
-    The reader that has the partition has passed these messages, so they stay for it in `pending_acks` under the
-    negative of the new `positions.rewinds`. The reader delivers messages again whose number it has not seen yet, until
-    they are acknowledged. (A later owner of the partition reads all unacknowledged messages anyway.)
+    The reader of the partition has passed these messages, so their ranges stay in `pending_acks`, with the negative of
+    the new `positions.rewinds` as their number. The reader delivers again the ranges whose number it has not seen yet.
+    They stay until they are acknowledged. (A later owner of the partition reads all unacknowledged messages anyway.)
     """
     for group_id, partition_id, ranges in _pending(connection, number):
         where = (group_id, partition_id)
@@ -89,7 +89,7 @@ def groups_of(connection: sqlite3.Connection, number: int) -> list[str]:
 
 
 def forget_partitions(connection: sqlite3.Connection, partition_ids: Iterable[int]) -> None:
-    """Drop the rows of all groups about partitions that are being deleted."""
+    """Delete the rows of all groups (assignments, positions, acknowledgements, leases) about deleted partitions."""
     ids = [(partition_id,) for partition_id in partition_ids]
     for table in ("assignments", "positions", "acks", "pending_acks", "leases"):
         connection.executemany(f"DELETE FROM {table} WHERE partition_id = ?", ids)
@@ -106,7 +106,7 @@ def taken(connection: sqlite3.Connection, group_id: int, partition_id: int) -> l
 
 
 def returned(connection: sqlite3.Connection, group_id: int, partition_id: int, rewinds: int) -> list[Range]:
-    """Return the ranges that aborted prepared transactions have given back since `positions.rewinds` had this value."""
+    """Return the ranges returned by aborted prepared transactions since `positions.rewinds` had this value."""
     rows = connection.execute(
         "SELECT first, last FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < ?",
         (group_id, partition_id, -rewinds),
@@ -194,7 +194,7 @@ class _Acks:
         return row is not None and row[0] >= first
 
     def _gap_before(self, first: int, lowest: int) -> int:
-        """Return the begin of the gap in front of a message; offsets that retention removed are no gap."""
+        """Return the first offset of the gap before a message; offsets that retention removed are no gap."""
         base = self._id << OFFSET_BITS
         (before,) = self._connection.execute(
             "SELECT max(id) FROM messages WHERE id >= ? AND id < ?", (base + lowest, base + first)
@@ -202,7 +202,7 @@ class _Acks:
         return min(first, lowest) if before is None else before - base + 1
 
     def _reserve(self, ranges: Sequence[Range], number: int) -> None:
-        # "OR REPLACE": a range that was given back earlier (number < 0) may begin at the same offset.
+        # "OR REPLACE": a range returned by an aborted transaction (number < 0) may begin at the same offset.
         self._connection.executemany(
             "INSERT OR REPLACE INTO pending_acks VALUES (?, ?, ?, ?, ?)",
             ((*self._where, first, last, number) for first, last in ranges),
@@ -250,7 +250,7 @@ def _acknowledge(connection: sqlite3.Connection, group_id: int, partition_id: in
 
 
 def advance(connection: sqlite3.Connection, group_id: int, partition_id: int, reached: int) -> None:
-    """Set the position of a group, and move it over the acknowledged ranges that it reaches."""
+    """Set a group's position in a partition, and move the position over the acknowledged ranges that it reaches."""
     where = (group_id, partition_id)
     while row := connection.execute(
         "SELECT first, last FROM acks WHERE group_id = ? AND partition_id = ? ORDER BY first LIMIT 1", where
@@ -268,7 +268,7 @@ def advance(connection: sqlite3.Connection, group_id: int, partition_id: int, re
 
 
 def _add_range(connection: sqlite3.Connection, group_id: int, partition_id: int, first: int, last: int) -> None:
-    """Insert an acknowledged range, joined with the ranges that it touches."""
+    """Insert an acknowledged range, merged with the ranges that it touches."""
     where = (group_id, partition_id)
     before = connection.execute(
         "SELECT first, last FROM acks WHERE group_id = ? AND partition_id = ? AND first < ?"

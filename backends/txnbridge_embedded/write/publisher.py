@@ -1,4 +1,4 @@
-"""Sends without a transaction: a thread stores messages in batches, each with all that came meanwhile."""
+"""Sending without transactions: a thread stores each time all messages that came during its last commit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from txnbridge_embedded.outcome.writer_evidence import Instance, Owner, take_ove
 from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.write.staged_messages import Rows, StagedMessages, store
 
-# The prefix of publishers' names among the identities, which no transactional id can have.
+# The prefix of a publisher's name in the table `identities`; no transactional id can have it.
 _PREFIX = "\x1fpublisher "
 
 
 class EmbeddedPublisher(Publisher):
-    """Stores messages in batches. A named publisher fences an older one of its name, which shares its sequences.
+    """Stores messages in batches. A named publisher fences an older one of that name and continues its sequences.
 
-    After a failure it takes no more messages, because later ones would be out of order.
+    After a failure the publisher takes no more messages, because later messages would be out of order.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class EmbeddedPublisher(Publisher):
         self._instance: Instance | None = None
         self._state = threading.Condition()  # guards the attributes below
         self._outgoing = StagedMessages(self._find_topic, lambda: None, settings)
-        self._call = deadline  # of the running call
-        self._oldest: Deadline | None = None  # of the oldest message in memory
+        self._call = deadline  # the deadline of the running call
+        self._oldest: Deadline | None = None  # the deadline of the oldest message in memory
         self._taken: dict[int, int] = {}  # by topic id: the last sequence, stored or not
         self._sequences: dict[int, int] = {}  # by topic id: the last sequence in memory
         self._sent = self._stored = 0
@@ -162,7 +162,7 @@ class EmbeddedPublisher(Publisher):
                 self._closed(self._instance)
 
     def _store_next(self) -> bool:
-        """Wait for messages and store all that are there. Return False when no more will be stored."""
+        """Wait for messages, and store all that are in memory. Return False if no more will be stored."""
         with self._state:
             self._state.wait_for(lambda: self._outgoing.count or self._closing)
             if not self._outgoing.count:
@@ -199,7 +199,7 @@ class EmbeddedPublisher(Publisher):
                     instance.add(self._connection)
                 try:
                     instance.claim(self._connection)
-                except TransactionAborted:  # after long idling: no token names this instance, so a new one goes on
+                except TransactionAborted:  # the row expired when idle: no token names it, so a new row replaces it
                     instance = Instance(self._owner)
                     instance.add(self._connection)
                     instance.claim(self._connection)
@@ -225,7 +225,7 @@ class EmbeddedPublisher(Publisher):
 
 
 def _again(error: TxnBridgeError) -> TxnBridgeError:
-    """Return a copy of the error that ended the publisher, for another call."""
+    """Return the error for a call after the publisher has failed with `error`."""
     if isinstance(error, Fenced):
         return Fenced(str(error), newer=error.newer)
     if isinstance(error, OutcomeUnknown):

@@ -1,4 +1,4 @@
-"""Retention: removes the oldest messages of topics with a bound in time or size."""
+"""Retention: removes the oldest messages of topics with a limit of age or size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from txnbridge_embedded.write.staged_messages import MARK_EVERY_MS
 
 
 def trim(store: Store, connection: FileConnection, topic: StoredTopic, deadline: Deadline) -> bool:
-    """Remove some expired messages of each partition; return whether none are left to remove."""
+    """Remove a piece of each partition's messages beyond the topic's retention; return whether none is left."""
     if topic.retention_ms is None and topic.retention_bytes is None:
         return True
     done = True
@@ -31,7 +31,7 @@ def _trim_piece(connection: sqlite3.Connection, topic: StoredTopic, partition: i
     first, end = found
     reached = remove_messages(connection, partition, first, end - 1) + 1
     connection.execute("UPDATE partitions SET first = ? WHERE id = ?", (reached, partition))
-    # The last mark below stays: it gives the age and the byte position of the messages behind it.
+    # The last mark below stays: it has the age and the byte position of the messages after it.
     connection.execute(
         "DELETE FROM marks WHERE partition_id = ? AND offset <"
         " (SELECT max(offset) FROM marks WHERE partition_id = ? AND offset <= ?)",
@@ -41,7 +41,7 @@ def _trim_piece(connection: sqlite3.Connection, topic: StoredTopic, partition: i
 
 
 def _may_go(connection: sqlite3.Connection, topic: StoredTopic, partition: int) -> tuple[int, int] | None:
-    """Return the oldest offset, and the first one that has to stay; None if all have to stay."""
+    """Return a partition's oldest offset, and the first that retention keeps; None if it keeps every message."""
     row = connection.execute("SELECT first, next, bytes FROM partitions WHERE id = ?", (partition,)).fetchone()
     if row is None:
         return None
@@ -58,7 +58,7 @@ def _may_go(connection: sqlite3.Connection, topic: StoredTopic, partition: int) 
 
 
 def _old_before(connection: sqlite3.Connection, kept_ms: int | None, partition: int, following: int) -> int:
-    """Return the offset in front of which all messages are older than the topic keeps them."""
+    """Return the offset before which all messages are older than the topic's retention time."""
     if kept_ms is None:
         return 0
     oldest_kept = now_ms() - kept_ms
@@ -66,14 +66,14 @@ def _old_before(connection: sqlite3.Connection, kept_ms: int | None, partition: 
         "SELECT max(offset) FROM marks WHERE partition_id = ? AND at <= ?", (partition, oldest_kept)
     ).fetchone()
     (newest,) = connection.execute("SELECT max(at) FROM marks WHERE partition_id = ?", (partition,)).fetchone()
-    # A message gets a mark of its own if the last mark is older than this, so no message behind it is newer.
+    # A message gets its own mark if the last mark is older than MARK_EVERY_MS, so no later message is newer than this.
     if newest is not None and newest + MARK_EVERY_MS <= oldest_kept:
         return following
     return offset or 0
 
 
 def _too_much_before(connection: sqlite3.Connection, kept: int | None, partition: int, size: int) -> int:
-    """Return the offset behind which there are as many bytes as the topic keeps."""
+    """Return an offset from which on the partition has at least as many bytes as the topic's retention size."""
     if kept is None:
         return 0
     (offset,) = connection.execute(

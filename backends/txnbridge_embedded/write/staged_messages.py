@@ -1,4 +1,4 @@
-"""Staged messages: a transaction keeps them in memory by partition, as columns, and stores them all at once."""
+"""Staged messages: a transaction's messages in memory, by partition and as columns, until they are stored at once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from txnbridge_embedded.write.partitioner import partition_of
 
 # A message's memory beyond its bytes: the header of the bytes object, and an entry in a list.
 _OVERHEAD = 64
-_MOST_AT_ONCE = 1000  # messages that `add_many` takes from its caller between two looks at the memory
-MARK_EVERY_MS = 60_000  # how exact retention by age is
-_MARKS_KEPT = 16  # how exact retention by size is: to a sixteenth of it
+_MOST_AT_ONCE = 1000  # the most messages that `add_many` takes from its caller between two checks of the memory
+MARK_EVERY_MS = 60_000  # the interval of the marks for retention by age, which is as exact as this
+_MARKS_KEPT = 16  # the marks within a topic's retention size, which is exact to a sixteenth
 
 
 class Rows:
-    """The messages for one partition, with a list for each column. A column that no message uses is None, for speed."""
+    """The staged messages for one partition, a list for each column. A column that no message uses is None."""
 
     __slots__ = ("bytes", "headers", "keys", "partition", "timestamps", "topic", "values")
 
@@ -68,9 +68,10 @@ def _grown(column: list[Any] | None, count: int, entry: Any) -> list[Any] | None
 
 
 class StagedMessages:
-    """The messages that one transaction (or publisher) holds in memory.
+    """The messages that one transaction (or publisher) has in memory.
 
-    `find_topic` looks a topic up or creates it; `overflow` is called when the memory is full, and has to empty it.
+    `find_topic` looks a topic up or creates it. `overflow` is called if the messages exceed `spill_bytes`: it has to
+    call `take`.
     """
 
     def __init__(
@@ -82,23 +83,23 @@ class StagedMessages:
         self._most = settings.max_message_bytes
         self._refuse = settings.refuse
         self._refuse_name = settings.refuse_name
-        self._turns: dict[str, int] = {}  # by topic: how often a partition was chosen
-        self._emptied = 0  # how often the memory was emptied
-        self.count = 0  # messages taken since `clear`, in memory or stored
-        self.bytes = 0  # in memory now
+        self._turns: dict[str, int] = {}  # by topic: the counter for choosing a partition
+        self._emptied = 0  # how often `overflow` was called
+        self.count = 0  # messages added since `clear`, in memory or stored
+        self.bytes = 0  # the size of the messages in memory
         self._topics: dict[str, StoredTopic] = {}
         self._rows: dict[int, Rows] = {}  # by partition id
         self._keyless: dict[str, Rows] = {}  # by topic: the partition for messages without a key in this transaction
 
     def clear(self) -> None:
-        """Forget all messages, for a new transaction."""
+        """Drop all messages, before a new transaction."""
         self.count = self.bytes = 0
         self._topics.clear()
         self._rows.clear()
         self._keyless.clear()
 
     def take(self) -> list[Rows]:
-        """Return the messages in memory, and empty it."""
+        """Return the messages in memory by partition, and remove them from memory."""
         rows = [rows for rows in self._rows.values() if rows.values]
         self.bytes = 0
         self._rows.clear()
@@ -106,11 +107,11 @@ class StagedMessages:
         return rows
 
     def pending(self) -> list[Rows]:
-        """Return the messages in memory, which stay there."""
+        """Return the messages in memory by partition, and keep them in memory."""
         return [rows for rows in self._rows.values() if rows.values]
 
     def topics(self) -> list[StoredTopic]:
-        """Return the topics of this transaction."""
+        """Return the topics to which messages were added since `clear`."""
         return list(self._topics.values())
 
     # --- taking messages -------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class StagedMessages:
         partition: int | None,
         timestamp: int | None,
     ) -> None:
-        """Take one message. Raise `NotFound` or `InvalidOption` without taking it."""
+        """Add one message. Raise `NotFound` for a missing topic or partition, `InvalidOption` for a wrong message."""
         if key is None and partition is None:
             rows = self._keyless.get(topic) or self._choose(topic)
         else:
@@ -145,7 +146,7 @@ class StagedMessages:
             self._make_room()
 
     def add_many(self, topic: str, items: Iterable[Item]) -> None:
-        """Take many messages for one topic; those without a key go to one partition."""
+        """Add many messages for one topic; those without a key go to one partition."""
         keyless = self._choose(topic)
         source = iter(items)
         most = 16
@@ -158,7 +159,7 @@ class StagedMessages:
                 for item in chunk:
                     value, key, headers = encode_item(item)
                     self.add(topic, value, key, headers, None, None)
-            # Large messages are taken a few at a time, so that a generator of them never fills the memory.
+            # Large messages are taken a few at a time, so that a generator of large messages never fills the memory.
             small = self._emptied == emptied and self.bytes - before < self._room // 4
             most = min(most * 2, _MOST_AT_ONCE) if small else max(1, most // 2)
             keyless = self._keyless[topic]
@@ -193,10 +194,10 @@ class StagedMessages:
         return topic
 
     def _choose(self, name: str) -> Rows:
-        """Return the partition for a topic's messages without a key: the next one for each transaction or call."""
+        """Return the rows of the partition for a topic's messages without a key: the next for each transaction."""
         topic = self._topic(name)
         count = len(topic.partitions)
-        # The first one is random, or programs that send one message each would all use the same partition.
+        # The first partition is random, so that programs that send one message each do not all use the same one.
         turn = self._turns[name] = self._turns.get(name, random.randrange(count)) + 1
         rows = self._keyless[name] = self._rows_of(topic, topic.partitions[turn % count])
         return rows
@@ -222,7 +223,10 @@ class StagedMessages:
 
 
 def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, int]:
-    """Append messages to their partition; return their first and last offset. Raise `NotFound` if it is gone."""
+    """Append staged messages to their partition in the file, in the caller's write transaction.
+
+    Return the first and the last offset. Raise `NotFound` if the topic was deleted.
+    """
     count = len(rows.values)
     found = connection.execute(
         "UPDATE partitions SET next = next + ?, bytes = bytes + ? WHERE id = ? RETURNING next, bytes",
@@ -243,7 +247,7 @@ def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, in
 
 
 def _mark(connection: sqlite3.Connection, rows: Rows, offset: int, now: int, size: int) -> None:
-    """Record now and then the time of an offset and the number of bytes in front of it, for retention."""
+    """Store a mark for retention (an offset's time and the bytes before the offset), unless the last one is near."""
     last = connection.execute(
         "SELECT at, bytes FROM marks WHERE partition_id = ? ORDER BY offset DESC LIMIT 1", (rows.partition,)
     ).fetchone()

@@ -1,6 +1,6 @@
-"""Writers: a transaction waits in memory and is stored at its end, in one write transaction of the file.
+"""Writers: a transaction's messages wait in memory and are stored at its end, in one write transaction of the file.
 
-A transaction that outgrows the memory is stored in parts before its end, undecided: readers stop in front of it.
+A transaction that outgrows the memory is stored in parts before its end, undecided: readers stop before its messages.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from txnbridge_embedded.write.staged_messages import Rows, StagedMessages, store
 
 _log = logging.getLogger("txnbridge.embedded")
 
-# How often a writer looks for expired messages: that costs a query for each partition.
+# The interval at which a writer removes messages beyond retention, which costs a query for each partition.
 TRIM_SECONDS = 10.0
 
 Acks = tuple[acks.AckContext, Mapping[Partition, Sequence[Position]]]
 
 
 class EmbeddedWriter(Writer):
-    """Base of plain and preparing writers: takes messages, and stores those that the memory cannot hold."""
+    """Base of plain and preparing writers: collects messages, and stores those that exceed `spill_bytes`."""
 
     instance: Instance | None = None  # a plain writer's evidence of its commits
 
@@ -116,7 +116,7 @@ class EmbeddedWriter(Writer):
 
     @property
     def in_use(self) -> bool:
-        """True if it has a transaction, whose user works with it."""
+        """True if the writer has a transaction that has not ended."""
         return self._begun is not None
 
     @property
@@ -132,7 +132,7 @@ class EmbeddedWriter(Writer):
         self._store_part(self._begin.deadline)
 
     def _store_part(self, deadline: Deadline) -> None:
-        """Move the messages in memory into the file, undecided."""
+        """Store the messages in memory in the file, undecided, and remove them from memory."""
         self._stored = True
         rows = self._outgoing.take()
         try:
@@ -151,7 +151,7 @@ class EmbeddedWriter(Writer):
     # --- inside a write transaction --------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
-        """Raise `Fenced` or `TransactionTimedOut` if this transaction may not go on."""
+        """Raise an error if the transaction may not be stored: a failed part, a newer owner, or an expired deadline."""
         if self._failed:
             raise DeliveryFailed(f"part of transaction {self._begin.transaction} could not be stored")
         self._owner.check(self._connection)
@@ -159,7 +159,7 @@ class EmbeddedWriter(Writer):
             raise TransactionTimedOut(f"transaction {self._begin.transaction} was not ended by its deadline")
 
     def _enter(self, state: str, deadline_at: int) -> int:
-        """Set the state of this transaction's row, and create the row if it is missing; return its number."""
+        """Set the state in this transaction's row, which is created if it is missing; return the row's number."""
         begin = self._begin
         found = self._connection.execute(
             "INSERT INTO transactions(id, identity, host, state, prepared, begun_at, deadline_at, messages)"
@@ -186,7 +186,7 @@ class EmbeddedWriter(Writer):
         now = now_ms()
         for part in rows:
             first, last = store(self._connection, part, now)
-            # Mostly the next part follows directly behind the one before, without messages of others in between.
+            # Mostly the next part directly follows the part before, without messages of other writers in between.
             grown = self._connection.execute(
                 "UPDATE undecided SET last = ? WHERE number = ? AND partition_id = ? AND last = ?",
                 (last, number, part.partition, first - 1),
@@ -199,17 +199,17 @@ class EmbeddedWriter(Writer):
     # --- ending ----------------------------------------------------------------------------------------------------
 
     def _aborted(self, error: TxnBridgeError) -> TxnBridgeError:
-        """Return the error of the whole transaction for an error of a part of it, or of its end."""
+        """Return the error that aborts the transaction, for an error of storing a part or of its end."""
         if isinstance(error, TransactionAborted | Fenced):
             return error
-        if isinstance(error, NotFound):  # the topic was deleted, and perhaps made anew
+        if isinstance(error, NotFound):  # the topic was deleted, and perhaps created again
             for topic in self._outgoing.topics():
                 self._store.forget_topic(topic.name)
         text = f"transaction {self._begin.transaction} was aborted: {error}"
         return TransactionTimedOut(text) if isinstance(error, DeadlineExceeded) else DeliveryFailed(text)
 
     def _let_go(self, deadline: Deadline) -> None:
-        """Forget the transaction, and remove its stored messages as far as time allows: it can't be committed."""
+        """Abort the transaction, and remove its stored messages until the deadline; it can no longer be committed."""
         self._outgoing.clear()
         self._acks.clear()
         if self._stored and self._begun is not None:
@@ -231,7 +231,7 @@ class EmbeddedWriter(Writer):
 
 
 class PlainWriter(EmbeddedWriter):
-    """Commits in one write transaction, in which its instance records the transaction's number."""
+    """Commits in one write transaction of the file, which also stores the transaction's number in `writers`."""
 
     def __init__(
         self,
@@ -249,14 +249,14 @@ class PlainWriter(EmbeddedWriter):
         self._trimmed_at = time.monotonic()
 
     def begin(self, begin: Begin) -> None:
-        # The number that a token names is never used for another transaction.
+        # A number that a token may name is never used for another transaction.
         if self._stale or self.instance.told or self.instance.dead:
             self.reopen(begin.deadline)
         super().begin(begin)
         self._how = {"w": self.instance.id, "n": self.instance.last + 1}
 
     def evidence(self) -> Evidence:
-        # The instance and its next number may have changed since the begin; the token names those of the begin.
+        # The instance and its next number may have changed since `begin`; the token has the values at `begin`.
         self.instance.told = True
         return Evidence(self._how, self._outgoing.count, self._expires_at)
 
@@ -282,7 +282,7 @@ class PlainWriter(EmbeddedWriter):
         self._trim(deadline)
 
     def _trim(self, deadline: Deadline) -> None:
-        """Remove now and then some expired messages of the topics that were just written."""
+        """Remove messages beyond retention of the topics that were just written, at most every ten seconds."""
         now = time.monotonic()
         if now - self._trimmed_at < TRIM_SECONDS:
             return
@@ -311,7 +311,7 @@ class PlainWriter(EmbeddedWriter):
             connection.execute("DELETE FROM undecided WHERE number = ?", mine[0])
 
     def _look_what_happened(self, error: CommitUnclear, deadline: Deadline) -> None:
-        """Return if a commit happened in which SQLite failed. Raise if it did not, or if that can't be known now."""
+        """Return if a commit during which SQLite failed took effect; raise an error if not, or if it is unknown."""
         self._stale = True
         try:
             self._reconnect()
@@ -342,9 +342,9 @@ class PlainWriter(EmbeddedWriter):
 
 
 class PreparingWriter(EmbeddedWriter):
-    """Prepares one transaction, which then needs its writer no more."""
+    """Prepares one transaction at a time, which is then ended by its token, without this writer."""
 
-    _prepared = False  # True if it is, or may be
+    _prepared = False  # True if the transaction is, or may be, prepared
 
     def begin(self, begin: Begin) -> None:
         super().begin(begin)
@@ -377,7 +377,10 @@ class PreparingWriter(EmbeddedWriter):
         self._expires_at = ends
 
     def _look_what_happened(self, error: CommitUnclear, deadline: Deadline) -> None:
-        """Return if it was prepared. If the failed commit took effect later, it would expire without a token."""
+        """Return if the transaction is prepared after SQLite failed during the prepare; else abort, and raise an error.
+
+        If the failed prepare took effect later, the transaction would expire, because it has no token.
+        """
         try:
             self._reconnect()
             with self._store.reading(self._connection, deadline):
@@ -400,7 +403,7 @@ class PreparingWriter(EmbeddedWriter):
             return self._let_go(deadline)
         try:
             ended = self._decide(Decision.ABORT, deadline)
-        except (EvidenceLost, InvalidState):  # it was not prepared
+        except (EvidenceLost, InvalidState):  # the transaction was not prepared
             self._prepared = False
             return self._let_go(deadline)
         if ended is Outcome.COMMITTED:
