@@ -1,4 +1,4 @@
-"""The adapter that the core finds by its URL schemes: options, limits, and the way from a URL to a connection."""
+"""The backend that the core finds by the URL schemes of Pulsar: its options and limits, and opening a connection."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("txnbridge")
 
-# Connecting waits at most this long for the answer: each topic is asked again before a sequence is sent there.
+# Seconds that connecting waits for the answer; each topic is checked again before a sequence is sent to it.
 _ASK_SECONDS = 1.0
 # Clients look up the transaction coordinators under this name, as if each were a partition of a topic.
 COORDINATORS = "pulsar/system"
@@ -84,7 +84,9 @@ class PulsarBroker(Broker):
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
-        """Connect to the coordinators: after a restart of the brokers no transaction times out until a client has."""
+        """Connect to all coordinators: after a restart of the brokers, transactions time out only after a client
+        connects.
+        """
         what = f"connecting to {self._settings.service}"
 
         def load() -> None:
@@ -172,8 +174,8 @@ class PulsarBroker(Broker):
 
 
 def _is_deduplication_off(settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> bool:
-    """Return whether brokers do not remove duplicates in the namespace. The question is asked about an internal topic,
-    because it needs no more rights there than using the topic.
+    """Return whether brokers do not remove duplicates in the namespace. The status of an internal topic is requested,
+    because this takes no more rights than using the topic.
     """
     topic = settings.namespace.full_name(settings.cluster_topic)
     try:

@@ -1,4 +1,4 @@
-"""The capabilities and limits of Pulsar through this backend, and the ones that a cluster's settings take away."""
+"""The capabilities and limits of Pulsar through this backend, and capabilities that depend on a cluster's settings."""
 
 from __future__ import annotations
 

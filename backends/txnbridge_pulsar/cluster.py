@@ -1,4 +1,4 @@
-"""The things that all parts of a bridge to one cluster share."""
+"""The objects that all parts of a bridge to one cluster share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from txnbridge_pulsar.topics import PulsarTopics
 class ClusterAccess:
     """The settings, the protocol client, the topics and, with an `admin_url`, the REST client (else `rest` is None).
 
-    Producers and consumers with one connection key of `client` share connections, and share none with other keys. Each
-    producer that may be fenced has a key of its own, because a broker closes the whole connection of a fenced producer.
+    Producers and consumers that `client` opens with the same connection key share connections; different keys share
+    none. Each producer that may be fenced has a key of its own, because a broker closes the whole connection of a
+    fenced producer.
     """
 
     id: str  # stable and unique among all clusters

@@ -19,18 +19,19 @@ from txnbridge_pulsar.topics import PulsarTopics
 
 T = TypeVar("T")
 
-# A reader prefetches a few records; each has 900,000 bytes at most.
+# Bytes that a reader prefetches: a few records of 900,000 bytes at most.
 _AHEAD_BYTES = 4_000_000
-# Closing waits at most this long: a broker that is not told of a closed client notices it by itself.
+# Seconds that closing waits: a broker that is not informed of a closed client notices the lost connection.
 _CLOSE_SECONDS = 1.0
-# After these answers a record is certainly not stored. Any other failure may follow a record whose answer was lost.
+# After these answers a record is certainly not stored. After any other error the record may be stored.
 _NOT_STORED = (wire.NotAllowed, wire.NotAuthorized, wire.NotAuthenticated, wire.TopicTerminated)
 
 
 class PulsarLog(DecisionLog):
-    """One decision log. A position is (ledger, entry).
+    """A decision log on one topic. A position is (ledger, entry).
 
-    Opening it creates a missing topic. Raise `AccessDenied` with what an administrator has to do.
+    Opening the log creates a missing topic. Raise `AccessDenied` with instructions for an administrator if a right is
+    missing.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class PulsarLog(DecisionLog):
         with events.step("step:log", log=topic):
             self._topic = topics.internal(topic, deadline)
 
-    # --- where it begins and ends ---------------------------------------------------------------------------------
+    # --- bounds ---------------------------------------------------------------------------------------------------
 
     def begin(self, deadline: Deadline) -> Position | None:
         if self.end(deadline) is None:
@@ -57,7 +58,7 @@ class PulsarLog(DecisionLog):
         return None if last.entry < 0 else (last.ledger, last.entry)
 
     def _open_asker(self, deadline: Deadline) -> wire.PulsarConsumer:
-        """Return the consumer that only answers where the log ends."""
+        """Return a reader that is only used to request the end of the log."""
         with self._lock:
             if self._asker is None:
                 self._asker = self._client.read(self._topic, timeout=deadline.left(), start=wire.LATEST)
@@ -106,7 +107,7 @@ class PulsarLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """Read as the contract says; end early where the log ends before `last`."""
+        """Yield records as `DecisionLog.read` says; stop at the end of the log if that is before `last`."""
         end = self.end(deadline)
         at = first or self.begin(deadline)
         if end is None or at is None:
@@ -176,7 +177,8 @@ class PulsarLog(DecisionLog):
     # --- the rest -------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
-        """Allow the broker to drop the records before a position. It drops whole ledgers, when it begins a new one.
+        """Allow the broker to drop the records before a position. The broker drops whole ledgers, when it begins a new
+        ledger.
 
         A broker that unloads the topic, or dies, within milliseconds of its answer forgets the position; the next call
         repeats it. The last record always stays, so that a trimmed log differs from a new one.
@@ -186,7 +188,7 @@ class PulsarLog(DecisionLog):
             return
         ledger, entry = min(before, end)
         if entry == 0:
-            return  # the record before it is in another ledger; trimming succeeds after the next record
+            return  # the record before the position is in another ledger; a call after the next record trims
         with translated(f"the decision log {self._name}, dropping old records"):
             try:
                 mover = self._client.subscribe(self._topic, SUBSCRIPTION, timeout=deadline.left())
@@ -220,7 +222,7 @@ def _position(entry: wire.ReceivedEntry) -> Position:
 
 
 def _before(position: Position) -> wire.MessageId:
-    """Return where a reader starts that receives this record first, or right after the record before it."""
+    """Return the id at which a reader starts so that the record at a position is the first that it receives."""
     ledger, entry = position
     return wire.MessageId(ledger, entry - 1)
 
@@ -228,8 +230,8 @@ def _before(position: Position) -> wire.MessageId:
 def cluster_id(settings: PulsarSettings, client: wire.PulsarClient, topics: PulsarTopics, deadline: Deadline) -> str:
     """Return a name that is unique to the cluster: Pulsar's own cluster names are the same everywhere.
 
-    The name is the first record of an internal topic. A bridge that finds no record writes one, unless other internal
-    topics exist: then a record was lost, and a new name would invalidate every token. Then raise `StorageFailed`.
+    The name is the first record of an internal topic. A bridge that finds no record writes one. Raise `StorageFailed`
+    if other internal topics exist: then the record was lost, and a new name would invalidate every token.
     """
     log = PulsarLog(client, topics, settings.cluster_topic, deadline, Emitter("", ()))
     try:

@@ -25,7 +25,7 @@ from txnbridge_pulsar.settings.topic_names import whole_topic
 
 T = TypeVar("T")
 
-# A broker that has just started refuses requests for a moment.
+# Seconds between tries: a broker that has just started refuses requests for a moment.
 _PAUSE = 0.05
 _REMEDIES: Mapping[type[wire.PulsarError], str] = {
     wire.NotAuthenticated: "; look at the options token, token_file, user, password and tls_certificate",
@@ -35,10 +35,10 @@ _QUOTA = (wire.ServerErrorCode.QUOTA_EXCEEDED_ERROR, wire.ServerErrorCode.QUOTA_
 
 
 def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
-    """Return a client error as one of ours; `what` says what was being done. Raise the result `from` the client's
-    error.
+    """Return the `txnbridge` error for a client error; `what` describes the failed action. The caller raises the result
+    `from` the client's error.
 
-    Use it for reads, and for calls that decide nothing about a transaction.
+    Use this function for reads, and for calls that decide nothing about a transaction.
     """
     text = f"{what}: {error}"
     if isinstance(error, wire.NotAuthenticated | wire.NotAuthorized):
@@ -76,7 +76,7 @@ def _refusal(error: wire.ServerError, text: str) -> TxnBridgeError:
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Raise errors of the protocol client from inside the block as ours."""
+    """Translate errors of the protocol client that are raised inside the block; `what` describes the action."""
     try:
         yield
     except wire.PulsarError as error:
@@ -85,7 +85,7 @@ def translated(what: str) -> Iterator[None]:
 
 @contextmanager
 def needing(actions: str, place: str) -> Iterator[None]:
-    """Raise `AccessDenied` with the command that grants the right, where a right is missing inside the block.
+    """Raise `AccessDenied`, with the command that grants the right, if the block fails because a right is missing.
 
     `place` is a topic's full name or a namespace; `actions` are named as in Pulsar.
     """
@@ -103,7 +103,7 @@ def needing(actions: str, place: str) -> Iterator[None]:
 def again(attempt: Callable[[], T], words: Callable[[wire.PulsarError], TxnBridgeError], deadline: Deadline) -> T:
     """Repeat a call that may safely be made twice until it succeeds, fails for good, or the deadline passes.
 
-    Raise what `words` makes of the client's error, or `DeadlineExceeded`.
+    Raise the error that `words` returns for the client's error, or `DeadlineExceeded` at the deadline.
     """
     answer: TxnBridgeError | None = None
     while True:

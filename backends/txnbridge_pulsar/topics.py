@@ -1,4 +1,4 @@
-"""Topics are listed, created and changed here: through the binary protocol where possible, else by REST."""
+"""Lists, creates and changes topics: through the binary protocol where possible, else by REST."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from txnbridge_pulsar.errors import again, needing, translate
 from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, namespace_of, partitions_of, whole_topic
 
-# Partitions may be added while we write and read; asking the broker takes a millisecond.
+# Seconds for which a topic's number of partitions is cached: partitions may be added, and a request takes a
+# millisecond.
 _FRESH_SECONDS = 1.0
-# A broker that has just started answers before it knows its topics.
+# Seconds until a missing topic counts as missing: a broker that has just started answers before it has all topics.
 _SURE_SECONDS = 0.5
 _LOOK_SECONDS = 0.02
 NEEDS_REST = "it needs the option admin_url, because the binary protocol has no word for it"
 
 
 class PulsarTopics:
-    """The topics of a cluster. Any thread may call.
+    """The topics of a cluster. Thread-safe.
 
     For the broker each partition is a topic, and so is a topic without partitions. We call these concrete topics.
     """
@@ -39,7 +40,8 @@ class PulsarTopics:
     def concrete(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[str, ...]:
         """Return the full names of a topic's partitions. A missing topic is created where the settings allow it.
 
-        The answer is cached for a second if it has `at_least` so many partitions. Raise `NotFound`, `InvalidOption`.
+        A cached answer, up to a second old, is returned if it has `at_least` so many partitions. Raise `NotFound` if
+        the topic does not exist and is not created, `InvalidOption` if the name is invalid.
         """
         at, names = self._known.get(topic, (0.0, ()))
         if len(names) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
@@ -49,7 +51,9 @@ class PulsarTopics:
         return names
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[str, ...]:
-        """Return `concrete` for a message to this partition, or to any. Raise `NotFound` without that partition."""
+        """Return `concrete` for a message to a partition (None: to any). Raise `NotFound` if the topic or partition is
+        missing.
+        """
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         names = self.concrete(topic, deadline, (partition or 0) + 1)
@@ -58,7 +62,9 @@ class PulsarTopics:
         return names
 
     def look(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
-        """Return the partitions as the broker has them now, without creating the topic; empty if it is missing."""
+        """Return the full names of a topic's partitions now, without creating the topic; empty if the topic does not
+        exist.
+        """
         full = self._settings.namespace.full_name(topic)
         what = f"looking at topic {topic!r}"
 
@@ -74,14 +80,16 @@ class PulsarTopics:
         return (full,) if full in self._client.topics(namespace_of(full), deadline.left()) else ()
 
     def _partitions(self, full: str, deadline: Deadline) -> int:
-        """Return 0 for a topic that has no partitions or does not exist: brokers answer in either way."""
+        """Return a topic's number of partitions; 0 if the topic has none or does not exist, which brokers do not tell
+        apart.
+        """
         try:
             return self._client.partitions(full, deadline.left())
         except wire.TopicNotFound:
             return 0
 
     def all_concrete(self, deadline: Deadline) -> list[str]:
-        """Return the full names of all persistent topics of the namespace, each partition by itself."""
+        """Return the full names of all persistent concrete topics of the namespace."""
         namespace = str(self._settings.namespace)
         words = "listing topics"
         return again(
@@ -126,7 +134,7 @@ class PulsarTopics:
     def create(self, topic: str, partitions: int, deadline: Deadline) -> bool:
         """Create a topic. Return False if it exists already, with any number of partitions.
 
-        Without an `admin_url` a topic has one partition for ever. Raise `InvalidOption`, `NotSupported`.
+        Raise `NotSupported` for several partitions without an `admin_url`, `InvalidOption` if a value is invalid.
         """
         full = self._settings.namespace.full_name(topic)
         if partitions < 1:
@@ -141,7 +149,9 @@ class PulsarTopics:
         return self._changed("PUT", full, partitions, deadline, f"creating topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions. Raise `NotFound`, `NotSupported`, and `InvalidOption` for fewer partitions than there are."""
+        """Add partitions. Raise `NotFound` if the topic does not exist, `NotSupported` without an `admin_url`, and
+        `InvalidOption` for fewer partitions than the topic has.
+        """
         names = self.look(topic, deadline)
         if not names:
             raise NotFound(f"there is no topic {topic!r}")
@@ -168,7 +178,9 @@ class PulsarTopics:
         return True
 
     def delete(self, topic: str, deadline: Deadline, force: bool = True) -> None:
-        """Delete a topic. Raise `NotFound`, `NotSupported`, and without `force` `InvalidState` for a topic in use."""
+        """Delete a topic. Raise `NotFound` if it does not exist, `NotSupported` without an `admin_url`, and
+        `InvalidState` if it is in use and `force` is False.
+        """
         names = self.look(topic, deadline)
         if not names:
             raise NotFound(f"there is no topic {topic!r}")
@@ -187,10 +199,11 @@ class PulsarTopics:
     # --- our own ---------------------------------------------------------------------------------------------------
 
     def internal(self, name: str, deadline: Deadline) -> str:
-        """Return the full name of an internal topic, which exists from now on and loses no record.
+        """Return the full name of an internal topic; create the topic, with its subscription, if it does not exist.
 
         A durable subscription is made before the first record. Without one a broker with default settings drops
-        records, and deletes an idle topic (hazard H42). Raise `AccessDenied` with what an administrator has to do.
+        records, and deletes an idle topic (hazard H42). Raise `AccessDenied` with instructions for an administrator if
+        a right is missing.
         """
         full = f"persistent://{self._settings.namespace}/{name}"
         if full in self._internal:
@@ -203,7 +216,7 @@ class PulsarTopics:
         return full
 
     def keep(self, full: str, deadline: Deadline) -> None:
-        """Make an internal topic and its subscription exist again: it may have been deleted since `internal`."""
+        """Create an internal topic and its subscription again if they were deleted since `internal`."""
         what = f"opening the topic {self._settings.namespace.short_name(full)!r}"
         again(lambda: self._keep(full, deadline), lambda error: translate(error, what), deadline)
 
@@ -235,7 +248,7 @@ class PulsarTopics:
         )
 
     def deduplicates(self, concrete: str, deadline: Deadline) -> bool:
-        """Return whether the broker is known to remove duplicates on a topic; only REST tells."""
+        """Return whether the broker is known to remove duplicates on a topic; False without an `admin_url`."""
         return self.deduplication(concrete, deadline) == "Enabled"
 
     def deduplication(self, concrete: str, deadline: Deadline) -> str:

@@ -33,17 +33,17 @@ from txnbridge_pulsar.topics import NEEDS_REST
 
 _log = logging.getLogger("txnbridge")
 
-# How often to look whether the broker knows a new topic or partition.
+# Seconds between checks whether a topic or partition was created or deleted.
 _LOOK_SECONDS = 0.05
-# Each topic's retention is a request, and there may be thousands of topics.
+# Parallel requests: each topic needs one, and there may be thousands of topics.
 _SIDE_BY_SIDE = 8
 _MINUTE, _MEGABYTE = 60, 1024 * 1024
-# Pulsar's own topics, and what it keeps beside a subscription.
+# Parts of the names of Pulsar's system topics, such as a subscription's pending-ack store.
 _PULSARS_OWN = ("__transaction", "__change_events")
 
 
 class PulsarAdmin(Admin):
-    """Works on the URL's namespace, and on the open transactions of the whole cluster, other programs' included."""
+    """Administration of the topics in the URL's namespace, and of open transactions of all programs in the cluster."""
 
     def __init__(self, cluster: ClusterAccess, context: Context) -> None:
         self._cluster = cluster
@@ -106,7 +106,7 @@ class PulsarAdmin(Admin):
         return name.startswith(self._settings.prefix) or any(own in name for own in _PULSARS_OWN)
 
     def _retention_of(self, name: str, deadline: Deadline) -> tuple[float | None, int | None]:
-        """Return seconds and bytes; None where there is no limit, or it is not known."""
+        """Return a topic's retention in seconds and bytes; None for no limit, or if it is not known."""
         if self._cluster.rest is None or self._is_internal(name):
             return None, None
         path = f"/admin/v2/persistent/{path_of(self._settings.namespace.full_name(name))}/retention?applied=true"
@@ -146,8 +146,8 @@ class PulsarAdmin(Admin):
         return bounds
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
-        """Return the creation time of the first partition's record in the metadata store. A new topic of that name has
-        another one, and growing, moving and retention leave it. Only REST tells.
+        """Return topic ids: the creation time of the first partition's record in the metadata store. A recreated topic
+        has another one; growing, moving and retention do not change it. Without an `admin_url` the ids are not known.
         """
         rest = self._cluster.rest
         if rest is None:
@@ -172,7 +172,9 @@ class PulsarAdmin(Admin):
         return str(info.get("creationDate") or "")
 
     def _bounds(self, concrete: str, deadline: Deadline) -> tuple[Position, Position]:
-        """Return the first position and the end, as a reader that starts at the begin learns them."""
+        """Return the first position and the end of a concrete topic, which the broker tells a reader at the
+        beginning.
+        """
         what = f"asking where {concrete} begins and ends"
 
         def ask() -> tuple[wire.MessageId, wire.MessageId | None]:
@@ -187,7 +189,7 @@ class PulsarAdmin(Admin):
         return first, max(first, _behind(last), self._max_read_position(concrete, deadline))
 
     def _max_read_position(self, concrete: str, deadline: Deadline) -> Position:
-        """Return the position behind the max read position. Only REST tells it where the last entries are aborted."""
+        """Return the position after the max read position, which only REST shows if the last entries are aborted."""
         if self._cluster.rest is None:
             return (0, 0, 0)
         try:
@@ -218,9 +220,9 @@ class PulsarAdmin(Admin):
         )
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End a transaction as the contract says, given by its own id or by the broker's number, such as 0:15.
+        """End a transaction, given by its id or by the coordinator's number, such as 0:15; see `Admin.end`.
 
-        Its number also ends a transaction that no coordinator knows and that holds readers back.
+        The number also ends a transaction that no coordinator knows, and that is open on topics and holds readers back.
         """
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")

@@ -1,7 +1,8 @@
-"""Cleans up proof topics: drops records that no living token can need, and deletes topics of dead writers.
+"""Cleanup of proof topics: drops records that no valid token needs, and deletes topics of dead writers.
 
-Each writer records on its proof topic, before its transactions, until when any of them can be open. An hour later their
-tokens tell nothing more. Nothing else decides: neither a record's age, nor whether a writer seems to be alive.
+Before its transactions each writer records on its proof topic until when any of them can be open. An hour after this
+time their tokens are no longer valid. Only this time decides, not a record's age, nor whether a writer seems to be
+alive.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
 
 _log = logging.getLogger("txnbridge")
 
-# A token tells how its transaction ended for this long after the deadline; clocks may differ by much less.
+# A token shows its transaction's outcome for this long after the deadline; clocks may differ by much less.
 KEPT_SECONDS = 3600.0
-# A short-lived bridge cleans nothing up. A later cleanup costs little, and has more to drop at once.
+# Seconds until the first cleanup, so that a short-lived bridge does none, and between two cleanups.
 _FIRST_SECONDS, _EVERY_SECONDS = 5.0, 600.0
-# Each bridge looks at this many topics of others at a time, so that many bridges do not all do the same work.
+# Proof topics of other owners in one cleanup, chosen at random so that bridges share the work.
 _OTHERS = 20
 _SECONDS_A_TOPIC = 30.0
 
 
 def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadline) -> None:
-    """Drop expired records from a proof topic, given by its full name. Delete the topic if nothing else is left and it
-    belongs to no transactional id.
+    """Drop expired records from a proof topic, given by its full name. Delete the topic if no other record is left and
+    its writer has no transactional id.
 
-    Raise `NotFound` for a missing topic. A topic with a producer is not deleted. What does not fit in the time is left.
+    Raise `NotFound` if the topic does not exist. A topic with a producer is not deleted. At the deadline the rest
+    stays.
     """
     with translated(f"clearing up {topic}"):
         try:
@@ -54,8 +56,8 @@ def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadli
 
 
 def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
-    """Delete the topic, unless its writer is alive with nothing to write, or a transaction is still open because nobody
-    connected to the coordinators. Brokers list no transactions while a topic of one is missing.
+    """Delete a proof topic, unless its writer is idle but alive, or a transaction on it is still open because no client
+    connected to the coordinators. Brokers list no transactions while a topic of an open transaction is missing.
     """
     if cluster.rest is None:
         return
@@ -72,7 +74,7 @@ def _look_through(
 ) -> tuple[ProofRecord | None, wire.MessageId | None]:
     """Read from the last dropped record to the first presence record that has not expired, or to the end.
 
-    Return that record, and the last entry before it, up to which everything may go.
+    Return the last presence record read, and the last entry before it: records up to that entry can be dropped.
     """
     newest: ProofRecord | None = None
     passed: wire.MessageId | None = None
@@ -88,7 +90,7 @@ def _look_through(
 
 
 def _entries(consumer: wire.PulsarConsumer, deadline: Deadline) -> Iterator[wire.ReceivedEntry]:
-    """Yield the entries that can be read now."""
+    """Yield the entries of a proof topic that can be read now."""
     last, dropped = consumer.progress(deadline.left())
     at = wire.EARLIEST if dropped is None else dropped
     while at[:2] < last[:2] and not deadline.expired:
@@ -102,7 +104,7 @@ def _is_over(record: ProofRecord, now_ms: float) -> bool:
 
 
 class ProofTopicCleanup:
-    """Cleans up now and then on a thread of its own: an owner's proof topics, and a few of others."""
+    """A thread that regularly cleans up an owner's proof topics, and a few of other owners."""
 
     def __init__(self, cluster: ClusterAccess, name: str) -> None:
         self._cluster = cluster
@@ -123,7 +125,7 @@ class ProofTopicCleanup:
             pause = _EVERY_SECONDS
 
     def sweep(self) -> None:
-        """Clean up once, as far as possible."""
+        """Clean up once. Log errors instead of raising them."""
         topics = self._cluster.topics.all_concrete(Deadline(_SECONDS_A_TOPIC))
         own = [topic for topic in topics if topic.startswith(self._own)]
         others = [topic for topic in topics if topic.startswith(self._all) and not topic.startswith(self._own)]
@@ -136,5 +138,5 @@ class ProofTopicCleanup:
                 _log.debug("%s is not cleared up: %s", topic, error)
 
     def close(self) -> None:
-        """Stop. Closing the client ends a running cleanup."""
+        """Stop the thread. A running cleanup ends when the client is closed."""
         self._stop.set()

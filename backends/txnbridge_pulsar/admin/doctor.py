@@ -20,16 +20,16 @@ from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.write.fence import at_risk, fence_prefix
 
-# A transaction that is open for longer is reported: nothing behind it can be read.
+# A transaction that is open for longer is reported: no message after it can be read.
 _LONG_SECONDS = 60
-# Stored copies before a record counts, so that losing one machine loses nothing.
+# Stored copies that a write needs, so that losing one machine loses no message.
 _COPIES = 2
 # A prepared transaction with less than this part of its time left is reported while it can still be committed.
 _LAST_PART = 0.25
 _NOT_KNOWN = ""
-# Each topic is a request, and there may be thousands.
+# Parallel requests: each topic needs one, and there may be thousands.
 _SIDE_BY_SIDE = 8
-# Opening a subscription's pending-ack store reads a log of some thousand records. After this time it never finishes.
+# Seconds after which a pending-ack store that is still opening counts as stuck: it reads some thousand records.
 _OPENING_SECONDS = 10
 _PAUSE = 0.2
 _OPENING = "Initializing"
@@ -98,7 +98,7 @@ def check_namespace(rest: Rest, settings: PulsarSettings, deadline: Deadline) ->
 def check_topics(
     cluster: ClusterAccess, rest: Rest, topics: Sequence[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Find topics that lose messages or our own records."""
+    """Report topics that lose messages, and internal topics that lose records."""
     yield from _check_kept(cluster, rest, topics, deadline)
     yield from _check_own(cluster, rest, topics, deadline)
     yield from _check_expiring(cluster, rest, topics, deadline)
@@ -107,7 +107,7 @@ def check_topics(
 def _check_kept(
     cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Find users' topics without retention and without a subscription."""
+    """Report users' topics without retention and without a subscription."""
     namespace = cluster.settings.namespace
     dropped = [
         topic.name
@@ -128,7 +128,7 @@ def _check_kept(
 
 
 def _check_own(cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
-    """Find internal topics whose subscription was deleted."""
+    """Report internal topics whose subscription `txnbridge` was deleted."""
     settings = cluster.settings
     own = [settings.namespace.full_name(name) for name in _kept_by_us(cluster, [topic.name for topic in topics])]
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
@@ -146,8 +146,9 @@ def _check_own(cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], 
 
 
 def _kept_by_us(cluster: ClusterAccess, names: Sequence[str]) -> Iterator[str]:
-    """Yield the internal topics that must have their subscription. Proof topics of bridges without a transactional id
-    need none: without REST such a bridge deletes the subscription when it closes, and the broker deletes the topic.
+    """Yield the internal topics that must have the subscription `txnbridge`. Proof topics of bridges without a
+    transactional id need none: without REST such a bridge deletes the subscription when it closes, and the broker
+    deletes the topic.
     """
     fence, marker = fence_prefix(cluster), proof_prefix(cluster)
     ids = {name.removeprefix(fence) for name in names if name.startswith(fence)}
@@ -160,7 +161,7 @@ def _kept_by_us(cluster: ClusterAccess, names: Sequence[str]) -> Iterator[str]:
 def _check_expiring(
     cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Find topics with a time-to-live of their own; `check_namespace` reports the namespace's."""
+    """Report topics with a message TTL of their own; `check_namespace` reports the namespace's."""
     settings = cluster.settings
     asked = [topic for topic in topics if topic.name.startswith(settings.prefix) or not topic.internal]
     names = [settings.namespace.full_name(topic.name) for topic in asked]
@@ -182,7 +183,7 @@ def _check_expiring(
 
 
 def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
-    """Return the time-to-live in seconds; 0 without one, or where it is not known."""
+    """Return a topic's message TTL in seconds; 0 if the topic has none, or it is not known."""
     try:
         return int(rest.get(f"/admin/v2/persistent/{path_of(full)}/messageTTL", deadline) or 0)
     except (RestRefused, AccessDenied):
@@ -190,7 +191,7 @@ def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
 
 
 def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
-    """Return the durable subscriptions (a reader's keeps nothing); one with an empty name if not known."""
+    """Return a topic's durable subscriptions, which keep messages; `{_NOT_KNOWN}` if they are not known."""
     try:
         subscriptions = rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)["subscriptions"]
     except RestRefused:
@@ -201,7 +202,7 @@ def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
 def check_stores(
     cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Find subscriptions that a broker never serves, because it does not finish opening their pending-ack store."""
+    """Report subscriptions that a broker does not serve, because opening their pending-ack stores never finishes."""
     concrete = [each for topic in topics if not topic.internal for each in cluster.topics.look(topic.name, deadline)]
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
         names = asking.map(lambda topic: _subscriptions(rest, topic, deadline) - {_NOT_KNOWN}, concrete)
@@ -221,7 +222,7 @@ def check_stores(
 
 
 def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: Deadline) -> bool:
-    """Return whether an opening store is not open when the time is up; False where it is not known."""
+    """Return whether a subscription's pending-ack store is still opening at `until`; False if this is not known."""
     topic, name = group
     path = f"/admin/v3/transactions/pendingAckStats/{path_of(topic)}/{quote(name, safe='')}"
     try:
@@ -267,10 +268,10 @@ def _check_expiry(txn: OpenTransaction, now: float) -> Iterator[Advice]:
 def check_at_risk(
     cluster: ClusterAccess, transactions: Sequence[ListedTransaction], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Find topics where brokers cannot refuse the late messages yet of a transaction that was ended for its owner.
+    """Report transactions of older owners that were ended, and whose late messages brokers do not refuse yet.
 
-    This is certain while the coordinator has an older transaction open. Afterwards the newer owner makes brokers refuse
-    them, and no other process can tell whether it has done so.
+    Brokers cannot refuse them while the coordinator has an older transaction open. Afterwards the newer owner makes
+    brokers refuse them, which no other process can see.
     """
     oldest: dict[int, ListedTransaction] = {}
     for each in sorted(transactions, key=lambda each: each.txn):
@@ -289,7 +290,7 @@ def check_at_risk(
 
 
 def check_held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[Advice]:
-    """Find partitions with an open transaction that no coordinator knows, and that will never end by itself."""
+    """Report topics with an open transaction that no coordinator knows, so that it never ends by itself."""
     for topic, txn in held_back(cluster, rest, deadline):
         yield Advice(
             "problem",

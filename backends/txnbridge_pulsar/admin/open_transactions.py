@@ -1,4 +1,4 @@
-"""The open transactions of a cluster: the coordinators' list, with what our fence and proof topics add."""
+"""Lists a cluster's open transactions: from its coordinators, with details from fence topics and proof topics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"\((\d+),\s*(\d+)\)")
 _WRITER = re.compile(r"(?P<owner>.+)\.(?P<prepares>p?)\d+", re.DOTALL)
 # While a registered topic is not loaded, coordinators refuse to list, and those of 4.0 never answer.
 _UNLOADED = re.compile(r"Topic not found (persistent://\S+)")
-# In Java's error about a deleted subscription, which does not say which one.
+# Part of the broker's error about a deleted subscription, which does not name the subscription.
 _DELETED = "PersistentSubscription.getTransactionInPendingAckStats"
 _PATIENCE = 3.0
 _SIDE_BY_SIDE = 8
@@ -41,12 +41,12 @@ _NO_PROOF = ProofLocation("", (0, 0), "")
 
 
 class ListingBlocked(BrokerUnavailable):
-    """No transaction can be listed while a certain one of them is open."""
+    """Coordinators list no transactions, because an open one acknowledges on a deleted subscription."""
 
 
 @dataclass(frozen=True)
 class ListedTransaction:
-    """A transaction that has not ended."""
+    """A transaction that a coordinator lists as not ended."""
 
     txn: TxnId
     status: str
@@ -65,7 +65,7 @@ class ListedTransaction:
 
     @property
     def name(self) -> str:
-        """Return the transaction's own id, or else the broker's number for it."""
+        """Return the id of a bridge's transaction; for other programs' transactions, the coordinator's number."""
         return self.transaction or str(self.txn)
 
     @property
@@ -74,7 +74,9 @@ class ListedTransaction:
 
 
 def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransaction]:
-    """Return the open transactions of all programs. Raise `NotSupported` without REST, and `ListingBlocked`."""
+    """Return the open transactions of all programs. Raise `NotSupported` without an `admin_url`, `ListingBlocked` if an
+    open transaction acknowledges on a deleted subscription.
+    """
     listed = [_as_listed(cluster, number, about) for number, about in _listed(cluster, deadline).items()]
     owners = {transaction.owner for transaction in listed if transaction.owner}
     announced = {each.txn: each for owner in owners for each in _under_way(cluster, owner, deadline)}
@@ -85,7 +87,7 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
     rest = cluster.rest
     if rest is None:
         raise NotSupported(f"open transactions cannot be listed: {NEEDS_REST}")
-    with translated("loading the coordinators"):  # else they do not answer, and no transaction times out
+    with translated("loading the coordinators"):  # else coordinators do not answer, and no transaction times out
         cluster.client.transactions.connect(deadline.left())
     patience = Deadline(min(_PATIENCE, deadline.left()))
     while True:
@@ -112,7 +114,7 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
 
 
 def _load_all(cluster: ClusterAccess, deadline: Deadline) -> None:
-    """Load all topics of the namespace: the answer does not say which one is missing."""
+    """Have brokers load all topics of the namespace, because the broker does not say which topic is not loaded."""
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as loading:
         for loaded in [
             loading.submit(_load, cluster, topic, deadline) for topic in cluster.topics.all_concrete(deadline)
@@ -139,7 +141,7 @@ def _as_listed(cluster: ClusterAccess, number: str, about: Mapping[str, Any]) ->
         txn=TxnId(int(most), int(least)),
         status=str(about["status"]),
         since=opened,
-        expires_at=opened + int(about["timeoutAt"]),  # named like a time, it is a duration
+        expires_at=opened + int(about["timeoutAt"]),  # a duration, despite its name
         topics=topics,
         subscriptions=tuple(pair for pair in subscriptions if pair != prepared),
         proof_topic=proof_topic,
@@ -157,7 +159,7 @@ def _pairs(acked: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _under_way(cluster: ClusterAccess, owner: str, deadline: Deadline) -> tuple[AnnouncedTransaction, ...]:
-    """Return the transactions that the newest owner of an id has announced; none for a made-up name."""
+    """Return the transactions that the newest owner of a transactional id has announced; none without a fence topic."""
     name = f"{fence_prefix(cluster)}{encoded(owner)}"
     if not cluster.topics.look(name, deadline):
         return ()
@@ -178,7 +180,7 @@ def _completed(
         )
     if not listed.prepares:
         return listed
-    # A made-up name has no fence topic; its proof topic names the transaction.
+    # A bridge without a transactional id has no fence topic; its proof topic names the transaction.
     presence = last_presence(cluster, listed.proof_topic, deadline)
     if presence is None:
         return replace(listed, prepared=False)
@@ -204,7 +206,9 @@ def token_of(cluster: ClusterAccess, listed: ListedTransaction) -> Token | None:
 
 
 def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline) -> Outcome:
-    """End another writer's transaction, and have brokers refuse its late messages."""
+    """Abort the transaction of another process, and have brokers refuse its late messages. Return the actual
+    outcome.
+    """
     ended = end(cluster, listed.txn, False, listed.topics, deadline)
     if ended is EndResult.ABORTED:
         proof = listed.proof or _NO_PROOF

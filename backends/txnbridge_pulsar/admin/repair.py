@@ -1,8 +1,9 @@
-"""Repairs transactions that no coordinator knows and that still hold readers back.
+"""Repair of transactions that no coordinator knows, and that are still open on a topic and hold readers back.
 
-A message that arrives after the end of its transaction opens it again on that topic, where no coordinator ends it any
-more. A topic that was never registered with the transaction gets no end either. An administrator ends the transaction
-there by hand, in the way in which it had ended: aborting a committed one takes its messages away.
+A message that arrives after its transaction's end opens the transaction again on the message's topic, and no
+coordinator ends it any more. A topic that was never registered with the transaction gets no end either. An
+administrator ends the transaction on such a topic by hand, with its earlier outcome: an abort after a commit drops
+committed messages.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _log = logging.getLogger("txnbridge")
 
 _NUMBER = re.compile(r"(\d+):(\d+)")
 _REST = "/admin/v3/transactions"
-# A coordinator that knows a transaction answers in milliseconds.
+# Seconds to wait for a coordinator: one that knows a transaction answers in milliseconds.
 _PATIENCE = 3.0
 
 
@@ -40,8 +41,7 @@ def is_number(transaction: str) -> bool:
 
 
 def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[tuple[str, TxnId]]:
-    """Yield the concrete topics whose readers wait for a transaction that no coordinator knows, each with the oldest
-    one.
+    """Yield each concrete topic whose readers wait for a transaction that no coordinator knows, with this transaction.
 
     Topics that are not loaded have no readers and are left out.
     """
@@ -57,7 +57,9 @@ def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterato
 
 
 def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> bool:
-    """Return whether a coordinator may know it; one of 4.0 does not answer while a topic is not loaded."""
+    """Return whether a coordinator may know a transaction. A coordinator of 4.0 may not answer, which counts
+    as True.
+    """
     try:
         return _is_known(rest, txn, coordinators, Deadline(min(_PATIENCE, deadline.left())))
     except DeadlineExceeded:
@@ -65,10 +67,10 @@ def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline)
 
 
 def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
-    """Commit such a transaction wherever it holds readers back, if it was committed. Return what proves the commit.
+    """Commit a transaction on topics where it is open again, if it was committed. Return a sentence with the proof.
 
-    Raise `InvalidState` without proof or if a coordinator knows it, `NotFound` if it holds nothing back,
-    `AccessDenied`.
+    Raise `InvalidState` if no proof of a commit exists or a coordinator knows the transaction, `NotFound` if the
+    transaction is open on no topic, `AccessDenied` if the user is no superuser.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     where = ", ".join(map(cluster.settings.namespace.short_name, held))
@@ -84,8 +86,8 @@ def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadl
 
 
 def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bool, deadline: Deadline) -> Outcome:
-    """End such a transaction as an administrator says that it ended, but commit it if it was committed. Raise as
-    `repair`, except for a missing proof.
+    """End a transaction on topics where it is open again, with the outcome that an administrator gives; commit it in
+    any case if a proof of its commit exists. Raise the errors of `repair`, except for a missing proof.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     committed = commit or proof_of_commit(cluster, rest, txn, held, deadline) is not None
@@ -96,12 +98,15 @@ def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bo
 def _find_held(
     cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline
 ) -> tuple[TxnId, dict[str, tuple[int, int]]]:
-    """Return a transaction that no coordinator knows, and its first open message on each topic that it holds back."""
+    """Return the id of a transaction that no coordinator knows, and its first message on each topic where it
+    is open.
+    """
     number = _NUMBER.fullmatch(transaction)
     if number is None:
         raise InvalidOption(f"{transaction!r} is no number of a transaction as the doctor tells it, such as 0:15")
     txn = TxnId(int(number[1]), int(number[2]))
-    # The coordinator is asked first: what is open on a topic after it has forgotten the transaction stays open there.
+    # Ask the coordinator first: a transaction that is open on a topic after its coordinator has forgotten it stays
+    # open.
     if _is_known(rest, txn, _connect(cluster, deadline), deadline):
         raise InvalidState(
             f"transaction {txn} has a coordinator that knows it, so there is nothing to repair; end it with:"
@@ -126,7 +131,7 @@ def _end(cluster: ClusterAccess, txn: TxnId, topics: Collection[str], commit: bo
 
 
 def _connect(cluster: ClusterAccess, deadline: Deadline) -> int:
-    """Load all coordinators, as an unloaded one says that it knows nothing. Return their number."""
+    """Connect to all coordinators, because one that is not loaded knows no transaction. Return their number."""
     with translated("loading the coordinators"):
         return cluster.client.transactions.connect(deadline.left())
 
@@ -137,7 +142,7 @@ def _is_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> 
     try:
         rest.get(f"{_REST}/transactionMetadata/{txn.most}/{txn.least}", deadline)
     except RestRefused as refused:
-        # With the same status a coordinator says that it is not loaded; another status means that a topic is not.
+        # Status 404 with another text means that the coordinator is not loaded; another status, that a topic is not.
         if refused.status == 404 and f"({txn.most},{txn.least})" in refused.text:
             return False
         if refused.status == 404:
@@ -146,7 +151,7 @@ def _is_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> 
 
 
 def _oldest_open(rest: Rest, topic: str, deadline: Deadline) -> TxnId | None:
-    """Return the transaction of the first message that readers cannot see yet."""
+    """Return the transaction of a topic's first message that readers cannot see yet; None if there is none."""
     try:
         stats = rest.get(f"{_REST}/transactionBufferStats/{path_of(topic)}", deadline)
         if not stats.get("ongoingTxnSize"):
@@ -159,7 +164,7 @@ def _oldest_open(rest: Rest, topic: str, deadline: Deadline) -> TxnId | None:
 
 
 def _behind(place: tuple[int, int], sizes: Mapping[int, int]) -> tuple[int, int]:
-    """Return the next position, in a later ledger if needed. Raise `KeyError` if there is none."""
+    """Return the position of the entry after `place`, perhaps in a later ledger. Raise `KeyError` if there is none."""
     ledger, entry = place
     if entry + 1 < sizes.get(ledger, 0):
         return ledger, entry + 1

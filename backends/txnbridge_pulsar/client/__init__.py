@@ -1,9 +1,9 @@
 """A client of Apache Pulsar's binary protocol, transactions included. It knows nothing of bridges.
 
-It does what it is asked, when it is asked, and reports the result: it sends nothing twice, never reconnects or resumes
-by itself, and every error says whether the broker may have acted. Each connection has one reading thread; everything
-else runs on the caller's. Only the standard library is needed. google-crc32c makes checksums faster; lz4, zstandard and
-python-snappy are needed for those compressions.
+The client never repeats a send, reconnects or resumes by itself, and every error says whether the broker may have acted
+on the request. Each connection has one reading thread; all other code runs on the caller's thread. Only the standard
+library is needed. google-crc32c makes checksums faster; lz4, zstandard and python-snappy are needed for those
+compressions.
 
     with PulsarClient("pulsar://localhost:6650") as client:
         txn = client.transactions.begin(60_000, timeout=10)

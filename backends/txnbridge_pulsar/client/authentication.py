@@ -9,7 +9,9 @@ from typing import Protocol
 
 
 class Authentication(Protocol):
-    """A way to authenticate. `data` is called every time, so it may change; it may block for a moment."""
+    """A way to authenticate. `data` returns the current credentials; it is called each time, and may block for a
+    moment.
+    """
 
     method: str
 
@@ -17,7 +19,7 @@ class Authentication(Protocol):
 
 
 class NoAuthentication:
-    """Authenticates at brokers without authentication."""
+    """No credentials, for brokers without authentication."""
 
     method = "none"
 
@@ -26,7 +28,7 @@ class NoAuthentication:
 
 
 class TokenAuthentication:
-    """A token, or a function that returns the current one, called at each connection and when a token expires."""
+    """A token, or a function that returns the current token, called at each connection and when a token expires."""
 
     method = "token"
 

@@ -1,7 +1,7 @@
-"""CRC-32C, the checksum of every entry: from a C library where one is installed, else from our own arithmetic.
+"""CRC-32C, the checksum of every entry: by a C library if it is installed, else in Python.
 
-Ours folds the data as one big number, because Python shifts and xors big numbers in C: about a hundred times as fast as
-a table lookup for each byte.
+The Python version folds the data as one big number, because Python shifts and xors big numbers in C: about a hundred
+times as fast as a table lookup for each byte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Checksum(Protocol):
 
 POLYNOMIAL = 0x82F63B78  # Castagnoli, lowest bit first
 _ALL_ONES = 0xFFFFFFFF
-# Shorter data are not worth folding.
+# Below this size folding does not pay.
 _SHORT = 512  # bits
 # Room for two products of a part and a 32-bit remainder, so that no fold shifts to the right.
 _SPARE = 64  # bits

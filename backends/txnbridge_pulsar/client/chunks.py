@@ -1,4 +1,4 @@
-"""Puts messages together that were sent in several entries."""
+"""Reassembly of messages that were sent in several chunks, each an entry of its own."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import threading
 
 from .incoming import ReceivedEntry
 
-# A dead sender leaves its message incomplete; this many are waited for at once.
+# The most incomplete messages that are kept: a dead sender leaves its message incomplete.
 MOST_AT_ONCE = 16
-# The cost of a chunk besides its bytes: else many small ones could take any amount of memory.
+# Bytes counted for a chunk besides its content: else many small chunks could take any amount of memory.
 CHUNK_BYTES = 1024
-# How many dropped messages are remembered, to report them if more of their chunks come.
+# The number of dropped messages that are remembered, to report them if more of their chunks arrive.
 _REMEMBERED = 1000
 
 
 class Chunks:
-    """The incomplete messages of one consumer, limited in bytes over all of them.
+    """The incomplete messages of one consumer, with a limit for their total size.
 
-    A message over the limit becomes a faulty entry, and none of it is kept. If several do not fit together, the oldest
-    is dropped, as its sender may be dead; its next chunk, if one comes, becomes a faulty entry. Faulty entries stay
-    unacknowledged.
+    A message that exceeds the limit becomes a faulty entry, and its chunks are dropped. If several messages together
+    exceed it, the oldest is dropped, because its sender may be dead; its next chunk, if one arrives, becomes a faulty
+    entry. Faulty entries stay unacknowledged.
 
-    One thread adds; any thread may clear.
+    One thread calls `add`; any thread may call `clear`.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,9 @@ class Chunks:
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
 
     def add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
-        """Return the whole message at its last chunk, a faulty entry, or None. A chunk out of order is dropped."""
+        """Add a chunk. Return the complete message after its last chunk, a faulty entry, or None. Drop chunks out of
+        order.
+        """
         with self._lock:
             return self._add(entry, chunk, max_bytes)
 
@@ -77,7 +79,7 @@ class Chunks:
                 del self._dropped[next(iter(self._dropped))]
 
     def _is_of_dropped_message(self, uuid: str, entry: ReceivedEntry) -> bool:
-        """Return whether the chunk is of a dropped message; True once for each message."""
+        """Return whether a chunk belongs to a dropped message; True only once for each message."""
         if hash(uuid) not in self._dropped:
             return False
         del self._dropped[hash(uuid)]

@@ -1,4 +1,4 @@
-"""The client of one cluster, which opens producers, consumers and readers, and has the transactions."""
+"""The client of one cluster: opens producers, consumers and readers, and gives access to transactions."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ DEFAULT_PERMITS = 5000
 
 
 class PulsarClient:
-    """Connections to one cluster, made when needed. Any thread may call; every wait ends with its timeout.
+    """Client of one cluster, which connects when needed. Thread-safe; every wait ends with its timeout.
 
-    What is opened under one `connection_key` shares no connection with another key. A producer that may be fenced needs
-    a key of its own, because the broker closes its whole connection.
+    Producers and consumers with different `connection_key`s share no connection. A producer that may be fenced needs a
+    key of its own, because the broker closes the whole connection of a fenced producer.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PulsarClient:
     def partitions(self, topic: str, timeout: float) -> int:
         """Return how many partitions a topic has now, 0 for a topic without partitions. The number can grow.
 
-        Raise `TopicNotFound`; the question creates no topic.
+        Raise `TopicNotFound` if the topic does not exist; this request creates no topic.
         """
         return self._lookup.partitions(topic, ClientDeadline(timeout))
 
@@ -95,7 +95,7 @@ class PulsarClient:
         """Open a producer on a topic or on one partition (`partition_name`).
 
         `name` identifies it for the broker's deduplication; the default is unique. With `transactions`, wait until the
-        topic accepts transactional sends. Passing trouble is retried until the timeout. Raise `ProducerBusy` if the
+        topic accepts transactional sends. Temporary errors are retried until the timeout. Raise `ProducerBusy` if the
         name is in use, `ProducerFenced` if another producer holds the topic, `MissingLibrary`, `NotAuthorized`, and
         others.
         """
@@ -125,13 +125,14 @@ class PulsarClient:
     ) -> PulsarConsumer:
         """Open a consumer on a topic or on one partition.
 
-        `start` is where a new subscription begins: `EARLIEST`, `LATEST`, or, if not `durable`, behind a message.
-        `inbox` may be shared with other consumers. At most `permits` messages of this consumer wait there, fewer large
-        ones; with 0, only as many as `allow` says. `hash_ranges` are a key-shared consumer's; the broker chooses by
-        default. Without `create` a missing topic is `TopicNotFound`, even where brokers create topics by themselves.
+        `start` is where a new subscription begins: `EARLIEST`, `LATEST`, or, if not `durable`, after a message. `inbox`
+        may be shared with other consumers. At most `permits` messages of this consumer wait in the inbox, fewer if they
+        are large; with 0, only as many as `allow` requests. `hash_ranges` are a key-shared consumer's; the broker
+        chooses by default. Without `create` a missing topic is `TopicNotFound`, even where brokers create topics by
+        themselves.
 
-        Passing trouble is retried until the timeout. Raise `ConsumerBusy`, `NotAuthorized`, `TopicNotFound`, and
-        others.
+        Temporary errors are retried until the timeout. Raise `ConsumerBusy` if other consumers have the subscription
+        exclusively or with another type, `NotAuthorized`, `TopicNotFound`, and others.
         """
         if durable and start not in (EARLIEST, LATEST):
             raise ValueError("a durable subscription begins at EARLIEST or LATEST; seek from there")
@@ -185,5 +186,5 @@ class PulsarClient:
         self._pool.hang_up(connection_key)
 
     def close(self) -> None:
-        """Close all connections at once: flush and close producers first. Repeating it is harmless."""
+        """Close all connections at once; flush and close producers before. Calls may be repeated."""
         self._pool.close()

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 
-# The first pause lets a broker finish its work; the longest keeps a waiting client polite without missing much.
+# The first pause lets a broker finish its work; the longest limits requests without delaying a retry much.
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
 

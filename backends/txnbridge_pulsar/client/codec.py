@@ -1,6 +1,6 @@
 """Protocol buffers, as far as the schema needs them: dicts to bytes and back.
 
-It is written by hand because it is small, needs no generated code, and rejects garbage in a known way: for any bytes
+The codec is written by hand: it is small, needs no generated code, and handles invalid data safely. For any bytes
 `decode` returns or raises `Malformed`, in time and memory bounded by their length.
 """
 
@@ -24,7 +24,7 @@ class Malformed(ValueError):
 
 
 def varint(number: int) -> bytes:
-    """Encode a number: seven bits a byte, lowest first; a negative one as its 64-bit two's complement."""
+    """Encode a number: seven bits a byte, lowest first; a negative number as its 64-bit two's complement."""
     if 0 <= number < 128:
         return _ONE_BYTE[number]
     number &= 0xFFFFFFFFFFFFFFFF
@@ -40,7 +40,7 @@ _ONE_BYTE = [bytes((number,)) for number in range(128)]
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number at an offset, and the offset behind it. Raise `IndexError` where the bytes end."""
+    """Return the number at an offset, and the offset after it. Raise `IndexError` if the bytes end before."""
     byte = data[at]
     if byte < 128:
         return byte, at + 1
@@ -73,7 +73,7 @@ def encode(type_name: str, fields: Mapping[str, Any]) -> bytes:
 def decode(type_name: str, data: bytes) -> Fields:
     """Decode the fields that are present; unknown fields are skipped.
 
-    The last value of a field counts, unless it is repeated. Invalid UTF-8 is made readable, or one odd property would
+    The last value of a field counts, unless it is repeated. Invalid UTF-8 is replaced: else one invalid property would
     make a topic unreadable.
     """
     try:
@@ -160,7 +160,7 @@ def _decode(type: MessageType, data: bytes, depth: int) -> Fields:
 
 
 def _value(data: bytes, at: int, wire_type: int) -> tuple[Any, int]:
-    """Return the value behind a tag, and the offset behind it. Raise `IndexError` where the bytes end."""
+    """Return the value after a tag, and the offset after the value. Raise `IndexError` if the bytes end before."""
     if wire_type == _VARINT:
         return read_varint(data, at)
     if wire_type == _BYTES:

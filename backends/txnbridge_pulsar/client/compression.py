@@ -26,7 +26,7 @@ _PACKAGES = {Compression.LZ4: "lz4", Compression.ZSTD: "zstandard", Compression.
 
 
 def compress(kind: Compression, data: bytes) -> bytes:
-    """Compress a payload. Raise `MissingLibrary`."""
+    """Compress a payload. Raise `MissingLibrary` if the compression's package is not installed."""
     return data if kind is Compression.NONE else _compressors[kind](data)
 
 
@@ -53,7 +53,7 @@ def decompress(kind: int, data: bytes, size: int, limit: int) -> bytes:
 
 
 def check_installed(kind: Compression) -> None:
-    """Raise `MissingLibrary` now rather than at the first message."""
+    """Raise `MissingLibrary` if the compression's package is not installed, before the first message needs it."""
     compress(kind, b"")
 
 
@@ -83,7 +83,7 @@ def _zstd_compress(data: bytes) -> bytes:
 
 
 def _zstd_decompress(data: bytes, size: int) -> bytes:
-    # As a stream, which reads only up to the limit, whatever size the data claim.
+    # Decompress as a stream, up to the limit, whatever size the data claim.
     library = _library(Compression.ZSTD, "zstandard")
     with library.ZstdDecompressor(max_window_size=1 << 27).stream_reader(data) as reader:
         return bytes(reader.read(size + 1))
@@ -101,7 +101,7 @@ def _snappy_decompress(data: bytes, size: int) -> bytes:
 
 
 def _snappy_size(data: bytes) -> int:
-    """Return the size that a snappy block claims, which its decoder would allocate at once."""
+    """Return the decompressed size that a snappy block claims: the decoder would allocate this size at once."""
     return read_varint(data, 0)[0]
 
 

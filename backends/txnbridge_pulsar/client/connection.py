@@ -1,7 +1,7 @@
-"""One connection to one broker: requests by id, entries in both directions, and a ping when it is quiet.
+"""One connection to one broker: requests by id, entries in both directions, and a ping after silence.
 
-Its only thread reads and never blocks: it resolves responses, and passes receipts and entries to the registered
-producers and consumers. When the connection ends, everybody who waits gets the reason.
+The connection's only thread reads and never blocks: it resolves responses, and passes receipts and entries to the
+registered producers and consumers. When the connection ends, all waiting calls raise the reason.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ CLIENT_VERSION = "txnbridge"
 # The newest version that brokers know: 17 answers acknowledgements, 19 lets clients connect to coordinators.
 PROTOCOL_VERSION = 21
 TRANSACTIONS_SINCE = 19
-# As in brokers: a ping after half a minute of silence, and the end after another half.
+# As in brokers: a ping after half a minute of silence; the connection ends after another half minute.
 QUIET_SECONDS = 30.0
-# Requests stay until they are answered or given up; more than this means that nobody reads the answers.
+# The most unanswered requests: with more of them, no answers arrive any more.
 MAX_IN_FLIGHT = 50_000
-# A connection that takes longer has lost a packet; the next attempt may succeed.
+# Seconds for opening a connection: if it takes longer, a packet was lost, and the next attempt may succeed.
 CONNECT_SECONDS = 10.0
 
 
@@ -81,7 +81,7 @@ class ConnectionOptions:
 
 
 class BrokerConnection:
-    """A connection, open from the start; `open` makes one. Any thread may call."""
+    """An open connection to a broker, which `open` returns. Thread-safe."""
 
     def __init__(
         self, transport: Transport, address: Address, logical: Address | None, options: ConnectionOptions
@@ -116,7 +116,7 @@ class BrokerConnection:
     ) -> BrokerConnection:
         """Connect and send CONNECT. `logical` names the broker behind a proxy at the address.
 
-        Raise `ConnectFailed`, and the broker's refusal, mostly `NotAuthenticated`.
+        Raise `ConnectFailed` if no connection was made, or the broker's refusal, usually `NotAuthenticated`.
         """
         deadline = ClientDeadline(min(deadline.left, CONNECT_SECONDS))
         try:
@@ -176,7 +176,7 @@ class BrokerConnection:
         return response
 
     def ask(self, name: str, deadline: ClientDeadline, **fields: Any) -> Fields:
-        """Send a request and return the answer's fields. Raise as `Response.result`."""
+        """Send a request and return the answer's fields. Raise the errors of `Response.result`."""
         return self.request(name, deadline, **fields).result(deadline.left)
 
     def _forget(self, id: int) -> None:
@@ -184,7 +184,7 @@ class BrokerConnection:
             self._requests.pop(id, None)
 
     def write(self, frame: bytes, deadline: ClientDeadline) -> None:
-        """Write a frame that has no answer by request id. Raise `BrokerConnectionLost`, `RequestTimedOut`."""
+        """Write a frame without a request id. Raise `BrokerConnectionLost`, or `RequestTimedOut` at the deadline."""
         with self._lock:
             self._check_open()
         self._write(frame, deadline)
@@ -216,13 +216,13 @@ class BrokerConnection:
     # ------------------------------------------------------------------------------------------ who listens
 
     def add_producer(self, id: int, producer: ProducerSide) -> None:
-        """Register a producer for its receipts. Raise `BrokerConnectionLost`."""
+        """Register a producer to get its receipts. Raise `BrokerConnectionLost` if the connection has ended."""
         with self._lock:
             self._check_open()
             self._producers[id] = producer
 
     def add_consumer(self, id: int, consumer: ConsumerSide) -> None:
-        """Register a consumer for its entries. Raise `BrokerConnectionLost`."""
+        """Register a consumer to get its entries. Raise `BrokerConnectionLost` if the connection has ended."""
         with self._lock:
             self._check_open()
             self._consumers[id] = consumer
@@ -253,7 +253,7 @@ class BrokerConnection:
             self._end(error)
         except OSError as error:
             self._end(BrokerConnectionLost(str(error)))
-        except Exception as error:  # a handler's mistake must not leave others waiting
+        except Exception as error:  # after a handler's error other callers must not wait for ever
             _log.exception("a frame from %s could not be handled", self.address)
             self._end(ProtocolError(f"a frame could not be handled: {type(error).__name__}"))
 
@@ -300,7 +300,7 @@ class BrokerConnection:
         self._transport.post(command("pong"))
 
     def _on_auth_challenge(self, frame: Frame) -> None:
-        # On a thread of its own, because fetching credentials may take a while.
+        # Answer on another thread, because fetching credentials may take a while.
         threading.Thread(target=self._refresh, name="pulsar credentials", daemon=True).start()
 
     def _refresh(self) -> None:

@@ -1,8 +1,8 @@
 """A consumer: one subscription to one topic or partition, on one connection at a time.
 
-Entries come to its inbox; permits limit what the broker sends. It never reconnects by itself: when the connection ends
-or the topic moves, `lost` says why, and `reopen` subscribes again. The broker then redelivers everything
-unacknowledged, and a higher `generation` tells new deliveries from older ones.
+Entries arrive in the consumer's inbox; permits limit what the broker sends. The consumer never reconnects by itself:
+when the connection ends or the topic moves, `lost` returns the reason, and `reopen` subscribes again. The broker then
+redelivers all unacknowledged messages, and a higher `generation` tells new deliveries from older ones.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .lookup import Lookup
 from .pool import an_attempt, retrying
 from .responses import Response
 
-# Until the size of messages is known, so few are requested that the largest do no harm.
+# Messages that are requested before their size is known: so few that even the largest fit into memory.
 FIRST_PERMITS = 16
-# A seen size is forgotten slowly, or one large message would slow the consumer down for ever.
+# The estimated message size shrinks slowly after a large message, which would else slow the consumer down for ever.
 _FORGETTING = 0.99
 # Ids in one command, which keeps it far below the size of a frame, even with the bits of large batches.
 MOST_IDS = 5000
@@ -79,7 +79,7 @@ class ConsumerOptions(NamedTuple):
 
 
 class PulsarConsumer:
-    """A consumer, subscribed from the start. One thread receives; any thread acknowledges."""
+    """A subscribed consumer. One thread receives; any thread may acknowledge."""
 
     def __init__(
         self, lookup: Lookup, next_id: Callable[[], int], topic: str, options: ConsumerOptions, inbox: Inbox | None
@@ -119,7 +119,7 @@ class PulsarConsumer:
 
     @property
     def lost(self) -> PulsarError | None:
-        """Return why nothing comes until the consumer is reopened; None while it is subscribed."""
+        """Return the error because of which the consumer has to be reopened; None while it is subscribed."""
         return self._lost
 
     @property
@@ -132,8 +132,9 @@ class PulsarConsumer:
         return self._taken == self.arrived
 
     def reopen(self, timeout: float) -> None:
-        """Subscribe again. A durable subscription continues after its acknowledgements. Another one continues behind
-        the last entry that was taken, or before an incomplete message in chunks. Raise as `PulsarClient.subscribe`.
+        """Subscribe again. A durable subscription continues after its acknowledgements. Another subscription continues
+        after the last entry that was taken, or before an incomplete message in chunks. Raise the errors of
+        `PulsarClient.subscribe`.
         """
         if isinstance(self._lost, Closed) and self._connection is not None:
             raise Closed("the consumer is closed")
@@ -189,9 +190,9 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ receiving
 
     def receive(self, timeout: float, most: int = 100) -> list[ReceivedEntry]:
-        """Return up to `most` entries of this consumer, or of all that share its inbox; empty if none came in time.
+        """Return up to `most` entries of this consumer, or of all that share its inbox; empty at the timeout.
 
-        Raise `lost` once everything that had come before it is taken.
+        Raise `lost` once all entries that had arrived before the loss are taken.
         """
         entries = self.inbox.take(timeout, most)
         if not entries and self._lost is not None:
@@ -199,7 +200,9 @@ class PulsarConsumer:
         return entries
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None:
-        """Read an entry that waited, and grant permits for others. Return None if the caller does not get the entry."""
+        """Parse an entry from the inbox, and grant permits for others. Return None if the entry is dropped or
+        incomplete.
+        """
         entry = ReceivedEntry(self, generation, fields, tail)
         with self._state:
             if generation != self.generation:
@@ -221,7 +224,9 @@ class PulsarConsumer:
         return whole
 
     def _is_behind_start(self, entry: ReceivedEntry) -> bool:
-        """Return whether the entry has messages behind the start: the broker sends the start's whole entry."""
+        """Return whether the entry has messages after `start`: the broker sends the whole entry of the start
+        message.
+        """
         start = self._start
         if (start.ledger, start.entry) != (entry.id.ledger, entry.id.entry):
             return True
@@ -231,16 +236,16 @@ class PulsarConsumer:
         return True
 
     def hold(self, held: bool) -> None:
-        """Stop granting permits, or start again; what was requested still comes."""
+        """Stop granting permits, or start again. Messages that were requested before still arrive."""
         self._held = held
         self._grant()
 
     def allow(self, messages: int) -> None:
-        """Grant permits for this many messages on their way; without `permits` nothing else requests any."""
+        """Request messages, so that this many are on their way. A consumer without `permits` requests them only so."""
         self._let(lambda: messages, 1)
 
     def _grant(self) -> None:
-        """Grant permits for the room that is left, once that is worth a command."""
+        """Grant permits for the free room in the inbox, once there is enough for a command."""
         self._let(self._room, 2)
 
     def _room(self) -> int:
@@ -284,9 +289,10 @@ class PulsarConsumer:
         return [self._acknowledge(_INDIVIDUAL, command, txn, deadline) for command in commands]
 
     def acknowledge_up_to(self, id: MessageId, txn: TxnId | None = None, *, timeout: float) -> None:
-        """Acknowledge everything up to and including a message, on exclusive and failover subscriptions.
+        """Acknowledge all messages up to and including one, on exclusive and failover subscriptions.
 
-        Raise `ValueError` on others, where the broker would accept it and do nothing; else as `acknowledge`.
+        Raise `ValueError` on other subscriptions, on which the broker would do nothing, and the errors of
+        `acknowledge`.
         """
         if not self._options.ordered:
             raise ValueError("only exclusive and failover subscriptions can be acknowledged up to a message")
@@ -311,8 +317,8 @@ class PulsarConsumer:
     def redeliver(self, ids: Iterable[MessageId] | None = None) -> None:
         """Have unacknowledged messages redelivered: all of them, or on shared subscriptions these entries.
 
-        On exclusive and failover subscriptions always all: waiting entries are dropped first, so that everything comes
-        once and in order. Raise `BrokerConnectionLost`.
+        Exclusive and failover subscriptions always redeliver all messages: waiting entries are dropped first, so that
+        each message arrives once and in order. Raise `BrokerConnectionLost` if the consumer is lost.
         """
         connection = self._open_connection()
         fields: list[Fields] = []
@@ -358,11 +364,15 @@ class PulsarConsumer:
         self.reopen(deadline.left)
 
     def last_message_id(self, timeout: float) -> MessageId:
-        """Return the last message that can be read now, in front of any open transaction; entry -1 if there is none."""
+        """Return the last message that can be read now, before any open transaction; its entry is -1 if there
+        is none.
+        """
         return self.progress(timeout)[0]
 
     def progress(self, timeout: float) -> tuple[MessageId, MessageId | None]:
-        """Return the last message that can be read now, and the mark-delete position, if the broker tells."""
+        """Return the last message that can be read now, and the mark-delete position, None if the broker does not
+        return it.
+        """
         answer = self._ask("get_last_message_id", ClientDeadline(timeout))
         acknowledged = answer.get("consumer_mark_delete_position")
         return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)
@@ -396,7 +406,7 @@ class PulsarConsumer:
             self.activations += active and not self.active
             self.active = active
         if not active:
-            self._drop_waiting()  # it comes to another consumer, or here again
+            self._drop_waiting()  # another consumer receives these entries, or this one again
         self.inbox.wake()
 
     def told_lost(self, generation: int, reason: PulsarError) -> None:
@@ -412,7 +422,7 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ ending
 
     def close(self, timeout: float) -> None:
-        """Leave the subscription; a durable one stays. Repeating it is harmless."""
+        """Leave the subscription; a durable subscription stays. Calls may be repeated."""
         self._leave(ClientDeadline(timeout))
         self._finish()
 
@@ -434,7 +444,7 @@ class PulsarConsumer:
 
 
 class _Side:
-    """One generation of a consumer, as its connection sees it."""
+    """One generation of a consumer, registered at its connection."""
 
     def __init__(self, consumer: PulsarConsumer, generation: int) -> None:
         self._consumer = consumer

@@ -1,4 +1,4 @@
-"""The client's errors. Their classes tell apart a refusal, passing trouble, and an unknown result.
+"""The client's errors. Their classes distinguish a refusal, a temporary error, and an unknown result.
 
 Every error says in `may_have_had_effect` whether the broker may have acted on the request; False is a promise that it
 has not. Errors can be pickled, and contain no payloads, keys or credentials.
@@ -39,7 +39,7 @@ class ServerErrorCode(IntEnum):
     PRODUCER_FENCED = 25
 
 
-# Trouble of the broker's stores, load or ownership: the same request may succeed a moment later.
+# Temporary errors of the broker's stores, load or ownership: the same request may succeed a moment later.
 _PASSING = {
     ServerErrorCode.UNKNOWN,
     ServerErrorCode.METADATA,
@@ -51,7 +51,7 @@ _PASSING = {
 
 
 class PulsarError(Exception):
-    """The base class of all errors here."""
+    """The base class of the client's errors."""
 
     may_have_had_effect = False
     # Whether a repetition may help, as far as the error itself tells.
@@ -65,7 +65,9 @@ class ConnectFailed(PulsarError):
 
 
 class BrokerConnectionLost(PulsarError):
-    """The connection ended before the answer came; or, with `may_have_had_effect` False, before anything was sent."""
+    """The connection ended before the answer arrived; or, with `may_have_had_effect` False, before anything
+    was sent.
+    """
 
     retriable = True
 
@@ -78,13 +80,13 @@ class BrokerConnectionLost(PulsarError):
 
 
 class RequestTimedOut(BrokerConnectionLost):
-    """The deadline came first. A later answer is ignored."""
+    """The deadline passed before the answer arrived. A later answer is ignored."""
 
     retriable = False
 
 
 class Closed(PulsarError):
-    """The owner has closed the client, producer or consumer."""
+    """This process has closed the client, producer or consumer."""
 
 
 class ProtocolError(PulsarError):
@@ -96,7 +98,9 @@ class CorruptEntry(PulsarError):
 
 
 class PerhapsDropped(PulsarError):
-    """The broker failed to store an entry, then dropped its repetition: it has the entry, or only later ones."""
+    """The broker failed to store an entry, then dropped its repetition as a duplicate: the entry may be
+    stored or not.
+    """
 
     may_have_had_effect = True
 
@@ -217,7 +221,7 @@ _CLASSES: dict[int, type[ServerError]] = {
 
 
 def server_error(code: int, text: str) -> ServerError:
-    """Return the error of the right class for a broker's answer."""
+    """Return the error, of the class for its code and text, for a broker's error answer."""
     if code == ServerErrorCode.PERSISTENCE and text.startswith("Cannot determine whether the message is a duplicate"):
         return DuplicateUndecided(code, text)
     # The code says that the transaction does not exist, and the text that it does.

@@ -1,4 +1,4 @@
-"""Frames: the layout of commands, and of entries behind them, on a connection."""
+"""Frames: the encoding of commands, and of the entries after them, on a connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PREFIXES = {name: b"\x08" + varint(number) + varint(number << 3 | 2) for name, 
 
 
 class Frame(NamedTuple):
-    """A received frame: the command's name (empty if unknown), its fields, and the entry behind it."""
+    """A received frame: the command's name (empty if unknown), its fields, and the entry after it."""
 
     name: str
     fields: Fields
@@ -57,7 +57,7 @@ def _base(name: str, fields: Fields) -> bytes:
 
 
 def parse(data: bytes) -> Frame:
-    """Parse a frame, given without its first size. Raise `ProtocolError`."""
+    """Parse a frame without its leading size. Raise `ProtocolError` if the frame is invalid."""
     try:
         return _parse(data)
     except (Malformed, IndexError, struct.error) as error:
@@ -102,7 +102,9 @@ def _fields(base: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def split_entry(tail: bytes) -> tuple[Fields, bytes, Fields]:
-    """Return an entry's metadata, its payload as stored, and what the broker added. Raise `CorruptEntry`."""
+    """Return an entry's metadata, its payload as stored, and the fields that the broker added. Raise `CorruptEntry` if
+    invalid.
+    """
     try:
         return _split_entry(tail)
     except (Malformed, struct.error) as error:
@@ -139,11 +141,13 @@ class FrameReader:
         self._end = 0
 
     def space(self) -> memoryview:
-        """Return where the next bytes go; never empty."""
+        """Return the buffer for the next bytes; never empty."""
         return memoryview(self._buffer)[self._end :]
 
     def frames(self, received: int) -> list[bytes]:
-        """Return the frames that n more bytes have completed, without their first size. Raise `ProtocolError`."""
+        """Return the frames that n received bytes complete, without their leading sizes. Raise `ProtocolError` if one
+        is too large.
+        """
         self._end += received
         at, frames = 0, []
         with memoryview(self._buffer) as view:

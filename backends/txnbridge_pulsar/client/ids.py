@@ -1,4 +1,4 @@
-"""Ids of messages and transactions, and the bits that tell which messages of a batch are acknowledged."""
+"""Ids of messages and transactions, and bit sets of the acknowledged messages in a batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LATEST = MessageId((1 << 63) - 1, (1 << 63) - 1)
 
 
 def message_id(fields: Fields) -> MessageId:
-    """Return an id as the broker writes it; the schema requires both halves."""
+    """Return the id in a message of the broker; the schema requires ledger and entry."""
     ledger, entry = fields["ledger_id"], fields["entry_id"]
     first = fields.get("first_chunk_message_id")
     return MessageId(
@@ -63,7 +63,7 @@ def message_id(fields: Fields) -> MessageId:
 
 
 def position_fields(id: MessageId) -> Fields:
-    """Return an id as a position to begin at or seek to: with everything behind it, and its batch from its index on."""
+    """Return the fields for beginning at, or seeking to, an id; in a batch from the id's index on."""
     fields: Fields = {"ledger_id": id.ledger, "entry_id": id.entry}
     if id.partition >= 0:
         fields["partition"] = id.partition
@@ -71,7 +71,7 @@ def position_fields(id: MessageId) -> Fields:
         fields["batch_index"] = id.batch_index
         fields["ack_set"] = ack_set(id.batch_size, range(id.batch_index))
     if id.first_chunk:
-        # The whole message comes only from its first chunk on.
+        # The broker sends the whole message only from its first chunk on.
         fields["ledger_id"], fields["entry_id"] = id.first_chunk
     return fields
 
@@ -125,5 +125,5 @@ def ack_set(size: int, acked: Iterable[int]) -> list[int]:
 
 
 def delivered_indexes(words: Sequence[int]) -> list[int]:
-    """Return the indexes that the broker delivers of a batch: those whose bits are 1."""
+    """Return the indexes of the messages in a batch that the broker delivers: those whose bits are 1."""
     return [64 * at + bit for at, word in enumerate(words) for bit in range(64) if word >> bit & 1]

@@ -12,21 +12,21 @@ from .incoming import ReceivedEntry
 
 
 class EntryAcceptor(Protocol):
-    """A consumer, as its inbox uses it."""
+    """The methods of a consumer that its inbox calls."""
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None: ...
 
 
 _Waiting = tuple[EntryAcceptor, int, Fields, bytes]
 
-# What a program with some partitions can spare, and enough to keep a fast network busy.
+# The default size: enough to keep a fast network busy.
 DEFAULT_BYTES = 64 * 1024 * 1024
 
 
 class Inbox:
     """A queue that consumers share. Permits bound it to about `max_bytes` over all of them.
 
-    Each consumer may hold as much again of incomplete messages in chunks. One thread takes at a time.
+    Each consumer may hold as many bytes again in incomplete messages. Only one thread at a time may call `take`.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
@@ -37,9 +37,9 @@ class Inbox:
         self._woken = False
 
     def take(self, timeout: float, most: int = 100) -> list[ReceivedEntry]:
-        """Return up to `most` entries in the order of arrival; empty if none came in time.
+        """Return up to `most` entries in the order of arrival; empty at the timeout.
 
-        Return an empty list at once when one of its consumers is lost, which `lost` explains.
+        Return an empty list at once if a consumer of this inbox is lost; `PulsarConsumer.lost` is the reason.
         """
         deadline = ClientDeadline(timeout)
         while True:
@@ -79,14 +79,14 @@ class Inbox:
             self._changed.notify()
 
     def drop(self, consumer: EntryAcceptor) -> list[tuple[int, Fields, bytes]]:
-        """Take out the waiting entries of one consumer."""
+        """Remove and return the waiting entries of one consumer."""
         with self._changed:
             dropped = [(item[1], item[2], item[3]) for item in self._waiting if item[0] is consumer]
             self._waiting = deque(item for item in self._waiting if item[0] is not consumer)
         return dropped
 
     def wake(self) -> None:
-        """Let `take` return, so that its caller looks at its consumers."""
+        """Make a waiting `take` return, so that its caller can check the consumers."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()

@@ -13,12 +13,12 @@ from .frames import split_entry
 from .ids import MessageId, TxnId, delivered_indexes, message_id
 
 _SIZE = struct.Struct(">I")
-# The most that an entry may claim to unpack to; far above any broker's limit.
+# The largest decompressed size of an entry; far above any broker's limit.
 MAX_UNPACKED = 256 * 1024 * 1024
 
 
 class ReceivedMessage:
-    """One message, whose parts are read from its entry when they are asked for."""
+    """One message of an entry, whose parts are parsed at their first use."""
 
     __slots__ = ("_described", "entry", "index", "payload")
 
@@ -33,7 +33,7 @@ class ReceivedMessage:
 
     @property
     def id(self) -> MessageId:
-        """Return where the message is stored, with its index in a batch."""
+        """Return the message's id, with its index in a batch."""
         whole = self.entry.id
         if self.index < 0:
             return whole
@@ -65,7 +65,7 @@ class ReceivedMessage:
 
     @property
     def sequence_id(self) -> int:
-        """Return its own sequence id if the batch has it, else one counted from the entry's."""
+        """Return the message's own sequence id if the batch has it, else an id counted from the entry's."""
         own: int = self._described.get("sequence_id", self.entry.sequence_id + max(self.index, 0))
         return own
 
@@ -83,7 +83,7 @@ def _key(described: Fields) -> bytes | None:
 
 
 class ReceivedEntry:
-    """One received entry, read as far as needed to know what it is.
+    """One received entry, whose metadata are parsed, but not its messages.
 
     An unreadable entry has a `fault`, which `messages` raises: the caller decides what to do with it. `parts` are the
     ids of all chunks, in order, of a message that was sent in several.
@@ -108,7 +108,7 @@ class ReceivedEntry:
     def __init__(self, consumer: object | None, generation: int, fields: Fields, tail: bytes) -> None:
         self.consumer = consumer
         self.generation = generation
-        self.arrival = 0  # its number since the consumer was opened
+        self.arrival = 0  # number of the entry since the consumer was opened
         self.id = message_id(fields["message_id"])
         self.redeliveries: int = fields.get("redelivery_count", 0)
         self.size = len(tail)
@@ -121,7 +121,7 @@ class ReceivedEntry:
         except CorruptEntry as error:
             self.metadata, self._payload, added = {}, b"", {}
             self.refuse(str(error))
-        # The topic-wide index of its last message; None where the broker does not tell.
+        # The topic-wide index of the entry's last message; None if the broker does not send it.
         self.index: int | None = added.get("index")
 
     def __repr__(self) -> str:
@@ -174,11 +174,11 @@ class ReceivedEntry:
         return self.metadata.get("uuid", ""), self.metadata.get("chunk_id", 0), chunks
 
     def refuse(self, why: str) -> None:
-        """Make it an unreadable entry."""
+        """Mark the entry as unreadable."""
         self.fault = CorruptEntry(f"{why} ({self.id.ledger}:{self.id.entry})")
 
     def join(self, earlier: list[ReceivedEntry]) -> None:
-        """Make this last chunk the whole message. If the sizes do not match, its fault is `CorruptEntry`."""
+        """Make this last chunk the complete message. If the sizes do not match, set `fault` to `CorruptEntry`."""
         first = earlier[0].id
         self.parts = (*(chunk.id for chunk in earlier), self.id)
         self.id = self.id._replace(first_chunk=(first.ledger, first.entry))

@@ -16,15 +16,15 @@ from .pool import ConnectionPool, ConnectionTarget, retrying
 T = TypeVar("T")
 
 _REDIRECT, _CONNECT = 0, 1
-# As in the Java client; a broker that redirects more often goes in circles.
+# The most redirects, as in the Java client: more of them are a loop.
 MOST_REDIRECTS = 20
-# A broker that does not answer by then will hardly answer later, but another one may.
+# Seconds for one broker's answer; after that another broker is asked.
 _SECONDS_AN_ATTEMPT = 10.0
 _LANE = ""
 
 
 class Lookup:
-    """Questions that any broker answers. Each is repeated at the brokers in turn until its deadline."""
+    """Lookup requests, which any broker answers. Each is repeated at the next broker until its deadline."""
 
     def __init__(self, pool: ConnectionPool, service: ServiceUrl, listener: str | None) -> None:
         self._pool = pool
@@ -34,8 +34,8 @@ class Lookup:
         self._current = next(self._turn)
 
     def connection(self, topic: str, connection_key: str, deadline: ClientDeadline) -> BrokerConnection:
-        """Return a connection to the broker that serves a topic. This is one attempt: if that broker refuses the
-        caller's request, the caller repeats both.
+        """Return a connection to the broker that serves a topic. If this broker then refuses the caller's request, the
+        caller repeats lookup and request.
         """
         return self._pool.get(self._target(full_topic_name(topic), deadline), connection_key, deadline)
 
@@ -98,7 +98,7 @@ class Lookup:
 
     @contextmanager
     def _next_on_failure(self) -> Iterator[None]:
-        """Go on to the next broker of the service URL if the block fails."""
+        """Make the next broker of the service URL the current one if the block fails."""
         try:
             yield
         except PulsarError:

@@ -1,9 +1,9 @@
 """A producer: sends entries without waiting, and reports the result of each.
 
-It never sends anything twice by itself. When the connection ends, or the broker moves the topic, every send without a
-receipt fails with `BrokerConnectionLost`: it may or may not be stored. The caller decides: `reopen`, and `resend` the
-unconfirmed sends (byte for byte, which makes duplicates unless the broker removes them), or `forget` them. Sequence ids
-are never reused, whatever became of their messages.
+The producer never sends an entry twice by itself. When the connection ends, or the broker moves the topic, every send
+without a receipt fails with `BrokerConnectionLost`: the entry may or may not be stored. The caller decides: `reopen`,
+and `resend` the unconfirmed sends (byte for byte, which makes duplicates unless the broker removes them), or `forget`
+them. Sequence ids are never reused, whether or not their messages were stored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def nobody(send: Send) -> None:
 
 
 class AccessMode(IntEnum):
-    """The claim on a topic: which other producers it may have."""
+    """Which other producers a topic may have beside this one."""
 
     SHARED = 0
     EXCLUSIVE = 1  # none; refused with `ProducerFenced` if another has the topic
@@ -62,7 +62,7 @@ class ProducerOptions(NamedTuple):
 
 
 class PulsarProducer:
-    """A producer, open from the start. Any thread may send; the order is that of the calls."""
+    """An open producer. Any thread may send; entries are sent in the order of the calls."""
 
     def __init__(self, lookup: Lookup, budget: Budget, id: int, topic: str, options: ProducerOptions) -> None:
         check_installed(options.compression)
@@ -91,12 +91,12 @@ class PulsarProducer:
 
     @property
     def lost(self) -> PulsarError | None:
-        """Return why it can send nothing until it is reopened; None while it is open."""
+        """Return the error because of which the producer has to be reopened; None while it is open."""
         return self._lost
 
     @property
     def generation(self) -> int:
-        """Return how often it was reopened."""
+        """Return how often the producer was reopened."""
         return self._epoch
 
     @property
@@ -105,15 +105,17 @@ class PulsarProducer:
 
     @property
     def unconfirmed(self) -> list[Send]:
-        """Return the sends that were on their way when the connection ended, in order; each may be stored or not."""
+        """Return the sends without a receipt at the end of the connection, in order; each entry may be stored
+        or not.
+        """
         with self._state:
             return list(self._unconfirmed)
 
     def reopen(self, timeout: float) -> None:
-        """Open again under the same name, and with the same epoch if it holds the topic exclusively.
+        """Reopen the producer with the same name, and with the same epoch if it holds the topic exclusively.
 
         Unconfirmed sends stay unconfirmed. `last_sequence_id` is then the broker's, -1 if it keeps none. Raise
-        `ProducerFenced` if another producer took the topic over, and as `PulsarClient.create_producer`.
+        `ProducerFenced` if another producer took the topic over, and the errors of `PulsarClient.create_producer`.
         """
         if self._epoch >= 0 and isinstance(self._lost, Closed):
             raise Closed(str(self._lost))
@@ -145,10 +147,11 @@ class PulsarProducer:
             self._connection = connection
 
     def _take_topic(self, connection: BrokerConnection, deadline: ClientDeadline) -> Fields:
-        """Ask for the topic with our epoch if we own it, which fences nobody.
+        """Request the topic; with the producer's own epoch if it held the topic exclusively, which fences no other
+        producer.
 
         The broker refuses to fence with an epoch that is not the newest, but closes the owner's connection all the
-        same. So we only fence where we hold the topic ourselves, on a connection whose end the broker has not noticed.
+        same. So we only fence our own older connection, whose end the broker has not noticed.
         """
         access = self._options.access
         if access is AccessMode.EXCLUSIVE_WITH_FENCING and self.topic_epoch is not None:
@@ -189,8 +192,8 @@ class PulsarProducer:
         """Send an entry. `sequence_id` is its first message's; by default the next one. `when_done` is called as in
         `Send.when_done`, even for an entry that was sent although this call raised.
 
-        Wait only for room. Raise `MessageTooLarge`; `BrokerConnectionLost` or `RequestTimedOut`, which say whether the
-        entry may have been sent: if so, it is unconfirmed.
+        Wait only while the limit of unconfirmed bytes is reached. Raise `MessageTooLarge`; `BrokerConnectionLost` or
+        `RequestTimedOut`, which say whether the entry may have been sent: if so, it is unconfirmed.
         """
         deadline = ClientDeadline(timeout)
         with self._turn(deadline):
@@ -223,7 +226,7 @@ class PulsarProducer:
         """Send the unconfirmed entries again, with the same bytes in the same order. Return them; `when_done` is called
         for each.
 
-        Raise `BrokerConnectionLost` or `RequestTimedOut`; what was not sent stays unconfirmed.
+        Raise `BrokerConnectionLost` or `RequestTimedOut`; entries that were not sent stay unconfirmed.
         """
         deadline = ClientDeadline(timeout)
         with self._turn(deadline):
@@ -248,7 +251,9 @@ class PulsarProducer:
             self._budget.give_back(send.size)
 
     def flush(self, timeout: float) -> None:
-        """Wait until nothing is on its way. Raise `RequestTimedOut`; each send reports its own failure."""
+        """Wait until each entry has a receipt or a failure, which its `Send` has. Raise `RequestTimedOut` at the
+        timeout.
+        """
         with self._state:
             if not self._state.wait_for(lambda: not self._pending, timeout):
                 raise RequestTimedOut(f"{len(self._pending)} sends have no receipt after {timeout:g} s")
@@ -351,7 +356,9 @@ class PulsarProducer:
     # ------------------------------------------------------------------------------------------ ending
 
     def close(self, timeout: float) -> None:
-        """Close. Entries on their way fail with `BrokerConnectionLost`: flush first. Repeating it is harmless."""
+        """Close the producer. Entries without a receipt fail with `BrokerConnectionLost`: flush before. Calls may be
+        repeated.
+        """
         connection = self._connection
         closed = Closed("the producer is closed")
         self.on_lost(closed)

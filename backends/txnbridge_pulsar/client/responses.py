@@ -20,7 +20,7 @@ def answer_to(name: str) -> str:
 
 
 class Response:
-    """The answer to one request."""
+    """The answer to one request, which may arrive later."""
 
     def __init__(self, forget: Callable[[], None], what: str, kind: str) -> None:
         self.kind = kind  # the command that answers, unless it is an error
@@ -33,7 +33,9 @@ class Response:
         return self._future.done()
 
     def result(self, timeout: float) -> Fields:
-        """Wait for the answer's fields. Raise a `ServerError`, `BrokerConnectionLost`, or finally `RequestTimedOut`."""
+        """Wait for the answer's fields. Raise the broker's `ServerError`, `BrokerConnectionLost`, or
+        `RequestTimedOut`.
+        """
         try:
             return self._future.result(timeout)
         except FutureTimeout:
@@ -41,7 +43,7 @@ class Response:
             raise RequestTimedOut(f"no answer to {self._what} in {timeout:g} s") from None
 
     def when_done(self, call: Callable[[], object]) -> None:
-        """Have `call` called with the answer: by the reading thread, so it may not block, or at once if it is there."""
+        """Have `call` called with the answer: by the reading thread, so without blocking, or now if it is known."""
         self._future.add_done_callback(lambda _: call())
 
     def resolve(self, outcome: Fields | PulsarError) -> None:

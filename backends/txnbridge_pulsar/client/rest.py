@@ -37,7 +37,7 @@ class RestRefused(Exception):
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the library would only follow those of GET and HEAD."""
+    """Disables the library's redirects, which only work for GET and HEAD; `Rest` follows redirects itself."""
 
     def redirect_request(self, *answer: Any) -> None:
         return None
@@ -46,7 +46,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class Rest:
     """A REST client, which connects at its first call; one request at a time and thread. Paths begin with `/admin/`.
 
-    If one address does not answer, the next is asked, unless the request may have changed something.
+    If one address does not answer, the request is sent to the next, unless it may have changed something.
     """
 
     def __init__(self, settings: PulsarSettings) -> None:
@@ -56,15 +56,19 @@ class Rest:
             handlers.append(urllib.request.HTTPSHandler(context=settings.tls_context()))
         scheme, _, hosts = settings.admin_url.partition("://")
         self._addresses = [f"{scheme}://{host}" for host in hosts.split(",")]
-        self._current = 0  # which address is asked; the next one if it does not answer
+        self._current = 0  # index of the address in use
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, path: str, deadline: Deadline) -> Any:
-        """Return the JSON answer. Raise `RestRefused`, `AccessDenied`, `BrokerUnavailable`."""
+        """Return the JSON answer to GET. Raise `RestRefused`, `AccessDenied`, or `BrokerUnavailable` without
+        an answer.
+        """
         return self.ask("GET", path, deadline)
 
     def ask(self, method: str, path: str, deadline: Deadline, body: Any = None) -> Any:
-        """Send any request, like `get`; None for an empty answer. A change without an answer may have been made."""
+        """Send a request and return its JSON answer, None if empty. If no answer arrives, a change may have
+        been made.
+        """
         _, answer = self.look(method, path, deadline, body)
         return json.loads(answer) if answer else None
 

@@ -1,4 +1,4 @@
-"""Entries on their way to the broker, each until its receipt, and the limit on their size."""
+"""Entries that were sent and have no receipt yet, and the limit on their total size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Content(Protocol):
 
 
 class Receipt(NamedTuple):
-    """The broker has the entry; if `duplicate`, it dropped one with sequence ids that it had already."""
+    """The broker's receipt for an entry; if `duplicate`, the broker dropped the entry because of its sequence ids."""
 
     sequence_id: int
     message_id: MessageId
@@ -37,7 +37,7 @@ class Receipt(NamedTuple):
 
 
 class Budget:
-    """The bytes that may be on their way at once, shared by all producers of a client."""
+    """The bytes that may be sent and unconfirmed, shared by all producers of a client."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -45,7 +45,9 @@ class Budget:
         self._changed = threading.Condition()
 
     def take(self, size: int, deadline: ClientDeadline) -> None:
-        """Wait for room; an entry larger than the limit goes alone. Raise `RequestTimedOut`."""
+        """Wait until `size` bytes fit; a larger entry than the limit is sent alone. Raise `RequestTimedOut` at the
+        deadline.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit, deadline.left):
                 text = f"no room for another entry in {deadline.seconds:g} s: the broker confirms too slowly"
@@ -59,18 +61,18 @@ class Budget:
 
 
 class Send:
-    """One entry on its way: `sequence_id` to `highest_sequence_id`, in one transaction or none."""
+    """One sent entry, with `sequence_id` to `highest_sequence_id`, in a transaction or none, and its result."""
 
     __slots__ = ("_receipt", "count", "frame", "highest_sequence_id", "number", "refused", "sequence_id", "txn")
 
     def __init__(self, number: int, sequence_id: int, count: int, txn: TxnId | None, frame: bytes) -> None:
-        self.number = number  # among all sends of its producer
+        self.number = number  # counts all sends of the producer
         self.sequence_id = sequence_id
         self.highest_sequence_id = sequence_id + count - 1
         self.count = count
         self.txn = txn
         self.frame = frame
-        self.refused = False  # whether the broker has said that it could not store it
+        self.refused = False  # whether the broker has answered that it did not store the entry
         self._receipt: Future[Receipt] = Future()
 
     def __repr__(self) -> str:
@@ -99,12 +101,12 @@ class Send:
         self._receipt.add_done_callback(lambda _: call(self))
 
     def resolve(self, outcome: Receipt | PulsarError) -> None:
-        """Set the result. Only the first one counts, unless the send begins again."""
+        """Set the result. Only the first result counts, unless `begin_again` was called."""
         if isinstance(outcome, PulsarError):
             self._receipt.set_exception(outcome)
         else:
             self._receipt.set_result(outcome)
 
     def begin_again(self) -> None:
-        """Wait for a receipt again."""
+        """Reset the result, because the entry is sent again."""
         self._receipt = Future()

@@ -29,7 +29,7 @@ _COMMIT, _ABORT = 0, 1
 
 
 class Transactions:
-    """The coordinators of a cluster. Any thread may call; a client may act on any transaction whose id it knows."""
+    """Requests to the coordinators of a cluster. Thread-safe. A client may end any transaction whose id it has."""
 
     def __init__(self, lookup: Lookup, connection_key: str = "") -> None:
         self._lookup = lookup
@@ -54,7 +54,9 @@ class Transactions:
         raise AssertionError("pauses never end")
 
     def connect(self, timeout: float) -> int:
-        """Load every coordinator; return how many. After a restart of the brokers no transaction times out before."""
+        """Connect to every coordinator; return their number. After a broker restart, transactions time out only after
+        this.
+        """
         deadline = ClientDeadline(timeout)
         count = self._coordinators(deadline)
         for coordinator in range(count):
@@ -64,7 +66,7 @@ class Transactions:
     def begin(self, ttl_ms: int, timeout: float, coordinator: int | None = None) -> TxnId:
         """Begin a transaction at one coordinator, or at each in turn. The coordinator aborts it after `ttl_ms`.
 
-        If the answer is lost, another one is begun; the first stays empty and times out.
+        If the answer is lost, another transaction is begun; the first stays empty and times out.
         """
         deadline = ClientDeadline(timeout)
         if coordinator is None:
@@ -80,8 +82,8 @@ class Transactions:
         self, txn: TxnId, timeout: float, topics: Sequence[str] = (), subscriptions: Sequence[tuple[str, str]] = ()
     ) -> None:
         """Register the concrete topics that a transaction sends to and the (topic, subscription) pairs that it
-        acknowledges on, both at once. This comes before the first send or acknowledgement there: the broker checks
-        nothing, and an unregistered one never gets an end. Repeating it is harmless.
+        acknowledges on, both at once. Call this before the first send or acknowledgement on them: the broker does not
+        check it, and the end never reaches an unregistered one. Calls may be repeated.
 
         Raise `InvalidTransactionStatus` or `TransactionNotFound` if the transaction has ended.
         """
@@ -109,7 +111,7 @@ class Transactions:
         retrying(deadline, attempt)
 
     def end(self, txn: TxnId, commit: bool, timeout: float) -> None:
-        """Commit or abort. When this returns, markers are written and acknowledgements applied.
+        """Commit or abort a transaction. When this returns, markers are written and acknowledgements applied.
 
         The request is sent once. Raise `TransactionNotFound` (it ended before, in either way),
         `InvalidTransactionStatus` (`state` says which end is under way), `CoordinatorNotFound` (also if the coordinator
@@ -130,11 +132,11 @@ class Transactions:
             time.sleep(pause)
 
     def end_on_partition(self, txn: TxnId, topic: str, commit: bool, timeout: float) -> None:
-        """Repair: end a transaction that no coordinator knows on one topic. It takes a superuser's rights."""
+        """Repair: end a transaction that no coordinator knows on one topic. Only a superuser has the right."""
         self._end_on(txn, topic, "end_txn_on_partition", {"topic": full_topic_name(topic)}, commit, timeout)
 
     def end_on_subscription(self, txn: TxnId, topic: str, subscription: str, commit: bool, timeout: float) -> None:
-        """Repair: end a transaction's acknowledgements on one subscription. It takes a superuser's rights."""
+        """Repair: end a transaction's acknowledgements on one subscription. Only a superuser has the right."""
         named = {"subscription": {"topic": full_topic_name(topic), "subscription": subscription}}
         self._end_on(txn, topic, "end_txn_on_subscription", named, commit, timeout)
 
@@ -175,7 +177,9 @@ class Transactions:
 
     @contextmanager
     def _rediscovering(self, coordinator: int) -> Iterator[None]:
-        """Forget where a coordinator is when the broker there does not have it, or is gone."""
+        """Forget a coordinator's broker if the block fails because this broker does not have the coordinator or is
+        down.
+        """
         try:
             yield
         except PulsarError as error:

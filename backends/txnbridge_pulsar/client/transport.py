@@ -26,7 +26,7 @@ _MOST_WAITING = 1000
 
 
 class NotWritten(OSError):
-    """A frame was not written in time. If it was started, the rest goes out when the connection takes it."""
+    """A frame was not written in time. If a part was written, the rest is written later."""
 
     def __init__(self, started: bool) -> None:
         super().__init__("the connection does not take more in time")
@@ -34,7 +34,9 @@ class NotWritten(OSError):
 
 
 class Transport:
-    """Frames out, bytes in. All errors are `OSError`; after one, only `close` is left."""
+    """A connected socket that writes frames and reads bytes. All errors are `OSError`; after an error only `close`
+    works.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -76,7 +78,7 @@ class Transport:
         self._flush_waiting()
 
     def _flush_waiting(self) -> None:
-        # The thread that holds the lock looks again after releasing it, so nothing is left behind.
+        # The thread that holds the lock checks again after releasing it, so no frame stays unwritten.
         while self._waiting and self._writing.acquire(blocking=False):
             try:
                 while self._push() and self._waiting:
@@ -112,7 +114,7 @@ class Transport:
     # ------------------------------------------------------------------------------------------ reading
 
     def read_into(self, space: memoryview, seconds: float) -> int | None:
-        """Return how many bytes were read; None if none came in time. Raise `OSError`, also at the stream's end."""
+        """Return how many bytes were read; None at the timeout. Raise `OSError`, also at the end of the stream."""
         received = self._receive(space)
         if received is None:
             # The reader's own frames go out here if they could not before.

@@ -1,9 +1,9 @@
-"""Tells whether a group has lost a subscription that it had, and whether open transactions hold its messages.
+"""Detects that a group has lost a subscription, and that open transactions hold the group's messages as pending acks.
 
-Brokers drop unused subscriptions where they are set to, and administrators delete some. A member that subscribes again
-makes a new one, and would read everything again or skip messages. So the decision log records how many partitions of a
-topic a group has begun to read, and REST says whether the subscription exists: the binary protocol cannot ask
-(hazard H57).
+Brokers can be configured to drop unused subscriptions, and administrators may delete some. A member that subscribes
+again creates a new subscription, and would read all messages again or skip some. So the decision log records how many
+partitions of a topic a group has begun to read, and REST says whether the subscription exists: the binary protocol has
+no request for this (hazard H57).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of
 
 _log = logging.getLogger("txnbridge")
 
-# Reading does not depend on REST: no member waits longer for an answer that only tells of a lost subscription.
+# Seconds to wait for a REST answer, which only serves to detect a lost subscription.
 _ASK_SECONDS = 3.0
-# After a REST timeout no question is asked for this long: there is one for each partition.
+# After a REST timeout no request is sent for this long: there would be one for each partition.
 _SILENT_SECONDS = 30.0
 
 
 class GroupRegistry:
-    """The registry of one group. Any thread may call."""
+    """The record of how many partitions one group has begun to read, and checks by REST. Thread-safe."""
 
     def __init__(self, rest: Rest | None, group: str | None, context: Context) -> None:
         self._rest = rest
@@ -47,7 +47,7 @@ class GroupRegistry:
         return 0 if value is None else int(value["partitions"])
 
     def record(self, topic: str, count: int, deadline: Deadline) -> None:
-        """Record that the group has subscriptions on this many partitions or more."""
+        """Record that the group has subscriptions on at least this many partitions of a topic."""
         if self._blind:
             return
         try:
@@ -58,7 +58,7 @@ class GroupRegistry:
             self._go_on_without(error)
 
     def check(self, concrete: str, deadline: Deadline) -> None:
-        """Raise `PositionLost` for a partition whose subscription existed and is gone."""
+        """Raise `PositionLost` if the group has lost its subscription on a partition that it has begun to read."""
         if not self._blind and not self._has_subscription(concrete, deadline):
             raise PositionLost(
                 f"group {self._group!r} has read {concrete}, but its subscription is gone: it was deleted, or the"
@@ -94,7 +94,9 @@ class GroupRegistry:
         return True
 
     def _ask(self, rest: Rest, path: str, deadline: Deadline) -> Any:
-        """Ask REST. After a timeout, raise `BrokerUnavailable` without asking for a while. Raise as `Rest.get`."""
+        """Send a REST request, with the errors of `Rest.get`. After a timeout, raise `BrokerUnavailable` at once for a
+        while.
+        """
         if time.monotonic() < self._quiet_until:
             raise BrokerUnavailable("REST did not answer a moment ago")
         try:

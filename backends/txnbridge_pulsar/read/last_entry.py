@@ -28,5 +28,5 @@ def last_entry(cluster: ClusterAccess, topic: str, deadline: Deadline) -> wire.R
 
 
 def start_before(id: wire.MessageId) -> wire.MessageId:
-    """Return where a reader has to start so that this entry is its first."""
+    """Return the id at which a reader has to start so that the entry `id` is the first that it receives."""
     return wire.MessageId(id.ledger, id.entry - 1)

@@ -1,4 +1,4 @@
-"""One partition of a reader, and the client's entries as messages."""
+"""A reader's state for one partition, and the conversion of the client's entries to messages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import translate
 from txnbridge_pulsar.write.message_format import to_headers
 
-# The begin of a topic whose first message is not known; brokers never give topics a ledger of this number.
+# The position before all messages of a topic; no topic has a ledger with this number.
 BEGIN: Position = (0, 0, 0)
-_COUNTS = 1000  # delivery counts that are kept without asking whether they are still needed
+_COUNTS = 1000  # the most delivery counts that are kept for one partition
 
 _EntryPlace = tuple[int, int]  # ledger and entry
 _Bits = dict[_EntryPlace, int]  # batch indexes as bits, by entry
@@ -26,16 +26,16 @@ def position_of(id: wire.MessageId) -> Position:
 
 
 def behind(id: wire.MessageId) -> Position:
-    """Return the position behind an entry; for a topic without entries, the topic's begin."""
+    """Return the position after an entry; `BEGIN` for the id that stands for a topic without entries."""
     return BEGIN if id.ledger < 0 else (id.ledger, id.entry + 1, 0)
 
 
 @dataclass(eq=False)
 class AckedMessages:
-    """Messages that a transaction acknowledged while further copies of them may have been on their way.
+    """Messages that a transaction acknowledged while the broker may have been redelivering copies of them.
 
-    A message that comes after the broker's answer is no such copy: then the transaction was aborted. `until` is the
-    number of entries that had come when the answer did; None until then.
+    A message that arrives after the broker's answer is no copy: it is redelivered because the transaction was aborted.
+    `until` is the number of entries that had arrived before the answer; None until the answer arrives.
     """
 
     bits: _Bits
@@ -43,10 +43,11 @@ class AckedMessages:
 
 
 class PulsarPartition:
-    """One partition of a reader: the entries that wait, the next position, and the messages that were handed out.
+    """A reader's state for one partition: the received entries, the next position, and the messages that `poll`
+    returned.
 
-    In a group, outstanding messages were handed out and neither acknowledged nor given back. They tell copies from new
-    deliveries: a broker redelivers everything unacknowledged whenever some transaction aborts.
+    In a group, outstanding messages were handed out by `poll`, and neither acknowledged nor given back. Copies of
+    outstanding messages are dropped: a broker redelivers all unacknowledged messages whenever any transaction aborts.
     """
 
     def __init__(self, key: Partition, topic: str, consumer: wire.PulsarConsumer, grouped: bool) -> None:
@@ -56,17 +57,18 @@ class PulsarPartition:
         self.source: object = None
         self.paused = False
         self.next: Position = BEGIN
-        self.is_assigned = False  # as the reader's listener knows
+        self.is_assigned = False  # whether the reader's listener has been told so
         self.assignment: object = object()  # a new object for each assignment
-        self.generation = consumer.generation  # of the consumer at the assignment, as are its activations
+        self.generation = consumer.generation  # `generation` and `activations` of the consumer at the assignment
         self.activations = consumer.activations
         # Deadline of the wait for open transactions that hold earlier messages; None without a wait.
         self.waits_until: float | None = None
-        self.received: _EntryPlace = (-1, -1)  # the last entry that came
+        self.received: _EntryPlace = (-1, -1)  # the highest entry that arrived
         # Entries whose acknowledgement the broker refused: it redelivers them only on request.
         self.refused: list[wire.MessageId] = []
         self.fault: TxnBridgeError | None = None  # why the next entry cannot be read
-        # A time and an end: up to the end nothing is handed out before a message of that time. Set by a seek.
+        # Set by a seek to a time: the timestamp, and a position before which messages with earlier timestamps are
+        # skipped.
         self.since: tuple[int, Position] | None = None
         self._grouped = grouped
         self._waiting: deque[wire.ReceivedEntry] = deque()
@@ -81,11 +83,11 @@ class PulsarPartition:
         self._handed: _EntryPlace = (-1, -1)
         self._times: dict[Position, int] = {}
 
-    # --- coming and going -------------------------------------------------------------------------------------------
+    # --- assignments ----------------------------------------------------------------------------------------------
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the consumer knows of an end of the assignment that the listener does not know yet."""
+        """Return whether the assignment has ended, and the reader's listener has not been told yet."""
         consumer = self.consumer
         return consumer.lost is not None or consumer.generation != self.generation or consumer.active is False
 
@@ -109,14 +111,14 @@ class PulsarPartition:
         self._handed = (-1, -1)
 
     def drop(self) -> None:
-        """Drop the waiting entries; they are delivered again."""
+        """Drop the received entries that were not handed out; the broker redelivers them."""
         self._waiting.clear()
         self._rest.clear()
         self._rest_of = None
         self.fault = None
 
     def put(self, entry: wire.ReceivedEntry) -> None:
-        """Take in an entry."""
+        """Add a received entry."""
         self._waiting.append(entry)
         self.received = max(self.received, (entry.id.ledger, entry.id.entry))
 
@@ -128,13 +130,13 @@ class PulsarPartition:
 
     @property
     def waiting(self) -> int:
-        """Return about how many messages wait."""
+        """Return about how many received messages were not handed out."""
         return len(self._rest) + sum(entry.permits for entry in self._waiting)
 
     def take(self, limit: int) -> tuple[list[Message], int]:
-        """Return up to `limit` messages of the next entry, which may have none, and about how many bytes they are.
+        """Return up to `limit` messages of the next entry, perhaps none, and their size in bytes, about.
 
-        A fault is kept in `fault`, not raised.
+        An error in reading the entry is kept in `fault`, not raised.
         """
         if not self._rest:
             entry = self._waiting.popleft()
@@ -143,7 +145,7 @@ class PulsarPartition:
             try:
                 self._rest.extend(self._read(entry))
             except wire.PulsarError as error:
-                # The entry stays in front: only a seek goes on behind it.
+                # The entry stays the next one: only a seek skips it.
                 self._waiting.appendleft(entry)
                 topic, number = self.key
                 self.fault = translate(error, f"reading {topic}[{number}] at {position_of(entry.id)}")
@@ -221,7 +223,7 @@ class PulsarPartition:
             if acked.until is None or entry.arrival <= acked.until:
                 held |= acked.bits.get(place, 0)
             else:
-                self._acked.remove(acked)  # every copy that was on its way then has come
+                self._acked.remove(acked)  # all copies that were sent before the answer have arrived
         if held:
             messages = [message for message in messages if not held >> message.position[2] & 1]
         for first, end in self._skipped:
@@ -257,7 +259,7 @@ class PulsarPartition:
         if entry.parts:
             self._parts[place] = entry.parts
 
-    # --- taking back ------------------------------------------------------------------------------------------------
+    # --- acknowledging and giving back ------------------------------------------------------------------------
 
     @property
     def outstanding(self) -> int:
@@ -265,7 +267,7 @@ class PulsarPartition:
         return sum(bits.bit_count() for bits in self._outstanding.values())
 
     def check_outstanding(self, positions: Sequence[Position]) -> None:
-        """Raise `Conflict` for a position that was not handed out in this assignment, or was given back since."""
+        """Raise `Conflict` if a message was not handed out under this assignment, or was given back since."""
         for ledger, entry, index in positions:
             if not self._outstanding.get((ledger, entry), 0) >> index & 1:
                 topic, number = self.key
@@ -275,15 +277,16 @@ class PulsarPartition:
                 )
 
     def give_back(self, positions: Sequence[Position]) -> Sequence[Position]:
-        """Give back outstanding positions. Return those that were outstanding."""
+        """Mark messages as no longer outstanding. Return the positions of those that were outstanding."""
         held = [(a, b, index) for a, b, index in positions if self._outstanding.get((a, b), 0) >> index & 1]
         self.let_go(held)
         return held
 
     def give_up(self, places: Iterable[_EntryPlace], delivered_again: bool) -> list[wire.MessageId]:
-        """Forget all messages of these entries, handed out or waiting. Return the ids of the entries that had any.
+        """Forget all messages of these entries, handed out or not. Return the ids of entries that had such messages.
 
-        With `delivered_again` the broker is about to redeliver the entries, so older deliveries do not count.
+        With `delivered_again` the broker is about to redeliver the entries, so copies from earlier deliveries are
+        dropped.
         """
         given_up: list[wire.MessageId] = []
         for place in set(places):
@@ -300,11 +303,13 @@ class PulsarPartition:
         return given_up
 
     def let_go(self, positions: Sequence[Position]) -> list[wire.MessageId]:
-        """Forget that these positions, each given once, are outstanding. Return their message ids."""
+        """Mark outstanding messages, each given once, as no longer outstanding. Return their message ids."""
         return [id for place, indexes in self._by_entry(positions) for id in self._release(place, indexes)]
 
     def acknowledge(self, positions: Sequence[Position]) -> tuple[list[wire.MessageId], AckedMessages]:
-        """Forget positions that will be acknowledged. Return their message ids, and a record of the acknowledgement."""
+        """Mark messages as acknowledged in a transaction. Return their message ids, and a record of the
+        acknowledgement.
+        """
         places = {(ledger, entry) for ledger, entry, _ in positions}
         before = {place: self._outstanding[place] for place in places}
         ids = self.let_go(positions)
@@ -313,7 +318,7 @@ class PulsarPartition:
         return ids, acked
 
     def acknowledged(self, acked: AckedMessages) -> None:
-        """Note that the broker holds these acknowledgements for their transaction."""
+        """Note that the broker has confirmed these acknowledgements as pending acks of their transaction."""
         acked.until = self.consumer.arrived
         if not self._waiting and self.consumer.all_taken:
             self._forget(acked)
@@ -356,7 +361,7 @@ class PulsarPartition:
         return [wire.MessageId(*place, -1, index, size) for index in indexes]
 
     def go_to(self, position: Position) -> None:
-        """Continue at a position. Everything from it on comes again; a jump forward skips what lies between."""
+        """Continue at a position. Messages from the position on are delivered again; messages before it are skipped."""
         self.drop()
         self.since = None
         if self._grouped:

@@ -1,4 +1,4 @@
-"""The reader: committed messages, in a group or without one."""
+"""The reader: reads committed messages, in a group or without one."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from txnbridge_pulsar.write.acks import PulsarAckContext
 
 _log = logging.getLogger("txnbridge.pulsar.client")
 
-# A call without a deadline (seek) waits this long for the broker's answers.
+# Timeout of calls without a deadline (`seek`).
 SHORT_CALL = 10.0
-# A wait lasts at most this long: everything wakes it up but signals and partitions that were added to a topic.
+# The longest wait in `poll`: everything wakes it earlier, except signals and partitions that were added to a topic.
 _IDLE_SECONDS = 0.25
-# How often a reader looks for partitions that were added to its topics.
+# Seconds between two checks for partitions that were added to the reader's topics.
 _LOOK_SECONDS = 3.0
-# A broker that has just started answers before it knows its topics.
+# Seconds until a missing topic counts as deleted: a broker that has just started answers before it has all topics.
 _SURE_SECONDS = 0.5
 # Partitions are assigned together: a member that reads until all its partitions are read would else take the first one
-# for all. A broker says at once which member has a partition, a second after taking it from another member, or later if
-# it is busy. The reader waits for this word at most this long.
+# for all. A broker usually says at once which member has a partition, but a second later if it takes the partition from
+# another member, or even later if it is busy. The reader waits for all partitions at most this long.
 _TOGETHER_SECONDS = 10.0
-# How soon to ask again whether open transactions hold earlier messages, and how late a coordinator may abort.
+# Seconds between two checks whether open transactions hold earlier messages; seconds by which a timeout may be late.
 _HELD_SECONDS, _LATE_SECONDS = 0.1, 5.0
-# Entries that wait to be handed out have at most this size in all; entries already taken in may have as much again.
+# Bytes that the inbox may hold; entries that were taken from the inbox may have as much again.
 READ_BYTES = 32 * 1024 * 1024
-# Entries that are taken in at once. Of large entries there are never so many.
+# The most entries that are taken from the inbox at once.
 _MOST_ENTRIES = 500
-# One poll hands out at most this size: a program that asks for 10,000 messages has no room for 10,000 megabytes.
+# Bytes that one poll returns, about: a program that asks for 10,000 messages has no room for 10,000 megabytes.
 _ENOUGH_BYTES = 16 * 1024 * 1024
-# Opening a partition takes some milliseconds of waiting for the broker.
+# Partitions that are opened in parallel: each waits some milliseconds for the broker.
 _OPENED_AT_ONCE = 16
 
 _numbers = itertools.count()
@@ -61,14 +61,14 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class _BackgroundResult:
-    """The result of a reader's background work: partitions that start, and partitions that were added."""
+    """The result of a reader's background work: partitions that can be assigned, and partitions that were added."""
 
     starting: Mapping[PulsarPartition, Position] = field(default_factory=dict)
     added: Sequence[PulsarPartition] = ()
 
 
 class PulsarReader(Reader):
-    """One consumer for each partition, all on one connection. What takes time is done on another thread."""
+    """Reader with one consumer for each partition, all on one connection. A background thread does slow requests."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class PulsarReader(Reader):
             for topic in begun:
                 self._registry.record(topic, len(topics[topic]), deadline)
         except BaseException:
-            # The next try opens them again, and the broker could assign the partition to this consumer.
+            # A retry opens new consumers, and the broker could assign a partition to one of these.
             for partition in opened:
                 partition.consumer.close(deadline.left())
             raise
@@ -167,7 +167,7 @@ class PulsarReader(Reader):
             if looked and deadline.expired:
                 return []
             for partition in self._partitions.values():
-                if partition.is_assigned:  # what has come could not be handed out, and more would be requested
+                if partition.is_assigned:  # without it, messages that cannot be handed out would pile up
                     self._mode.grant_permits(partition, max_messages)
             self._receive(min(deadline.left(), _IDLE_SECONDS))
             looked = True
@@ -192,7 +192,7 @@ class PulsarReader(Reader):
         return messages
 
     def _in_turn(self) -> list[PulsarPartition]:
-        """Return all partitions, each time starting with another one, so that a long one delays no other."""
+        """Return all partitions, each time starting with another one, so that a busy partition delays no other."""
         partitions = list(self._partitions.values())
         if len(partitions) > 1:
             self._turn = (self._turn + 1) % len(partitions)
@@ -204,10 +204,10 @@ class PulsarReader(Reader):
             if partition.fault is not None and not partition.paused:
                 raise partition.fault
 
-    # --- partitions come and go ---------------------------------------------------------------------------------------
+    # --- assignments ---------------------------------------------------------------------------------------------
 
     def _update_assignments(self) -> None:
-        """Report partitions that come and go to the listener, and start the work that takes time."""
+        """Report gained and lost partitions to the listener, and start background work."""
         for partition in list(self._partitions.values()):
             if partition.is_assigned and (departure := self._mode.has_left(partition)):
                 self._leave(partition, departure)
@@ -250,10 +250,10 @@ class PulsarReader(Reader):
             )
 
     def _finish_work(self, deadline: Deadline) -> None:
-        """Wait for running work: it may neither run during a call that moves partitions, nor report after it."""
+        """Wait for running background work, which must neither run during a seek nor apply its result afterwards."""
         if self._work is not None and not self._work.join(deadline.left()):
             deadline.check("waiting for a broker")
-        with suppress(PositionLost):  # the caller says where to go on
+        with suppress(PositionLost):  # the caller is about to set a position
             self._finish_done_work()
         if self._mode.grouped:
             self._update_assignments()
@@ -284,8 +284,8 @@ class PulsarReader(Reader):
         return {topic: topics.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
 
     def _must_wait(self, partition: PulsarPartition, deadline: Deadline) -> bool:
-        """Return whether a partition has to start later. Messages that open transactions have acknowledged come again
-        after an abort, and later ones must not come first. The wait is limited, as unprepared transactions time out.
+        """Return whether a partition must not be assigned yet: messages that open transactions have acknowledged would
+        be redelivered after an abort, out of order. The wait is limited, because unprepared transactions time out.
         """
         if not self._mode.in_order or not self._registry.is_held(partition.topic, deadline):
             return False
@@ -294,7 +294,9 @@ class PulsarReader(Reader):
         return time.monotonic() < partition.waits_until
 
     def _check_exists(self, partition: PulsarPartition, deadline: Deadline) -> None:
-        """Raise `NotFound` for a deleted topic; subscribing to it again would create it anew."""
+        """Raise `NotFound` if the partition's topic was deleted: subscribing to the topic again would create
+        it anew.
+        """
         sure_at = time.monotonic() + _SURE_SECONDS
         while partition.topic not in self._cluster.topics.look(partition.key[0], deadline):
             if time.monotonic() > sure_at:
@@ -317,13 +319,13 @@ class PulsarReader(Reader):
         source = self._listener.assigned(partition.key)
         with self._guard:
             partition.arrive(source, first)
-        if partition.waits_until is not None:  # the messages that have come meanwhile are later ones
+        if partition.waits_until is not None:  # messages that have arrived meanwhile may be out of order
             partition.waits_until = None
             partition.drop()
             with suppress(wire.BrokerConnectionLost):
                 partition.consumer.redeliver()
 
-    # --- where it stands --------------------------------------------------------------------------------------------
+    # --- positions --------------------------------------------------------------------------------------------------
 
     def positions(self) -> dict[Partition, Position]:
         return {key: partition.next for key, partition in self._partitions.items() if partition.is_assigned}
@@ -346,7 +348,7 @@ class PulsarReader(Reader):
 
     @contextmanager
     def _replacing_consumer(self, partition: PulsarPartition) -> Iterator[None]:
-        """Inside the block, the partition may get another consumer."""
+        """Allow a partition to get another consumer inside the block."""
         with self._guard:
             del self._by_consumer[partition.consumer]
             try:
@@ -357,7 +359,7 @@ class PulsarReader(Reader):
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for key, given in positions.items():
             partition = self._partitions.get(key)
-            # Else they come again at the member that has the partition now.
+            # Else the messages are redelivered to the member that has the partition now.
             if partition is not None and partition.is_assigned:
                 with self._guard:
                     self._mode.nack(partition, given)
@@ -386,7 +388,9 @@ class PulsarReader(Reader):
             return {key: self._lag_of(each, deadline) for key, each in self._partitions.items() if each.is_assigned}
 
     def _lag_of(self, partition: PulsarPartition, deadline: Deadline) -> int:
-        """Return how far behind the end the reader is: in messages where they are known, else in entries."""
+        """Return the distance from the reader's position to the partition's end: received messages, and entries beyond
+        them.
+        """
         last, acknowledged = partition.consumer.progress(deadline.left())
         end = last.ledger, last.entry
         done = (-1, -1) if acknowledged is None or not self._mode.grouped else (acknowledged.ledger, acknowledged.entry)
@@ -408,7 +412,7 @@ class PulsarReader(Reader):
                 with suppress(wire.PulsarError):
                     partition.consumer.close(deadline.left())
         finally:
-            # This drops unanswered requests, and what is being opened now.
+            # This also ends unanswered requests and consumers that are being opened.
             self._cluster.client.hang_up(self._connection_key)
 
 

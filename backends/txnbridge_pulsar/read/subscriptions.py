@@ -15,14 +15,14 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import needing
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition, behind
 
-# So many messages may wait for one partition: ten times the default of a poll.
+# Messages that the broker may send ahead for one partition: ten times the default of a poll.
 _PERMITS = 5000
-# How soon to retry while another client holds the subscription exclusively for a moment.
+# Seconds between tries while another client holds the subscription exclusively for a moment.
 _BUSY_SECONDS = 0.05
 
 
 class SubscriptionMode(ABC):
-    """A mode of reading partitions. Methods with a deadline may ask the broker."""
+    """A mode of reading partitions. Methods with a deadline may send requests to the broker."""
 
     grouped = True
     in_order = False  # whether a group's messages stay in order, whichever member has the partition
@@ -41,11 +41,13 @@ class SubscriptionMode(ABC):
 
     @abstractmethod
     def has_left(self, partition: PulsarPartition) -> str:
-        """Return "" for a partition that stays, "revoking" if it is still ours for a moment, or "lost"."""
+        """Return "" if the reader still has the partition, "revoking" if it can still acknowledge for a moment, else
+        "lost".
+        """
 
     @abstractmethod
     def is_due(self, partition: PulsarPartition) -> bool:
-        """Return whether an unassigned partition can be assigned."""
+        """Return whether a partition can be assigned to this reader now: the broker has given it to this member."""
 
     def is_undecided(self, partition: PulsarPartition) -> bool:
         """Return whether the broker has not said yet which member has the partition."""
@@ -56,7 +58,7 @@ class SubscriptionMode(ABC):
         """Return the position at which a newly assigned partition starts."""
 
     def check_kept(self, partition: PulsarPartition, deadline: Deadline) -> None:
-        """Raise `PositionLost` if a partition that is subscribed again cannot continue at its position."""
+        """Raise `PositionLost` if a partition whose connection was lost cannot continue at its position."""
 
     @abstractmethod
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
@@ -67,7 +69,7 @@ class SubscriptionMode(ABC):
         """Have messages redelivered."""
 
     def seek_to_time(self, partition: PulsarPartition, timestamp: int, deadline: Deadline) -> None:
-        """Continue at the first message with that or a later timestamp, or else at the present end."""
+        """Continue at the first message with this or a later timestamp, or else at the present end."""
         last, _ = partition.consumer.progress(deadline.left())
         self.seek(partition, BEGIN, deadline)
         partition.since = timestamp, behind(last)
@@ -81,7 +83,7 @@ class SubscriptionMode(ABC):
 
 
 class UngroupedMode(SubscriptionMode):
-    """Reads without a group: leaves nothing at the broker, and starts where it is told."""
+    """Mode without a group: the broker stores no position, and the subscription's `start` says where to begin."""
 
     grouped = False
 
@@ -105,9 +107,10 @@ class UngroupedMode(SubscriptionMode):
     def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
         start = self._subscription.start
         if start == "latest":
-            # Not the broker's last position: an open transaction may have written before it.
+            # Seek to the last message's id, not to the broker's "latest": an open transaction may have written before
+            # that.
             last, _ = partition.consumer.progress(deadline.left())
-            # An empty ledger goes when the topic is loaded again, and positions in it with it.
+            # A broker drops an empty ledger when it loads the topic again, and positions in the ledger become invalid.
             self.seek(partition, behind(last) if last.entry >= 0 else BEGIN, deadline)
         elif isinstance(start, int):
             self.seek_to_time(partition, start, deadline)
@@ -128,9 +131,9 @@ class UngroupedMode(SubscriptionMode):
     def _check_kept(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
         """Raise `PositionLost` for a position in a ledger that the topic no longer has.
 
-        A broker does not say what it has trimmed, nor that a topic was deleted and created anew under its name. But it
-        trims whole ledgers, and ledger numbers grow over all topics, so a new topic's ledgers have higher numbers than
-        the deleted one's. A trimmed ledger's length is not known, so a position behind its last entry is lost as well.
+        A broker reports neither trimmed ledgers, nor that a topic was deleted and created anew. But it trims whole
+        ledgers, and ledger numbers grow over all topics, so a new topic's ledgers have higher numbers than the deleted
+        topic's. A trimmed ledger's length is not known, so a position after its last entry is lost as well.
         """
         if position[0] == BEGIN[0]:
             return
@@ -152,7 +155,9 @@ class UngroupedMode(SubscriptionMode):
 
 
 class FailoverMode(SubscriptionMode):
-    """Reads in a group, each partition at one member at a time and in order: a failover subscription."""
+    """Mode of a group in which each partition has one member at a time and is read in order: a failover
+    subscription.
+    """
 
     in_order = True
 
@@ -199,21 +204,23 @@ class FailoverMode(SubscriptionMode):
             )
 
     def _begin_at(self, topic: str, timestamp: int, deadline: Deadline) -> None:
-        """Have a group that has never acknowledged a message start at a time, before it has any members.
+        """Set the position of a new group, which has no members and no acknowledgements, to a time.
 
-        This client holds the subscription exclusively meanwhile, so no member is moved. Repeating it changes nothing.
+        This client holds the subscription exclusively meanwhile, so no member's position changes. Calls may be
+        repeated.
         """
         try:
             alone = self._subscribe(topic, deadline, start=wire.EARLIEST)
         except wire.ConsumerBusy:
-            return  # it has members, or another client is setting the position
+            return  # the group has members, or another client is setting the position
         try:
             last, acknowledged = alone.progress(deadline.left())
             if last.entry < 0 or (acknowledged is not None and acknowledged.entry >= 0):
                 return
             passed = _last_before(alone, timestamp, last, deadline)
             if passed is not None:
-                # A seek is stored when it is answered. An acknowledgement is lost if the topic is unloaded at once.
+                # Seek instead of acknowledging: a seek is stored before the answer, but an acknowledgement is lost if
+                # the topic is unloaded at once.
                 with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
                     alone.seek(_position_behind(passed), deadline.left())
         finally:
@@ -223,7 +230,7 @@ class FailoverMode(SubscriptionMode):
         consumer = partition.consumer
         if consumer.lost is not None or consumer.generation != partition.generation:
             return "lost"
-        # It may have left and come back, and another member got the same messages in between.
+        # The partition may have left and returned, and another member may have received the same messages in between.
         return "" if consumer.active and consumer.activations == partition.activations else "revoking"
 
     def is_due(self, partition: PulsarPartition) -> bool:
@@ -246,13 +253,15 @@ class FailoverMode(SubscriptionMode):
         self._redeliver(partition)
 
     def _redeliver(self, partition: PulsarPartition) -> None:
-        """Have everything unacknowledged redelivered in order; outstanding messages are passed over when they come."""
-        with suppress(wire.BrokerConnectionLost):  # then it comes again anyway, at the partition's next member
+        """Have the broker redeliver all unacknowledged messages in order; the reader drops outstanding ones
+        as copies.
+        """
+        with suppress(wire.BrokerConnectionLost):  # then the partition's next member receives them
             partition.consumer.redeliver()
 
 
 class SharedMode(FailoverMode):
-    """Reads in a group, each partition at many members: a shared or key-shared subscription."""
+    """Mode of a group in which each partition has many members: a shared or key-shared subscription."""
 
     in_order = False
 
@@ -278,7 +287,7 @@ class SharedMode(FailoverMode):
         )
 
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
-        # Entries are redelivered whole, perhaps to another member, so the rest of them is given up, too.
+        # Entries are redelivered whole, perhaps to another member, so this reader drops their other messages, too.
         given_up = partition.give_up([(ledger, entry) for ledger, entry, _ in positions], delivered_again=False)
         # The broker redelivers what an aborted transaction had acknowledged, unless it had refused the acknowledgement.
         wanted = [*given_up, *partition.refused]
@@ -297,7 +306,7 @@ class SharedMode(FailoverMode):
 def _last_before(
     consumer: wire.PulsarConsumer, timestamp: int, end: wire.MessageId, deadline: Deadline
 ) -> wire.MessageId | None:
-    """Return the last message before the first one with that or a later timestamp; None without one."""
+    """Return the last message before the first one with this or a later timestamp; None if no message is before it."""
     passed: wire.MessageId | None = None
     while passed is None or passed[:2] < end[:2]:
         deadline.check("looking for where the group begins")
@@ -310,7 +319,7 @@ def _last_before(
 
 
 def _position_behind(id: wire.MessageId) -> wire.MessageId:
-    """Return where the message behind this one may be."""
+    """Return the message id after this one, whether or not such a message exists."""
     if id.batch_index + 1 < id.batch_size:
         return id._replace(batch_index=id.batch_index + 1)
     return wire.MessageId(id.ledger, id.entry + 1)
@@ -319,7 +328,7 @@ def _position_behind(id: wire.MessageId) -> wire.MessageId:
 def mode_of(
     client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
 ) -> SubscriptionMode:
-    """Return the mode that a subscription asks for."""
+    """Return the mode for a subscription's group and sharing."""
     if subscription.group is None:
         return UngroupedMode(client, subscription, inbox, connection_key)
     kind = FailoverMode if subscription.sharing == "partition" else SharedMode

@@ -11,7 +11,7 @@ from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Option, Url
 from txnbridge_pulsar.settings.topic_names import Namespace, encoded
 
-if TYPE_CHECKING:  # everybody reads the declared options; only those who connect need the client
+if TYPE_CHECKING:  # the options are read without connecting, which needs no client
     import ssl
 
     from txnbridge_pulsar import client as wire
@@ -72,8 +72,8 @@ class PulsarSettings:
 
     @property
     def late_write_canary(self) -> str:
-        """Return the name of a topic that nobody reads. A late message is sent there to learn whether brokers refuse
-        the late messages of its transaction: see `outcome/late_writes`.
+        """Return the name of the canary topic, which nobody reads. A late message is sent to it to learn whether
+        brokers refuse late messages of the same transaction: see `outcome/late_writes`.
         """
         return f"{self.prefix}lamp"
 
@@ -89,7 +89,9 @@ class PulsarSettings:
         return wire.TlsAuthentication() if self.tls_certificate else None
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return the TLS context for brokers and for their REST interface. Raise `InvalidOption`."""
+        """Return the TLS context for brokers and their REST interface. Raise `InvalidOption` if a file cannot
+        be used.
+        """
         from txnbridge_pulsar import client as wire
 
         try:
@@ -161,7 +163,7 @@ _ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
 
 
 def read(url: Url, options: Mapping[str, Any], context: Context) -> PulsarSettings:
-    """Read the settings from a URL and the backend's options. Raise `InvalidOption`."""
+    """Return the settings in a URL and the backend's options. Raise `InvalidOption` if a value is invalid."""
     for name in context.client_options:
         raise InvalidOption(
             f"the Pulsar backend has no option {name!r}: its client is its own, and has none of its own"

@@ -8,7 +8,8 @@ from urllib.parse import quote, unquote
 
 from txnbridge.errors import InvalidOption
 
-# The durable subscription of every internal topic. Without one brokers drop records, and an idle topic.
+# The durable subscription of every internal topic. Without a subscription brokers drop records, and delete an idle
+# topic.
 SUBSCRIPTION = "txnbridge"
 
 _PARTITION = re.compile(r"-partition-\d+$")
@@ -25,7 +26,9 @@ class Namespace(NamedTuple):
         return f"{self.tenant}/{self.name}"
 
     def full_name(self, topic: str) -> str:
-        """Return `persistent://tenant/namespace/orders` for `orders`; a full name unchanged. Raise `InvalidOption`."""
+        """Return `persistent://tenant/namespace/orders` for `orders`; a full name unchanged. Raise `InvalidOption` if
+        invalid.
+        """
         full = topic if topic.startswith(_PERSISTENT) else f"{_PERSISTENT}{self}/{topic}"
         parts = full.removeprefix(_PERSISTENT).split("/")
         if len(parts) != 3 or not all(parts) or not full.isprintable():
@@ -38,7 +41,7 @@ class Namespace(NamedTuple):
         return full
 
     def short_name(self, full: str) -> str:
-        """Return the name by which users know a topic: short in this namespace, else full."""
+        """Return the name to show to users for a full name: the short name in this namespace, else the full name."""
         return full.removeprefix(f"{_PERSISTENT}{self}/")
 
 
@@ -71,5 +74,5 @@ def encoded(text: str) -> str:
 
 
 def decoded(text: str) -> str:
-    """Decode what `encoded` made."""
+    """Return the text that `encoded` has encoded."""
     return unquote(text.replace("=", "%"), errors="surrogatepass")

@@ -23,23 +23,24 @@ from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over,
 
 _log = logging.getLogger("txnbridge")
 
-# The deadline of one response, which may have to publish thousands of messages one after another. The bridge handles
+# Seconds for the response about one transaction, which may have thousands of messages to publish. The bridge handles
 # one transaction at a time, and brokers repeat a check-back without a response.
 _ANSWER_SECONDS = 30.0
-# The number of settled and lost transactions that are remembered, because brokers ask about each half of them.
+# The number of settled and lost transactions that are remembered: brokers send a check-back for each of their halves.
 _REMEMBERED = 10_000
-# The time before discarded halves that could not be ended are tried again. By then a log that was down is mostly up
-# again, or another process has ended them.
+# Seconds before discarded halves that could not be ended are tried again: by then the decision log may be available
+# again, or another process has ended the halves.
 _AGAIN_SECONDS = 60.0
-# The least time between two looks for discarded halves, even with a broker that discards soon.
+# The least seconds between two reads of discarded halves, even if a broker discards halves soon.
 _LEAST_PAUSE = 1.0
 
 
 class CheckBackHandler:
-    """Ends halves after check-backs. No response means "undecided", and the broker asks again.
+    """Ends halves after check-backs, as the decision log says. Without a response, the broker repeats a check-back
+    later.
 
-    No half is aborted because nothing is known about it. An abort is first written to the decision log, and only after
-    the half's own deadline, or after another process has opened the owner's transactional id (hazard H67).
+    A half is never aborted only because its decision is unknown. An abort is first written to the decision log, and
+    only after the half's own deadline, or after another process has opened the owner's transactional id (hazard H67).
     """
 
     def __init__(self, ender: HalfEnder) -> None:
@@ -58,7 +59,7 @@ class CheckBackHandler:
         threading.Thread(target=self._end_discarded_halves, name="txnbridge-rocketmq-discarded", daemon=True).start()
 
     def close(self) -> None:
-        """Respond to nothing more, and end a response that is under way."""
+        """Ignore further check-backs, and end a response that is running."""
         with self._lock:
             self._closed.set()
             for deadline in self._deadlines:
@@ -82,7 +83,7 @@ class CheckBackHandler:
     def answer(self, checks: Sequence[CheckBack]) -> None:
         """End the halves of check-backs. Log errors instead of raising them.
 
-        Brokers ask about each half of a transaction, and about each copy that they made in earlier rounds. One look at
+        Brokers ask about each half of a transaction, and about each copy that they made in earlier rounds. One read of
         the decision log suffices for thousands of check-backs.
         """
         asked: dict[str, list[CheckBack]] = {}
@@ -93,13 +94,16 @@ class CheckBackHandler:
                 _log.debug("a half of this application that no bridge has sent")
         for transaction, own in asked.items():
             if self._settle_quietly(transaction, [check.record for check in own]):
-                # They may be copies of halves whose messages were published before. Published messages stay.
+                # Abort the halves: their messages are published already, or the transaction is aborted. Published
+                # messages stay.
                 copies = [(check.broker or self._cluster.topics.home, check.half) for check in own]
                 with self._in_time() as deadline:
                     self._ender.drop(copies, deadline)
 
     def _settle_quietly(self, transaction: str, halves: Sequence[MessageExt]) -> bool:
-        """Carry out the decision. Return whether none of these halves has to be published any more."""
+        """Carry out the decision about a transaction, and log errors. Return whether none of these halves has to be
+        published.
+        """
         try:
             with self._in_time() as deadline:
                 return transaction in self._settled or self._settle(transaction, halves, deadline)
@@ -144,7 +148,9 @@ class CheckBackHandler:
         return claim
 
     def _is_own(self, half: MessageExt) -> bool:
-        """Return whether the half belongs to this application's own group. Resolvers are asked about half messages."""
+        """Return whether a half is in the application's producer group. Resolvers decide about halves in
+        other groups.
+        """
         return half.properties.get(Property.GROUP) == self._group
 
     def _remember(self, known: OrderedDict[str, None], transaction: str) -> None:
@@ -160,12 +166,12 @@ class CheckBackHandler:
             pass
 
     def _end_discarded_once(self) -> float:
-        """End discarded halves. Return the seconds until the next look.
+        """End discarded halves. Return the seconds until the next call.
 
-        A broker moves a half to its discarded topic after the last check-back, also if no bridge was there to respond.
-        The decision about its transaction still holds. The bridge ends the copies in the half topic and never the
-        discarded record: a broker told to end that record would end the half at the same offset of the half topic.
-        Undecided half messages of applications wait until they are resumed or ended by hand (hazard H70).
+        A broker moves a half to its discarded topic after the last check-back, also if no bridge was running to
+        respond. The decision about the half's transaction still counts. The bridge ends the copies in the half topic
+        and never the discarded record: a broker told to end that record would end the half at the same offset of the
+        half topic. Undecided half messages of applications wait until they are resumed or ended by hand (hazard H70).
         """
         pause = _AGAIN_SECONDS
         try:
@@ -182,7 +188,7 @@ class CheckBackHandler:
             ]
             if not left:
                 pause = patience / 3
-        except Exception as error:  # whatever the error, the next look may succeed
+        except Exception as error:  # after any error the next call may succeed
             _log.debug("discarded halves are looked at again later: %s", error)
         return max(_LEAST_PAUSE, pause)
 
@@ -208,13 +214,15 @@ class CheckBackHandler:
 
 
 def _is_decided_half(parts: Sequence[TopicPart], half: MessageExt) -> bool:
-    """Return whether a half is among those of the decision."""
+    """Return whether a half is one of those that the decision names."""
     slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
     return any(slot is not None and part.topic == topic and slot.number < part.count for part in parts)
 
 
 def _is_abandoned(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> bool:
-    """Return whether a transaction cannot commit: not prepared, and its id has a newer owner (hazard H72)."""
+    """Return whether a transaction cannot commit: it is not prepared, and its transactional id has a newer owner
+    (hazard H72).
+    """
     if origin.opening is None:
         return False
     newest = ledger.newest_opening(deadline)

@@ -39,17 +39,17 @@ T = TypeVar("T")
 
 _log = logging.getLogger("txnbridge")
 
-# A published message can be looked up after a millisecond mostly, and after 67 on a busy machine. Where another process
-# may have sent the commit just now, a second look follows after this time.
+# A published message can be looked up after a millisecond mostly, and after 67 on a busy machine. If another process
+# may have sent the commit just now, a second look-up follows after this time.
 _INDEX_SECONDS = 0.25
-# How much longer a message is looked for that the broker claims to have published.
+# Seconds for which a message is looked up that the broker claims to have published.
 _SURELY_INDEXED = 10.0
 _LOOK_SECONDS = 0.01
 # How long a look-up stays valid. A process may be suspended while it publishes, and others take over from a process
-# that publishes nothing for some seconds. Therefore it looks again before it sends a commit on an older look-up (hazard
-# H63).
+# that publishes nothing for some seconds. Therefore a process repeats a look-up that is older than this before it sends
+# a commit (hazard H63).
 _LOOK_HOLDS = 1.0
-# The number of messages published between two looks, which takes much less time than a look stays valid.
+# The number of messages published after one look-up, which takes much less time than a look-up stays valid.
 _PUBLISHED_AT_ONCE = 64
 # The time before a request is repeated to a broker that is down or busy.
 _PAUSE = 0.05
@@ -60,11 +60,11 @@ _REAL_QUEUE = "REAL_QID"
 
 
 class PublishedMessageMissing(BrokerUnavailable):
-    """A message is missing that the broker claims to have published."""
+    """A message cannot be looked up, although the broker claims to have published it."""
 
 
 class LockHolder(Enum):
-    """The thread or process that has the right to end a transaction now."""
+    """The thread or process that holds the lock of a transaction, and so may end it."""
 
     CALLER = "whoever asks"
     OTHER_THREAD = "another thread of this process"
@@ -78,7 +78,7 @@ class EndSequence:
     queue: Queue
     halves: deque[HalfHandle]
     call: Call[None] | None = None
-    stopped: RemotingError | None = None  # the error that ended the sequence early
+    stopped: RemotingError | None = None  # the error after which no more halves of the sequence are sent
 
 
 @dataclass
@@ -94,7 +94,9 @@ class HalfEnder:
 
     @contextmanager
     def exclusively(self, transaction: str, deadline: Deadline) -> Iterator[LockHolder]:
-        """Keep others from ending this transaction, as far as the locks tell. Yield the lock's holder."""
+        """Lock a transaction, so that other threads and processes do not end it at the same time. Yield the lock's
+        holder.
+        """
         with self._lock:
             mine = transaction not in self._under_way
             self._under_way.add(transaction)
@@ -111,7 +113,7 @@ class HalfEnder:
 
     @contextmanager
     def as_owner(self, transaction: str) -> Iterator[None]:
-        """Keep this process from responding to check-backs about a transaction that its owner is about to publish."""
+        """Mark a transaction as being published by its owner, so that this process does not answer its check-backs."""
         with self._lock:
             self._under_way.add(transaction)
         try:
@@ -141,17 +143,20 @@ class HalfEnder:
             _log.debug("a lock goes by itself: %s", error)
 
     def _lock_of(self, transaction: str) -> Queue:
-        """Return the lock of a transaction: a queue of no topic, under the prefix for which this user has rights."""
+        """Return the queue that is locked for a transaction. Its topic does not exist, and has the prefix of internal
+        topics.
+        """
         name = hashlib.sha256(transaction.encode()).hexdigest()[:32]
         return Queue(f"{self.cluster.settings.prefix}lock-{name}", self.cluster.topics.home, 0)
 
     # --- ending without a look-up: owners, aborts ---------------------------------------------------------------------
 
     def publish_fresh(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> bool:
-        """Publish halves that no other process ends within their immunity time. Return whether all are published.
+        """Publish an owner's halves directly, which no other process ends in their immunity time. Return whether all
+        succeeded.
 
-        The broker refuses a half that is too old. Then, and where a response is lost, a look-up has to come first
-        (hazard H60).
+        The broker refuses a commit after the immunity time. Then, and if a response is lost, the caller has to look
+        messages up before it sends another commit (hazard H60).
         """
         sequences = [EndSequence(queue, deque(handles)) for queue, handles in halves.items()]
         self._commit_halves(sequences, False, deadline)
@@ -159,7 +164,8 @@ class HalfEnder:
         return not any(sequence.stopped for sequence in sequences)
 
     def confirm_published(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> None:
-        """Look up one published message of each broker that was not seen to publish before. Raise `BrokerUnavailable`.
+        """Look up one published message on each broker, until a broker has passed this check once. Raise
+        `PublishedMessageMissing` if a message is not found.
 
         A proxy may report success for END_TRANSACTION and do nothing (hazard H74).
         """
@@ -174,11 +180,13 @@ class HalfEnder:
             _log.warning("whoever may only publish has to believe what brokers say is published: %s", error)
 
     def _keeps_index(self, broker: str, deadline: Deadline) -> bool:
-        """Return whether the broker has an index. Without one nothing is found, and owners publish all the same."""
+        """Return whether the broker has a message index. Without an index no message can be looked up, but owners can
+        publish.
+        """
         return self.cluster.brokers.config(broker, deadline).is_on("messageIndexEnable", True)
 
     def drop(self, halves: Iterable[tuple[str, HalfHandle]], deadline: Deadline) -> None:
-        """Abort halves on the brokers that are up. The others ask later, and receive the same response."""
+        """Abort halves on the brokers that are up. Other brokers send check-backs later, and get the same response."""
         waiting = deque(halves)
         while waiting:
             chunk = [waiting.popleft() for _ in range(min(AT_ONCE, len(waiting)))]
@@ -243,20 +251,21 @@ class HalfEnder:
     def publish(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline, *, first: bool = False) -> None:
         """Publish every message of a committed transaction.
 
-        `first` says that the caller has just decided the transaction, so that no other process has published any of it.
-        Raise `BrokerUnavailable`, `AccessDenied`, or `EvidenceLost` where a half is gone.
+        With `first`, the caller has just decided the transaction, so no other process has published any of its
+        messages. Raise `BrokerUnavailable`, `AccessDenied` if the user may not publish, or `EvidenceLost` if a half and
+        its message are gone.
         """
         missing = _expected(transaction, parts)
         if not first and (missing := self._unpublished(missing, deadline)):
             # Another process may have sent the commit just now, and the message cannot be looked up yet.
             time.sleep(min(_INDEX_SECONDS, deadline.left()))
-        missing.sort(key=lambda each: each.number)  # all topics side by side
+        missing.sort(key=lambda each: each.number)  # publish all topics in parallel
         at_once = _PUBLISHED_AT_ONCE
         while missing:
             self._keep_locked(transaction)
             some, others = missing[:at_once], missing[at_once:]
             left = self._publish_some(some, deadline)
-            # Nothing was published: the look-up of so many messages took longer than it stays valid.
+            # If no message was published, the look-up of so many messages took longer than a look-up stays valid.
             at_once = max(1, at_once // 2) if len(left) == len(some) else min(2 * at_once, _PUBLISHED_AT_ONCE)
             missing = left + others
             if missing:
@@ -277,7 +286,7 @@ class HalfEnder:
         return self._unpublished([each for each in missing if each.key in left], deadline)
 
     def _still_missing(self, missing: Sequence[_Expected], deadline: Deadline) -> Sequence[_Expected]:
-        """Return the messages that are missing. Wait while another process is publishing some."""
+        """Return the messages that are not published. Wait while another process is publishing some of them."""
         while len(left := self._unpublished(missing, deadline)) < len(missing):
             deadline.check("waiting for somebody else who publishes the same transaction")
             time.sleep(min(_INDEX_SECONDS, deadline.left()))
@@ -291,8 +300,8 @@ class HalfEnder:
     def unpublished(self, transaction: str, parts: Sequence[TopicPart], age: float, deadline: Deadline) -> int:
         """Return how many messages of a committed transaction have a half that still waits to be published.
 
-        The transaction was decided `age` seconds ago. If it is young, the broker's index may lack published messages.
-        If neither a message nor its half is found, retention has dropped both.
+        The transaction was decided `age` seconds ago. If that is only seconds, the broker's index may lack published
+        messages. If neither a message nor its half is found, retention has dropped both.
         """
         until = Deadline(min(max(0.0, _SURELY_INDEXED - age), deadline.left() / 2))
         wanted = _expected(transaction, parts)
@@ -314,7 +323,7 @@ class HalfEnder:
         return [copies[each] for each in wanted if each in copies]
 
     def _unpublished(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
-        """Return those messages that are not in their topics."""
+        """Return the messages that a look-up does not find in their topics."""
         asked = [(each.broker, each.topic, each.key) for each in wanted]
         published = look_up_by_key(self.cluster.client, asked, "looking for what is published", deadline)
         return [each for each, record in zip(wanted, published, strict=True) if record is None]
@@ -322,7 +331,7 @@ class HalfEnder:
     def _copies(
         self, wanted: Sequence[_Expected], deadline: Deadline, bodies: bool = False
     ) -> list[tuple[_Expected, MessageExt]]:
-        """Return the newest copies of the halves that are found."""
+        """Look up the halves of messages. Return each message whose half is found, with the newest copy of the half."""
         copies: list[tuple[_Expected, MessageExt]] = []
         left = list(wanted)
         for topic in (HALF_TOPIC, ROCKSDB_HALF_TOPIC):
@@ -355,7 +364,9 @@ class HalfEnder:
         return list(sequences.values())
 
     def _wait_for(self, published: Sequence[_Expected], deadline: Deadline) -> None:
-        """Return when the published messages can be looked up."""
+        """Return when the published messages can be looked up. Raise `PublishedMessageMissing` if one cannot after some
+        seconds.
+        """
         until = Deadline(min(_SURELY_INDEXED, deadline.left() / 2))
         left = published
         while left := self._unpublished(left, deadline):
@@ -383,7 +394,7 @@ class HalfEnder:
 
 
 def _require_rights(sequences: Sequence[EndSequence]) -> None:
-    """Raise `AccessDenied` for a user without the right to publish, instead of looking until the deadline."""
+    """Raise `AccessDenied` if a sequence stopped because the user has no right to publish."""
     for sequence in sequences:
         if sequence.stopped is not None:
             refused = translate(sequence.stopped, f"publishing to {sequence.queue.topic}")

@@ -1,4 +1,4 @@
-"""The outcome of transactions by their tokens, from any process at any time."""
+"""Ends prepared transactions and reads outcomes by tokens, in any process at any time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from txnbridge_rocketmq.write.transaction_properties import is_over
 
 # The kind of the ledger record that makes a transaction independent of its owner.
 PREPARE = "prepare"
-# While another process publishes a transaction: the time between two looks, and the time without progress after which
-# the process counts as dead. A live broker publishes a message in milliseconds.
+# While another process publishes a transaction: seconds between two look-ups of its messages, and seconds without
+# progress after which the process counts as dead. A live broker publishes a message in milliseconds.
 _LOOK_SECONDS = 0.05
 _STALLED_SECONDS = 5.0
 # The assumed difference of clocks: brokers judge the age of a half by its born time, which is the sender's clock.
@@ -47,7 +47,7 @@ class PrepareRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PrepareRecord:
-        """Return the record in an entry of the ledger. Raise `InvalidToken`."""
+        """Parse a prepare record of the ledger. Raise `InvalidToken` if it is invalid."""
         try:
             acks = [
                 Ack(str(group), (str(topic), int(number)), tuple(first), tuple(end), tuple(read_up_to))
@@ -59,10 +59,10 @@ class PrepareRecord:
 
 
 def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction. Return the outcome of the first claim in the log. Safe to repeat.
+    """End a prepared transaction. Return the outcome that the first claim in the decision log decides. Safe to repeat.
 
     COMMITTED means that every message is published. Raise `BrokerUnavailable` only if this call has decided nothing,
-    `OutcomeUnknown` or `EvidenceLost`.
+    `OutcomeUnknown` if the outcome is not known or not carried out yet, `EvidenceLost` if halves or records are gone.
     """
     log = _log_of(token)
     prepared = _prepared(token, ledger, deadline)
@@ -82,7 +82,9 @@ def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Led
 
 @contextmanager
 def _as_decided(token: Token, outcome: str) -> Iterator[None]:
-    """Say in errors that the transaction is decided, and that other bridges do the rest after check-backs."""
+    """Add to errors that the transaction is decided, and that other bridges complete the transaction after
+    check-backs.
+    """
     prefix = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield
@@ -95,7 +97,9 @@ def _as_decided(token: Token, outcome: str) -> Iterator[None]:
 def publish_exclusively(
     ender: HalfEnder, transaction: str, parts: Sequence[TopicPart], deadline: Deadline, *, first: bool = False
 ) -> None:
-    """Return when a transaction is published, by this process or another one. A stalled one counts as dead."""
+    """Return when this process or another one has published a committed transaction. Take over from another process
+    that makes no progress.
+    """
     left, patience = -1, Deadline(_STALLED_SECONDS)
     while True:
         with ender.exclusively(transaction, deadline) as holder:
@@ -110,7 +114,7 @@ def publish_exclusively(
 
 
 def publish_decided(ender: HalfEnder, transaction: str, claim: LedgerClaim, deadline: Deadline) -> None:
-    """Publish a transaction that another process committed, before the caller's own messages follow it."""
+    """Publish a transaction that another process committed, so that later messages of the caller do not overtake it."""
     parts = parts_from_json(claim.data)
     with ender.cluster.context.events.step("step:publish", transaction):
         _wait_out_immunity(ender, transaction, parts, deadline)
@@ -136,7 +140,7 @@ def _claim(
     deadline: Deadline,
 ) -> LedgerClaim:
     if time.time() * 1000 >= prepared.expires_at:
-        decision = Decision.ABORT  # the halves may be discarded, and the group may have moved
+        decision = Decision.ABORT  # the halves may be discarded, and the group's position may have moved
     data = {**parts_as_json(prepared.parts), "by": call}
     log = _log_of(token)
     with ender.cluster.context.events.step("step:decide", token.transaction, decision=decision.value) as step:
@@ -166,7 +170,9 @@ def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord
 
 
 def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """Return the status of a token. The call decides nothing, except that it may record that the time is over."""
+    """Return the status of a token's transaction. This call decides nothing, except that it aborts an expired
+    transaction.
+    """
     try:
         claim = ledger.decided(token.transaction, deadline, log=_log_of(token))
         if claim is None and token.expires_at is not None and is_over(token.expires_at):
@@ -188,7 +194,7 @@ def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline
 
 
 def _status_by(claim: LedgerClaim, ender: HalfEnder, token: Token, deadline: Deadline) -> Status:
-    """Return the status after a decision: COMMITTED only if no message still waits as a half."""
+    """Return the status of a decided transaction: COMMITTED only if no half waits to be published."""
     if claim.decision is Decision.ABORT:
         return Status(TokenState.ABORTED, reason="the decision log says so")
     try:

@@ -15,12 +15,14 @@ from txnbridge_rocketmq.client.sending import CheckBack
 
 @dataclass
 class CheckBackRouter:
-    """Passes check-backs to handlers by producer group. The client needs it before any handler exists."""
+    """Passes check-backs to the handlers of their producer groups. The client gets the router before any handler
+    exists.
+    """
 
     handlers: dict[str, Callable[[Sequence[CheckBack]], None]] = field(default_factory=dict)  # by producer group
 
     def call(self, checks: Sequence[CheckBack]) -> None:
-        """Call the handlers. Brokers repeat a check-back without a response."""
+        """Call the handlers of the check-backs' producer groups. Brokers repeat a check-back that gets no response."""
         for group, handler in list(self.handlers.items()):
             if own := [check for check in checks if check.half.group == group]:
                 handler(own)
@@ -39,7 +41,7 @@ class ProducerGroups:
         return frozenset(self._router.handlers)
 
     def join(self, groups: Sequence[str], handler: Callable[[Sequence[CheckBack]], None], deadline: Deadline) -> None:
-        """Join producer groups. `handler` receives their check-backs, those that have piled up in one call."""
+        """Join producer groups. `handler` receives the check-backs of these groups, several in one call."""
         with self._lock:
             self._router.handlers.update(dict.fromkeys(groups, handler))
             self._register(deadline)

@@ -1,4 +1,4 @@
-"""Positions with an anchor, by which a queue is told from a queue of the same name in a recreated topic.
+"""Positions with an anchor, which distinguishes a queue from the queue of the same name in a recreated topic.
 
 A broker identifies a topic only by its name. But each record has an offset in the broker's commit log, which only
 grows. A queue that has a record with the same commit log offset at the same queue offset is the queue from which that
@@ -21,14 +21,14 @@ class Anchor(NamedTuple):
 
 
 class AnchoredOffset(NamedTuple):
-    """The position of a group or reader: the next offset, and an anchor, a record by which the queue is known."""
+    """The position of a group or reader: the next offset, and an anchor, a record that identifies the queue."""
 
     next: int
     anchor: Anchor | None = None
 
     @classmethod
     def of(cls, position: Position) -> AnchoredOffset:
-        """Return the position in a decision log. A position from before there were anchors is an offset alone."""
+        """Parse a position of a decision log. Positions of earlier versions have an offset without an anchor."""
         match position:
             case (at, offset, log_offset):
                 return cls(at, Anchor(offset, log_offset))

@@ -1,8 +1,8 @@
 """Filtering of messages that were published more than once. The first copy counts.
 
-A broker publishes a half each time it receives a commit. It receives another one where a response was lost, or where
-several processes end the same transaction. All copies are in the same queue, and the lowest offset tells the first one
-to every reader at any time. Nothing has to be remembered across restarts (hazard H75).
+A broker publishes a half each time it receives a commit. It receives a second commit if a response was lost, or if
+several processes end the same transaction. All copies are in the same queue, and every reader takes the copy with the
+lowest offset as the first. So readers store nothing across restarts (hazard H75).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _REMEMBERED = 10_000
 
 
 class DuplicateFilter:
-    """Tells which messages of one queue are duplicates.
+    """Filter for duplicates among the messages of one queue.
 
-    Pass what was read in order, first to `suspects`, then to `sift`.
+    Pass records in order, first to `suspects`, then to `sift`.
 
-    The filter remembers the messages of transactions in what was read. If the half of a message is younger than the
+    The filter remembers the transactions' messages among the records. If the half of a message is younger than the
     first remembered message, all earlier copies are remembered. For other messages only the broker can tell: those
     published from a copy of a half (brokers copy a half in each round of check-backs), and those with an older half.
     """
@@ -31,7 +31,7 @@ class DuplicateFilter:
         self._forget(-1, 0)
 
     def _forget(self, at: int, since: int) -> None:
-        # Every record between these two offsets was seen, and every message behind `since` in the commit log is
+        # Every record between these two offsets was seen, and every message after `since` in the commit log is
         # remembered.
         self._begin = self._end = at
         self._since = since

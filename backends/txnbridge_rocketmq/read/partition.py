@@ -23,20 +23,20 @@ from txnbridge_rocketmq.write.message_format import from_wire
 
 _log = logging.getLogger("txnbridge.rocketmq.client")
 
-# Limits for what is read ahead of one partition. A broker returns 32 messages at a time, so a reader sends several
-# requests at once.
+# Limits for messages that are read ahead from one partition. A broker returns 32 messages at a time, so a reader sends
+# several requests at once.
 _AHEAD_MESSAGES = 500
 _AHEAD_BYTES = 4 * 2**20
 _MOST_REQUESTS = 8
-# Of large messages a response holds fewer, and requests behind it are wasted. After this many full responses the reader
-# asks for more at once again.
+# A response holds fewer large messages, and further requests sent ahead are wasted. After this many full responses the
+# reader requests more messages at once again.
 _FULL_ANSWERS = 100
 # The time before a failed or incomplete request is repeated.
 _REST_SECONDS = 0.1
-# How long a missing record is looked for. A broker that has just started, or is dropping old messages, may briefly
-# report wrong bounds.
+# Seconds for which a missing record is requested again. A broker that has just started, or is dropping old messages,
+# may briefly report wrong bounds.
 SURE_SECONDS = 3.0
-# The number of delivered messages whose anchors are kept: of older messages only every second.
+# The number of delivered messages whose anchors are kept; beyond it, every second anchor is dropped.
 _ANCHORS = 2000
 _COUNTS = 1000  # the number of delivery counts that are kept
 
@@ -50,12 +50,13 @@ class SeekTarget:
 
 
 class QueueReader:
-    """One assignment of one partition to a reader: what was read, what was handed out, and where to continue.
+    """The state of one assignment of a partition to a reader: records read, messages handed out, and the next position.
 
-    Records are handed out only after a check behind them: if the queue still has the anchor, an earlier record, then
-    all records before the check came from the same queue, and not from a recreated topic (hazard H80).
+    Records are handed out only after an anchor check that was made after reading them: if the queue still has the
+    anchor, an earlier record, then all these records are from the same queue, and not from a recreated topic (hazard
+    H80).
 
-    One thread uses the object, except for `claims` (under the reader's guard) and `position_at` (for any thread).
+    One thread uses this object, except for `claims` (under the reader's guard) and `position_at` (for any thread).
     """
 
     def __init__(self, partition: Partition, queue: Queue) -> None:
@@ -77,9 +78,9 @@ class QueueReader:
         self._bytes = 0
         self._read = self._behind = 0
         self._end = 0  # the end of the queue in the last response
-        self._pull_size = reading.PULL_MOST  # how many messages fit into one response, as far as is known
+        self._pull_size = reading.PULL_MOST  # number of messages that fit into one response, estimated
         self._full_answers = 0
-        self.anchor: Anchor | None = None  # a record that was read, by which the queue is known
+        self.anchor: Anchor | None = None  # a record that was read, which identifies the queue
         self._last: Anchor | None = None  # the last record that was read
         self._verified_end = 0  # records before this offset are known to be from the anchor's queue
         self._needs_check = False  # records have arrived since the last check of the anchor
@@ -103,17 +104,17 @@ class QueueReader:
 
     @property
     def behind(self) -> int:
-        """The offset behind the last message that was handed out."""
+        """The offset after the last message that was handed out."""
         return self._behind
 
     def position_at(self, end: int) -> AnchoredOffset:
-        """Return the anchored position at an offset behind messages that were handed out."""
+        """Return the anchored position at an offset up to which messages were handed out."""
         anchors = self._anchors
         at = bisect_left(anchors, Anchor(end, 0))
         return AnchoredOffset(end, anchors[at - 1] if at else self.anchor)
 
     def unsettle(self, target: SeekTarget) -> None:
-        """Hand out nothing until the target of a seek is settled."""
+        """Set the target of a seek. No message is handed out until the target is settled."""
         self.target = target
         if target.chosen:
             self.anchor = None
@@ -122,17 +123,17 @@ class QueueReader:
         self.fault = None
 
     def fail_until_seek(self, fault: PositionLost) -> None:
-        """Hand out nothing more until a seek. What comes after that is no redelivery."""
+        """Hand out no message until a seek. Messages after the seek do not count as redelivered."""
         self.fault = fault
         self._highest = -1
         self._deliveries.clear()
 
     def go_back(self, at: int) -> None:
-        """Continue at an offset in what was read before."""
+        """Continue at an offset that was read before, with the same anchor."""
         self.continue_at(AnchoredOffset(at, self.anchor))
 
     def continue_at(self, position: AnchoredOffset) -> None:
-        """Continue at a position, whatever was read before."""
+        """Continue at a position, and drop all records that were read ahead."""
         at = position.next
         self._pulls.clear()
         self._ready.clear()
@@ -150,13 +151,13 @@ class QueueReader:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether something is due soon that no response will announce."""
+        """Return whether work is due soon without a response that would wake the reader."""
         return time.monotonic() < self._paused_until or bool(self._pulls and self._pulls[0].pulled)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def send_pulls(self, submit: Submit) -> None:
-        """Send pull requests, as many as there is room for their results."""
+        """Send pull requests while there is room for their results."""
         if self.paused or self.fault or not self.settled or self.is_cut_off or time.monotonic() < self._paused_until:
             return
         try:
@@ -217,7 +218,7 @@ class QueueReader:
             self._adjust_pull_size(pull)
             self._gap_since = None
             self._last = Anchor(records[-1].queue_offset, records[-1].log_offset)
-            if self.anchor is None:  # nothing was read before, so nothing can be missed in whatever queue this is
+            if self.anchor is None:  # no record was read before, so none can be missed
                 self.anchor, self._verified_end = self._last, self._read
             for record in pull.without_duplicates(self._duplicates):
                 self._ready.append(record)
@@ -252,7 +253,7 @@ class QueueReader:
             self.fail_until_seek(topic_recreated("the position", self.partition, self.next, self.anchor))
 
     def _adjust_pull_size(self, pull: QueuePull) -> None:
-        """Adjust how many messages to request at once."""
+        """Adjust the number of messages to request at once to the number in a response."""
         if len(pull.records) >= pull.count:
             self._full_answers += 1
             if self._full_answers >= _FULL_ANSWERS:
@@ -261,7 +262,9 @@ class QueueReader:
             self._pull_size, self._full_answers = len(pull.records), 0
 
     def _handle_missing_record(self, pulled: PullResult) -> None:
-        """Handle a missing record. Records are never skipped for that reason."""
+        """Handle a missing record at the read offset: request it again, then set `fault`. Missing records are never
+        skipped.
+        """
         now = time.monotonic()
         self._gap_since = self._gap_since or now
         self._paused_until = now + _REST_SECONDS
@@ -290,7 +293,7 @@ class QueueReader:
         return self._ready[0].queue_offset < self._verified_end
 
     def hand_out(self) -> Message | None:
-        """Return the next message; None if it cannot be read, and then `fault` tells the reason."""
+        """Return the next message; None if it cannot be read, and then `fault` is the reason."""
         record = self._ready[0]
         try:
             message = from_wire(record, *self.partition, self.source)
@@ -321,7 +324,7 @@ class QueueReader:
         return refused
 
     def _count(self, offset: int) -> int:
-        """Return the number of deliveries of an offset that was handed out before."""
+        """Return the delivery count of a message, by its offset, that was handed out before."""
         count = self._deliveries[offset] = self._deliveries.get(offset, 1) + 1
         if len(self._deliveries) > _COUNTS:
             # The lowest offsets were returned longest ago, or are acknowledged by now.

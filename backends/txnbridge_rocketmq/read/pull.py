@@ -18,21 +18,21 @@ from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 
 # The group in the reader's requests, which has no members.
 GROUP = "txnbridge-reader"
-# How long a broker holds back the response while there is no message. It is short enough for firewalls that drop idle
-# connections, and long enough to send few requests.
+# Seconds for which a broker holds back the response while the queue has no message. It is short enough for firewalls
+# that drop idle connections, and long enough to send few requests.
 WAIT_SECONDS = 15.0
 # The additional time for the response: brokers hold it back for up to five seconds longer.
 _ANSWER_SECONDS = 15.0
 # The time between two look-ups. Brokers index a message within about a millisecond.
 _LOOK_AGAIN_SECONDS = 0.05
-# How long a message is looked up. After that the broker counts as one without an index.
+# Seconds for which a message is looked up; after that the broker counts as a broker without an index.
 _INDEX_SECONDS = 10.0
 
 Submit = Callable[[str, RpcRequest[Any], float], Call[Any]]  # to the broker of this name
 
 
 class NotIndexed(Exception):
-    """The broker's index does not find a message that the broker has (hazard H76)."""
+    """The broker's index does not contain a message that the broker has (hazard H76)."""
 
 
 class QueuePull:
@@ -63,16 +63,16 @@ class QueuePull:
             self._records = _consecutive(self.at, self.pulled.records)
             suspects = duplicates.suspects(self._records, self.pulled.min_offset)
             self._lookups = [_KeyLookUp(self._submit, self._queue, suspect) for suspect in suspects]
-        is_done = [lookup.is_done() for lookup in self._lookups]  # each look-up is asked, because asking repeats it
+        is_done = [lookup.is_done() for lookup in self._lookups]  # call each: the call also repeats requests
         return all(is_done)
 
     def without_duplicates(self, duplicates: DuplicateFilter) -> list[MessageExt]:
-        """Return the records without duplicates, once done."""
+        """Return the records without duplicates. Call this after `is_done` has returned True."""
         return duplicates.sift(self._records, {lookup.record.queue_offset: lookup.copies for lookup in self._lookups})
 
 
 class AnchorCheck:
-    """A check whether a queue still has its anchor. If so, all that was read before is from that queue."""
+    """A check whether a queue still has its anchor. If so, all records read before are from this queue."""
 
     def __init__(self, submit: Submit, queue: Queue, anchor: Anchor) -> None:
         self._submit = submit
@@ -95,7 +95,7 @@ class AnchorCheck:
         return self._begin.done()
 
     def has_anchor(self) -> bool | None:
-        """Return whether the queue has the anchor; None if a record is missing there, and not by retention."""
+        """Return whether the queue has the anchor; None if the record is missing, and not because of retention."""
         log_offset: int | None = self._lookup.result()
         if log_offset is not None:
             return log_offset == self._anchor.log_offset

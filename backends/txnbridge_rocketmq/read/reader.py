@@ -1,4 +1,4 @@
-"""Reading of committed messages, in a group or without one."""
+"""The reader: reads committed messages, in a group or without one."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ _log = logging.getLogger("txnbridge.rocketmq.client")
 
 # Timeout of calls without a deadline of their own (seek).
 SHORT_CALL = 10.0
-# The longest sleep of a poll. Responses and notifications wake it earlier; only signals and due times do not.
+# The longest wait in `poll`. Responses and notifications end it earlier; signals and due times do not.
 _IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.05
-# How often a reader looks for partitions that were added to its topics.
+# Seconds between two checks for partitions that were added to the reader's topics.
 _LOOK_SECONDS = 3.0
-# Timeout of that look. Without name servers everything continues except new partitions.
+# Timeout of this check. Without name servers the reader continues, but finds no new partitions.
 _NAMING_SECONDS = 3.0
 # The maximum number of bytes that one poll returns: 10,000 large messages would take gigabytes.
 _ENOUGH_BYTES = 16 * 2**20
-# Timeout of the last requests on close, which only save other members a wait.
+# Timeout of the last requests of `close`, which only spare other members a wait.
 _LEAVING_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class _RefreshResult:
-    """The result of the background task of a reader: the assignment of partitions, and where they continue.
+    """The result of a reader's background task: the assignment of partitions, and their positions.
 
-    `moves` are the positions' change counts at that time, of the partitions that were asked about.
+    `moves` has the change count (`QueueReader.moves`) of each requested partition when the task began.
     """
 
     queues: Mapping[Partition, Queue]
@@ -62,7 +62,7 @@ class _RefreshResult:
 
 
 class RocketMQReader(Reader):
-    """Reads queues over connections of its own. A background task does what takes time besides reading."""
+    """Reader with connections of its own. A background task sends the slow requests besides pulls."""
 
     def __init__(
         self, ender: HalfEnder, subscription: Subscription, listener: ReaderListener, deadline: Deadline
@@ -81,7 +81,7 @@ class RocketMQReader(Reader):
         self._refresh_at = 0.0
         self._turn = 0
         self._closed = False
-        # A group may wait for a topic that no producer has written yet. A reader without a group creates no topic.
+        # A group may wait for a topic that does not exist yet. A reader without a group creates no topic.
         create = subscription.group is not None
         topics = {topic: cluster.topics.queues(topic, deadline, create=create) for topic in subscription.topics}
         queues = self._queues = {(topic, each.queue): each for topic, found in topics.items() for each in found}
@@ -164,7 +164,9 @@ class RocketMQReader(Reader):
         return messages
 
     def _in_turn(self) -> list[QueueReader]:
-        """Return all partitions, another one first each time, so that a busy one does not starve the others."""
+        """Return all partitions, each time starting with another one, so that a busy partition does not delay the
+        others.
+        """
         readers = list(self._readers.values())
         if len(readers) > 1:
             self._turn = (self._turn + 1) % len(readers)
@@ -181,7 +183,7 @@ class RocketMQReader(Reader):
     # --- assignment ---------------------------------------------------------------------------------------------------
 
     def _run_background_task(self) -> None:
-        """Take the result of the background task, and start another one if it is due."""
+        """Apply the result of the background task if it has ended, and start the next task if one is due."""
         if self._task is not None and self._task.done:
             task, self._task = self._task, None
             try:
@@ -195,7 +197,7 @@ class RocketMQReader(Reader):
             self._task = BackgroundTask(lambda: due(deadline), self._apply, self._wake.set)
 
     def _due_task(self) -> Callable[[Deadline], _RefreshResult] | None:
-        """Return the background task that is due now, None if there is none."""
+        """Return the background task that is due now; None if no task is due."""
         readers = list(self._readers.values())
         is_cut_off = any(reader.is_cut_off for reader in readers)
         if self._rebalancer is not None:
@@ -349,7 +351,7 @@ class RocketMQReader(Reader):
         lags = {}
         for partition, reader in self._readers.items():
             at = positions.get(partition, reader.next)
-            if at >= reader.behind:  # nothing is outstanding, so the duplicates that were skipped count as read
+            if at >= reader.behind:  # no message is outstanding, so skipped duplicates count as read
                 at = max(at, reader.next)
             lags[partition] = max(0, self._offsets.end(reader.queue, deadline) - at)
         return lags
@@ -368,13 +370,13 @@ class RocketMQReader(Reader):
         if self._closed:
             return
         self._closed = True
-        if self._task is not None:  # the task might lock again what is unlocked now
+        if self._task is not None:  # the task might lock queues again that are unlocked now
             self._task.join(min(deadline.left(), _LEAVING_SECONDS))
         if self._context is not None and self._context.was_used and self._group is not None:
             with suppress(TxnBridgeError):
                 positions, _ = self._group.positions(Deadline(min(deadline.left(), _LEAVING_SECONDS)))
                 for partition, reader in self._readers.items():
-                    if partition in positions:  # otherwise only a seek can tell where it continues
+                    if partition in positions:  # otherwise the position is set by a seek
                         self._commit_offset(reader, positions[partition])
         if self._rebalancer is not None:
             self._rebalancer.close(deadline)

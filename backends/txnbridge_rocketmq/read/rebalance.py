@@ -1,8 +1,8 @@
 """The assignment of partitions to the members of a group.
 
 Brokers list the members, and every member computes the same assignment from that list. A broker's lock keeps a new
-reader of a partition waiting until the previous reader has ended its transaction. All this only saves members wasted
-work: the decision log alone decides whose acknowledgement counts.
+reader of a partition waiting until the previous reader has ended its transaction. Assignment and locks only save
+members wasted work: the decision log alone decides whose acknowledgement counts.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ T = TypeVar("T")
 HEARTBEAT_SECONDS = 5.0
 # How often a member refreshes its assignment. Brokers notify changes at once, and keep locks for a minute.
 LOOK_SECONDS = 1.0
-# The same while the member waits for a lock.
+# Seconds between refreshes while the member waits for a lock.
 _LOOK_OFTEN_SECONDS = 0.1
-# How long a member waits for a lock. Its owner may be dead, or in a transaction that takes too long.
+# Seconds that a member waits for a lock. The lock's holder may be dead, or in a long transaction.
 _LOCKED_SECONDS = 10.0
-# How often a member probes its neighbour, and the timeout: the broker answers for a member asleep after ten seconds.
+# Interval and timeout of probes of another member: for a member that is asleep, the broker answers after ten seconds.
 _WATCH_SECONDS = 3.0
 _WATCH_ANSWER_SECONDS = 15.0
 _LEAVE_SECONDS = 1.0
@@ -52,7 +52,7 @@ _MEMBER = re.compile(r".*@txnbridge-[0-9a-f]+\.([0-9a-f]{8})((?:\.[0-9a-f]{8})+)
 
 @dataclass(frozen=True)
 class QueueAssignment:
-    """The partitions of a member, those it may read, and those it held that another member has `taken`."""
+    """The partitions of a member, those that it may read now, and those that another member has `taken` from it."""
 
     mine: frozenset[Partition] = frozenset()
     free: frozenset[Partition] = frozenset()
@@ -123,7 +123,9 @@ class Rebalancer:
     def refresh(
         self, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline
     ) -> QueueAssignment:
-        """Refresh and return the assignment. Raise `InvalidOption` if another application reads in the same group."""
+        """Refresh the members and locks, and return this member's assignment. Raise `InvalidOption` if another
+        application reads in the same group.
+        """
         self._changed.clear()
         assignment = QueueAssignment()
         for broker in sorted({each.broker for here in queues.values() for each in here}):
@@ -140,7 +142,7 @@ class Rebalancer:
         me, share = self.client.client_id, self._shares.setdefault(broker, _BrokerShare())
         ids = self._members(broker, deadline)
         asleep = self._sleep_detector.asleep(broker, ids)
-        for gone in share.living - (set(ids) - asleep):  # a dead member leaves its locks behind for a minute
+        for gone in share.living - (set(ids) - asleep):  # the locks of a dead member remain for a minute
             all_queues = [queue for topic_queues in queues.values() for queue in topic_queues]
             self._call(broker, groups.unlock(self._group, gone, all_queues), deadline)
         share.living = set(ids) - asleep
@@ -150,7 +152,7 @@ class Rebalancer:
             readers = [each for each in ids if _reads(each, topic)]
             wanted += assign(topic_queues, readers, asleep).get(me, ())
             if share.living.intersection(readers) == {me}:
-                alone.add(topic)  # every other member that may hold a lock there is dead
+                alone.add(topic)  # every other member that may hold a lock on the topic is dead
         before, share.locked = share.locked, set()
         if wanted:
             share.locked = self._call(broker, groups.lock(self._group, me, wanted), deadline)
@@ -222,7 +224,7 @@ class _SleepDetector:
     """Finds members that are connected but asleep: their process is stopped, or their machine is suspended.
 
     Each member probes the next member, in the order of client ids, that is not known to be asleep. So a broker relays
-    few probes, and a member reads for the sleeping members behind it.
+    few probes, and a member reads the queues of the sleeping members that follow it.
     """
 
     def __init__(self, client: RemotingClient, group: str) -> None:
@@ -233,7 +235,7 @@ class _SleepDetector:
         self._ask_at: dict[str, float] = {}
 
     def asleep(self, broker: str, ids: Sequence[str]) -> set[str]:
-        """Return the members that are known to be asleep, and probe again when it is time."""
+        """Return the members that are known to be asleep, and send the next probe if it is due."""
         for each, call in list(self._calls.items()):
             if call.done():
                 del self._calls[each]
@@ -268,12 +270,12 @@ class _SleepDetector:
 
 
 def assign(queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[str] = ()) -> dict[str, list[Queue]]:
-    """Return the queues of each reader of a topic. The previous reader takes over for one that is asleep."""
+    """Return the queues of a topic by reader. The previous reader also gets the queues of a reader that is asleep."""
     assigned: dict[str, list[Queue]] = {}
     awake = [index for index, each in enumerate(readers) if each not in asleep]
     if not awake:
         return assigned
-    # Begin elsewhere for each topic, so that one member does not read all topics with few queues
+    # Each topic begins with another member, so that one member does not read all topics with few queues
     first = int(_short(queues[0].topic), 16) if queues else 0
     for number, queue in enumerate(queues):
         index = (first + number) % len(readers)

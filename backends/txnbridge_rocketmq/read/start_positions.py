@@ -33,7 +33,7 @@ Targets = Mapping[Partition, SeekTarget | None]
 
 _AGAIN_SECONDS = 0.01
 _LOOK_SECONDS = 0.1
-# Timeout of commits of a group's offset to the broker, which only serve people and tools.
+# Timeout of committing a group's offset to the broker, which only serves administrators and tools.
 _COMMIT_SECONDS = 5.0
 
 
@@ -48,7 +48,7 @@ class QueueOffsets:
         return max(0, self._ask(queue, reading.min_offset(queue.topic, queue.queue), deadline))
 
     def end(self, queue: Queue, deadline: Deadline) -> int:
-        """Return the offset of the next message."""
+        """Return the offset after the last message of the queue."""
         return self._ask(queue, reading.max_offset(queue.topic, queue.queue), deadline)
 
     def since(self, queue: Queue, timestamp: int, deadline: Deadline) -> int:
@@ -64,21 +64,21 @@ class QueueOffsets:
             for record in pulled.records:
                 if record.queue_offset >= at and timestamp_of(record) >= timestamp:
                     return record.queue_offset
-            if pulled.next_offset <= at:  # its last message becomes readable in a moment
+            if pulled.next_offset <= at:  # the queue's last message becomes readable in a moment
                 deadline.check(f"looking for a time in {queue.topic}[{queue.queue}]")
                 time.sleep(_AGAIN_SECONDS)
             at = max(at, pulled.next_offset)
         return at
 
     def anchored(self, queue: Queue, at: int, deadline: Deadline) -> AnchoredOffset:
-        """Return the position at an offset, anchored at the message before it if there is one."""
+        """Return the position at an offset, with the message before the offset as its anchor if that message exists."""
         log_offset = self._log_offset(queue, at - 1, deadline) if at else None
         return AnchoredOffset(at, None if log_offset is None else Anchor(at - 1, log_offset))
 
     def has_anchor(self, queue: Queue, anchor: Anchor, deadline: Deadline) -> bool:
         """Return whether the queue still has its anchor, or retention has dropped it.
 
-        A missing record is looked for during some seconds, because a broker may just have started.
+        A missing record is requested again for some seconds, because a broker may just have started.
         """
         sure = time.monotonic() + SURE_SECONDS
         while (log_offset := self._log_offset(queue, anchor.offset, deadline)) is None:
@@ -94,7 +94,7 @@ class QueueOffsets:
         return self._ask(queue, reading.log_offset_at(queue.topic, queue.queue, offset), deadline)
 
     def committed(self, group: str, queue: Queue, deadline: Deadline) -> int | None:
-        """Return the group's offset by the broker's offset store."""
+        """Return the group's offset in the broker's offset store; None if the store has none."""
         return self._ask(queue, groups.committed_offset(encoded(group), queue.topic, queue.queue), deadline)
 
     def commit(self, group: str, queue: Queue, offset: int) -> None:
@@ -120,7 +120,9 @@ class InitialPositions:
             self._latest[each] = offsets.anchored(queue, offsets.end(queue, deadline), deadline)
 
     def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> AnchoredOffset:
-        """Return where a partition begins. A partition that was added later begins at its first message."""
+        """Return the position at which a partition begins. A partition that was added later begins at its first
+        message.
+        """
         if partition in self._latest:
             return self._latest[partition]
         if isinstance(self._start, int):
@@ -132,22 +134,23 @@ class InitialPositions:
 
 @dataclass(frozen=True)
 class ResolvedPositions:
-    """The positions at which partitions continue, and the errors of those for which only the user can tell."""
+    """The positions at which partitions continue, and errors for partitions whose position only the user can choose."""
 
     known: Mapping[Partition, AnchoredOffset] = field(default_factory=dict)
     lost: Mapping[Partition, tuple[int, PositionLost]] = field(default_factory=dict)
 
 
 class GroupPositions:
-    """The position of a group: the end of the last decision that acknowledges in it.
+    """The position of a group: the end of the last decision in the decision log that acknowledges messages of the
+    group.
 
-    The group begins by such a decision. Its first position stands in the log before the first message is handed out.
-    Therefore nothing is skipped if the first batch aborts, and of members that begin at the same time one decides
+    A new group begins by a decision with its first position, written before the first message is handed out. Therefore
+    no message is skipped if the first transaction aborts, and of members that begin at the same time one decides
     (hazard H79).
 
     The member whose decision moved the group may have died before it published that transaction. The member that
-    continues publishes the transaction first. Otherwise its own messages would overtake those of that transaction
-    (hazard H78).
+    continues publishes the transaction first. Otherwise its own messages would overtake the messages of that
+    transaction (hazard H78).
     """
 
     def __init__(
@@ -161,7 +164,9 @@ class GroupPositions:
         self._ledger = context.ledger(context.application, f"group/{group}")
 
     def positions(self, deadline: Deadline) -> tuple[dict[Partition, int], Position]:
-        """Return the group's positions, and the position up to which the log was read. Raise `PositionLost`."""
+        """Return the group's positions, and the position up to which the decision log was read. Raise `PositionLost` if
+        the log has lost the group's position.
+        """
         positions, read_up_to = self._anchored_offsets(deadline)
         return {partition: position.next for partition, position in positions.items()}, read_up_to
 
@@ -180,7 +185,7 @@ class GroupPositions:
             ) from error
 
     def resolve(self, targets: Targets, queues: Queues, deadline: Deadline) -> ResolvedPositions:
-        """Return where partitions continue: not before the group's position, and not before the target of a seek.
+        """Return the positions at which partitions continue: not before the group's position or the target of a seek.
 
         `queues` are all partitions of the topics: a group begins a topic with all partitions that exist then. A
         partition without a target may have been moved by another member. In a recreated topic the group moves to the
@@ -197,7 +202,8 @@ class GroupPositions:
             if all(partition in current for partition in targets):
                 self._publish_before({each for each, target in targets.items() if target is None}, deadline)
                 return self._resolved(targets, current, recreated, queues, deadline)
-            # The order matters: an offset that was committed to the broker before stands in the log by now.
+            # Read the log again after the broker's offsets: a member commits an offset to the broker after its decision
+            # is in the log.
             committed = {each: self._offsets.committed(self._group, queues[each], deadline) for each in queues}
             current, read_up_to = self._anchored_offsets(deadline)
             new = set(queues) - {each for each in queues if any(each[0] == topic for topic, _ in current)}
@@ -254,7 +260,9 @@ class GroupPositions:
         return errors
 
     def _publish_before(self, partitions: Collection[Partition], deadline: Deadline) -> None:
-        """Publish the last transactions that acknowledged on these. Earlier ones were published before them."""
+        """Publish the last transactions that acknowledged on these partitions. Earlier ones were published
+        before them.
+        """
         if not partitions:
             return
         with self._with_evidence():
@@ -263,7 +271,9 @@ class GroupPositions:
             publish_decided(self._ender, transaction, claim, deadline)
 
     def _claim(self, begun: Mapping[Partition, AnchoredOffset], read_up_to: Position, deadline: Deadline) -> bool:
-        """Decide where the group begins. Return False if another member has moved the group meanwhile."""
+        """Write the group's first position to the decision log. Return False if another member has moved the group
+        meanwhile.
+        """
         acks = [
             Ack(self._group, each, (position.next,), position.position, read_up_to) for each, position in begun.items()
         ]

@@ -1,12 +1,13 @@
-"""Acknowledgement of a reader's deliveries, as part of the decision about a writer's transaction.
+"""Acknowledgement of a reader's messages, as part of the decision about a writer's transaction.
 
-The writer's use of a reader:
+A writer uses a reader's `RocketMQAckContext` so:
 
     acks = context.acks(positions, deadline)          # for `Ledger.claim`
-    acks = context.acks(more, deadline, so_far=acks)  # with these, too
+    acks = context.acks(more, deadline, so_far=acks)  # adds further messages
 
-An acknowledgement counts with the decision that carries it, and only if no other member has moved the group on the same
-partition since the log was read. Until then no lock is held, and nothing has to be cleaned up (hazard H77).
+An acknowledgement counts with the decision that carries it, and only if no other member has moved the group's position
+in the same partition since the decision log was read. Before the decision no lock is held, and nothing has to be
+cleaned up (hazard H77).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ OnAck = Callable[[QueueReader, int], object]
 
 
 class RocketMQAckContext:
-    """The deliveries of a reader that can be acknowledged. Safe for use by several threads, also while one polls."""
+    """The messages of a reader that a transaction can acknowledge. Thread-safe, also while another thread polls."""
 
     def __init__(
         self,
@@ -51,9 +52,9 @@ class RocketMQAckContext:
     ) -> list[Ack]:
         """Return the acks that a COMMIT claim carries for these positions, which are consecutive in each partition.
 
-        `so_far` are the acks of the same transaction for this reader; they are part of the result. Raise `Conflict` for
-        a partition that the reader has lost, and for a partition on which another member has moved the group, or an
-        earlier transaction of this reader is still undecided.
+        `so_far` are the acks of the same transaction for this reader; they are part of the result. Raise `Conflict` if
+        the reader has lost a partition, if another member has moved the group's position in one, or if an earlier
+        transaction that acknowledges in one is still undecided.
         """
         self.was_used = True
         before = {ack.partition: ack for ack in so_far}

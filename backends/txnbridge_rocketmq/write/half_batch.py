@@ -19,8 +19,8 @@ from txnbridge_rocketmq.client.sending import HalfHandle, SendResult, WireMessag
 from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 
-# Messages are held back up to these limits, or until the transaction ends: the broker checks halves that are older than
-# some seconds, and writes each of them again.
+# Messages are buffered up to these limits, or until the transaction ends: the broker sends check-backs for halves that
+# are older than some seconds, and copies each of these halves.
 _HELD_MESSAGES, _HELD_BYTES = 256, 1 << 20
 # The time before a request is repeated to a broker that is down or busy.
 _PAUSE = 0.05
@@ -37,13 +37,15 @@ class TopicPart:
 
 
 def parts_as_json(parts: Sequence[TopicPart]) -> dict[str, Any]:
-    """Return the parts and the time for the decision log. With the transaction's id they identify the halves."""
+    """Return the parts and the current time for a record of the decision log. Parts and transaction id identify the
+    halves.
+    """
     halves = [[part.topic, part.broker, part.count] for part in parts]
     return {"halves": halves, "at": int(time.time() * 1000)}
 
 
 def parts_from_json(data: Mapping[str, Any]) -> list[TopicPart]:
-    """Return the parts in a record of the decision log. Raise `InvalidToken`."""
+    """Return the parts in a record of the decision log. Raise `InvalidToken` if the record has no valid parts."""
     try:
         return [TopicPart(str(topic), str(broker), int(count)) for topic, broker, count in data["halves"]]
     except (KeyError, TypeError, ValueError) as error:
@@ -51,14 +53,16 @@ def parts_from_json(data: Mapping[str, Any]) -> list[TopicPart]:
 
 
 def seconds_since(data: Mapping[str, Any]) -> float:
-    """Return the age of a record by its writer's clock; a very large number if the record has no time."""
+    """Return a decision log record's age in seconds by its writer's clock; a very large number if the record has no
+    time.
+    """
     at = data.get("at")
     return time.time() - (at / 1000 if isinstance(at, int) else 0)
 
 
 @dataclass
 class _HalfInFlight:
-    """One half. Its request is sent again only if it was certainly not carried out."""
+    """One half that is sent. Its request is repeated only if it was certainly not carried out."""
 
     topic: str
     queue: Queue
@@ -68,13 +72,13 @@ class _HalfInFlight:
 
 
 def immunity(settings: BrokerConfig) -> int:
-    """Return the immunity time of a half in seconds: for so long the owner may end it without looking it up first."""
+    """Return the immunity time of a half in seconds: during this time the owner may end the half without a look-up."""
     return max(1, math.ceil(settings.transaction_timeout))
 
 
 @dataclass
 class HalfTarget:
-    """The state of a topic in a transaction."""
+    """A topic that a transaction writes to: its queues, its broker's settings, and the number of messages so far."""
 
     queues: Sequence[Queue]
     settings: BrokerConfig
@@ -101,7 +105,7 @@ class HalfBatch:
         ]
 
     def take(self, target: HalfTarget, queue: Queue, message: WireMessage, deadline: Deadline) -> None:
-        """Take one message. Raise `InvalidOption` if it is too large; `_send_held` may raise other errors."""
+        """Buffer one message, and send the buffer if it is full. Raise `InvalidOption` if the message is too large."""
         if len(message.body) > target.settings.message_bytes:
             raise InvalidOption(
                 f"a message to {message.topic} has {len(message.body)} bytes; the broker takes"
@@ -128,7 +132,9 @@ class HalfBatch:
             self._check(error, deadline)
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when every message is stored. After `DeliveryFailed` or `AccessDenied` only abort is possible."""
+        """Return when the broker has stored every message. After `DeliveryFailed` or `AccessDenied` the transaction can
+        only be aborted.
+        """
         self._send_held(deadline)
         for sent in self._sent:
             while sent.stored is None:

@@ -63,7 +63,9 @@ def to_wire(
     own: Mapping[str, str] | None = None,
     unique_key: str | None = None,
 ) -> WireMessage:
-    """Return a message to send; `own` are our own properties. Raise `InvalidOption` for headers that do not fit."""
+    """Return a message to send; `own` are the bridge's properties. Raise `InvalidOption` if the headers are
+    too large.
+    """
     body, properties = pack_value(value)
     keys: tuple[str, ...] = ()
     if key is not None:
@@ -93,7 +95,7 @@ def _as_rocketmq_key(key: bytes) -> str | None:
 
 
 def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
-    """Add the headers to the properties. Return the tag, which RocketMQ stores apart."""
+    """Add the headers to the properties. Return the header for RocketMQ's tag, which is stored separately, or None."""
     tags: str | None = None
     seen: dict[str, int] = {}
     for name, value in headers:
@@ -116,7 +118,7 @@ def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
 
 
 def _property_name(name: str, count: int) -> str:
-    """Return the property for the first, second, … value of a name."""
+    """Return the name of the property for the `count`-th value of a header."""
     return name if count == 1 else f"{OWN}{count}.{name}"
 
 
@@ -166,7 +168,7 @@ def _check_size(properties: Mapping[str, str], own: Mapping[str, str]) -> None:
 
 
 def from_wire(record: MessageExt, topic: str, partition: int, source: Any = None) -> Message:
-    """Return the message in a record that any client may have stored. Raise `CannotDecompress`."""
+    """Return the message in a record of any client. Raise `CannotDecompress` if the body cannot be unpacked."""
     properties = record.properties
     return Message(
         topic,
@@ -182,7 +184,7 @@ def from_wire(record: MessageExt, topic: str, partition: int, source: Any = None
 
 
 def unpack_value(record: MessageExt) -> bytes | None:
-    """Return the value in the body of a record. Raise `CannotDecompress`."""
+    """Return the value in the body of a record. Raise `CannotDecompress` if the body cannot be unpacked."""
     stands_for = record.properties.get(_VALUE)
     if stands_for is None:
         return record.payload()

@@ -1,4 +1,4 @@
-"""The process's ownership of a transactional id, or of a name that it made for itself."""
+"""The owner of a transactional id, or of the random name of a bridge without a transactional id."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from txnbridge_rocketmq.write.writer import RocketMQWriter
 
 
 class RocketMQOwner:
-    """Opens a transactional id in the decision log. From then on older owners cannot commit any more.
+    """Owner of a transactional id: opens the id in the decision log, after which older owners cannot commit.
 
-    The new owner first publishes the transactions that its predecessor committed and did not publish. Undecided
-    transactions are aborted after the broker's check-back. The owner does not wait for that, because undecided halves
-    hold nothing back.
+    The new owner first publishes the transactions that the previous owner committed and did not publish. Undecided
+    transactions are aborted after the broker's check-back. The owner does not wait for this abort, because undecided
+    halves do not block readers.
 
-    A name that the bridge made for itself is opened only for prepared transactions and half messages, because no other
-    process can own it.
+    The random name of a bridge without a transactional id is opened only for prepared transactions and half messages,
+    because no other process can own the name.
     """
 
     def __init__(self, cluster: RocketMQCluster, identity: Identity, ledger: Ledger, ender: HalfEnder) -> None:
         self.cluster = cluster
         self.ledger = ledger
         self.ender = ender
-        self.opening: str | None = None  # the opening by which this process is the owner; None before it
+        self.opening: str | None = None  # id of this process's opening in the decision log; None before `open`
         self._identity = identity
         self._lock = threading.Lock()
 
     def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
-        """Return writers. For a transactional id this fences every older owner."""
+        """Return `count` writers. With a transactional id, first fence older owners."""
         if self._identity.owned:
             self.open(deadline)
         return [RocketMQWriter(self, number) for number in range(count)]
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
-        """Return a writer for one prepared transaction. Raise `Fenced` if a newer owner is known."""
+        """Return a writer for one prepared transaction. Raise `Fenced` if a newer owner has opened the id."""
         self.open(deadline)
         return RocketMQPreparedWriter(self, 0)
 
     def open(self, deadline: Deadline) -> None:
-        """Open the id once. A second opening would fence the first."""
+        """Open the transactional id, at the first call only: a second opening would fence the first."""
         if not self._lock.acquire(timeout=deadline.left()):
             raise DeadlineExceeded(
                 f"another thread opened {self._identity.name} for longer than {deadline.seconds:g} s"
@@ -64,14 +64,14 @@ class RocketMQOwner:
     def _finish(self, deadline: Deadline) -> None:
         """Publish the last commits of the previous owner.
 
-        Earlier commits need no look: each writer publishes one transaction before it begins the next, and each owner
-        does this before its first commit (hazard H71).
+        Earlier commits are published already: each writer publishes one transaction before it begins the next, and each
+        owner does this before its first commit (hazard H71).
         """
         for transaction, claim in self.ledger.claims(deadline):
             publish_decided(self.ender, transaction, claim, deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if another process has opened the id since."""
+        """Raise `Fenced` if another process has opened the transactional id since."""
         if self.opening is None:
             return
         newest = self.ledger.newest_opening(deadline)

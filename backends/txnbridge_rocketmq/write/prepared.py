@@ -9,7 +9,7 @@ from txnbridge_rocketmq.write.writer import RocketMQWriter
 
 
 class RocketMQPreparedWriter(RocketMQWriter):
-    """Carries one transaction, which is prepared or aborted. The writer is not used again."""
+    """Writer of a single transaction, which is prepared or aborted."""
 
     def _lifetime(self, begin: Begin) -> float:
         if begin.hold is not None:
@@ -25,7 +25,7 @@ class RocketMQPreparedWriter(RocketMQWriter):
             with self._cluster.context.events.step("step:record", transaction):
                 self._owner.ledger.record(PREPARE, transaction, prepared.as_json(), deadline)
         except BaseException:
-            # The prepare record may be stored all the same, but no token of it was handed out.
+            # The prepare record may be stored although the call failed, but the caller gets no token for it.
             self._abort_quietly(deadline)
             raise
 

@@ -1,4 +1,4 @@
-"""Sending without a transaction: each message once, and in order within a partition."""
+"""The publisher: sends messages without a transaction, each stored once, and in order within a partition."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.write.message_format import partition_of, to_wire
 
-# The producer group in the publisher's requests. Brokers send no check-backs about it.
+# The producer group in the publisher's requests. Brokers send no check-backs to this group.
 GROUP = "txnbridge-publisher"
-# Limits for messages that were taken and are not stored yet. `send` waits while they are reached.
+# Limits for messages that `send` has accepted and the broker has not stored yet. `send` waits while they are reached.
 _MOST_MESSAGES, _MOST_BYTES = 1000, 64 << 20
 # Timeout of one request. A live broker responds within milliseconds, or says within seconds that it is busy.
 _ANSWER_SECONDS = 10.0
 # The time before a request is repeated to a broker that is down or busy.
 _PAUSE = 0.05
-# How long a message without a response is looked for after the broker's first negative answer: brokers index messages a
-# moment later, and a request may have waited in the broker before it was carried out (waitTimeMillsInSendQueue).
+# Seconds for which a message without a response is looked up after the broker's first negative answer: brokers index
+# messages a moment later, and a request may have waited in the broker before it was carried out
+# (waitTimeMillsInSendQueue).
 _LOOK_SECONDS = 5.0
 
 
@@ -54,7 +55,7 @@ class _QueueSender:
 
 
 class RocketMQPublisher(Publisher):
-    """Sends from a thread of its own. After a failure it takes and sends nothing more.
+    """Publisher that sends from a thread of its own. After a failure, it accepts and sends no more messages.
 
     RocketMQ stores a repeated message twice. Therefore a message without a response is looked up by its unique id. If
     it is not found, the publisher fails rather than send it again.
@@ -64,7 +65,7 @@ class RocketMQPublisher(Publisher):
         self._cluster = cluster
         self._changed = threading.Condition()
         self._senders: dict[Queue, _QueueSender] = {}
-        self._messages = self._bytes = 0  # taken and not stored yet
+        self._messages = self._bytes = 0  # accepted and not stored yet
         self._round_robin = itertools.count(secrets.randbelow(1 << 16))
         self._failed: DeliveryFailed | AccessDenied | None = None
         self._closed = False
@@ -128,7 +129,9 @@ class RocketMQPublisher(Publisher):
     # --- flushing -----------------------------------------------------------------------------------------------------
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when all messages taken are stored. Those that are not stored by the deadline are still tried."""
+        """Return when all accepted messages are stored. After the deadline the publisher still tries to store
+        the rest.
+        """
         with self._changed:
             self._check()
             self._settle(deadline)
@@ -144,7 +147,7 @@ class RocketMQPublisher(Publisher):
         raise _no_sequences()
 
     def close(self, deadline: Deadline) -> None:
-        """Close the publisher. Raise the same errors as `flush`; messages that are not stored then are given up."""
+        """Close the publisher. Raise the same errors as `flush`; messages that are not stored by then are dropped."""
         with self._changed:
             if self._closed:
                 return
@@ -214,7 +217,7 @@ class RocketMQPublisher(Publisher):
     def _is_stored_all_the_same(self, sender: _QueueSender, error: RemotingError) -> bool:
         """Return whether the broker stored a message whose sending failed; if not, it is safe to send it again.
 
-        Raise `_PublishFailure` where this cannot be known, or where sending again cannot succeed.
+        Raise `_PublishFailure` if this cannot be known, or if sending again cannot succeed.
         """
         if isinstance(error, NotDurable):
             raise _PublishFailure(error, "a message is stored, but not as safely as the broker is set to")
@@ -244,7 +247,7 @@ class RocketMQPublisher(Publisher):
                     raise _PublishFailure(
                         refused, "no answer came for a message, and it may not be looked for"
                     ) from error
-                # Otherwise nothing is known until the broker is back.
+                # Otherwise the broker is down, and is asked again later.
             time.sleep(_PAUSE)
         raise _PublishFailure(error, "no answer came for a message, and it was not found, though it may yet come")
 
@@ -257,7 +260,7 @@ class RocketMQPublisher(Publisher):
 
 
 class _PublishFailure(Exception):
-    """The failure that ends a publisher; `cause` is the client's error."""
+    """A message could not be stored, so the publisher stops. `cause` is the client's error."""
 
     def __init__(self, cause: RemotingError, action: str) -> None:
         super().__init__(action)

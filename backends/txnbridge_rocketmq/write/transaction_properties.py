@@ -1,4 +1,4 @@
-"""The properties of a transaction's messages: the transaction, and where its outcome is decided."""
+"""The message properties that name a message's transaction, and the decision log that has the transaction's outcome."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HalfOrigin:
 
     log: Mapping[str, Any]  # `Evidence.log`
     deadline: int  # milliseconds since 1970
-    # The opening of the transactional id by the owner, who cannot commit after a newer opening
+    # Id of the owner's opening of the transactional id. After a newer opening the owner cannot commit.
     opening: str | None = None
 
 
@@ -62,7 +62,7 @@ def origin_of(record: MessageExt) -> HalfOrigin | None:
 
 
 def is_over(deadline: int) -> bool:
-    """Return whether a transaction's time is over on every host, so that any process may abort it."""
+    """Return whether a transaction's deadline is past by every host's clock, so that any process may abort it."""
     return time.time() >= deadline / 1000 + CLOCKS_DIFFER_SECONDS
 
 

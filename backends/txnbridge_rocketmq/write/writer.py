@@ -1,4 +1,4 @@
-"""A writer, which has at most one transaction at a time."""
+"""The writer: sends half messages and acknowledgements in one transaction at a time, and decides it in the log."""
 
 from __future__ import annotations
 
@@ -50,14 +50,15 @@ from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, Transact
 _log = logging.getLogger("txnbridge")
 
 _MOST_MESSAGES = LIMITS.transaction_messages or 0
-# The least time for an abort, so that also a transaction whose deadline is past is aborted in the log.
+# The least seconds for an abort, so that an expired transaction is still aborted in the decision log.
 _ABORT_GRACE = 2.0
-# How long an abort waits for outstanding responses, which tell the halves to drop. The broker asks about the others.
+# Seconds that an abort waits for outstanding responses, which identify halves to drop. The broker sends check-backs for
+# the others.
 _SETTLE_BEFORE_ABORT = 0.5
 
 
 class WriterOwner(Protocol):
-    """The owner of a transactional id, as far as its writers use it."""
+    """The methods of a transactional id's owner that its writers use."""
 
     cluster: RocketMQCluster
     ledger: Ledger
@@ -65,13 +66,15 @@ class WriterOwner(Protocol):
     opening: str | None
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if another process has opened the id since."""
+        """Raise `Fenced` if another process has opened the transactional id since."""
 
 
 class RocketMQWriter(Writer):
-    """Sends halves, lets the decision log decide, and then has the broker publish the halves.
+    """Writer of transactions: sends halves, writes the decision to the decision log, and has the broker publish the
+    halves.
 
-    A decision cannot be undone: what this process does not publish, others publish after the broker's check-back.
+    A decision cannot be undone: halves that this process does not publish, others publish after the broker's
+    check-back.
     """
 
     def __init__(self, owner: WriterOwner, number: int) -> None:
@@ -91,7 +94,7 @@ class RocketMQWriter(Writer):
     # --- one transaction ----------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
-        if self._unpublished is not None:  # the next owner of the id publishes only the last transaction of each writer
+        if self._unpublished is not None:  # the next owner publishes only the last transaction of each writer
             publish_exclusively(self._owner.ender, *self._unpublished, begin.deadline)
             self._unpublished = None
         self._forget()
@@ -101,7 +104,7 @@ class RocketMQWriter(Writer):
         self._origin = HalfOrigin(self._owner.ledger.begin(begin.deadline), self._expires_at, self._owner.opening)
 
     def _lifetime(self, begin: Begin) -> float:
-        """Return for how many seconds no other process may abort the transaction."""
+        """Return the number of seconds for which no other process may abort the transaction."""
         return begin.deadline.left()
 
     def send(
@@ -131,7 +134,7 @@ class RocketMQWriter(Writer):
         return next(self._round_robin) % count if key is None else partition_of(key, count)
 
     def _target(self, topic: str, partition: int | None, deadline: Deadline) -> HalfTarget:
-        """Return the state of a topic. The broker is asked for its queues once in each transaction."""
+        """Return a topic's `HalfTarget` in the transaction; look up the topic's queues at the first call."""
         target = self._halves.targets.get(topic)
         if target is None or (partition is not None and not 0 <= partition < len(target.queues)):
             queues = self._cluster.topics.require(topic, partition, deadline)
@@ -160,7 +163,9 @@ class RocketMQWriter(Writer):
         self._acks[context] = context.acks(positions, deadline, so_far=self._acks.get(context, ()))
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when all messages taken so far are stored. Raise `DeliveryFailed` or `AccessDenied`."""
+        """Return when the broker has stored all messages sent so far. Raise `DeliveryFailed` or `AccessDenied`
+        otherwise.
+        """
         with self._cluster.context.events.step("step:store", self._begun.transaction, messages=self.messages):
             self._halves.flush(deadline)
 
@@ -176,14 +181,15 @@ class RocketMQWriter(Writer):
         self._store(deadline)
         if not (self.messages or self._acks):
             return
-        # From before the decision on, so that this process does not answer a check-back by publishing the same halves.
+        # The block begins before the decision, so that this process does not publish the same halves after a
+        # check-back.
         with self._owner.ender.as_owner(self._begun.transaction):
             all_published = self._decide_and_publish(deadline)
         if not all_published:
             self._publish_rest(deadline)
 
     def _decide_and_publish(self, deadline: Deadline) -> bool:
-        """Decide and publish. Return whether nothing is left to publish."""
+        """Claim the commit in the decision log and publish the halves. Return whether all messages are published."""
         try:
             claim = self._claim(Decision.COMMIT, deadline, self._all_acks())
         except (Conflict, Fenced):
@@ -225,7 +231,9 @@ class RocketMQWriter(Writer):
         return claim
 
     def _publish_rest(self, deadline: Deadline) -> None:
-        """Publish the halves that could not be ended directly. Raise `OutcomeUnknown` or `EvidenceLost`."""
+        """Publish the halves that could not be ended directly. Raise `OutcomeUnknown` if that fails, `EvidenceLost` if
+        halves are gone.
+        """
         transaction = self._begun.transaction
         try:
             publish_exclusively(self._owner.ender, transaction, self._halves.parts, deadline)
@@ -235,7 +243,7 @@ class RocketMQWriter(Writer):
             raise self._unpublished_error(error) from error
 
     def _store(self, deadline: Deadline) -> None:
-        """Return when every half is stored. Abort the transaction and raise if that fails."""
+        """Return when every half is stored. If that fails, abort the transaction and raise the error."""
         deadline.check("the transaction")
         try:
             self.flush(deadline)
@@ -244,7 +252,9 @@ class RocketMQWriter(Writer):
             raise
 
     def _abort_quietly(self, deadline: Deadline) -> None:
-        """Abort a transaction that cannot commit. It also ends aborted if this request fails."""
+        """Abort a transaction that cannot commit, and log errors: the transaction is aborted later if this request
+        fails.
+        """
         try:
             self.abort(deadline)
         except TxnBridgeError as error:
@@ -273,7 +283,9 @@ class RocketMQWriter(Writer):
     # --- reopening and closing ----------------------------------------------------------------------------------------
 
     def reopen(self, deadline: Deadline) -> None:
-        """Make the writer usable again. A commit of the transaction before is published before the next one."""
+        """Make the writer usable after an error. If the previous transaction is committed, `begin` publishes
+        it first.
+        """
         self._owner.check(deadline)
         self._settle(deadline)
         self._forget()
@@ -281,7 +293,7 @@ class RocketMQWriter(Writer):
     def _settle(self, deadline: Deadline) -> None:
         """Decide the previous transaction by an ABORT claim.
 
-        Its commit may stand in the log, or be on its way (hazard H73).
+        Its COMMIT claim may already be in the log, or be written late (hazard H73).
         """
         if not (self.messages or self._acks):
             return
@@ -299,4 +311,4 @@ class RocketMQWriter(Writer):
                 self._drop(deadline)
 
     def close(self) -> None:
-        """Do nothing: the broker asks about halves that were not ended."""
+        """Do nothing: the broker sends check-backs for halves that were not ended."""
