@@ -239,6 +239,6 @@ def _have_late_writes_refused(cluster: ClusterAccess, aborted: AnnouncedTransact
     _log.warning(
         "transaction %s is aborted, but brokers do not refuse late messages of its writer yet (%s): such a message may"
         " hold readers of its topics back. Stop that writer, and end older transactions (txnbridge transactions list)",
-        aborted.transaction,
+        aborted.transaction or aborted.txn,
         reason,
     )
