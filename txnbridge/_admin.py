@@ -1,4 +1,4 @@
-"""Administration: topics, groups, open transactions, parked half messages, and the doctor."""
+"""`Admin`: topics, groups, open transactions, parked half messages, and the checks of `txnbridge doctor`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from txnbridge.spi import Advice, Broker, GroupInfo, Half, HalfStore, OpenTransa
 
 
 class Admin:
-    """Topics, open transactions and the doctor of one broker; each call ends within the bridge's timeout."""
+    """A broker's administration, as users call it (`bridge.admin`). Each call ends within the bridge's timeout."""
 
     def __init__(self, broker: Broker, timeout: float, events: Emitter) -> None:
         self._broker = broker
@@ -31,7 +31,7 @@ class Admin:
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        """Create a topic. Return False if it exists with as many partitions; raise `InvalidOption` if with others."""
+        """Create a topic; return False if it exists with as many partitions, else raise `InvalidOption`."""
         check_topic_name(name)
         if partitions < 1:
             raise InvalidOption(f"a topic has at least 1 partition, not {partitions}")
@@ -45,7 +45,7 @@ class Admin:
         )
 
     def _ensure(self, topics: Iterable[Topic], partitions: int) -> list[str]:
-        """Create missing topics as they are declared; return their names. See `Bridge.ensure_topics`."""
+        """Create missing topics with their declared partitions and retention; return the created topics' names."""
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
         found = {topic.name: topic.partitions for topic in self._broker.admin.topics(self._deadline())}
         created = []
@@ -62,41 +62,44 @@ class Admin:
         return created
 
     def topics(self, internal: bool = False) -> list[TopicInfo]:
-        """Return the topics, sorted by name; those of txnbridge itself only with `internal=True`."""
+        """Return the topics, sorted by name; topics that txnbridge made for itself only with `internal=True`."""
         topics = self._broker.admin.topics(self._deadline())
         return sorted((t for t in topics if internal or not t.internal), key=lambda topic: topic.name)
 
     def topic(self, name: str) -> TopicInfo:
-        """Return one topic. Raise `NotFound`."""
+        """Return one topic. Raise `NotFound` if it does not exist."""
         for topic in self.topics(internal=True):
             if topic.name == name:
                 return topic
         raise NotFound(f"there is no topic {name!r}; create it with: txnbridge topics create {name}")
 
     def delete_topic(self, name: str) -> None:
-        """Delete a topic with its messages. Raise `NotFound`, and `InvalidState` if an open transaction holds some."""
+        """Delete a topic with its messages.
+
+        Raise `NotFound` if it does not exist, `InvalidState` while an open transaction has messages in it.
+        """
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
         self._broker.admin.delete_topic(name, self._deadline())
 
     def grow_topic(self, name: str, partitions: int) -> None:
-        """Add partitions. Messages stay where they are; keys spread over all partitions from now on."""
+        """Add partitions to a topic. Stored messages stay in their partitions; new ones use all partitions."""
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
         self._broker.admin.grow_topic(name, partitions, self._deadline())
 
     def bounds(self, topics: str | Iterable[str]) -> dict[Partition, tuple[Position, Position]]:
-        """Return the readable range of each partition: the first position that is kept, and the end for readers now.
+        """Return, for each partition, the first position that is kept, and the present end for readers.
 
-        Between two positions up to the second the same messages are read at any time, until retention removes them.
-        Raise `NotFound`.
+        Reading between two positions before this end always yields the same messages, until retention removes them.
+        Raise `NotFound` if a topic does not exist.
         """
         names = (topics,) if isinstance(topics, str) else tuple(topics)
         return self._broker.admin.bounds(names, self._deadline())
 
     def topic_ids(self, topics: str | Iterable[str]) -> dict[str, str]:
-        """Return for each topic an id that a later topic of the same name does not have.
+        """Return, for each topic, an id that a later topic of the same name does not have.
 
-        A position holds only in the topic in which it was read: a program that stores positions stores these ids with
-        them. A missing topic is left out, and so is one whose id the broker does not tell.
+        A position is valid only in the topic in which it was read, so a program that stores positions should store
+        these ids with them. Topics that do not exist, and topics for which the broker has no id, are left out.
         """
         names = (topics,) if isinstance(topics, str) else tuple(topics)
         return self._broker.admin.topic_ids(names, self._deadline())
@@ -107,7 +110,7 @@ class Admin:
         return dict(sorted(self._broker.admin.groups(self._deadline()).items()))
 
     def group(self, name: str) -> GroupInfo:
-        """Return one group: its members with their partitions, its positions and its lag. Raise `NotFound`."""
+        """Return a group's members with their partitions, positions and lag. Raise `NotFound` for an unknown group."""
         self._broker.capabilities.require(Capability.GROUP_ADMIN)
         return self._broker.admin.group(name, self._deadline())
 
@@ -116,8 +119,8 @@ class Admin:
     ) -> dict[Partition, Position]:
         """Set the positions of a group without members to "earliest", "latest" or a time in milliseconds since 1970.
 
-        This sets them in these topics, or in all that the group has read; return the positions. Raise `NotFound`, and
-        `InvalidState` while the group has members or an undecided transaction holds acknowledgements of it.
+        Return the new positions, in the given topics or in all that the group has read. Raise `NotFound` for an unknown
+        group or topic, `InvalidState` while the group has members or an open transaction has acknowledged for it.
         """
         if to not in ("earliest", "latest") and (not isinstance(to, int) or isinstance(to, bool)):
             raise InvalidOption(f"a group is set to 'earliest', 'latest' or milliseconds since 1970, not {to!r}")
@@ -126,12 +129,12 @@ class Admin:
         return self._broker.admin.reset_group(name, to, names, self._deadline())
 
     def transactions(self, owners: str = "") -> list[OpenTransaction]:
-        """Return open and prepared transactions, oldest first, of transactional ids that begin with `owners`."""
+        """Return the open and prepared transactions whose transactional id begins with `owners`, oldest first."""
         self._broker.capabilities.require(Capability.LIST_OPEN)
         return sorted(self._broker.admin.transactions(self._deadline(), owners), key=lambda t: t.since or 0)
 
     def transaction(self, transaction: str) -> OpenTransaction:
-        """Return one open or prepared transaction. Raise `NotFound` (it may have ended)."""
+        """Return one open or prepared transaction. Raise `NotFound` if none has this id; it may have ended."""
         for found in self.transactions():
             if found.transaction == transaction:
                 return found
@@ -140,20 +143,21 @@ class Admin:
     def commit(self, transaction: str, *, reason: str = "") -> Outcome:
         """Commit a prepared transaction by its id, overriding the application's decision; return the outcome.
 
-        The reason goes into the event. Raise `NotFound`, and `InvalidState` for a transaction that is not prepared.
+        The event contains `reason`. Raise `NotFound` if no open transaction has this id, `InvalidState` for a
+        transaction that is not prepared.
         """
         return self._end(transaction, Decision.COMMIT, reason)
 
     def abort(self, transaction: str, *, reason: str = "") -> Outcome:
-        """Abort an open or prepared transaction by its id; the rules of `commit`."""
+        """Abort an open or prepared transaction by its id, overriding the application; return the outcome."""
         return self._end(transaction, Decision.ABORT, reason)
 
     def parked(self, group: str) -> list[Half]:
-        """Return the parked half messages of a group: the application was asked too often, and is asked no more."""
+        """Return the parked half messages of a group; they had too many check-backs without a decision."""
         return self._halves().parked(group, self._deadline())
 
     def resume(self, group: str, transaction: str) -> None:
-        """Start the check-backs of a parked half message again. Raise `NotFound`."""
+        """Start the check-backs of a parked half message again. Raise `NotFound` if none with this id is parked."""
         self._halves().resume(self._parked(group, transaction), self._deadline())
 
     def end_parked(self, group: str, transaction: str, decision: Decision, *, reason: str = "") -> Outcome:
@@ -176,11 +180,11 @@ class Admin:
         raise NotFound(f"no half message of transaction {transaction!r} is parked in group {group!r}")
 
     def repair(self, transaction: str) -> str:
-        """Finish what the broker left half done about a transaction; return what was done, as text."""
+        """Complete a transaction that the broker ended only in part; return the repair as text for the operator."""
         return self._broker.admin.repair(transaction, self._deadline())
 
     def check(self) -> list[Advice]:
-        """Run the doctor: return the settings and states that weaken a promise or hold readers back."""
+        """Return the broker's settings and states that weaken a guarantee or keep messages from readers."""
         return self._broker.admin.check(self._deadline())
 
     def _end(self, transaction: str, decision: Decision, reason: str) -> Outcome:

@@ -1,4 +1,4 @@
-"""A background task: a backend's reader runs slow requests beside its polls."""
+"""`BackgroundTask`, with which a backend's reader runs slow requests while its polls continue."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """Runs a function on a thread of its own, and `then` with its result on the thread that asks for it."""
+    """Runs `function` on a thread of its own; `finish` then calls `then` with the result, on the caller's thread."""
 
     def __init__(
         self, function: Callable[[], T], then: Callable[[T], object], wake: Callable[[], object] = lambda: None
     ) -> None:
-        """`wake` is called on the function's thread when the function has ended."""
+        """Start the thread. It calls `wake` when `function` has ended."""
         self._function = function
         self._then = then
         self._wake = wake
         self._ended = threading.Event()
         self._result: list[T] = []
         self._error: BaseException | None = None
-        # A daemon: a call that a dead broker does not answer must not keep the program from ending.
+        # A daemon thread, so that a request to a dead broker does not keep the program from ending.
         threading.Thread(target=self._run, name="txnbridge-work", daemon=True).start()
 
     def _run(self) -> None:
@@ -38,11 +38,11 @@ class BackgroundTask(Generic[T]):
         return self._ended.is_set()
 
     def finish(self) -> None:
-        """Pass the result on, or raise the function's exception. To be called once it is done."""
+        """Call `then` with the function's result, or raise its exception. Call this only when `done` is True."""
         if self._error is not None:
             raise self._error
         self._then(self._result[0])
 
     def join(self, seconds: float) -> bool:
-        """Wait for the function's end; return whether it has come."""
+        """Wait up to `seconds` for the function to end; return whether it has ended."""
         return self._ended.wait(seconds)

@@ -1,4 +1,4 @@
-"""The bridge: one open connection to one broker, and the calls that open transactions, consumers and the rest."""
+"""`Bridge`: one open connection to one broker, with the calls that open transactions, consumers and other objects."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("txnbridge")
 
-# How often a closing bridge looks whether a transaction's call has ended; most take milliseconds.
+# The interval at which a closing bridge checks whether other threads' calls have ended; most take milliseconds.
 _LOOK_SECONDS = 0.01
-# The time for which a closing bridge waits for polls of other threads: twice the default timeout of a poll, so most of
-# them end by themselves; a poll that waits for messages has nothing to lose.
+# The time for which a closing bridge waits for polls of other threads: twice a poll's default timeout, so most polls
+# end by themselves. Interrupting a poll that waits for messages loses nothing.
 _POLL_SECONDS = 2.0
-# The share of its time for which a closing bridge waits for checks of half messages: they are the application's, and a
-# check that hangs would leave no time for aborting unfinished transactions and for leaving the groups.
+# The share of its timeout for which a closing bridge waits for `check` functions of half messages: they are code of the
+# application, and one that hangs must leave time for aborting unfinished transactions and leaving the groups.
 _CHECKS_SHARE = 0.5
 
 
@@ -66,16 +66,17 @@ def connect(
     decision_log: str | Engine | None = None,
     **backend: Mapping[str, Any],
 ) -> Bridge:
-    """Open a bridge. Only the URL names the broker; without one `TXNBRIDGE_URL` is read.
+    """Open a bridge to the broker at `url`, by default that of the environment variable `TXNBRIDGE_URL`.
 
-    `transactional_id` is the name of one running instance: opening it shuts out its older owner and ends the
-    transactions that this owner left open. `timeout` is the deadline of each call in seconds, `hold` how long a
-    prepared transaction may live after it. `writers` transactions can be open at once. A backend's own options go into
-    the URL's query or into a mapping under its name, `connect(url, embedded={"durability": "normal"})`. `decision_log`
-    is another place for the decision logs: a broker's URL, or a database as SQLAlchemy's URL or an `Engine`; all
-    bridges of an application give the same.
+    `transactional_id` names one running instance of the program: opening the id fences its older owner and ends the
+    transactions that this owner left open. `timeout` is the deadline of each call and each transaction in seconds;
+    `hold` is how long a transaction may stay prepared after its deadline. At most `writers` transactions can be open at
+    once. A backend's own options are given in the URL's query or as a mapping under the backend's name, such as
+    `connect(url, embedded={"durability": "normal"})`. `decision_log` is another store for the decision logs: a broker's
+    URL, or a database as SQLAlchemy's URL or an `Engine`; it must be the same in all bridges of an application.
 
-    Raise `BackendMissing`, `InvalidOption`, `BrokerUnavailable`, `AccessDenied`.
+    Raise `BackendMissing` if the backend is not installed, `InvalidOption` for a wrong argument, `BrokerUnavailable` if
+    the broker does not answer, `AccessDenied` if it refuses the credentials.
     """
     _close_dropped()
     url = url or os.environ.get("TXNBRIDGE_URL")
@@ -157,8 +158,8 @@ class Bridge:
         self._create_topics = create_topics
         self._count = itertools.count(1)
         self._closing = threading.Lock()
-        self._let_go = True  # until something is open
-        self._guard = threading.RLock()  # a signal handler may come here, too
+        self._let_go = True  # whether nothing is open that `close` has to close
+        self._guard = threading.RLock()  # reentrant, because a signal handler may run while it is held
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
         connection = self._connection = Connection(self, backend.name, identity, float(timeout))
         self._logs = logs = DecisionLogs(connection, elsewhere)
@@ -186,7 +187,7 @@ class Bridge:
                 except BaseException:
                     close_logging_errors(connection.broker.close, deadline)
                     raise
-            except BaseException:  # a program that tries again and again would leave logs open each time
+            except BaseException:  # a program that retries `connect` must not leave a decision log open each time
                 logs.close()
                 raise
         self._let_go = False
@@ -206,18 +207,18 @@ class Bridge:
 
     @property
     def cluster(self) -> str:
-        """The cluster's id; tokens of another cluster are refused."""
+        """The id of the broker's cluster; tokens of another cluster are refused."""
         return self._connection.broker.cluster
 
     @property
     def transactional_id(self) -> str | None:
-        """The name with which it was opened; None if the bridge made up a name, which no other process can hold."""
+        """The transactional id given to `connect`; None if the bridge made up an id, which no other process has."""
         identity = self._connection.identity
         return identity.name if identity.owned else None
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of this broker: native, emulated or absent."""
+        """The capabilities of this broker, each native, emulated or absent."""
         return self._connection.capabilities
 
     @property
@@ -227,7 +228,7 @@ class Bridge:
 
     @property
     def admin(self) -> Admin:
-        """Administration: topics, groups, open transactions, and the doctor."""
+        """The broker's administration: topics, groups, open transactions, and the checks of `txnbridge doctor`."""
         connection = self._connection
         connection.check_open()
         return Admin(connection.broker, connection.timeout, connection.events)
@@ -245,13 +246,14 @@ class Bridge:
         hold: float | None = None,
         fingerprint: bool = False,
     ) -> Transaction:
-        """Begin a transaction; use it as a block. It waits for a free writer within its deadline.
+        """Begin a transaction, for a `with` block. Wait for a free writer, at most until the transaction's deadline.
 
-        With `prepare=True` the end of the block makes it durable and invisible, and `txn.token` names it: any process
-        commits or aborts it within `hold` seconds. `fingerprint=True` puts a checksum of its messages, which does not
-        depend on their order, into the token (needs the package xxhash).
+        With `prepare=True` the end of the block does not commit the transaction, but makes it durable, still invisible
+        to readers: any process can commit or abort it by `txn.token` within `hold` seconds. `fingerprint=True` puts a
+        checksum of the messages, independent of their order, into the token (this needs the package xxhash).
 
-        Raise `DeadlineExceeded` if no writer became free, `Fenced`, `NotSupported`, `BrokerUnavailable`.
+        Raise `DeadlineExceeded` if no writer became free, `Fenced` if the transactional id has a newer owner,
+        `NotSupported` if the broker cannot do it, `BrokerUnavailable` if the broker does not answer.
         """
         connection = self._connection
         connection.check_open()
@@ -288,35 +290,37 @@ class Bridge:
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def commit(self, token: str | Token) -> Outcome:
-        """Commit a prepared transaction, from any process. Safe to repeat.
+        """Commit a prepared transaction by its token, from any process. Safe to repeat.
 
-        Return the true outcome, also if another process has aborted it. Raise `InvalidToken`, `InvalidState` for the
-        token of a transaction that was not prepared, `OutcomeUnknown` if no answer came in time, `EvidenceLost` if none
-        ever will.
+        Return the true outcome: ABORTED if another process has aborted the transaction before. Raise `InvalidToken` for
+        a text that is no token of this cluster, `InvalidState` for the token of a transaction that was not prepared,
+        `OutcomeUnknown` if the broker does not answer in time, `EvidenceLost` if the outcome can never be known.
         """
         return self._outcomes.end(token, commit=True)
 
     def abort(self, token: str | Token) -> Outcome:
-        """Abort a prepared transaction, from any process; the rules of `commit`."""
+        """Abort a prepared transaction by its token, from any process. Return and raise as `commit` does."""
         return self._outcomes.end(token, commit=False)
 
     def status(self, token: str | Token) -> Status:
-        """Return what became of a token's transaction. Raise `InvalidToken`, `BrokerUnavailable`.
+        """Return the status of a token's transaction without ending the transaction.
 
-        This decides nothing. It may record that a deadline has passed, before it returns ABORTED for that reason.
+        If the transaction's deadline has passed, its abort may be recorded before ABORTED is returned. Raise
+        `InvalidToken` for a text that is no token of this cluster, `BrokerUnavailable` if the broker does not answer.
         """
         return self._outcomes.status(token)
 
     # --- topics -----------------------------------------------------------------------------------------------------
 
     def ensure_topics(self, *topics: str | Topic) -> list[str]:
-        """Create the missing topics as they are declared; return their names.
+        """Create missing topics with their declared partitions and retention; return the created topics' names.
 
         `Topic("orders", codecs.json, partitions=6, retention=86_400)` declares a topic; without `partitions` it gets
-        `create_topics` of them, or one. An existing topic stays as it is, its retention too.
+        as many partitions as `connect(create_topics=…)` says, or one. An existing topic, with its retention, is not
+        changed.
 
         Raise `InvalidOption` if a topic exists with another number of partitions than declared, `NotSupported` on a
-        broker that cannot create topics, `AccessDenied`.
+        broker that cannot create topics, `AccessDenied` if the broker refuses to create them.
         """
         with self._connection.call():
             return self.admin._ensure(map(as_topic, topics), self._create_topics or 1)
@@ -331,10 +335,11 @@ class Bridge:
         start: str | int = "earliest",
         sharing: str = "partition",
     ) -> Consumer:
-        """Read committed messages. Members of a group share the partitions; without a group all partitions are read.
+        """Return a consumer of committed messages. A group's members share the partitions; without a group all are read.
 
-        `start` is for a group that has never read: "earliest", "latest" or a time in milliseconds since 1970.
-        `sharing` is "partition" (one member a partition, in order), "message" or "key", as far as the broker can.
+        `start` is where a group begins that has never read: "earliest", "latest" or a time in milliseconds since 1970.
+        `sharing` is "partition" (each partition is read in order by one member), or, if the broker supports it,
+        "message" or "key".
         """
         self._connection.check_open()
         return Consumer.open(self._consumers, topics, group, start, sharing)
@@ -359,7 +364,7 @@ class Bridge:
         retry_for: float | None = None,
         start: str | int = "earliest",
     ) -> Processor:
-        """Return a loop that consumes, transforms and produces exactly once; see `Processor` for its settings."""
+        """Return a `Processor`, which consumes, transforms and produces exactly once; see there for the settings."""
         self._connection.check_open()
         from txnbridge._processor import Processor
 
@@ -385,28 +390,29 @@ class Bridge:
         )
 
     def read(self, topic: str | Topic, limit: int) -> list[Message]:
-        """Return the first `limit` committed messages of a topic that are readable now, without a group."""
+        """Return the first `limit` committed messages of a topic that are readable now; read without a group."""
         if type(limit) is not int or limit < 0:
             raise InvalidOption(f"limit is how many messages to read, from 0, not {limit!r}")
         found: list[Message] = []
         with self.consumer(topic) as consumer:
             while len(found) < limit:
-                # A short poll may return early without messages, so the lag tells when all is read.
+                # A short poll may return before the end without messages, so the lag decides whether all is read.
                 if not (batch := consumer.poll(limit - len(found), timeout=0.05)) and not any(consumer.lag().values()):
                     break
                 found += batch
         return found
 
     def half_messages(self, group: str, *, execute: Execute, check: Check) -> HalfMessages:
-        """Return a sender of messages that wait for local work, such as a database's commit, and follow its outcome.
+        """Return a sender of half messages: published if local work, such as a database's commit, succeeds.
 
             with bridge.half_messages("shop", execute=book, check=was_booked) as sales:
                 with sales.transaction(order) as txn:          # stored at the end of the block; then book(txn, order)
                     txn.send("orders", ...)
 
-        `execute(txn, arg)` does the work and returns a `Decision`; `raise Abort` is ABORT. If it raises another error,
-        or its process dies, any process of the group is asked: its `check(transaction_id, messages)` looks where the
-        work is stored. It answers ABORT only if the work cannot be done any more, UNDECIDED if it cannot know yet.
+        `execute(txn, arg)` does the work and returns a `Decision`; `raise Abort` means ABORT. If `execute` raises
+        another error, or its process dies, any process of the group calls its `check(transaction_id, messages)`, which
+        looks up whether the work was done. `check` may return ABORT only if the work cannot be done any more, and
+        returns UNDECIDED if the outcome is not certain yet.
 
         Raise `NotSupported` if the broker has no half messages.
         """
@@ -424,7 +430,7 @@ class Bridge:
         check_timeout: float = 30.0,
         stop_timeout: float = 30.0,
     ) -> Resolver:
-        """Return a resolver for half messages whose sender did not tell the outcome of its work; see `Resolver`."""
+        """Return a `Resolver`, which decides half messages whose sender did not report the outcome of its work."""
         self._connection.check_open()
         from txnbridge._resolver import Resolver
 
@@ -438,9 +444,9 @@ class Bridge:
         )
 
     def publisher(self, name: str | None = None) -> Publisher:
-        """Return a publisher: it sends in order and idempotently, without a transaction.
+        """Return a publisher, which sends messages in order and idempotently, without a transaction.
 
-        With a name it can resume after a crash, by sequences.
+        With a `name` it can resume after a crash, by the sequences of its messages.
         """
         self._connection.check_open()
         self.capabilities.require(Capability.IDEMPOTENT_SEND)
@@ -451,7 +457,7 @@ class Bridge:
             return Publisher(connection, connection.broker.publisher(name, connection.deadline()))
 
     def decisions(self, name: str | None = None) -> Decisions:
-        """Open the decision log of this bridge's application, or of another name: the first decision for an id wins."""
+        """Open the decision log `name`, by default that of this bridge's application; the first claim on an id counts."""
         connection = self._connection
         with connection.call():
             return self._logs.open(name or connection.identity.application, connection.deadline())
@@ -461,19 +467,19 @@ class Bridge:
     def close(self) -> None:
         """Refuse new calls, wait for running ones, abort unfinished transactions, leave all groups, and disconnect.
 
-        Prepared transactions live on. Closing takes no longer than the bridge's timeout. It waits that long for running
-        calls, two seconds for a poll, and half of the time for a check of half messages. Safe to repeat; a second
-        thread waits for the first one that closes.
+        Prepared transactions stay prepared. Closing takes at most the bridge's timeout: it waits so long for running
+        calls, two seconds for a poll, and half of the timeout for a check of half messages. Safe to repeat; a second
+        thread that calls `close` waits for the first.
 
-        If it interrupts a call of this bridge on the same thread (in a signal handler or a listener), it refuses new
-        calls and returns: that call goes on to its end, and the next `close()`, at the end of the bridge's block or of
-        the program, does the rest.
+        If `close` is called inside a call of this bridge on the same thread (by a signal handler or a listener), it
+        only refuses new calls and returns. The interrupted call continues, and the next `close()`, at the end of the
+        bridge's block or of the program, does the rest.
         """
         connection = self._connection
         if connection.forked:
             return
         connection.refuse_calls()
-        if self._is_calling():  # an exception would make the interrupted commit look as if it had failed
+        if self._is_calling():  # raising here would make the program believe that the interrupted commit had failed
             _log.info("%r takes no new calls; it is let go by the next close(), after the call that runs", self)
             return
         deadline = connection.deadline()
@@ -496,14 +502,14 @@ class Bridge:
             self._end_calls(deadline)
             self._consumers.close(Deadline(min(deadline.left(), _POLL_SECONDS)), deadline)
             self._writers.close()
-            # The broker first: it records in the decision logs what its publishers have stored.
+            # The broker is closed before the decision logs, to which it may append what its publishers have stored.
             close_logging_errors(connection.broker.close, deadline)
             self._logs.close()
             self._logs.close_provider()
         _live.discard(self)
 
     def _is_calling(self) -> bool:
-        """Return whether `close` has interrupted another call of this bridge on this thread."""
+        """Return whether `close` was called inside another call of this bridge on this thread."""
         frame = sys._getframe(1).f_back  # the caller of `close`
         if frame is not None and frame.f_code is Bridge.__exit__.__code__:
             frame = frame.f_back
@@ -515,7 +521,7 @@ class Bridge:
         return False
 
     def _end_calls(self, deadline: Deadline) -> None:
-        """Abort the transactions on which no call runs, and wait for running calls."""
+        """Abort the transactions on which no call is running, and wait for running calls to end."""
         connection = self._connection
         while True:
             self._writers.clear_abandoned(deadline)
@@ -552,7 +558,7 @@ class Bridge:
 
     def __del__(self) -> None:
         if not getattr(self, "_let_go", True) and not self._connection.forked:
-            # The next `connect` closes it: garbage is collected at any time, also while locks are held.
+            # The next `connect` closes the bridge, because garbage collection may run while locks are held.
             _dropped.append(self)
             warnings.warn(
                 f"{self!r} was dropped without close(); it is closed by the next connect(), or when the program ends",
@@ -561,14 +567,14 @@ class Bridge:
             )
 
     def _forget_parent(self) -> None:
-        """Refuse all calls, in the child of a fork."""
+        """Refuse all calls on this bridge in the child of a fork."""
         self._connection.forget_parent()
         for transaction in list(self._transactions):
             transaction._refuse_calls()
 
 
 class _OtherBroker:
-    """Keeps the decision logs on another broker."""
+    """A `LogProvider` that keeps the decision logs on another broker than the bridge's."""
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -592,7 +598,7 @@ def _require_xxhash() -> None:
 
 
 _live: weakref.WeakSet[Bridge] = weakref.WeakSet()
-_dropped: deque[Bridge] = deque()  # garbage-collected without `close`
+_dropped: deque[Bridge] = deque()  # bridges that were garbage-collected without `close`
 
 
 def _close_dropped() -> None:

@@ -1,4 +1,4 @@
-"""The state that a bridge shares with its transactions, consumers and the rest: the broker, settings, running calls."""
+"""`Connection`: the broker, settings and running calls that a bridge shares with its transactions and consumers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORK_HELP = (
 
 
 class Stoppable(Protocol):
-    """A resolver, as far as a bridge has to stop it."""
+    """The part of `Resolver` by which a bridge stops its running resolvers."""
 
     _group: str
 
@@ -34,9 +34,9 @@ class Stoppable(Protocol):
 
 
 class Connection:
-    """One open connection to one broker. Any thread may use it.
+    """One open connection to one broker, shared by a bridge and all that it opens. Any thread may use it.
 
-    Whatever a bridge opens holds the bridge's connection, and so keeps the bridge alive.
+    It refers to the bridge, so an open transaction or consumer keeps its bridge from being garbage-collected.
     """
 
     def __init__(self, bridge: object, backend: str, identity: Identity, timeout: float) -> None:
@@ -47,8 +47,8 @@ class Connection:
         self.timeout = timeout
         self.events = Emitter(self.name, plugins.listeners())
         self.header_makers = plugins.header_makers()
-        self.resolvers: set[Stoppable] = set()  # those that run
-        self.closed = False  # refuses new calls
+        self.resolvers: set[Stoppable] = set()  # the running resolvers
+        self.closed = False  # if True, new calls are refused
         self.forked = False
         self._broker: Broker | None = None
         self._changed = threading.Condition()
@@ -56,7 +56,7 @@ class Connection:
 
     @property
     def broker(self) -> Broker:
-        """Raise `BrokerUnavailable` until it is set: some brokers ask about transactions while they are opened."""
+        """The broker. Raise `BrokerUnavailable` until it is set: some brokers send check-backs while being opened."""
         if self._broker is None:
             raise BrokerUnavailable("this bridge is not open yet")
         return self._broker
@@ -70,14 +70,14 @@ class Connection:
         return self.broker.capabilities
 
     def deadline(self) -> Deadline:
-        """Return the deadline of a call that begins now."""
+        """Return the deadline of a call that begins now: the bridge's timeout from now."""
         return Deadline(self.timeout)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count a call, so that closing waits for it. Raise `InvalidState` once closing has begun."""
+        """Count the block as a running call, for which `Bridge.close` waits. Raise `InvalidState` if closed."""
         self.check_open()
         with self._changed:
             refused = self.closed
@@ -93,16 +93,16 @@ class Connection:
 
     @property
     def running_calls(self) -> int:
-        """The number of running calls, without those on transactions: their writers are busy."""
+        """The number of running calls, without calls on transactions, which `Writers.busy` counts."""
         return self._running_calls
 
     def wait_for_call(self, seconds: float) -> None:
-        """Wait until a call has ended, or for so many seconds."""
+        """Wait until any running call has ended, at most `seconds`."""
         with self._changed:
             self._changed.wait(seconds)
 
     def refuse_calls(self) -> None:
-        """Refuse new calls from now on; running calls go on."""
+        """Refuse new calls from now on; running calls continue."""
         with self._changed:
             self.closed = True
 
@@ -118,25 +118,28 @@ class Connection:
         if self.forked:
             raise InvalidState(FORK_HELP)
         if _exiting.is_set() and threading.current_thread() is not threading.main_thread():
-            # A daemon thread calls while its program ends. A refusal would only make it die with a traceback, so it
-            # waits here to end with the program; it is refused if the program waits for it longer than that.
+            # A daemon thread calls while the interpreter is ending. An error would end the thread with a traceback, so
+            # the call waits here until the program has ended; it is refused only if the program takes longer to end.
             threading.Event().wait(self.timeout)
 
     def forget_parent(self) -> None:
-        """Refuse calls in the child of a fork: nothing of the parent's may be used, closed or garbage-collected."""
+        """Refuse all calls in the child of a fork, which must not use, close or garbage-collect the parent's broker."""
         self.forked = True
         _parents.append(self._broker)
 
 
 class ConnectionUser:
-    """Base of the classes whose calls `Bridge.close` must not wait for when it interrupts them on their own thread."""
+    """Base of classes whose methods are calls on a bridge.
+
+    `Bridge.close` must not wait for such a call if it runs inside that call, in a signal handler or listener.
+    """
 
     __slots__ = ("_connection",)
 
     _connection: Connection
 
 
-_exiting = threading.Event()  # set while the interpreter ends
+_exiting = threading.Event()  # set while the interpreter is ending
 _parents: list[Broker | None] = []  # brokers of the parent process, kept so that this process never closes them
 
 
@@ -146,17 +149,17 @@ def exiting() -> bool:
 
 
 def exit_begins() -> None:
-    """Make calls of daemon threads wait from now on, because the interpreter is ending."""
+    """Note that the interpreter is ending: from now on calls of daemon threads wait."""
     _exiting.set()
 
 
 def random_name(size: int) -> str:
-    """Return a unique name. (`secrets` would take a tenth of the time that `import txnbridge` may take.)"""
+    """Return a random name made of `size` bytes. Importing `secrets` would slow `import txnbridge` by a tenth."""
     return os.urandom(size).hex()
 
 
 def close_logging_errors(close: Callable[..., object], *arguments: object) -> None:
-    """Close something and log an error, so that the next thing is closed in any case."""
+    """Call `close`, and log its exception instead of raising it, so that the caller can close further objects."""
     try:
         close(*arguments)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The consumers of a bridge: closed with the bridge. A consumer that was dropped is closed by a thread."""
+"""`Consumers`: closes a bridge's consumers with the bridge, and garbage-collected consumers on a thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from txnbridge._writers import Writers
 from txnbridge.errors import InvalidState
 from txnbridge.spi import Reader
 
-# How often closing looks whether another thread's poll has ended; most take milliseconds.
+# The interval at which a closing bridge checks whether another thread's poll has ended; most polls take milliseconds.
 _LOOK_SECONDS = 0.01
 
 
@@ -29,19 +29,19 @@ class ClosableConsumer(Protocol):
 
 
 class Consumers:
-    """The open consumers of a bridge, and what they need of the bridge to learn the outcomes of transactions."""
+    """The open consumers of a bridge, and the bridge's objects by which they learn outcomes of transactions."""
 
     def __init__(self, connection: Connection, outcomes: Outcomes, writers: Writers) -> None:
         self.connection = connection
         self.outcomes = outcomes
         self.writers = writers
-        self._guard = threading.RLock()  # a signal handler may come here, too
+        self._guard = threading.RLock()  # reentrant, because a signal handler may run while it is held
         self._alive: weakref.WeakKeyDictionary[ClosableConsumer, Reader] = weakref.WeakKeyDictionary()
-        self._readers: set[Reader] = set()  # those of living consumers, and of dropped ones
+        self._readers: set[Reader] = set()  # readers of open consumers, and of garbage-collected ones until closed
         self._dropped: SimpleQueue[Reader | None] = (
             SimpleQueue()
-        )  # of dropped consumers; None ends the thread that closes them
-        self._closer: threading.Thread | None = None  # closes the readers of dropped consumers
+        )  # readers of garbage-collected consumers; None ends the thread that closes these readers
+        self._closer: threading.Thread | None = None  # closes the readers of garbage-collected consumers
 
     def add(self, consumer: ClosableConsumer, reader: Reader) -> None:
         with self._guard:
@@ -58,7 +58,10 @@ class Consumers:
         weakref.finalize(self, self._dropped.put, None).atexit = False
 
     def drop(self, reader: Reader) -> None:
-        """Have a reader closed whose consumer is gone. (The garbage collector calls this, so it takes no lock.)"""
+        """Have a thread close the reader of a garbage-collected consumer.
+
+        The garbage collector calls this, so it takes no lock.
+        """
         self._dropped.put(reader)
 
     def close_reader(self, reader: Reader, deadline: Deadline) -> None:
@@ -70,14 +73,14 @@ class Consumers:
         try:
             with self.connection.call():
                 self.close_reader(reader, self.connection.deadline())
-        except InvalidState:  # the bridge is being closed, and closes the reader
+        except InvalidState:  # the bridge is being closed, and `Consumers.close` closes the reader
             if not self.connection.closed:
                 raise
 
     def close(self, polls: Deadline, deadline: Deadline) -> None:
-        """Close all consumers by the deadline. Calls of other threads on them are waited for until `polls`.
+        """Close all consumers by `deadline`. Wait for polls of other threads until the deadline `polls`.
 
-        The consumers close side by side: a member that is still joining its group may take seconds.
+        Each consumer is closed on a thread of its own, because a member that is still joining its group takes seconds.
         """
         with self._guard:
             consumers = list(self._alive.items())
@@ -85,7 +88,7 @@ class Consumers:
         closing = [partial(close_logging_errors, _close, consumer, polls, deadline) for consumer, _ in consumers]
         closing += [partial(close_logging_errors, self.close_reader, reader, deadline) for reader in dropped]
         beside = [threading.Thread(target=close, daemon=True) for close in closing[1:]]
-        if exiting():  # the interpreter starts no thread any more
+        if exiting():  # an interpreter that is ending starts no threads
             beside = []
         for thread in beside:
             thread.start()
@@ -100,17 +103,17 @@ def _close(consumer: ClosableConsumer, polls: Deadline, deadline: Deadline) -> N
     while True:
         try:
             return consumer.close(deadline.left())
-        except InvalidState:  # another thread polls
+        except InvalidState:  # another thread is polling
             if polls.expired:
-                with suppress(RuntimeError):  # raised while the interpreter ends: it starts no thread
+                with suppress(RuntimeError):  # an interpreter that is ending starts no threads
                     threading.Thread(target=consumer.close_behind_bridge, daemon=True).start()
                 raise
         time.sleep(_LOOK_SECONDS)
 
 
 def _close_dropped(consumers_of: Callable[[], Consumers | None], dropped: SimpleQueue[Reader | None]) -> None:
-    """Close the readers of dropped consumers, in a thread, so that other members get their partitions."""
+    """Close readers of garbage-collected consumers, so that other members get their partitions; runs in a thread."""
     while (reader := dropped.get()) is not None:
         if (consumers := consumers_of()) is not None:
             close_logging_errors(consumers.close_dropped, reader)
-        del consumers, reader  # so that this thread keeps neither alive while it waits
+        del consumers, reader  # so that both can be garbage-collected while this thread waits

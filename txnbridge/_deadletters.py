@@ -1,4 +1,4 @@
-"""Dead letters: poison messages in a topic of their own, unchanged, with the reason in their headers."""
+"""Dead letters: poison messages, sent unchanged to a dead-letter topic with the reason in their headers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from txnbridge._transaction import Transaction
 from txnbridge.errors import InvalidOption, Poison
 
 PREFIX = "txnbridge-dead-"
-# Long enough for a validator's text about a message, and far below every broker's limit for headers.
+# The longest reason in a header: enough for a validator's error text, and far below every broker's limit for headers.
 _MAX_REASON = 1000
 
 
 def dead_letter_headers(
     message: Message, group: str, error: BaseException, attempts: int
 ) -> list[tuple[str, bytes | None]]:
-    """Return the headers of a dead letter: the message's own, then where it came from and why it is poison."""
+    """Return the headers of a dead letter: the message's own, then its original topic and place, and the reason."""
     ours = {
-        # The reason may quote the message, which is in the same topic anyway.
+        # The reason may contain data of the message, because readers of this topic get the message anyway.
         "reason": reason_of(error)[:_MAX_REASON],
         "topic": message.topic,
         "partition": str(message.partition),
@@ -36,12 +36,12 @@ def dead_letter_headers(
 
 
 def without_ours(headers: Headers) -> list[tuple[str, bytes | None]]:
-    """Return the headers that a message had before it became a dead letter."""
+    """Return the headers of a dead letter's original message, without those that txnbridge added."""
     return [(name, value) for name, value in headers.raw if not name.startswith(PREFIX)]
 
 
 class DeadLetters:
-    """Sends the poison of a processor's batches to its dead-letter topic, if it has one."""
+    """Sends the poison messages of a processor's batches to the processor's dead-letter topic, if it has one."""
 
     def __init__(self, topic: str | None, group: str, max_in_a_row: int | None) -> None:
         if max_in_a_row is not None and max_in_a_row < 0:
@@ -49,12 +49,12 @@ class DeadLetters:
         self.topic = topic
         self._group = group
         self._max_in_a_row = max_in_a_row
-        self.in_a_row = 0  # dead letters since the last good message
+        self.in_a_row = 0  # the number of dead letters since the last good message
 
     def without_fatal_poison(self, batch: PolledBatch) -> PolledBatch:
-        """Return the batch; without a dead-letter topic, its messages in front of the first poison.
+        """Return the whole batch; without a dead-letter topic, only the messages before the first poison message.
 
-        Raise the `Poison` once it is the first message.
+        Raise `Poison` if the first message is poison and there is no dead-letter topic.
         """
         if self.topic is not None:
             return batch
@@ -65,12 +65,13 @@ class DeadLetters:
         return batch
 
     def send(self, batch: PolledBatch, txn: Transaction, attempts: int) -> int:
-        """Send the poison of a batch; return the number of dead letters in a row with which the batch ends.
+        """Send the poison messages of a batch to the dead-letter topic, in the transaction.
 
-        The limit is checked here, before the commit: nothing of a batch that exceeds it is done.
+        Return the number of consecutive dead letters at the batch's end. Raise `Poison` if more than
+        `max_dead_letters_in_a_row` are consecutive; the transaction then is not committed.
         """
         in_a_row = self.in_a_row
-        behind = 0  # the index behind the last poison
+        behind = 0  # the index after the last poison message
         for index, poison in batch.poison.items():
             in_a_row = in_a_row + 1 if index == behind else 1
             behind = index + 1

@@ -1,4 +1,4 @@
-"""One deadline for a whole call, however many steps it takes."""
+"""`Deadline`: the time limit of a whole call, shared by all steps of the call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from txnbridge.errors import DeadlineExceeded, InvalidOption
 
 
 def check_seconds(what: str, given: object, *, above_0: bool = False) -> None:
-    """Raise `InvalidOption` unless this is a number of seconds that a thread can wait for."""
+    """Raise `InvalidOption` unless the setting `what` is a number of seconds that a thread can wait for."""
     if isinstance(given, bool) or not isinstance(given, int | float):
         shown = type(given).__name__
     elif 0 <= given <= TIMEOUT_MAX and (
         given or not above_0
-    ):  # Python cannot wait longer than this, which is centuries
+    ):  # Python cannot wait longer than `TIMEOUT_MAX`, which is centuries
         return
     else:
         shown = repr(given)
@@ -22,16 +22,16 @@ def check_seconds(what: str, given: object, *, above_0: bool = False) -> None:
 
 
 def check_times(timeout: object, hold: object) -> None:
-    """Raise `InvalidOption` unless these can be a transaction's `timeout` and `hold`."""
+    """Raise `InvalidOption` unless the values are a valid `timeout` and `hold` of a transaction, in seconds."""
     check_seconds("timeout", timeout, above_0=True)
     if hold is not None:
         check_seconds("hold", hold)
 
 
 class Deadline:
-    """A point on the monotonic clock, made from a number of seconds.
+    """A time on the monotonic clock, a given number of seconds after the object is made.
 
-    It may be shortened while a thread waits, so each step of waiting asks again how much time is left.
+    Another thread may shorten it, so a thread that waits must ask for the time left in short intervals.
     """
 
     __slots__ = ("at", "seconds")
@@ -42,7 +42,7 @@ class Deadline:
         self.at = time.monotonic() + self.seconds
 
     def left(self) -> float:
-        """Seconds left, never negative."""
+        """Return the seconds left until the deadline; 0 once it has passed."""
         return max(0.0, self.at - time.monotonic())
 
     @property
@@ -50,7 +50,7 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def shorten(self, at: float) -> None:
-        """Move the deadline to this point of the monotonic clock, if that is earlier."""
+        """Move the deadline to the time `at` of the monotonic clock if that is earlier."""
         self.at = min(self.at, at)
 
     def check(self, what: str) -> None:

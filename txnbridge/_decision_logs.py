@@ -1,4 +1,4 @@
-"""The decision logs of a bridge: finds their place, opens them, and gives the ledgers in them."""
+"""`DecisionLogs`: opens the decision logs that a bridge uses, and returns the ledgers in them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class LogProvider(Protocol):
-    """A place for decision logs other than the bridge's broker: another broker, or a database."""
+    """A store of decision logs other than the bridge's own broker: another broker, or a database."""
 
     def cluster(self, deadline: Deadline) -> str:
-        """Return the name of this place in tokens."""
+        """Return the id of this store, which tokens contain."""
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog: ...
 
@@ -29,17 +29,17 @@ class LogProvider(Protocol):
 
 
 class DecisionLogs:
-    """Opens each decision log at its first use."""
+    """Opens each of a bridge's decision logs at its first use, and keeps it open until the bridge is closed."""
 
     def __init__(self, connection: Connection, elsewhere: LogProvider | None) -> None:
         self._connection = connection
         self._elsewhere = elsewhere
         self._opening = threading.Lock()
-        self._opened: dict[str, Decisions] = {}  # for ledgers, by name
+        self._opened: dict[str, Decisions] = {}  # the decision logs that ledgers use, by the logs' names
         self._closed = False
 
     def own_ledger(self) -> Ledger:
-        """Return the ledger of this bridge's id in the log of its application."""
+        """Return the ledger of this bridge's transactional id in the decision log of its application."""
         identity = self._connection.identity
         return self.ledger(identity.application, identity.name, made_up=not identity.owned)
 
@@ -47,7 +47,7 @@ class DecisionLogs:
         return LazyLedger(lambda deadline: self._log(application, deadline).ledger(id, made_up=made_up))
 
     def ledger_of(self, token: Token) -> Ledger:
-        """Return the ledger of the id of a token's transaction, in the log that the token names."""
+        """Return the ledger of a token's transactional id, in the decision log that the token names."""
         owner = token.transaction.rsplit("/", 2)[0]
         evidence = token.log or {}
 
@@ -64,7 +64,7 @@ class DecisionLogs:
         return LazyLedger(find)
 
     def open(self, name: str, deadline: Deadline) -> Decisions:
-        """Open a log for the caller, who closes it."""
+        """Open a decision log by its name; the caller closes it."""
         from txnbridge._decisions import Decisions
 
         connection = self._connection
@@ -83,7 +83,7 @@ class DecisionLogs:
 
     def close(self) -> None:
         self._closed = True
-        for log in list(self._opened.values()):  # a call that outlasts the closing may open another one meanwhile
+        for log in list(self._opened.values()):  # a copy, because a call that is still running may open another log
             close_logging_errors(log.close)
 
     def close_provider(self) -> None:
@@ -98,12 +98,12 @@ class DecisionLogs:
         try:
             if name not in self._opened:
                 self._opened[name] = self.open(name, deadline)
-            if self._closed:  # closed meanwhile: a broker may send check-backs until it is closed itself
+            if self._closed:  # a broker may send check-backs, which open logs, until the broker itself is closed
                 close_logging_errors(self._opened[name].close)
             return self._opened[name]
         finally:
             self._opening.release()
 
     def _place(self, deadline: Deadline) -> str | None:
-        """Return the name in tokens of the place of the decision logs; None if that is the broker itself."""
+        """Return the id, as in tokens, of the store of decision logs; None if they are on the bridge's broker."""
         return None if self._elsewhere is None else self._elsewhere.cluster(deadline)

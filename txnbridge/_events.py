@@ -1,7 +1,7 @@
 """Events: every step of every transaction, for listeners.
 
-Metrics, tracing, logs, the recorder and the kill tests are all listeners: plug-ins with a `txnbridge_event` hook.
-A bridge looks them up when it is opened; without listeners no event is built.
+Metrics, tracing, logging, the event recorder and the crash tests are listeners: plug-ins with a `txnbridge_event` hook.
+A bridge looks up the listeners when it is opened; without listeners it makes no events.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 Phase = Literal["before", "after", "failed"]
 
-# Every event of the core. A backend adds its own requests as `step:<name>` and declares them in `Backend.steps`.
+# The names of the core's events. A backend's requests are events `step:<name>`, declared in `Backend.steps`.
 EVENT_NAMES = (
     "bridge.open",
     "bridge.close",
@@ -51,9 +51,10 @@ _log = logging.getLogger("txnbridge")
 
 @dataclass(frozen=True)
 class Event:
-    """One step. In the phase "before" nothing of the step was sent yet: a listener may kill or delay the program there.
+    """An event: the begin or end of one step of a bridge.
 
-    `data` holds sizes, names and positions, never bodies or keys.
+    In the phase "before" no request of the step was sent yet, so that a listener can kill or delay the program there.
+    `data` contains sizes, names and positions, never bodies or keys of messages.
     """
 
     name: str
@@ -69,7 +70,7 @@ Listener = Callable[[Event], object]
 
 
 class Emitter:
-    """Calls the listeners of one bridge. It is falsy without listeners, so that hot paths can skip building events."""
+    """Calls the listeners of one bridge. Without listeners it is falsy, so that callers can skip making events."""
 
     __slots__ = ("_bridge", "_listeners")
 
@@ -81,7 +82,7 @@ class Emitter:
         return bool(self._listeners)
 
     def emit(self, name: str, phase: Phase, transaction: str | None = None, **data: Any) -> None:
-        """Call every listener; log the exception of one that raises."""
+        """Call every listener with a new event; log a listener's exception instead of raising it."""
         if not self._listeners:
             return
         event = Event(name, phase, time.monotonic_ns(), time.time_ns(), self._bridge, transaction, data)
@@ -93,7 +94,10 @@ class Emitter:
 
     @contextmanager
     def step(self, name: str, transaction: str | None = None, **data: Any) -> Iterator[dict[str, Any]]:
-        """Emit "before" a block, and "after" or "failed" behind it. The block's dict goes into the data of "after"."""
+        """Emit the event "before" the block, and "after" or "failed" at its end.
+
+        The block adds data to the yielded dict; the event "after" contains them.
+        """
         found: dict[str, Any] = {}
         if not self._listeners:
             yield found
@@ -108,7 +112,7 @@ class Emitter:
 
 
 class EventLogger:
-    """A listener that writes each event to a logger: failures as warnings, the rest at debug level."""
+    """A listener that logs each event: failures as warnings, other events at debug level."""
 
     def __init__(self, logger: logging.Logger = _log) -> None:
         self._logger = logger
@@ -119,15 +123,15 @@ class EventLogger:
 
 
 class JsonLinesRecorder:
-    """A listener that appends each event to a file, one JSON object a line (format version 1).
+    """A listener that appends each event to a file, as one JSON object per line (format version 1).
 
-    Each line is written whole and at once, so that a killed process leaves at most nothing of its last event.
+    Each line is written by one system call, so that a killed process leaves no partial line.
     """
 
     VERSION = 1
 
     def __init__(self, path: str | Path) -> None:
-        # Unbuffered and appending: one write(2) a line, so several processes may share the file.
+        # Unbuffered and in append mode: one write(2) for each line, so several processes may share the file.
         self._file = open(path, "ab", buffering=0)
         self._lock = threading.Lock()
 

@@ -1,4 +1,7 @@
-"""Decides about the errors of a processor's pass: poison, worth another attempt, or the end of the loop."""
+"""Classifies errors of a processor's pass: poison message, pass to be retried, or error that ends the processor.
+
+A pass is one poll and the processing of its messages (see `_processor`).
+"""
 
 from __future__ import annotations
 
@@ -29,20 +32,21 @@ if TYPE_CHECKING:
     from tenacity import RetryCallState, Retrying
 
 
-# Going on would be wrong, also where the handler raised them.
+# Errors that end the processor's loop, also if the handler raised them.
 _FINAL = (Fenced, EvidenceLost, PositionLost)
-# Outside the handler these pass by themselves; anything else there is a bug or a wrong setting.
+# Errors outside the handler after which the pass is retried; any other error there is a bug or a wrong setting.
 _PASSING = (TransactionAborted, BrokerUnavailable, OutcomeUnknown)
-# A codec that asks a registry raises these when it cannot; the message is as good as before.
+# A codec raises these if its schema registry does not answer or memory is short; they do not make a message poison.
 _NOT_THE_MESSAGES_FAULT = (OSError, MemoryError, TxnBridgeError)
 
 ExceptionClasses = type[Exception] | Sequence[type[Exception]]
 
 
 class FailurePolicy:
-    """Tells poison from errors of the handler and of the broker, and counts the failed attempts of each message.
+    """Distinguishes poison from errors of the handler and the broker, and counts each message's failed attempts.
 
-    See `Processor` for the settings. `has_dead_letters`: poison is set aside, and does not stop the loop.
+    `Processor` explains the settings. With `has_dead_letters`, poison is sent to the dead-letter topic and does not
+    stop the processor's loop.
     """
 
     def __init__(
@@ -54,16 +58,16 @@ class FailurePolicy:
         self._fatal = _exception_classes("fatal", fatal)
         self._max_attempts = max_attempts
         self._has_dead_letters = has_dead_letters
-        self._attempts: dict[tuple[Any, ...], int] = {}  # failed attempts of messages that are not done
+        self._attempts: dict[tuple[Any, ...], int] = {}  # failed attempts of messages that are not acknowledged
         self._of_handler: BaseException | None = None  # the last error of the handler or a codec
-        self._ends_loop: BaseException | None = None  # the handler's error after which it may not run again
+        self._ends_loop: BaseException | None = None  # an error of the handler after which the loop must end
 
     def forget_errors(self) -> None:
-        """Note that a pass succeeded."""
+        """Note that a pass succeeded: forget the last error of the handler."""
         self._of_handler = None
 
     def forget_attempts(self, messages: Iterable[Message]) -> None:
-        """Note that these messages are done."""
+        """Drop the counts of failed attempts of these messages, which are acknowledged."""
         if self._attempts:
             for message in messages:
                 self._attempts.pop(message[:3], None)
@@ -75,22 +79,22 @@ class FailurePolicy:
         return error is self._ends_loop
 
     def passes_by_itself(self, error: BaseException) -> bool:
-        """Return whether the pass is worth another attempt."""
+        """Return whether a pass that failed with this error should be retried."""
         if isinstance(error, _FINAL) or error is self._ends_loop:
             return False
         return error is self._of_handler or isinstance(error, _PASSING)
 
     def raise_unless_undecodable(self, poison: Poison) -> None:
-        """Raise the codec's own error if it says nothing about the message."""
+        """Raise the codec's original error if it is no sign of a bad message (a schema registry is down)."""
         cause = poison.__cause__
         if isinstance(cause, _NOT_THE_MESSAGES_FAULT):
             self._of_handler = cause
             raise cause from None
 
     def raise_unless_poison(self, error: Exception, txn: Transaction, tried: Sequence[Message]) -> None:
-        """Raise the handler's error again unless a message is the reason. `tried`: the messages the handler was given.
+        """Return if the handler's error makes a message poison; otherwise raise the error again.
 
-        To be called in an `except` clause.
+        `tried` are the messages that the handler was called with. Call this in an `except` clause.
         """
         require_not_ended(txn)
         if isinstance(error, self._fatal):
@@ -106,7 +110,7 @@ class FailurePolicy:
         raise error
 
     def _is_last_attempt(self, tried: Sequence[Message]) -> bool:
-        """Count a failed attempt of each message; return whether a message has had all its attempts."""
+        """Count a failed attempt of each message; return whether a message has reached `max_attempts`."""
         if self._max_attempts is None:
             return False
         for message in tried:
@@ -114,8 +118,8 @@ class FailurePolicy:
         return any(self._attempts[message[:3]] >= self._max_attempts for message in tried)
 
     def _is_poison(self, error: Exception) -> bool:
-        # A refused call (too large, no such topic) may as well be a wrong setting, which would empty the input into
-        # the dead letters: so a `UsageError` counts only if its class was named as poison.
+        # A refused call (message too large, missing topic) may come from a wrong setting, with which every input
+        # message would become a dead letter: so a `UsageError` makes a message poison only if its class is in `poison`.
         if isinstance(error, UsageError):
             return isinstance(error, tuple(c for c in self._poison if issubclass(c, UsageError)))
         return isinstance(error, (Poison, *self._poison))
@@ -127,8 +131,11 @@ class FailurePolicy:
         sleep: Callable[[float], None],
         before_sleep: Callable[[BaseException, float], None],
     ) -> Retrying:
-        """Return what repeats a pass. `before_sleep` gets the error, and the seconds until the next attempt."""
-        import tenacity  # here, because it takes longer to import than all of txnbridge
+        """Return a callable that runs a pass and retries it by these settings.
+
+        Before each wait it calls `before_sleep` with the error and the seconds until the next attempt.
+        """
+        import tenacity  # not at the top, because its import takes longer than that of all of txnbridge
 
         first, longest = backoff
         growing = tenacity.wait_random_exponential(multiplier=first, max=longest)
@@ -143,7 +150,7 @@ class FailurePolicy:
 
 
 def require_not_ended(txn: Transaction) -> None:
-    """Raise the refusal that a handler got for trying to commit: running the handler again would not help."""
+    """Raise the `InvalidState` that a handler got for ending its transaction: a retry would fail in the same way."""
     if isinstance(txn._cause, InvalidState):
         raise txn._cause
 
@@ -156,16 +163,16 @@ def _error_of(state: RetryCallState) -> BaseException:
 
 
 def _is_plain_abort(state: RetryCallState) -> bool:
-    """Return whether the first attempt was aborted, and not by another process that may still be at it.
+    """Return whether the first attempt of a pass was aborted without a conflict: it is retried without a wait.
 
-    Such a pass is worth trying again at once.
+    After a `Conflict` another process may still be working on the same messages, so the retry waits.
     """
     error = _error_of(state)
     return state.attempt_number == 1 and isinstance(error, TransactionAborted) and not isinstance(error, Conflict)
 
 
 def _is_from_broker(error: Exception, txn: Transaction) -> bool:
-    """Return whether the broker, and not the message, is the reason of an error, whatever the handler made of it."""
+    """Return whether the broker, not the message, caused an error of the handler, even if the handler wrapped it."""
     failed = txn.state is not State.OPEN and not isinstance(txn._cause, UsageError)
     return failed or any(isinstance(e, TxnBridgeError) and not isinstance(e, UsageError) for e in causes(error))
 

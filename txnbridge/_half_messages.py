@@ -1,7 +1,7 @@
-"""Half messages: they wait for the outcome of work outside the broker, and are published or dropped accordingly.
+"""Half messages: messages that are published if work outside the broker succeeds, and dropped if it does not.
 
-They are stored first, invisible to readers; only then the local work is done. If the process dies in between, a
-resolver of the group (`_resolver`) asks the application for the outcome of the work.
+The broker stores them first, invisible to readers; then the sender does the local work, such as a database's commit. If
+the process dies before it has ended them, a resolver of the group (`_resolver`) asks the application for the outcome.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _log = logging.getLogger("txnbridge")
 
 Execute = Callable[["HalfTransaction", Any], Decision]
 
-# The time from a transaction's begin to the first check-back: most local work has ended by then, and the messages of a
-# process that died need not wait for the whole deadline.
+# The time from a transaction's begin to its first check-back. Most local work has ended by then, and messages of a dead
+# process need not wait until the transaction's deadline.
 _FIRST_CHECK_SECONDS = 6.0
-# Local work may have taken the whole time; this much is always left for telling the broker its outcome.
+# The least time for sending the outcome to the broker, even if the local work took the whole time.
 _END_SECONDS = 2.0
 
 _WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED, Decision.UNDECIDED: Outcome.UNKNOWN}
 
 
 class HalfTransaction(ConnectionUser):
-    """Messages that wait for local work. At the end of the block they are stored, and then the work is done.
+    """A transaction of half messages: the end of its block stores the messages, and then does the local work.
 
-    An exception in the block drops them before they are stored; `raise Abort` does so quietly. One thread uses it at a
-    time.
+    An exception in the block drops the messages before they are stored; `raise Abort` does so without an exception
+    outside the block. Only one thread at a time may use the object.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class HalfTransaction(ConnectionUser):
 
     @property
     def id(self) -> str:
-        """The transaction's id, unique for ever. The local work stores it where `check` finds it."""
+        """The transaction's id, unique for ever. The local work must store it where `check` can find it."""
         return self._id
 
     @property
     def outcome(self) -> Outcome | None:
-        """The transaction's outcome; None until it has ended. UNKNOWN: the application is asked later."""
+        """The transaction's outcome; None until it has ended. After UNKNOWN a check-back decides the outcome later."""
         return self._outcome
 
     @property
     def deadline(self) -> float:
-        """Seconds left. After the deadline an ABORT of `check` counts, so the local work should have ended by then."""
+        """The seconds until the deadline, by which the local work must end: later an ABORT of `check` counts."""
         return self._deadline.left()
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class HalfTransaction(ConnectionUser):
         partition: int | None = None,
         timestamp: int | None = None,
     ) -> None:
-        """Add one message; it stays in memory until the end of the block. Raise `InvalidOption`."""
+        """Add one message, kept in memory until the end of the block. Raise `InvalidOption` if it can't be sent."""
         with self._in_turn("send"):
             self._connection.check_open()
             check_place(partition, timestamp)
@@ -109,7 +109,7 @@ class HalfTransaction(ConnectionUser):
                 self._messages.append(HalfMessage(name, data, key_data, pairs, partition, timestamp))
 
     def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
-        """Add many messages to one topic: values, (value, key) or (value, key, headers)."""
+        """Add many messages for one topic; each item is a value, (value, key) or (value, key, headers)."""
         for item in items:
             value, key, headers = split_item(item)
             self.send(topic, value, key=key, headers=headers)
@@ -146,7 +146,7 @@ class HalfTransaction(ConnectionUser):
             decision = self._do_the_work()
             self._outcome = self._end(half, decision)
         except BaseException:
-            self._outcome = Outcome.UNKNOWN  # a check-back brings the outcome
+            self._outcome = Outcome.UNKNOWN  # a check-back will decide the outcome
             raise
         if decision is Decision.UNDECIDED or self._outcome is _WANTED[decision]:
             return
@@ -159,7 +159,10 @@ class HalfTransaction(ConnectionUser):
         raise InvalidState(f"transaction {self._id} is committed although execute answered ABORT: {answered}")
 
     def _stored(self) -> Half | None:
-        """Store the half at the broker and return it; None if it is empty. Raise if no work may be done."""
+        """Store the messages at the broker; return the stored half, None if there are no messages.
+
+        Raise an error if they may not be stored, so that the local work must not be done.
+        """
         self._deadline.check("the transaction")
         if not self._messages:
             return None
@@ -170,7 +173,8 @@ class HalfTransaction(ConnectionUser):
             with self._connection.events.step("half.store", self._id, messages=len(self._messages)):
                 return self._store.put(half, self._deadline)
         except BaseException as error:
-            # The work is not done. So `check` answers ABORT, if the half is stored all the same and not dropped here.
+            # The work is not done, so `check` answers ABORT if the half is stored nevertheless and this call to drop it
+            # fails.
             with suppress(TxnBridgeError):
                 self._store.end(half, Decision.ABORT, Deadline(_END_SECONDS))
             if isinstance(error, OutcomeUnknown):
@@ -193,7 +197,7 @@ class HalfTransaction(ConnectionUser):
         return decision
 
     def _end(self, half: Half | None, decision: Decision) -> Outcome:
-        if half is None or decision is Decision.UNDECIDED:  # a check-back comes anyway
+        if half is None or decision is Decision.UNDECIDED:  # the broker needs no request: a check-back will follow
             return _WANTED[decision]
         deadline = self._deadline if self._deadline.left() > _END_SECONDS else Deadline(_END_SECONDS)
         try:
@@ -226,7 +230,7 @@ class HalfTransaction(ConnectionUser):
 class HalfMessages(ConnectionUser):
     """Sends the half messages of one group, and answers check-backs about them while it is open.
 
-    Use it as a block, or close it; otherwise its bridge closes it.
+    Use it in a `with` block, or call `close`; otherwise the bridge's `close` closes it.
     """
 
     def __init__(self, connection: Connection, group: str, execute: Execute, check: Check) -> None:
@@ -236,14 +240,14 @@ class HalfMessages(ConnectionUser):
         self._group = group
         self._execute = execute
         self._store = half_store(connection.broker)
-        # Transaction ids are made as everywhere: the owner, then the bridge and a number.
+        # Transaction ids have the form that other transactions' ids have: the owner, the bridge and a number.
         self._name = f"half-{check_group(group)}-{random_name(8)}/{connection.name[-8:]}"
         self._numbers = iter(range(1, 1 << 62))
         self._resolver = Resolver(connection, group, check)
         self._resolver.start()
 
     def transaction(self, arg: Any = None, *, timeout: float | None = None) -> HalfTransaction:
-        """Begin a transaction; use it as a block. At the block's end `execute(txn, arg)` does the local work."""
+        """Begin a transaction, for a `with` block. At the block's end `execute(txn, arg)` does the local work."""
         self._connection.check_open()
         timeout = self._connection.timeout if timeout is None else timeout
         check_seconds("timeout", timeout, above_0=True)
@@ -251,7 +255,7 @@ class HalfMessages(ConnectionUser):
         return HalfTransaction(self._connection, self._store, self._group, id, self._execute, arg, timeout)
 
     def close(self) -> None:
-        """Answer no more check-backs. Undecided messages wait for another process of the group."""
+        """Stop answering check-backs. Undecided half messages wait for another process of the group."""
         self._resolver.close()
 
     def __enter__(self) -> HalfMessages:

@@ -1,4 +1,4 @@
-"""Helpers for both sides of half messages: sending them, and answering check-backs about them."""
+"""Functions that `_half_messages` (sending) and `_resolver` (answering check-backs) share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from txnbridge.capabilities import Capability
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidOption, NotSupported, OutcomeUnknown
 from txnbridge.spi import Broker, Half, HalfStore
 
-# The pause between two tries to end a half at a broker that does not answer.
+# The pause between two attempts to end a half at a broker that does not answer.
 _RETRY_SECONDS = 0.1
 
 
 def half_store(broker: Broker) -> HalfStore:
-    """Return the broker's store of half messages. Raise `NotSupported` with the reason."""
+    """Return the broker's store of half messages. Raise `NotSupported` with the reason if the broker has none."""
     broker.capabilities.require(Capability.HALF_MESSAGES)
     store = broker.half_store()
     if store is None:
@@ -38,12 +38,15 @@ def check_decision(what: str, decision: object) -> None:
 
 
 def end_half(connection: Connection, store: HalfStore, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
-    """End a half, repeating the same decision until it is answered. Raise the last error at the deadline."""
+    """End a half by a decision, repeated until the broker answers; return the outcome.
+
+    Raise the last error at the deadline.
+    """
     with connection.events.step("half.end", half.transaction, decision=decision.value) as found:
         while True:
             try:
                 outcome = store.end(half, decision, deadline)
-            except EvidenceLost:  # asking again will not help
+            except EvidenceLost:  # a repeated request will not help
                 raise
             except (OutcomeUnknown, BrokerUnavailable):
                 if deadline.left() <= _RETRY_SECONDS:

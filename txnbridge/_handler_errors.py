@@ -1,4 +1,4 @@
-"""Errors of an application's handlers, in a form that logs may hold: without the data of messages."""
+"""Texts about errors of an application's handlers that log lines may contain: without data of messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a message is poison, in one line: the text of a `Poison`, or another error's class and text."""
+    """Return as one line why a message is poison: the text of a `Poison`, or the class and text of another error."""
     text = " ".join(str(error).split())
     if isinstance(error, Poison) and text:
         return text
@@ -20,16 +20,16 @@ def reason_of(error: BaseException) -> str:
 
 
 def loggable(error: BaseException | None) -> str:
-    """Return an error for logs: with its text if the error is ours, which holds no data, else only its class."""
+    """Return an error as text for log lines: only its class, unless it is an error of txnbridge without data."""
     if isinstance(error, TxnBridgeError | Poison):
         return reason_of(error)
     return type(error).__name__
 
 
 def handler_location(error: BaseException, caller: str) -> str:
-    """Return an error with the innermost line of the handler's file from which it came, through any library.
+    """Return an error as text with the file and line of the handler from which it came, possibly through libraries.
 
-    `caller` is the file of the module that called the handler.
+    `caller` is the file of the module of txnbridge that called the handler.
     """
     frames = traceback.extract_tb(error.__traceback__)
     calls = [index for index, frame in enumerate(frames) if frame.filename == caller]
@@ -39,7 +39,7 @@ def handler_location(error: BaseException, caller: str) -> str:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the errors from which it was raised, or while handling which it was raised."""
+    """Yield an error and, recursively, its `__cause__` or `__context__`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,4 +1,4 @@
-"""The ledger that a backend is given: opened when it is first used, because most backends keep their own evidence."""
+"""`LazyLedger`: a ledger whose decision log is opened at its first use, because most backends never use it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from txnbridge.spi import Ack, Ledger, LedgerClaim, LedgerEntry, Partition
 
 
 class LazyLedger(Ledger):
-    """Passes everything on to a ledger that `find_ledger` opens at first use, within that call's deadline."""
+    """Forwards all calls to a ledger; the first call gets the ledger by `find_ledger`, within this call's deadline."""
 
     def __init__(self, find_ledger: Callable[[Deadline], Ledger]) -> None:
         self._find_ledger = find_ledger

@@ -1,4 +1,4 @@
-"""Messages as they are read, and their headers."""
+"""`Message`, `Batch` and `Headers`, and the checks of values that a program sends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any, NamedTuple, overload
 
 from txnbridge.errors import InvalidOption
 
-Position = tuple[int, ...]  # ordered as tuples; opaque to users
+Position = tuple[int, ...]  # a message's position in its partition: ordered as tuples, otherwise opaque to users
 
 
 class Headers(Mapping[str, str]):
-    """Header names and values in their order; a name may occur more than once.
+    """A message's header names and values in their order; a name may occur more than once.
 
-    `headers[name]` is the last value, `all(name)` every one. Values that are not UTF-8 come as surrogate escapes and
-    go out as the same bytes. A header without a value reads as empty text here; `raw` and `items_all` tell it apart.
+    `headers[name]` is the last value of a name, `all(name)` returns every value. Bytes that are not UTF-8 are surrogate
+    escapes in the text, and are sent as the same bytes again. A header without a value is empty text here; in `raw` and
+    `items_all` its value is None.
     """
 
     __slots__ = ("_pairs",)
@@ -24,15 +25,15 @@ class Headers(Mapping[str, str]):
 
     @property
     def raw(self) -> tuple[tuple[str, bytes | None], ...]:
-        """The pairs as they are stored; None stands for a missing value."""
+        """The headers as stored pairs of name and bytes; the value None is a header without a value."""
         return self._pairs
 
     def all(self, name: str) -> list[str]:
-        """Return every value of a name, in order."""
+        """Return every value of the headers with this name, in order."""
         return [_text(value) for key, value in self._pairs if key == name]
 
     def items_all(self) -> list[tuple[str, str | None]]:
-        """Return every (name, value) in order, with repeated names; `send(headers=…)` takes this to pass them on."""
+        """Return every (name, value) in order, with repeated names, in the form that `send(headers=…)` takes."""
         return [(key, None if value is None else _text(value)) for key, value in self._pairs]
 
     def __getitem__(self, name: str) -> str:
@@ -54,7 +55,7 @@ class Headers(Mapping[str, str]):
         return hash(self._pairs)
 
     def __repr__(self) -> str:
-        return f"Headers({list(self)})"  # names only: values may be bodies
+        return f"Headers({list(self)})"  # only the names, because values may be confidential
 
 
 NO_HEADERS = Headers()
@@ -65,7 +66,7 @@ def _text(value: bytes | None) -> str:
 
 
 def encode_headers(headers: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, bytes | None], ...]:
-    """Return a user's headers as stored pairs.
+    """Return the headers that a user gave as pairs of name and bytes, in which they are stored.
 
     Raise `InvalidOption` for a value that is neither text, bytes nor None.
     """
@@ -94,7 +95,7 @@ def _encode_header(pair: Any) -> tuple[str, bytes | None]:
 
 
 def encode_key(key: Any) -> bytes | None:
-    """Return a key as bytes; text becomes UTF-8. Raise `InvalidOption` for anything else."""
+    """Return a message's key as bytes; text becomes UTF-8. Raise `InvalidOption` for a value of another type."""
     if key is None or isinstance(key, bytes):
         return key
     if isinstance(key, str):
@@ -114,7 +115,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def check_place(partition: Any, timestamp: Any) -> None:
-    """Raise `InvalidOption` unless these are a partition's number and a point in time, or None."""
+    """Raise `InvalidOption` unless the values are a partition number and a time in milliseconds, or None."""
     if partition is not None and (not isinstance(partition, int) or isinstance(partition, bool)):
         raise InvalidOption(f"a partition is a whole number, not {type(partition).__name__}")
     if timestamp is None:
@@ -126,7 +127,10 @@ def check_place(partition: Any, timestamp: Any) -> None:
 
 
 def encode_item(item: Any) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes | None], ...] | None]:
-    """Return an item of `send_many` that is not plain bytes as (value, key, headers). Raise `InvalidOption`."""
+    """Return an item of `send_many` that is not plain bytes as encoded (value, key, headers).
+
+    Raise `InvalidOption` if the item cannot be sent.
+    """
     value, key, headers = split_item(item)
     if value is not None and not isinstance(value, bytes):
         if not isinstance(value, bytearray | memoryview):
@@ -161,8 +165,8 @@ class _Fields(NamedTuple):
 class Message(_Fields):
     """One committed message: immutable, equal by value, its payload not copied.
 
-    It is a tuple underneath because a reader makes millions of them. `source` (the assignment that delivered it, for
-    acknowledging) counts neither for equality nor in a pickle.
+    It is a tuple because a reader makes millions of messages. `source`, the assignment under which the message was
+    delivered, is not compared and not pickled.
     """
 
     __slots__ = ()
@@ -179,13 +183,13 @@ class Message(_Fields):
     def __reduce__(self) -> tuple[Any, ...]:
         return Message, (*self[:8], None)
 
-    def __repr__(self) -> str:  # no body, no key: messages end up in logs
+    def __repr__(self) -> str:  # without body and key, because programs log messages
         size = f"{len(self.value)} bytes" if isinstance(self.value, bytes) else type(self.value).__name__
         return f"<Message {self.topic}[{self.partition}] at {self.position}, {size}>"
 
 
 def as_messages(call: str, given: object) -> tuple[Message, ...]:
-    """Return the message or messages that a program gives to a call. Raise `InvalidOption` for anything else."""
+    """Return the argument of a call, one message or several, as a tuple. Raise `InvalidOption` for other values."""
     if isinstance(given, Message):
         return (given,)
     if isinstance(given, Iterable):
@@ -196,7 +200,7 @@ def as_messages(call: str, given: object) -> tuple[Message, ...]:
 
 
 class Batch(Sequence[Message]):
-    """The messages of one poll, in order for each partition. It is empty if none came in time."""
+    """The messages of one poll, in order for each partition. A batch is empty if no message came in time."""
 
     __slots__ = ("_messages",)
 

@@ -1,4 +1,4 @@
-"""Outcomes of a bridge's transactions: it makes their tokens, ends them by token, and finds their outcomes."""
+"""`Outcomes`: makes the tokens of transactions, ends transactions by token, and finds outcomes by token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Writer
 
-# The pause between two tries to get an answer: long enough not to burden a broker that is starting, short enough for
-# several tries within a deadline of a second.
+# The pause between two requests for an answer: long enough not to burden a broker that is starting, short enough for
+# several requests within a deadline of a second.
 _RETRY_SECONDS = 0.1
 
 
@@ -30,7 +30,7 @@ class Outcomes:
         self._logs = logs
 
     def token_of(self, writer: Writer, transaction: str, *, prepared: bool, fingerprint: int | None = None) -> Token:
-        """Return the token of a writer's transaction, with the evidence that will prove its outcome."""
+        """Return the token of a writer's current or last transaction, with the backend's evidence about its outcome."""
         evidence = writer.evidence()
         return Token(
             broker=self._connection.backend,
@@ -54,7 +54,7 @@ class Outcomes:
         return status
 
     def end(self, token: str | Token, commit: bool) -> Outcome:
-        """Commit or abort a prepared transaction."""
+        """Commit or abort the prepared transaction of a token, from any process; return its true outcome."""
         connection = self._connection
         parsed = self._check(token)
         if not parsed.prepared:
@@ -80,7 +80,7 @@ class Outcomes:
                 error.token = str(token)
                 raise
             except (OutcomeUnknown, BrokerUnavailable) as error:
-                # Repeating the same decision is safe, and only an answer helps the caller.
+                # Repeating the same decision is safe, so repeat it until the broker answers.
                 if isinstance(error, OutcomeUnknown):
                     error.token = str(token)
                 if deadline.left() <= _RETRY_SECONDS:
@@ -88,9 +88,9 @@ class Outcomes:
                 time.sleep(_RETRY_SECONDS)
 
     def resolve(self, token: Token | None, deadline: Deadline) -> Outcome | None:
-        """Return the outcome of a transaction whose answer was lost; None if it is not known by the deadline.
+        """Return the outcome of a token's transaction whose commit was not answered; None if unknown by the deadline.
 
-        Raise `EvidenceLost` if it can never be known.
+        Raise `EvidenceLost` if the outcome can never be known.
         """
         connection = self._connection
         if token is None or not connection.capabilities[Capability.STATUS_LOOKUP]:

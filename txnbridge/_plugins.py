@@ -1,6 +1,6 @@
-"""Plug-ins: backends, listeners, header makers and commands, found by entry point and loaded one by one.
+"""Plug-ins: packages that add backends, event listeners, header makers and commands by an entry point.
 
-A plug-in that fails to load is reported by name; the others work without it.
+Each plug-in is loaded by itself: if one fails to load, its name and error are reported, and the others work.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _Function = TypeVar("_Function")
 
 
 def hookimpl(function: _Function) -> _Function:
-    """Mark a function as an implementation of the hook of its name."""
-    # This does the same as pluggy's own marker, so that `import txnbridge` need not import pluggy.
+    """Mark a function as the implementation of the hook with the function's name."""
+    # This sets the same attribute as pluggy's marker, so that `import txnbridge` need not import pluggy.
     options = {
         "wrapper": False,
         "hookwrapper": False,
@@ -39,32 +39,32 @@ def hookimpl(function: _Function) -> _Function:
 
 
 class Hooks:
-    """The hooks that a plug-in may implement."""
+    """The hooks that a plug-in can implement."""
 
     def txnbridge_backends(self) -> list[Backend]:  # type: ignore[empty-body]
-        """The backends that this plug-in provides."""
+        """Return the backends that this plug-in provides."""
 
     def txnbridge_event(self, event: Event) -> None:
-        """Take an event of a bridge that was opened after this plug-in was registered."""
+        """Handle an event of any bridge that was opened after this plug-in was registered."""
 
     def txnbridge_headers(self, topic: str, key: bytes | None) -> Mapping[str, str] | None:
         """Return headers to add to a message before it is sent, for example for tracing."""
 
     def txnbridge_commands(self) -> list[click.Command]:  # type: ignore[empty-body]
-        """Commands for the command line."""
+        """Return commands to add to the command line `txnbridge`."""
 
     def txnbridge_brokers(self) -> list[tuple[str, Callable[[], AbstractContextManager[str]]]]:  # type: ignore[empty-body]
-        """Return brokers for experiments by name: a context manager starts one, gives its URL, and ends it."""
+        """Return brokers for experiments, by name: a context manager starts a broker, yields its URL, and stops it."""
 
 
 class Plugins:
-    """The registry of one process."""
+    """The registry of plug-ins in this process."""
 
     def __init__(self, entry_points: bool = True) -> None:
         self._lock = threading.RLock()
         self._entry_points = entry_points
         self._manager: pluggy.PluginManager | None = None
-        self.failed: dict[str, BaseException] = {}  # entry point name -> why it could not be loaded
+        self.failed: dict[str, BaseException] = {}  # the errors of plug-ins that failed, by entry point name
 
     @property
     def manager(self) -> pluggy.PluginManager:
@@ -74,7 +74,7 @@ class Plugins:
             return self._manager
 
     def _load(self) -> pluggy.PluginManager:
-        import importlib.metadata  # here, because the two take longer to import than all the rest
+        import importlib.metadata  # not at the top, because this import and the next take long
 
         import pluggy
 
@@ -97,7 +97,7 @@ class Plugins:
             self.failed[entry.name] = error
 
     def register(self, plugin: object, name: str | None = None) -> None:
-        """Add a plug-in by hand; bridges opened from now on know it."""
+        """Add a plug-in without an entry point; bridges that are opened later use it."""
         self.manager.register(plugin, name)
 
     def unregister(self, plugin: object) -> None:
@@ -112,7 +112,7 @@ class Plugins:
             self.unregister(plugin)
 
     def backends(self) -> list[Backend]:
-        """Every backend; a plug-in whose hook raises is reported in `failed`."""
+        """Return the backends of all plug-ins; store the error of a hook that raises in `failed`."""
         return self._collect("txnbridge_backends")
 
     def listeners(self) -> list[Any]:
@@ -122,11 +122,11 @@ class Plugins:
         return self._functions("txnbridge_headers")
 
     def commands(self) -> list[click.Command]:
-        """Every plug-in's commands; a plug-in whose hook raises is reported in `failed`."""
+        """Return the commands of all plug-ins; store the error of a hook that raises in `failed`."""
         return self._collect("txnbridge_commands")
 
     def brokers(self) -> dict[str, Callable[[], AbstractContextManager[str]]]:
-        """Every plug-in's brokers; a plug-in whose hook raises is reported in `failed`."""
+        """Return all plug-ins' brokers for experiments, by name; store the error of a hook that raises in `failed`."""
         return dict(self._collect("txnbridge_brokers"))
 
     def _collect(self, hook: str) -> list[Any]:

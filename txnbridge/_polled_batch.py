@@ -1,4 +1,4 @@
-"""A batch of messages on its way through a processor."""
+"""`PolledBatch`: the messages that a processor has polled and is processing, with its poison messages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from txnbridge.errors import Poison
 
 
 class PolledBatch:
-    """The messages of a batch, as read and as decoded for the handler, and the errors of those that are poison.
+    """The messages of a batch, raw and decoded for the handler, and the errors of the poison messages among them.
 
-    It keeps lists beside each other, because an object for each message would double the garbage collector's work.
+    They are in parallel lists, because an object for each message would double the garbage collector's work.
     """
 
     __slots__ = ("_poison", "messages", "raws")
@@ -19,17 +19,17 @@ class PolledBatch:
     def __init__(self, raws: list[Message], messages: list[Message], poison: dict[int, Exception]) -> None:
         self.raws = raws
         self.messages = messages
-        self._poison = poison  # by index; shared with longer batches, so it may go on behind this one's end
+        self._poison = poison  # errors by index; shared with the longer batch, so some indexes may be beyond this batch
 
     def __len__(self) -> int:
         return len(self.raws)
 
     def first(self, count: int) -> PolledBatch:
-        """Return the first messages as a batch; poison that is marked there is marked here, too."""
+        """Return the first `count` messages as a batch that shares its marks of poison with this batch."""
         return self if count >= len(self) else PolledBatch(self.raws[:count], self.messages[:count], self._poison)
 
     def behind(self, count: int) -> PolledBatch:
-        """Return the messages behind the first `count` as a batch."""
+        """Return the messages after the first `count` as a new batch."""
         poison = {index - count: error for index, error in self._poison.items() if index >= count}
         return PolledBatch(self.raws[count:], self.messages[count:], poison)
 
@@ -38,7 +38,7 @@ class PolledBatch:
 
     @property
     def poison(self) -> dict[int, Exception]:
-        """The errors of the poison messages by index, in order."""
+        """The errors of the poison messages, by index in ascending order."""
         return {index: self._poison[index] for index in sorted(self._poison) if index < len(self)}
 
     def good(self) -> Sequence[int]:
@@ -48,7 +48,10 @@ class PolledBatch:
         return [index for index in range(len(self)) if index not in poison]
 
     def index_named_by(self, error: Exception) -> int | None:
-        """Return the index of the message that a batch handler's error names, or of the only good message."""
+        """Return the index of the message that caused a batch handler's error; None if this cannot be determined.
+
+        It is the only good message, or the message of a `Poison` error.
+        """
         good = self.good()
         if len(good) == 1:
             return good[0]

@@ -1,7 +1,8 @@
-"""The loop that consumes, transforms and produces: input and output are one transaction.
+"""`Processor`: a loop that consumes, transforms and produces messages, input and output in one transaction.
 
-One pass is: poll, begin a transaction, call the handler, acknowledge in the transaction, commit. If a pass fails, the
-group's positions stay: the pass is repeated, or the loop stops with the error. `_failure_policy` decides which.
+One pass of the loop is: poll, begin a transaction, call the handler, acknowledge in the transaction, commit. If a pass
+fails, the group's positions do not change: the pass is repeated, or the loop stops with the error. `_failure_policy`
+decides which.
 """
 
 from __future__ import annotations
@@ -42,27 +43,27 @@ from txnbridge.errors import (
 
 _log = logging.getLogger("txnbridge")
 
-# The time that one poll waits for a first message: by then a stop is noticed, and four polls a second cost an idle
-# process nothing that could be measured.
+# The time that one poll waits for a first message. A stop takes effect after it at the latest, and four polls per
+# second cost an idle process no measurable time.
 _POLL_SECONDS = 0.25
-# The time between two looks at the lag: a look costs a request on some brokers.
+# The interval between two measurements of the lag; on some brokers each needs a request.
 _LAG_SECONDS = 1.0
-# A pass may take longer than its transaction by this much: it also polls and ends the transaction.
+# A pass may take this much longer than its transaction's timeout, because it also polls and ends the transaction.
 _SLACK_SECONDS = 5.0
-# After this time without a partition, `until_idle` ends on a broker that does not tell the group's lag. It is longer
-# than brokers wait by default for a member that died (Kafka: 45 s), whose partitions may come to this one.
+# After this time without a partition, `until_idle` ends on a broker that does not report the group's lag. It is longer
+# than brokers wait by default for a dead member (Kafka: 45 s), whose partitions may then be assigned to this member.
 _NO_PARTITION_SECONDS = 60.0
 
 Each = Callable[[Message, Transaction], object]
 OnBatch = Callable[[Batch, Transaction], object]
 
 
-# Not a dataclass: making one takes longer than all else in this module, at each `import txnbridge`.
+# Not a dataclass: creating a dataclass would take most of this module's import time.
 class ProcessorStats(NamedTuple):
-    """The work of a processor since it started.
+    """Counts of a processor's work since it started.
 
-    `messages` were acknowledged in `transactions` that committed, `dead_letters` of them as dead letters; `retries`
-    counts the passes that failed. `last_error` is the error of the last failed pass, without data of messages.
+    `messages` is the number of acknowledged messages, `dead_letters` of them as dead letters; `transactions` counts
+    commits, `retries` failed passes. `last_error` is the last failed pass's error as text, without data of messages.
     """
 
     messages: int = 0
@@ -73,37 +74,39 @@ class ProcessorStats(NamedTuple):
 
 
 class _PoisonFound(Exception):
-    """Poison was found and marked: the transaction is aborted, and the batch is run again without the poison."""
+    """Raised after poison messages were marked: aborts the transaction, so that the batch runs again without them."""
 
 
 class _PoisonHidden(Exception):
-    """A message of this batch is poison, and only smaller batches can tell which."""
+    """Raised if an unknown message of the batch is poison: the batch is then processed in halves to find it."""
 
 
 class Processor(ConnectionUser):
     """Consumes, transforms and produces exactly once; made by `bridge.processor(inputs, group=…, each=… | batch=…)`.
 
-    `each=f(message, txn)` or `batch=f(batch, txn)` is called inside a transaction. What it sends with `txn`, and the
-    acknowledgement of what it was given, become visible together or not at all. It may run more than once for the same
-    message: only what goes through `txn` happens once. It neither commits nor acknowledges.
+    The handler, `each=f(message, txn)` or `batch=f(batch, txn)`, is called inside a transaction. The messages that it
+    sends with `txn`, and the acknowledgement of its input, take effect together or not at all. The handler may run more
+    than once for the same message, and only its sends with `txn` take effect once. It must neither commit nor
+    acknowledge.
 
-    - `dead_letter`: the topic for poison: values that cannot be decoded, messages for which the handler raises
-      `Poison`, and exceptions of the classes in `poison`. Without it the loop stops with the `Poison` error.
-      `max_dead_letters_in_a_row` (None: no limit) poison messages with no good one between stop it as well.
-    - `max_attempts`: after so many failed attempts of one and the same message, whatever the handler raised, it is set
-      aside as poison is, or the loop stops with the error if there is no `dead_letter` (None: it is tried for ever).
-      What a broker did is no attempt. `fatal`: exception classes of the handler that stop the loop at once.
-    - `max_messages`, `max_wait`: a batch is as many messages, or what came within so many seconds after the first.
-    - `timeout`: of each transaction; by default the bridge's.
-    - `backoff`: the first and the longest wait, in seconds, before what failed is tried again; `retry_for`: after so
-      many seconds of failing the loop stops with the error (None: it goes on trying).
-    - `stop_timeout`: a stop lets the handler finish for so long; then its transaction is aborted.
+    - `dead_letter`: the topic for poison: messages that cannot be decoded, or for which the handler raises `Poison` or
+      an exception of a class in `poison`. Without this topic, poison stops the loop with the `Poison` error. More than
+      `max_dead_letters_in_a_row` consecutive poison messages stop the loop, too (None: no limit).
+    - `max_attempts`: a message for which the handler has failed so often, with whatever error, is treated as poison;
+      without `dead_letter` the loop stops with the error (None: no limit). Errors of the broker do not count as
+      attempts. `fatal`: exception classes of the handler that stop the loop at once.
+    - `max_messages`, `max_wait`: the largest size of a batch, and the seconds after its first message to wait for more.
+    - `timeout`: the timeout of each transaction; by default the bridge's.
+    - `backoff`: the first and the longest wait, in seconds, before a failed pass is repeated; `retry_for`: after so
+      many
+      seconds of failures the loop stops with the error (None: no limit).
+    - `stop_timeout`: after a stop the handler has so many seconds to finish; then its transaction is aborted.
     - `start`: where a group begins that has never read, as in `bridge.consumer`.
 
-    Run it with `run()`, or as a block in a thread of its own. It runs once.
+    Run a processor with `run()`, or in a thread of its own with a `with` block. It runs only once.
 
-    Raises `InvalidOption` for settings that make no sense and for a handler that does not take two arguments or is
-    asynchronous, `NotSupported` on a broker that cannot acknowledge in a transaction.
+    Raise `InvalidOption` for invalid settings and for a handler that does not take two arguments or is asynchronous,
+    `NotSupported` on a broker that cannot acknowledge in a transaction.
     """
 
     def __init__(
@@ -156,16 +159,16 @@ class Processor(ConnectionUser):
 
         self._started = False
         self._consumer: RawConsumer | None = None
-        self._transaction: Transaction | None = None  # the one that is open now
+        self._transaction: Transaction | None = None  # the open transaction of the current pass
         self._no_partition_since: float | None = None
         self._stats = ProcessorStats()
-        self._failures = 0  # failed passes since the last one that succeeded
+        self._failures = 0  # the number of failed passes since the last successful one
         self._lag: int | None = None
         self._lag_at = 0.0
-        self._since: float | None = None  # begin of the current pass's first attempt; None while this does not run
+        self._since: float | None = None  # begin of the current pass's first attempt; None while the loop does not run
 
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None  # the error that ended the thread
+        self._failure: BaseException | None = None  # the error that ended the loop in its thread
         self._stop = Shutdown(stop_timeout, group, self._hurry, self._give_up)
 
     def _check_settings(self) -> None:
@@ -186,21 +189,21 @@ class Processor(ConnectionUser):
 
     @property
     def healthy(self) -> bool:
-        """True while it runs and no pass, with all its attempts, has taken longer than a transaction may."""
+        """True while the loop runs and its current pass, with all attempts, takes no longer than a transaction may."""
         since = self._since
         return since is not None and time.monotonic() - since <= self._timeout + self._max_wait + _SLACK_SECONDS
 
     @property
     def lag(self) -> int | None:
-        """The number of messages (positions, on some brokers) left in its partitions, measured about once a second.
+        """The number of unread messages (positions, on some brokers) in the assigned partitions.
 
-        None while it has no partition, and until it was measured for the first time.
+        It is measured about once a second; None before the first measurement and while no partition is assigned.
         """
         return self._lag
 
     @property
     def stats(self) -> ProcessorStats:
-        """The work that it has done so far."""
+        """Counts of the processor's work so far."""
         return self._stats
 
     def __repr__(self) -> str:
@@ -209,28 +212,29 @@ class Processor(ConnectionUser):
     # --- running and stopping -------------------------------------------------------------------------------------
 
     def run(self, until_idle: bool = False) -> None:
-        """Process until stopped, in this thread; with `until_idle=True` until every partition it holds is read.
+        """Process messages on this thread until stopped; with `until_idle=True` until all assigned partitions are read.
 
-        While it holds no partition, it then runs until the group has nothing left to read, as far as this member knows.
+        With `until_idle`, and while no partition is assigned, it runs until the group has nothing left to read, as far
+        as the broker reports it.
 
-        On the main thread SIGTERM and SIGINT stop it, and a second one aborts at once and raises `SystemExit`. A
-        handler that is still busy when `stop_timeout` ends is interrupted there (on the main thread) or left behind
-        with an aborted transaction, and `DeadlineExceeded` is raised.
+        On the main thread SIGTERM and SIGINT stop the loop, and a second signal aborts at once and raises `SystemExit`.
+        If the handler is still running after `stop_timeout`, it is interrupted (on the main thread) or its transaction
+        is aborted while it runs on, and `DeadlineExceeded` is raised.
 
-        Raise an error that only a person can mend: `Fenced`, `EvidenceLost`, `PositionLost`, `Poison` without
-        `dead_letter=` or too often in a row, the handler's own after `retry_for` or `max_attempts` or of a class in
-        `fatal`, a wrong setting.
+        Raise errors that a retry cannot solve: `Fenced`, `EvidenceLost`, `PositionLost`; `Poison` without
+        `dead_letter=` or too often in a row; the handler's error after `retry_for` or `max_attempts` or of a class in
+        `fatal`; an error by a wrong setting.
         """
         self._begin()
         with self._stop.by_signals():
             self._loop_until_stopped(until_idle)
 
     def stop(self) -> None:
-        """Stop after the running transaction. Returns at once; may be called anywhere, also in a handler."""
+        """Ask the loop to stop after the running transaction. Return at once; any thread or handler may call this."""
         self._stop.ask()
 
     def __enter__(self) -> Processor:
-        """Process in a thread of its own until the end of the block, which raises the loop's error, if any."""
+        """Run the loop in a thread of its own until the end of the block, which raises the loop's error, if any."""
         self._begin()
         self._thread = threading.Thread(target=self._loop_in_thread, name=f"txnbridge {self._group}", daemon=True)
         self._thread.start()
@@ -297,18 +301,18 @@ class Processor(ConnectionUser):
         try:
             self._consumer.close(self._stop.left())
         except TxnBridgeError as error:
-            # The broker removes a member that it no longer hears of.
+            # The broker removes the member from the group when its heartbeats stop.
             _log.warning("%r could not leave its group: %s", self, error)
 
     # --- by force -------------------------------------------------------------------------------------------------
 
     def _hurry(self, at: float) -> None:
-        """Shorten the deadline of the open transaction, so that its requests to the broker end in time."""
+        """Move the deadline of the open transaction to `at`, so that its requests to the broker end in time."""
         if (transaction := self._transaction) is not None:
             transaction._end_by(at)
 
     def _give_up(self) -> None:
-        """End the transaction and give the partitions back, because no thread can interrupt another one."""
+        """Abort the transaction and leave the group while the handler runs on: threads cannot be interrupted."""
         if (transaction := self._transaction) is not None:
             with suppress(TxnBridgeError):
                 transaction.abort()
@@ -321,7 +325,10 @@ class Processor(ConnectionUser):
         _log.warning("%r: %s; again in %.1f s", self, self._loggable(error), wait)
 
     def _loggable(self, error: BaseException) -> str:
-        """Return an error for logs, the handler's with its line. The text goes to the debug log: it may quote data."""
+        """Return an error as text for log lines: for an error of the handler its class and line.
+
+        The text of a handler's error may contain data of messages, so it is logged only at debug level.
+        """
         if not self._policy.is_of_handler(error):
             return loggable(error)
         _log.debug("the handler of %r failed", self, exc_info=error)
@@ -334,7 +341,7 @@ class Processor(ConnectionUser):
     # --- one pass -------------------------------------------------------------------------------------------------
 
     def _pass(self, until_idle: bool) -> bool:
-        """Poll once and process the batch. Return True once all is read, if the caller wants to stop then."""
+        """Poll once and process the batch. Return True to end the loop: a stop was asked for, or all is read."""
         if self._stop.asked:
             return True
         assert self._consumer is not None
@@ -355,13 +362,13 @@ class Processor(ConnectionUser):
             raise
         self._failures = 0
         self._policy.forget_errors()
-        # A full batch means that more is there, so the request for the lag is saved.
+        # After a full batch more messages are likely, so the request for the lag is saved.
         idle = until_idle and len(items) < self._max_messages
         self._measure_lag(self._consumer, now=idle)
         return idle and self._is_all_read(self._consumer)
 
     def _is_all_read(self, consumer: RawConsumer) -> bool:
-        """Return whether nothing is left in its partitions; if it has none, in those of the group."""
+        """Return whether all messages of the assigned partitions are read; if none is assigned, those of the group."""
         if self._lag is not None:
             self._no_partition_since = None
             return self._lag == 0
@@ -373,7 +380,7 @@ class Processor(ConnectionUser):
         return now - self._no_partition_since >= _NO_PARTITION_SECONDS
 
     def _poll(self, consumer: RawConsumer) -> PolledBatch:
-        """Return a batch, limited by size and time, in the order of each partition."""
+        """Poll until the batch has `max_messages` or `max_wait` has passed; return the batch, decoded."""
         messages = consumer.take(self._max_messages, _POLL_SECONDS)
         until = time.monotonic() + self._max_wait
         while messages and len(messages) < self._max_messages and not self._stop.asked:
@@ -381,7 +388,7 @@ class Processor(ConnectionUser):
             if left <= 0:
                 break
             messages += consumer.take(self._max_messages - len(messages), min(left, _POLL_SECONDS))
-        # A partition may have left during a later poll: its messages are delivered again to its new member.
+        # A partition may have been revoked during a later poll: its new member gets these messages again.
         here = [message for message in messages if not message.source.ended]
         items = PolledBatch(here, here, {})
         if consumer.decodes:
@@ -404,7 +411,7 @@ class Processor(ConnectionUser):
             self._lag_at = time.monotonic()
 
     def _process(self, items: PolledBatch) -> None:
-        """Process a batch in order: in one transaction, or in smaller ones to find poison or to keep the deadline."""
+        """Process a batch in order: in one transaction, or in several to find poison or to keep their deadline."""
         while items and not self._stop.asked:
             try:
                 items = items.behind(self._transact(items))
@@ -417,7 +424,7 @@ class Processor(ConnectionUser):
             items = items.behind(middle)
 
     def _transact(self, items: PolledBatch) -> int:
-        """Run one transaction; return how many messages, from the first on, it has done."""
+        """Process messages from the first on in one transaction; return how many messages were acknowledged."""
         items = self._dead_letters.without_fatal_poison(items)
         in_a_row = 0
         self._since = time.monotonic()
@@ -428,7 +435,7 @@ class Processor(ConnectionUser):
                 done = self._handle(items, txn)
                 txn._lent = False
                 self._check_after_handler(txn)
-                if txn.state is State.OPEN:  # else the end of the block raises the error
+                if txn.state is State.OPEN:  # otherwise the end of the block raises the transaction's error
                     in_a_row = self._dead_letters.send(done, txn, attempts=self._failures + 1)
                     txn.ack(done.raws)
                     txn.commit()
@@ -449,7 +456,10 @@ class Processor(ConnectionUser):
             raise TransactionAborted("the handler gave its transaction up (Abort)") from error
 
     def _handle_each(self, each: Each, items: PolledBatch, txn: Transaction) -> PolledBatch:
-        """Call the handler for each message. After poison it tries the others, too: one abort finds all poison."""
+        """Call the handler for each message; return the messages handled in this transaction as a batch.
+
+        After a poison message the other messages are tried, too, so that one abort finds all poison.
+        """
         half_time = time.monotonic() + txn.deadline / 2
         known = items.poison
         found = False
@@ -463,9 +473,9 @@ class Processor(ConnectionUser):
                     self._policy.raise_unless_poison(error, txn, (message,))
                     items.mark_poison(index, error)
                     found = True
-            if found and txn.state is not State.OPEN:  # it refuses all sends, so the rest can't be tried
+            if found and txn.state is not State.OPEN:  # the transaction refuses sends, so the rest can't be tried
                 break
-            # Slow handlers get smaller transactions rather than one that cannot be in time.
+            # If the handler is slow, end the transaction after a part of the batch, to commit before its deadline.
             if self._stop.asked or time.monotonic() > half_time:
                 break
         if found:
@@ -488,7 +498,7 @@ class Processor(ConnectionUser):
 
     def _check_after_handler(self, txn: Transaction) -> None:
         if self._stop.forced:
-            raise StopNow  # the handler swallowed it, or did not notice
+            raise StopNow  # the handler has caught the `StopNow` raised in it, or returned before it was raised
         require_not_ended(txn)
         if txn.outcome is not None:
             raise InvalidState(
@@ -509,7 +519,7 @@ class Processor(ConnectionUser):
 
 
 def _check_takes_two(setting: str, handler: Any) -> None:
-    """Raise `InvalidOption` for a handler that cannot be called with a message (or a batch) and a transaction."""
+    """Raise `InvalidOption` if a handler cannot be called with a message (or a batch) and a transaction."""
     called = handler if inspect.isroutine(handler) or isinstance(handler, functools.partial) else type(handler).__call__
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called) or inspect.isgeneratorfunction(called):
         raise InvalidOption(
@@ -518,7 +528,7 @@ def _check_takes_two(setting: str, handler: Any) -> None:
         )
     try:
         signature = inspect.signature(handler)
-    except (TypeError, ValueError):  # some that are written in C have none
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(None, None)

@@ -1,4 +1,4 @@
-"""Sends without a transaction."""
+"""`Publisher`: sends messages without a transaction."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from txnbridge.errors import InvalidOption, InvalidState
 
 
 class Publisher(ConnectionUser):
-    """Sends in order and idempotently, each message visible once it is stored; `flush` raises failures.
+    """Sends messages in order and idempotently; readers see each as soon as it is stored. `flush` raises failures.
 
-    With a name and sequences it resumes after a crash. The broker keeps the highest sequence of each topic: messages up
-    to `last_sequence(topic)` that are sent again are skipped, so that all are there exactly once. Above that, sequences
-    only go up.
+    With a name, and a sequence for each message, a program can resume after a crash: the broker keeps the highest
+    sequence of each topic, and messages up to `last_sequence(topic)` that are sent again are skipped, so that each is
+    stored exactly once. Sequences above it must increase.
     """
 
     def __init__(self, connection: Connection, publisher: spi.Publisher) -> None:
         self._connection = connection
         self._publisher = publisher
-        self._lock = threading.Lock()  # keeps the promised order between threads
+        self._lock = threading.Lock()  # keeps messages of several threads in the order of their sequences
         self._closed = False
-        self._marks: dict[str, int] = {}  # by topic: the highest stored sequence at the first send
-        self._last: dict[str, int] = {}  # by topic: the last sequence above that mark that was sent
+        self._marks: dict[str, int] = {}  # by topic: the highest sequence that was stored before the first send
+        self._last: dict[str, int] = {}  # by topic: the last sequence sent here, if above that of `_marks`
 
     def send(
         self,
@@ -40,9 +40,10 @@ class Publisher(ConnectionUser):
         timestamp: int | None = None,
         sequence: int | None = None,
     ) -> None:
-        """Send one message. It waits for room within the bridge's timeout.
+        """Send one message. Wait for buffer space if necessary, at most for the bridge's timeout.
 
-        Raise `InvalidOption` for a sequence that is not above the last one sent here: it would vanish silently.
+        Raise `InvalidOption` for a sequence that is not above the last one sent by this publisher, because the broker
+        would drop the message silently.
         """
         check_place(partition, timestamp)
         if sequence is not None and (not isinstance(sequence, int) or isinstance(sequence, bool)):
@@ -81,20 +82,23 @@ class Publisher(ConnectionUser):
             self._marks[topic] = -1 if stored is None else stored
 
     def flush(self) -> None:
-        """Return when everything sent so far is stored. Raises `DeliveryFailed`, `DeadlineExceeded`."""
+        """Wait until all messages sent so far are stored.
+
+        Raise `DeliveryFailed` if one could not be stored, `DeadlineExceeded` after the bridge's timeout.
+        """
         with self._lock:
             self._check()
             with self._connection.events.step("flush"):
                 self._publisher.flush(self._connection.deadline())
 
     def last_sequence(self, topic: str | Topic) -> int | None:
-        """Return the highest sequence that is stored under this publisher's name; None if there is none."""
+        """Return the highest sequence stored under this publisher's name in a topic; None if there is none."""
         with self._lock:
             self._check()
             return self._publisher.last_sequence(as_topic(topic).name, self._connection.deadline())
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush, and close the publisher."""
         with self._lock:
             if not self._closed and not self._connection.forked:
                 self._closed = True

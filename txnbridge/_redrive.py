@@ -1,4 +1,4 @@
-"""Redrive: sends dead letters back to the topics from which they came."""
+"""`Redrive`: sends dead letters back to the topics in which they were originally."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from txnbridge._bridge import Bridge
     from txnbridge._transaction import Transaction
 
-# The dead letters of one transaction: enough to make its commit cheap, well below every broker's limit.
+# The number of dead letters per transaction: enough to make the commits cheap, below every broker's limit.
 _BATCH = 500
-# The time of one poll for more dead letters; a redrive takes that long to notice that all are read.
+# The timeout of one poll for more dead letters. A redrive takes this long to find that it has read all of them.
 _POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """The headers of a dead letter: where the message was, which group could not process it, and why."""
+    """The contents of a dead letter's headers: the original position, the group that failed, and the reason."""
 
     topic: str
     partition: int
@@ -37,7 +37,7 @@ class DeadLetter:
 
     @classmethod
     def of(cls, message: Message) -> DeadLetter | None:
-        """Read a message's headers; return None without readable headers of ours: then its origin is unknown."""
+        """Return the contents of a dead letter's headers; None for a message without valid headers of txnbridge."""
         ours = {name: message.headers.get(PREFIX + name, "") for name in (field.name for field in fields(cls))}
         try:
             return cls(
@@ -54,7 +54,7 @@ class DeadLetter:
 
 
 class Redriven(NamedTuple):
-    """The result of a redrive: the dead letters sent back, left because of their reason, and without an origin."""
+    """The counts of a redrive: dead letters sent back, left because of their reason, and left without an origin."""
 
     sent: int = 0
     left: int = 0
@@ -62,13 +62,13 @@ class Redriven(NamedTuple):
 
 
 class Redrive:
-    """Sends the dead letters of a topic back to the topics from which they came, exactly once.
+    """Sends the dead letters of a topic back to their original topics, exactly once.
 
     Key, value, timestamp and headers are those of the original message. Each message is sent in the transaction that
-    acknowledges its dead letter, in a group for redrives, so a redrive may be killed and run again: it goes on where it
-    stopped. It takes the dead letters that are there when it begins, at most `limit`, and only those with `reason` in
-    their reason. The others stay for another redrive: unchanged, or, on a broker that only knows positions, sent again
-    behind the rest.
+    acknowledges its dead letter, in a group for redrives, so a redrive that was killed and is run again continues where
+    it stopped. It sends dead letters that exist when it begins, at most `limit`, and only those whose reason contains
+    `reason`. The others stay for another redrive: unchanged, or, on a broker that only knows positions, sent to the
+    topic's end again.
     """
 
     def __init__(self, bridge: Bridge, topic: str, *, reason: str | None = None, limit: int | None = None) -> None:
@@ -79,7 +79,7 @@ class Redrive:
         self._in_place = bool(bridge.capabilities[Capability.INDIVIDUAL_ACK])
 
     def preview(self) -> Iterator[tuple[Message, DeadLetter]]:
-        """Yield the dead letters that `run` would send back now. Changes nothing."""
+        """Yield the dead letters that `run` would send back now, without sending or acknowledging any."""
         found = 0
         for batch in self._batches():
             for message in batch:
@@ -91,9 +91,10 @@ class Redrive:
                         return
 
     def run(self, progress: Callable[[int], object] = lambda sent: None) -> Redriven:
-        """Send the dead letters back; `progress` gets the number of those that each transaction has sent.
+        """Send the dead letters back; call `progress` with the number of messages sent by each transaction.
 
-        Raise as a transaction does, and `NotFound` if an original topic is gone: choose by `reason` then.
+        Raise the errors of a transaction, and `NotFound` if an original topic no longer exists: the caller can then
+        exclude its dead letters by `reason`.
         """
         done = Redriven()
         for batch in self._batches():
@@ -108,7 +109,7 @@ class Redrive:
         return self._reason is None or self._reason in letter.reason
 
     def _send_back(self, batch: list[Message], done: Redriven) -> Redriven:
-        """Run one transaction; return the result so far."""
+        """Send a batch's dead letters back in one transaction; return the counts `done`, increased."""
         chosen: list[tuple[Message, DeadLetter]] = []
         others: list[Message] = []
         foreign = 0
@@ -133,7 +134,7 @@ class Redrive:
 
     def _send_original(self, txn: Transaction, message: Message, letter: DeadLetter) -> None:
         can = self._bridge.capabilities
-        # A message with a key goes to the key's partition of today, also if the topic has grown since.
+        # A message with a key goes to the partition that the key has now, which differs if partitions were added.
         by_number = message.key is None and can[Capability.CHOOSE_PARTITION]
         txn.send(
             letter.topic,
@@ -145,24 +146,25 @@ class Redrive:
         )
 
     def _batches(self) -> Iterator[list[Message]]:
-        """Yield the dead letters that no redrive has sent back, up to the topic's present end."""
+        """Yield batches of the dead letters that no redrive has sent back, up to the topic's present end."""
         ends = self._ends()
         with self._bridge.consumer(self._topic, f"txnbridge-redrive-{self._topic}") as consumer:
             while not _is_through(consumer, ends):
                 batch = consumer.poll(_BATCH, _POLL_SECONDS)
-                # Behind the ends are new dead letters; some of them may have been sent back just now.
+                # Messages after the ends are new; some may be dead letters that this redrive has sent to the topic's
+                # end.
                 if before_end := [m for m in batch if m.position < ends.get((m.topic, m.partition), ())]:
                     yield before_end
 
     def _ends(self) -> dict[Partition, Position]:
         with self._bridge.consumer(self._topic, start="latest") as tail:
-            tail.poll(1, timeout=0)  # assigns its partitions
+            tail.poll(1, timeout=0)  # assigns the consumer's partitions
             return tail.positions()
 
 
 def _is_through(consumer: Consumer, ends: Mapping[Partition, Position]) -> bool:
-    """Return whether a consumer has partitions, and has read each of them up to its end."""
+    """Return whether a consumer has partitions assigned, and has read each of them up to its position in `ends`."""
     positions = consumer.positions()
     if not positions:
-        return False  # another redrive holds them: wait for its end
+        return False  # another running redrive has all partitions: wait until it ends
     return all(at >= ends.get(p, ()) for p, at in positions.items()) or not any(consumer.lag().values())

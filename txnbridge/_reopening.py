@@ -1,4 +1,4 @@
-"""Lets a reader go on after an exception from a signal handler, which may come anywhere inside a broker's reader."""
+"""`ReopeningReader`: replaces a backend's reader after an exception from a signal handler has interrupted it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Result = TypeVar("_Result")
 
 
 class ReopeningReader(Reader):
-    """A broker's reader that is closed and opened anew after an interrupted call.
+    """Wraps a backend's reader, and replaces it by a new one after an interrupted call.
 
-    Such a call may have taken messages from the broker that the program never got. Without a group, the new reader goes
-    on behind the last messages that the program got. In a group the member leaves and joins again, and the broker
-    delivers again what was not acknowledged.
+    An interrupted call may have taken messages from the broker that it never returned. Without a group, the new reader
+    continues after the last messages that were returned. In a group the member leaves and joins again, and the broker
+    redelivers the unacknowledged messages.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ReopeningReader(Reader):
         deadline: Deadline,
         timeout: float,
     ) -> None:
-        """`timeout` is the time in seconds for opening the reader anew."""
+        """Open the first reader by `open`. `timeout` is the time in seconds for opening another reader later."""
         self._open = open
         self._subscription = subscription
         self._alone = subscription.group is None
@@ -39,10 +39,10 @@ class ReopeningReader(Reader):
         self._events = _ReaderEvents(listener)
         self._interrupted = False  # whether the last call was interrupted
         self._paused: set[Partition] = set()
-        self._to_pause: set[Partition] = set()  # paused before the reader was opened anew, and not assigned again yet
+        self._to_pause: set[Partition] = set()  # paused partitions that are not assigned to the new reader yet
         self.reader = open(subscription, self._events, deadline)
-        # Without a group: the point in time to which the reader was set, the positions that it got by that, and the
-        # positions before the last poll.
+        # Without a group: the time to which the reader was set (`_since`), the positions that it got by this
+        # (`_first`), and the positions before the last poll (`_stood`).
         self._since = subscription.start if isinstance(subscription.start, int) else None
         self._first = self._stood = self.reader.positions() if self._alone else {}
 
@@ -56,9 +56,10 @@ class ReopeningReader(Reader):
             raise
 
     def mend(self) -> None:
-        """Open the reader anew if the last call was interrupted. To be called before the reader is used.
+        """Replace the reader if its last call was interrupted. The consumer calls this before it uses the reader.
 
-        Raise as opening a reader does, and `PositionLost`; then the next call tries again.
+        Raise the errors of opening a reader, and `PositionLost` if the new reader cannot continue at its position; the
+        next call of `mend` then tries again.
         """
         if not self._interrupted:
             return
@@ -68,7 +69,7 @@ class ReopeningReader(Reader):
             self.reader.close(deadline)
         events = _ReaderEvents(self._events.listener)
         start = self._subscription.start
-        if self._alone:  # a partition that was added since is read from its beginning
+        if self._alone:  # a partition that was added to the topic since is read from its beginning
             start = "earliest" if self._since is None else self._since
         reader = self._open(replace(self._subscription, start=start), events, deadline)
         try:
@@ -160,7 +161,7 @@ class ReopeningReader(Reader):
 
 
 class _ReaderEvents:
-    """Passes a reader's assignments on until the reader is given up; then its partitions are reported as lost."""
+    """Forwards a reader's assignments to the consumer until `leave`, which reports its partitions as lost."""
 
     def __init__(self, listener: ReaderListener) -> None:
         self.listener = listener
@@ -168,7 +169,7 @@ class _ReaderEvents:
         self._over = False
 
     def leave(self) -> None:
-        """Report all partitions as lost, and nothing of this reader from then on."""
+        """Report all partitions of this reader as lost, and ignore its later reports."""
         self._over = True
         if self._assigned:
             self.listener.lost(sorted(self._assigned))

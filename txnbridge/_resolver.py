@@ -1,4 +1,4 @@
-"""Asks the application about half messages whose sender did not tell the outcome of its local work."""
+"""`Resolver`: answers check-backs about half messages whose sender did not report the outcome of its local work."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ _log = logging.getLogger("txnbridge")
 
 Check = Callable[[str, Sequence[Message]], Decision]
 
-# The time for which one request to the broker waits for check-backs; a stop is noticed by then.
+# The time for which one request to the broker waits for check-backs; a stop takes effect after it at the latest.
 _WAIT_SECONDS = 1.0
-# The pauses before a broker that is away is asked again: the first one, then twice as long each time, up to the last.
+# The pauses before the next request to a broker that does not answer: each is twice as long, from the first to the
+# last.
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 10.0
-# How often the loop looks whether a check has ended while all places are taken.
+# The interval at which the loop checks whether a check has ended while `parallel` checks are running.
 _LOOK_SECONDS = 0.1
 
 
 class ResolverStats(NamedTuple):
-    """The work of a resolver since it was made."""
+    """Counts of a resolver's work since it was made."""
 
-    checks: int = 0  # answered check-backs
+    checks: int = 0  # check-backs that were answered
     committed: int = 0
     aborted: int = 0
-    failed: int = 0  # checks that raised, or returned no decision; they are repeated
+    failed: int = 0  # checks that raised an error, or returned no decision; the broker asks again
 
 
 class Resolver(ConnectionUser):
-    """Calls `check(transaction_id, messages)` for the half messages of a group, and ends them by its answers.
+    """Calls `check(transaction_id, messages)` for undecided half messages of a group, and ends them by its answers.
 
-    Several resolvers may run, in any processes: the first answer counts. Each check runs on a thread of its own,
-    `parallel` of them at once. UNDECIDED, an exception, and an ABORT before the transaction's own deadline mean: ask
-    again later. A check that takes longer than `check_timeout` is logged, and keeps its place until it ends.
+    Several resolvers may run, in any processes: the first answer counts. Each check runs on a thread of its own, at
+    most `parallel` at once. After UNDECIDED, an exception, or an ABORT before the transaction's deadline the check is
+    repeated later. A check that takes longer than `check_timeout` is logged, and counts as running until it ends.
     """
 
     def __init__(
@@ -71,11 +72,11 @@ class Resolver(ConnectionUser):
         self._check_timeout = check_timeout
         self._store = half_store(connection.broker)
         self._changed = threading.Condition()
-        self._asking: dict[threading.Thread, tuple[str, float]] = {}  # transaction and begin of each running check
+        self._asking: dict[threading.Thread, tuple[str, float]] = {}  # transaction id and begin of each running check
         self._late: set[threading.Thread] = set()  # running checks that were logged as too slow
         self._stats = ResolverStats()
-        self._failing_since: float | None = None  # since then all requests to the broker have failed
-        # The loop waits for nothing longer than a second, so a stop needs no force.
+        self._failing_since: float | None = None  # the time since which all requests to the broker have failed
+        # No wait of the loop takes longer than a second, so a stop needs no force.
         self._stop = Shutdown(stop_timeout, f"resolver of {group}", lambda _: None, lambda: None)
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -87,7 +88,7 @@ class Resolver(ConnectionUser):
 
     @property
     def healthy(self) -> bool:
-        """True if it runs, the broker has answered within the bridge's timeout, and not all checks hang."""
+        """True if the resolver runs, the broker has answered within the bridge's timeout, and not all checks hang."""
         with self._changed:
             hang = len(self._late) >= self._parallel
         since = self._failing_since
@@ -98,7 +99,10 @@ class Resolver(ConnectionUser):
     # --- running ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run until stopped, on the main thread also by SIGTERM and Ctrl-C. Raise errors that will not pass."""
+        """Answer check-backs on this thread until `stop`, or on the main thread until SIGTERM or Ctrl-C.
+
+        Errors of the broker are logged and retried; raise any other error.
+        """
         if not self._running.acquire(blocking=False):
             raise InvalidState(f"this resolver of {self._group} runs already")
         self._connection.resolvers.add(self)
@@ -113,27 +117,27 @@ class Resolver(ConnectionUser):
 
     def _leave(self) -> None:
         if not any(other._group == self._group for other in list(self._connection.resolvers)):
-            with suppress(TxnBridgeError), self._connection.call():  # a bridge that closes leaves all groups
+            with suppress(TxnBridgeError), self._connection.call():  # a bridge that is being closed leaves all groups
                 self._store.leave(self._group, Deadline(_WAIT_SECONDS))
 
     def start(self) -> None:
-        """Run on a thread of its own."""
+        """Call `run` on a new thread."""
         self._thread = threading.Thread(target=self._run_quietly, name=f"txnbridge resolver {self._group}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask for the end; `run` returns after the running checks. Returns at once; may be called anywhere."""
+        """Ask `run` to return after the running checks. Return at once; any thread or signal handler may call this."""
         self._stop.ask()
 
     def close(self) -> None:
-        """Stop, and wait for the thread that `start` made."""
+        """Stop, and wait for the end of the thread that `start` made."""
         self.stop()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def stop_by(self, deadline: Deadline) -> None:
-        """Stop, because the bridge closes, and wait for the end until the deadline."""
+        """Stop because the bridge is being closed, and wait for the end of `run` until the deadline."""
         self.stop()
         if self._running.acquire(timeout=deadline.left()):
             self._running.release()
@@ -187,21 +191,21 @@ class Resolver(ConnectionUser):
         )
         with self._changed:
             if any(half.transaction == transaction for transaction, _ in self._asking.values()):
-                return  # its check takes longer than the half is lent for; a check that hangs would take all places
+                return  # the broker asks again while a check is running; checks that hang must not take all threads
             self._asking[thread] = half.transaction, time.monotonic()
         try:
             thread.start()
-        except RuntimeError as error:  # the system has no more threads just now
+        except RuntimeError as error:  # the system cannot start another thread at present
             with self._changed:
                 del self._asking[thread]
             _log.warning("half-message transaction %s is asked about again: %s", half.transaction, error)
 
     def _ask(self, half: Half) -> None:
-        """Ask the application, on a thread of its own, and end the half by the answer."""
+        """Call the application's `check` for a half and end the half by its answer; runs on a thread of its own."""
         try:
             decision = self._answer(half)
             if decision is Decision.ABORT and time.time() * 1000 < half.deadline_at:
-                decision = Decision.UNDECIDED  # the work may be under way, and would be done for nothing
+                decision = Decision.UNDECIDED  # the local work may be running, and may still succeed
             with self._connection.call():
                 outcome = end_half(self._connection, self._store, half, decision, self._connection.deadline())
             self._count(outcome)
@@ -216,7 +220,7 @@ class Resolver(ConnectionUser):
                 self._changed.notify_all()
 
     def _answer(self, half: Half) -> Decision:
-        """Return the application's answer; UNDECIDED if it fails to answer."""
+        """Return the answer of the application's `check`; UNDECIDED if it raises an error."""
         age = int(time.time() * 1000) - half.deadline_at
         asked = {"checks": half.checks, "past_deadline_ms": age, "messages": len(half.messages)}
         try:
@@ -246,7 +250,7 @@ class Resolver(ConnectionUser):
                 aborted=before.aborted + (outcome is Outcome.ABORTED),
             )
 
-    # --- places -----------------------------------------------------------------------------------------------------
+    # --- limit of running checks ------------------------------------------------------------------------------------
 
     def _free_places(self) -> int:
         with self._changed:
@@ -266,7 +270,7 @@ class Resolver(ConnectionUser):
             self._changed.wait(_LOOK_SECONDS)
 
     def _wait_for_checks(self) -> None:
-        """Wait for running checks after a stop, as long as there is time."""
+        """After a stop, wait for running checks until the stop's deadline."""
         while left := self._stop.left() or 0.0:
             with self._changed:
                 if not self._asking:
@@ -279,7 +283,7 @@ class Resolver(ConnectionUser):
 
 
 def _shown(half: Half, number: int) -> Message:
-    """Return a message for `check`: it has no position yet."""
+    """Return a half message as a `Message` for `check`, without a position, which it gets when it is published."""
     topic, value, key, headers, partition, timestamp = half.messages[number]
     place = -1 if partition is None else partition
     return Message(topic, place, (), key, value, Headers(headers), timestamp or 0, half.checks, None)

@@ -1,4 +1,4 @@
-"""Stops a loop: any thread may ask at any time; after a deadline the stop is done by force."""
+"""`Shutdown`: stops a processor's or resolver's loop. Any thread may ask for it; after a deadline it uses force."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
 
-# The part of the time to stop that is kept for aborting a transaction that does not end, and for leaving the group:
-# both take milliseconds on a broker that answers.
+# The part of the stop's time that is kept for aborting a transaction that does not end, and for leaving the group; both
+# take milliseconds if the broker answers.
 _LEAVING_SHARE, _LEAVING_SECONDS = 0.2, 2.0
 
 
 class StopNow(BaseException):
-    """Ends the loop at once, also in the middle of a handler, which cannot catch it as an `Exception`."""
+    """Raised to end the loop at once, also inside a handler, which cannot catch it as an `Exception`."""
 
 
 class Shutdown:
-    """The shutdown of a loop, which looks at `asked` between its steps.
+    """The request to stop a loop, which checks `asked` between its steps.
 
-    `hurry(at)` is called with the deadline as soon as a stop is asked for, and again before force is used; `give_up()`
-    if the loop runs on a thread that cannot be interrupted. Both are called on a thread of their own.
+    `hurry(at)` is called with the deadline when a stop is asked for, and again before force is used; `give_up()` is
+    called at the deadline if the loop's thread cannot be interrupted. Both are called on a thread of their own.
     """
 
     def __init__(self, seconds: float, name: str, hurry: Callable[[float], None], give_up: Callable[[], None]) -> None:
@@ -31,14 +31,14 @@ class Shutdown:
         self._name = name
         self._hurry = hurry
         self._give_up = give_up
-        # A signal handler may ask for a stop, and interrupts anything, so `ask` takes no lock: it sets attributes, and
-        # puts into the only kind of queue that allows this.
+        # A signal handler may call `ask` at any point of the program. So `ask` takes no lock: it sets attributes, and
+        # puts into a `SimpleQueue`, which is reentrant.
         self._at: float | None = None
         self._wake_loop: SimpleQueue[None] = SimpleQueue()
         self._wake_watcher: SimpleQueue[None] = SimpleQueue()
         self._ended = threading.Event()
         self._catches_signals = False
-        self.signalled: int | None = None  # the last signal
+        self.signalled: int | None = None  # the number of the last signal
         self.forced = False
 
     @property
@@ -46,18 +46,18 @@ class Shutdown:
         return self._at is not None
 
     def ask(self) -> None:
-        """Ask for a stop. Returns at once; may be called anywhere."""
+        """Ask for a stop. Return at once; any thread or signal handler may call this."""
         if self._at is None:
             self._at = time.monotonic() + self._seconds
         self._wake_loop.put(None)
         self._wake_watcher.put(None)
 
     def left(self) -> float | None:
-        """Return the seconds until force is used; None if nobody has asked for a stop."""
+        """Return the seconds until the stop's deadline; None if no stop was asked for."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for so many seconds, or until a stop is asked for."""
+        """Sleep for this time, or until a stop is asked for."""
         with suppress(Empty):
             self._wake_loop.get(timeout=seconds)
 
@@ -65,7 +65,7 @@ class Shutdown:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Enforce the deadline of a stop while the block, which is the loop, runs."""
+        """Run the loop as a block; if a stop's deadline passes before the block ends, use force."""
         watcher = threading.Thread(target=self._watch, name=f"txnbridge {self._name} stop", daemon=True)
         watcher.start()
         try:
@@ -92,11 +92,11 @@ class Shutdown:
             return
         main = threading.main_thread().ident
         assert main is not None
-        signal.pthread_kill(main, signal.SIGTERM)  # `_on_signal` raises there, in the middle of the handler
+        signal.pthread_kill(main, signal.SIGTERM)  # `_on_signal` raises StopNow on the main thread, inside the handler
 
     @contextmanager
     def by_signals(self) -> Iterator[None]:
-        """Let SIGTERM and SIGINT ask for a stop during the block, on the main thread; a second one ends it at once."""
+        """On the main thread, let SIGTERM and SIGINT ask for a stop during the block; a second one ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,4 +1,4 @@
-"""Outcomes of transactions, and tokens, by which any process can ask for an outcome or bring it about."""
+"""Outcomes of transactions, and tokens, with which any process can ask for an outcome or end a prepared transaction."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 from txnbridge.errors import InvalidToken, UsageError
 
-# A token travels in database columns, headers and command lines.
+# The longest token: programs store tokens in database columns, headers and command lines.
 MAX_TOKEN_BYTES = 4096
-_PREFIX = "txb1."  # the format's version
-_READABLE = (_PREFIX,)  # the version before joins this tuple once there is one
+_PREFIX = "txb1."  # the version of the format of tokens
+_READABLE = (_PREFIX,)  # a later version will add its own prefix and keep this one
 
 
 class Outcome(Enum):
-    """The outcome of a transaction. There are three outcomes, never two."""
+    """The outcome of a transaction. A program must handle all three: UNKNOWN means that no answer came yet."""
 
     COMMITTED = "committed"
     ABORTED = "aborted"
@@ -28,7 +28,10 @@ class Outcome(Enum):
 
 
 class Decision(Enum):
-    """The application's answer when it is asked; the decision log records the first two."""
+    """An application's decision about a transaction, such as the answer to a check-back.
+
+    The decision log records only COMMIT and ABORT.
+    """
 
     COMMIT = "commit"
     ABORT = "abort"
@@ -46,10 +49,10 @@ class TokenState(Enum):
 
 @dataclass(frozen=True)
 class Status:
-    """The answer to the question for a token's transaction.
+    """The status of a token's transaction, as `bridge.status` returns it.
 
-    `expires_at` (milliseconds since 1970) is the time at which a prepared transaction is aborted if nobody ends it;
-    `reason` explains the state; `permanent` says that UNKNOWN will never change.
+    `expires_at` (milliseconds since 1970) is the time at which a prepared transaction is aborted if no process ends it;
+    `reason` explains the state; `permanent` is True if UNKNOWN will never change.
     """
 
     state: TokenState
@@ -60,11 +63,11 @@ class Status:
 
 @dataclass(frozen=True)
 class Token:
-    """Names one transaction for ever. Programs store `str(token)`; it holds no secret.
+    """Identifies one transaction for ever. Programs store `str(token)`, which contains no secret.
 
-    `how` is the backend's own data, by which it ends the transaction or finds its outcome. The token of a transaction
-    that was not prepared (it comes with `OutcomeUnknown`) answers only `status`. `log` says where in the decision log
-    the evidence about the transaction begins.
+    `how` is data by which the backend ends the transaction or finds the outcome. `log` says where in the decision log
+    the evidence about the transaction begins. The token of a transaction that was not prepared (from `OutcomeUnknown`)
+    can only be used for `status`.
     """
 
     broker: str
@@ -91,7 +94,7 @@ class Token:
         }
         body = json.dumps({k: v for k, v in fields.items() if v is not None}, separators=(",", ":"), sort_keys=True)
         packed = body.encode()
-        # The checksum tells a token that was cut or mistyped from one of a transaction that does not exist.
+        # By the checksum a truncated or mistyped token is recognised, and not taken for one of an unknown transaction.
         text = _PREFIX + _encode(zlib.crc32(packed).to_bytes(4, "big") + packed)
         if len(text) > MAX_TOKEN_BYTES:
             raise UsageError(f"this transaction's token would take {len(text)} bytes, more than {MAX_TOKEN_BYTES}")
@@ -102,7 +105,7 @@ class Token:
 
     @classmethod
     def parse(cls, text: str | Token) -> Token:
-        """Read a token. Raise `InvalidToken`, and never anything else, for a text that is not a token."""
+        """Return the token that a text contains. Raise `InvalidToken`, and no other error, if it contains none."""
         if isinstance(text, Token):
             return text
         return _read_fields(_unpack(text))
@@ -123,7 +126,7 @@ def _unpack(text: object) -> dict[str, Any]:
     try:
         body = text.split(".", 1)[1]
         raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
-        # Base64 has several texts for the same bytes; only the text that we write is a token.
+        # Base64 has several texts for the same bytes; only the text that `str(token)` returns is accepted.
         if zlib.crc32(raw[4:]).to_bytes(4, "big") != raw[:4] or _encode(raw) != body:
             raise ValueError("checksum")
         fields = json.loads(raw[4:])

@@ -1,4 +1,4 @@
-"""Topics: their names, and the codecs of their keys and values."""
+"""`Topic`, a topic's name with the codecs of its keys and values, and encoding and decoding by them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from txnbridge.errors import InvalidOption, Poison
 
 @dataclass(frozen=True)
 class Topic:
-    """A topic's name with the codecs of its values and keys. A bare name is bytes with keys as bytes or text.
+    """A topic's name with the codecs of its values and keys. Without codecs values are bytes, keys bytes or text.
 
-    `partitions`, and `retention` in seconds, are for `bridge.ensure_topics`, which creates a missing topic.
+    `partitions`, and `retention` in seconds, are used by `bridge.ensure_topics` when it creates the topic.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Topic:
             raise InvalidOption(f"the key for {self.name} cannot be encoded: {_reason(error)}") from error
 
     def decode(self, message: Message) -> Message:
-        """Return a message with its key and value decoded. Raise `Poison` with the raw message."""
+        """Return a message with key and value decoded. Raise `Poison` with the raw message if a codec fails."""
         value, key = message.value, message.key
         try:
             if value is not None:
@@ -69,7 +69,7 @@ class Topic:
 
 
 def _bytes(encoded: object) -> bytes | None:
-    """Return a codec's result as bytes; None is a tombstone. Raise TypeError for anything else."""
+    """Return a codec's result as bytes; None is a tombstone. Raise TypeError for a result of another type."""
     if encoded is None or isinstance(encoded, bytes):
         return encoded
     if isinstance(encoded, bytearray | memoryview):
@@ -78,7 +78,7 @@ def _bytes(encoded: object) -> bytes | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a codec failed, without the message's data: many decoders quote their input in their errors."""
+    """Return why a codec failed, without the error's text, because decoders quote the message's data in it."""
     return str(error) if isinstance(error, TypeError) else type(error).__name__
 
 
@@ -87,13 +87,13 @@ def check_topic_name(name: object) -> None:
         raise InvalidOption("a topic's name must be 1 to 249 characters of text without white space")
 
 
-@lru_cache(1024)  # called for each message that is sent
+@lru_cache(1024)  # cached, because it is called for each message that is sent
 def _can_be_named(name: str) -> bool:
     return 0 < len(name) <= 249 and not any(c.isspace() for c in name)
 
 
 class Encoded(NamedTuple):
-    """A message in the form that brokers take."""
+    """A message in the form that backends send: bytes, and headers as pairs."""
 
     topic: str
     value: bytes | None
@@ -102,7 +102,10 @@ class Encoded(NamedTuple):
 
 
 def encode_message(topic: str | Topic, value: Any, key: Any, headers: Any, makers: Sequence[Any]) -> Encoded:
-    """Encode a message that a user sends, and add the headers of plug-ins. Raise `InvalidOption`."""
+    """Encode a message by the topic's codecs, and add the headers of plug-ins.
+
+    Raise `InvalidOption` if the message cannot be encoded.
+    """
     target = as_topic(topic)
     pairs = encode_headers(headers) if headers is not None else ()
     data = target.encode_value(value, Headers(pairs))
@@ -113,7 +116,7 @@ def encode_message(topic: str | Topic, value: Any, key: Any, headers: Any, maker
 
 
 def as_topic(topic: str | Topic) -> Topic:
-    """Return a topic that a user gave by name, or as a `Topic`."""
+    """Return a topic that a user gave by name or as a `Topic` as a `Topic`."""
     if isinstance(topic, Topic):
         return topic
     if isinstance(topic, str):

@@ -1,4 +1,4 @@
-"""Broker URLs and options. Only the URL names the broker; unknown options are refused."""
+"""Parses broker URLs and backends' options. Only the URL names the broker; unknown options are refused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from txnbridge._plugins import plugins
 from txnbridge.errors import BackendMissing, InvalidOption
 from txnbridge.spi import Backend, Option, Url
 
-# The extra to install for a scheme without a backend.
+# The extra of the package txnbridge to install, for each URL scheme whose backend is not installed.
 _EXTRAS = {"kafka": "kafka", "pulsar": "pulsar", "pulsar+ssl": "pulsar", "rocketmq": "rocketmq"}
 
 
 def parse_url(text: object) -> tuple[Url, dict[str, str]]:
-    """Split a URL into the address, and its query as options. Raise `InvalidOption`."""
+    """Split a URL into the address and the options of its query. Raise `InvalidOption` for an invalid URL."""
     if not isinstance(text, str) or ":" not in text:
         raise InvalidOption(f"a broker's URL looks like kafka://host:9092 or embedded:orders.db, not {_shown(text)}")
     scheme, _, rest = text.partition(":")
@@ -45,7 +45,7 @@ def _host(part: str) -> tuple[str, int | None]:
     if "@" in part:
         raise InvalidOption("a URL holds no user or password; give them as options, for example password='env:NAME'")
     name, port = part, ""
-    if part.startswith("["):  # IPv6
+    if part.startswith("["):  # an IPv6 address
         name, _, port = part[1:].partition("]")
         port = port.removeprefix(":")
     elif ":" in part:
@@ -77,7 +77,7 @@ def check_opening(
     writers: object,
     create_topics: object,
 ) -> None:
-    """Raise `InvalidOption` for an argument of `connect` that makes no sense on any broker."""
+    """Raise `InvalidOption` for an argument of `connect` that is invalid on every broker."""
     for name, given in (("transactional_id", transactional_id), ("application", application)):
         if given is not None and not (isinstance(given, str) and given.strip()):
             raise InvalidOption(f"{name} is non-empty text; leave it out to have none")
@@ -89,7 +89,7 @@ def check_opening(
 
 
 def find_backend(scheme: str) -> Backend:
-    """The backend of a URL scheme. Raises `BackendMissing` saying what to install, or which schemes there are."""
+    """Return the backend of a URL scheme. Raise `BackendMissing` if it is not installed or the scheme is unknown."""
     backends = plugins.backends()
     for backend in backends:
         if scheme in backend.schemes:
@@ -114,9 +114,10 @@ def _failures() -> str:
 def resolve_options(
     declared: Mapping[str, Option], given: Mapping[str, Any], backend: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the typed options with their defaults, and the client's own options (names with a dot).
+    """Return all of a backend's options with typed values or defaults, and the client library's options.
 
-    Raise `InvalidOption` naming an unknown option and the nearest known one, or a value of the wrong kind.
+    The names of the client library's options contain a dot. Raise `InvalidOption` for an unknown option (with the
+    nearest known name) and for a value of the wrong type.
     """
     ours = {name: option.default for name, option in declared.items()}
     clients: dict[str, Any] = {}
@@ -139,13 +140,16 @@ def unknown_option(name: str, known: Iterable[str], whose: str) -> InvalidOption
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that was probably meant; None if none is similar."""
-    import difflib  # here, because only a mistake needs it
+    import difflib  # not at the top, because it is needed only for an error
 
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def indirect(name: str, value: Any) -> Any:
-    """Replace `env:NAME` and `file:/path` by their contents, so that secrets stay out of URLs and code."""
+    """Replace an option's value `env:NAME` or `file:/path` by the variable's or file's content.
+
+    So secrets need not be in URLs and code.
+    """
     if not isinstance(value, str):
         return value
     if value.startswith("env:"):
@@ -160,7 +164,7 @@ def indirect(name: str, value: Any) -> Any:
             return Path(value[5:]).read_text("utf-8").rstrip("\n")
         except OSError as error:
             raise InvalidOption(f"option {name!r} is to come from the file {value[5:]}: {error.strerror}") from error
-        except ValueError:  # its text would quote the secret
+        except ValueError:  # the error's text contains the secret, so raise another error
             raise InvalidOption(f"option {name!r} is to come from a file, which holds no UTF-8 text") from None
     return value
 

@@ -1,7 +1,7 @@
-"""Capabilities: the promises of a broker, declared once, as data.
+"""Capabilities: the guarantees that txnbridge gives on a broker, declared as data by its backend.
 
-The same declaration gives the errors that users see, the skips of the conformance suite, the table in the docs and
-`txnbridge capabilities`.
+The `NotSupported` errors, the skipped tests of the conformance suite, the table in the docs and the command
+`txnbridge capabilities` all follow from this declaration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["NATIVE", "Capabilities", "Capability", "Level", "Limits", "Support",
 
 
 class Capability(Enum):
-    """One named promise. `.value` is its name everywhere, `.sentence` says what it means."""
+    """One named guarantee. `.value` is the name that users see, `.sentence` explains the guarantee."""
 
     sentence: str
 
@@ -74,7 +74,7 @@ class Capability(Enum):
 
 
 class Level(Enum):
-    """The ways to keep a capability."""
+    """How a broker supports a capability: natively, by emulation in txnbridge, or not at all."""
 
     NATIVE = "native"
     EMULATED = "emulated"
@@ -97,17 +97,17 @@ NATIVE = Support(Level.NATIVE)
 
 
 def emulated(how: str, link: str | None = None) -> Support:
-    """Declare a promise that is kept by our own means; `how` is one sentence."""
+    """Declare a capability that txnbridge implements itself on this broker; `how` is one sentence about it."""
     return Support(Level.EMULATED, how, link)
 
 
 def absent(why: str, link: str | None = None) -> Support:
-    """Declare a promise that is not kept; `why` is one sentence for the error that a user gets."""
+    """Declare a capability that is not supported; `why` is one sentence for the user's `NotSupported` error."""
     return Support(Level.ABSENT, why, link)
 
 
 class Capabilities(Mapping[Capability, Support]):
-    """A complete declaration: one `Support` for every `Capability`.
+    """A backend's complete declaration: one `Support` for every `Capability`.
 
     Raise `ValueError` if an entry is missing, so that no backend forgets a new capability.
     """
@@ -129,23 +129,23 @@ class Capabilities(Mapping[Capability, Support]):
         return len(Capability)
 
     def require(self, capability: Capability) -> None:
-        """Raise `NotSupported` with the reason unless the capability is kept."""
+        """Raise `NotSupported` with the declared reason unless the capability is supported."""
         support = self._supports[capability]
         if not support:
             see = f" (see {support.link})" if support.link else ""
             raise NotSupported(f"{self.broker} has no {capability.value}: {support.note}{see}")
 
     def but(self, changes: Mapping[Capability, Support]) -> Capabilities:
-        """Return the declaration with some entries replaced, for a cluster whose settings or rights take some away."""
+        """Return a copy with some entries replaced, for a cluster whose settings or rights forbid a capability."""
         return Capabilities(self.broker, {**self._supports, **changes})
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The broker's limits; None means no limit."""
+    """The limits of a broker, such as the largest message; None means no limit."""
 
     message_bytes: int | None = None
     transaction_messages: int | None = None
     transaction_bytes: int | None = None
     prepared_seconds: float | None = None
-    prepared_transactions: int | None = None  # of one transactional id at a time
+    prepared_transactions: int | None = None  # the number of prepared transactions of one transactional id

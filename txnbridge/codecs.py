@@ -1,7 +1,7 @@
-"""Codecs: they turn an application's objects into bytes and back.
+"""Codecs: encode an application's objects as bytes and decode them.
 
-A codec is anything with `encode(obj, context) -> bytes` and `decode(data, context) -> obj`. An exception of `decode`
-makes the message poison: it can be set aside, never skipped. A tombstone (None) passes every codec untouched.
+A codec is any object with `encode(obj, context) -> bytes` and `decode(data, context) -> obj`. An exception of `decode`
+makes the message poison: it can become a dead letter, but is never skipped. A tombstone (None) is not encoded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class CodecContext:
-    """Tells a codec the topic, whether it handles the key or the value, and the headers."""
+    """What a codec gets beside the data: the topic, whether the data are the key or the value, and the headers."""
 
     topic: builtins.str
     field: Literal["key", "value"]
@@ -29,7 +29,7 @@ class CodecContext:
 
 
 class Codec(Protocol):
-    """The interface of codecs."""
+    """The interface that every codec has."""
 
     def encode(self, obj: Any, context: CodecContext) -> builtins.bytes: ...
 
@@ -37,7 +37,7 @@ class Codec(Protocol):
 
 
 class _Bytes:
-    """Passes bytes through."""
+    """The codec of bytes, which leaves them unchanged."""
 
     def encode(self, obj: Any, context: CodecContext) -> builtins.bytes:
         if not isinstance(obj, builtins.bytes | bytearray | memoryview):
@@ -49,7 +49,7 @@ class _Bytes:
 
 
 class _Str:
-    """Text as UTF-8."""
+    """The codec of text, as UTF-8."""
 
     def encode(self, obj: Any, context: CodecContext) -> builtins.bytes:
         if not isinstance(obj, builtins.str):
@@ -61,7 +61,7 @@ class _Str:
 
 
 class _Json:
-    """JSON as UTF-8. NaN and infinities are refused: other languages cannot read them."""
+    """The codec of JSON, as UTF-8. It refuses NaN and infinities, which other languages cannot read."""
 
     def encode(self, obj: Any, context: CodecContext) -> builtins.bytes:
         return _json.dumps(obj, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
@@ -71,7 +71,7 @@ class _Json:
 
 
 class pydantic(Generic[_T]):
-    """JSON checked by a pydantic model, or by any type that pydantic understands (dataclasses, TypedDict, unions)."""
+    """The codec of JSON checked by a pydantic model or any type that pydantic supports (dataclasses, unions)."""
 
     def __init__(self, model: type[_T]) -> None:
         from pydantic import TypeAdapter
@@ -88,7 +88,7 @@ class pydantic(Generic[_T]):
 
 
 class dataclass_json(Generic[_T]):
-    """JSON of a flat dataclass. Unknown and missing fields are refused; for nested types take `pydantic`."""
+    """The codec of a flat dataclass as JSON. It refuses unknown and missing fields; for nested types use `pydantic`."""
 
     def __init__(self, cls: type[_T]) -> None:
         if not dataclasses.is_dataclass(cls):

@@ -1,4 +1,4 @@
-"""The two options that every command has, for plug-ins that bring commands (the hook `txnbridge_commands`).
+"""The options --json and --debug, which every command has, for commands of plug-ins (the hook `txnbridge_commands`).
 
 @click.command("greet")
 @json_and_debug
@@ -22,15 +22,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def json_and_debug(function: _Function) -> _Function:
-    """Give a command --json (its argument `as_json`) and --debug, which shows every step and whole tracebacks.
+    """Give a command the options --json (its argument `as_json`) and --debug, which shows events and tracebacks.
 
-    With --json an error that ends the command is reported as one JSON document on stderr, too.
+    With --json, an error that ends the command is written to stderr as one JSON document.
     """
     return _JSON(_DEBUG(function))
 
 
 def asked_for(ctx: click.Context, option: Literal["json", "debug"]) -> bool:
-    """Return whether the running command was called with an option; error reports need to know."""
+    """Return whether the running command was called with --json or --debug, for reporting an error."""
     return bool(ctx.meta.get(f"txnbridge.{option}"))
 
 
@@ -46,7 +46,7 @@ def _start_debugging(ctx: click.Context, option: click.Parameter, value: bool) -
 
 
 class _ShowEvents:
-    """The plug-in behind --debug: it logs every step of every transaction, without bodies or keys."""
+    """The plug-in of the option --debug: it logs every event of every transaction, without bodies or keys."""
 
     def __init__(self) -> None:
         self._logger = EventLogger()
@@ -56,7 +56,7 @@ class _ShowEvents:
         self._logger(event)
 
 
-# Both are eager, so that they count also when another option is found wrong.
+# Both options are eager, so that they take effect even if another option is invalid.
 _JSON = click.option(
     "--json", "as_json", is_flag=True, is_eager=True, callback=_remember, help="JSON on stdout, for machines."
 )

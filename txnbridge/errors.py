@@ -1,9 +1,9 @@
-"""The errors, as a short tree.
+"""The errors of txnbridge. Their classes form a tree.
 
-The class alone says what to do next: `UsageError` (the call is wrong), `TransactionAborted` (run it again), `Fenced`
-(someone took over: stop), `OutcomeUnknown` (ask later, with the token), `BrokerUnavailable` (the broker did not answer
-or could not store). The broker's own error is in `__cause__`. Every error survives pickling, its cause as text.
-Bodies, keys and secrets never appear in a message.
+The class says what a program should do: `UsageError` (the call is wrong), `TransactionAborted` (run the transaction
+again), `Fenced` (a newer owner took over: stop), `OutcomeUnknown` (ask later, with the token), `BrokerUnavailable` (the
+broker did not answer or could not store). The client library's error is in `__cause__`. Every error can be pickled, its
+cause as text. Error texts never contain bodies, keys and secrets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class _CauseText(Exception):
-    """Replaces a broker's own error in a pickle: its class and message as text."""
+    """Replaces a client library's error in a pickle; contains its class and message as text."""
 
 
 def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: Mapping[str, Any], cause: str | None) -> Exception:
@@ -51,7 +51,7 @@ def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: Mapping[str, An
 
 
 class _Picklable(Exception):
-    """Pickles by class, arguments and attributes; the cause travels as text because clients' errors rarely pickle."""
+    """An exception that can be pickled; its cause is pickled as text, because client libraries' errors often cannot."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         cause = self.__cause__
@@ -62,7 +62,7 @@ class _Picklable(Exception):
 class TxnBridgeError(_Picklable):
     """The root of every error that txnbridge raises by itself.
 
-    `token` is the transaction's token as text, if there is one: by it any process can find the outcome later.
+    `token` is the transaction's token as text, if it has one: with it any process can find the outcome later.
     """
 
     def __init__(self, message: str = "", *, token: str | None = None) -> None:
@@ -74,38 +74,38 @@ class TxnBridgeError(_Picklable):
 
 
 class UsageError(TxnBridgeError):
-    """The call itself is wrong; repeating it will not help."""
+    """The call itself is wrong; repeating the call will not help."""
 
 
 class InvalidState(UsageError):
-    """The object is not in the state that the call needs; the message names both."""
+    """The object is not in the state that the call needs; the error's text names both states."""
 
 
 class InvalidOption(UsageError):
-    """An option, URL or argument that is unknown or out of range; the message names it and the nearest right one."""
+    """An option, URL or argument is unknown or out of range; the error's text names it and the nearest valid one."""
 
 
 class InvalidToken(UsageError):
-    """The text is not a token, or it belongs to another cluster."""
+    """The text is not a token, or the token belongs to another cluster."""
 
 
 class NotFound(UsageError):
-    """A topic, group or transaction that does not exist."""
+    """A topic, group or transaction does not exist."""
 
 
 class NotSupported(UsageError):
-    """A promise that this broker does not keep, refused instead of weakened; the message says why."""
+    """The call needs a capability that this broker does not support; the error's text says why."""
 
 
 class BackendMissing(UsageError):
-    """No backend for this URL, or its client library is not installed; the message says what to install."""
+    """The URL's backend or its client library is not installed; the error's text says what to install."""
 
 
 # --- run it again ------------------------------------------------------------------------------------------------
 
 
 class TransactionAborted(TxnBridgeError):
-    """The transaction certainly did not happen; it may be run again."""
+    """The transaction was certainly aborted; the program may run it again."""
 
 
 class TransactionTimedOut(TransactionAborted):
@@ -113,7 +113,7 @@ class TransactionTimedOut(TransactionAborted):
 
 
 class Conflict(TransactionAborted):
-    """Another transaction acknowledged the same messages, or they were delivered under an assignment that has ended."""
+    """Another transaction acknowledged the same messages, or the assignment under which they were read has ended."""
 
 
 class DeliveryFailed(TransactionAborted):
@@ -124,9 +124,9 @@ class DeliveryFailed(TransactionAborted):
 
 
 class Fenced(TxnBridgeError):
-    """A newer owner of the same transactional id exists; this one must stop.
+    """A newer owner of the same transactional id exists; this owner must stop.
 
-    `newer` names the newer owner's host and process, if the broker tells them.
+    `newer` is the newer owner's host and process, if the broker reports them.
     """
 
     def __init__(self, message: str = "", *, token: str | None = None, newer: str | None = None) -> None:
@@ -138,13 +138,13 @@ class Fenced(TxnBridgeError):
 
 
 class OutcomeUnknown(TxnBridgeError):
-    """The broker was asked to commit or abort and did not answer; with `token` a program asks later."""
+    """The broker did not answer a request to commit or abort; with `token` a program can ask for the outcome later."""
 
     permanent = False
 
 
 class EvidenceLost(OutcomeUnknown):
-    """The evidence of the outcome is gone; asking later will not help."""
+    """The evidence of the outcome is gone, so the outcome can never be known; asking later will not help."""
 
     permanent = True
 
@@ -153,36 +153,36 @@ class EvidenceLost(OutcomeUnknown):
 
 
 class BrokerUnavailable(TxnBridgeError):
-    """The broker could not be reached or could not do what it was asked; this call decided nothing."""
+    """The broker could not be reached or could not carry out the request; the call changed no outcome."""
 
 
 class DeadlineExceeded(BrokerUnavailable):
-    """The call's deadline passed first; this call decided nothing."""
+    """The call's deadline passed before the broker answered; the call changed no outcome."""
 
 
 class StorageFailed(BrokerUnavailable):
-    """The broker's storage refused: disk full, read-only or damaged."""
+    """The broker's storage failed: its disk is full, read-only or damaged."""
 
 
 class PositionLost(TxnBridgeError):
-    """The position to read from is no longer there (retention, a topic made anew); nothing was skipped silently."""
+    """The next position to read was deleted (by retention or with its topic); raised instead of skipping messages."""
 
 
 class AccessDenied(TxnBridgeError):
-    """The broker or the operating system refuses the right to do this."""
+    """The broker or the operating system denies the permission for this call."""
 
 
 # --- signals: raised by the application, not by txnbridge ----------------------------------------------------------
 
 
 class Abort(Exception):
-    """Raise it inside a transaction block to abort and leave the block quietly."""
+    """A program raises it inside a transaction's block to abort the transaction; the block does not raise it again."""
 
 
 class Poison(_Picklable):
-    """This message can never be processed: raised by handlers, and for a value that its codec cannot decode.
+    """A message can never be processed: raised by handlers, and for a message that its codec cannot decode.
 
-    `message` is the message itself (undecoded if decoding failed), so that it can be acknowledged and set aside.
+    `message` is this message (undecoded if decoding failed), so that the program can acknowledge it and store it apart.
     """
 
     def __init__(self, reason: str = "", *, message: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Databases: decision logs in a table of any database that SQLAlchemy supports."""
+"""Decision logs in a table of any SQL database that SQLAlchemy supports."""
 
 from txnbridge.sql.log import SqlLogs
 

@@ -1,7 +1,7 @@
-"""Decision logs in an SQL database: rows of one table, numbered without gaps.
+"""Decision logs in an SQL database: their records are rows of one table, numbered without gaps for each log.
 
-An append takes its number under the lock of its log's row and holds that until it is committed, so numbers become
-visible in their order. Nothing here needs more than READ COMMITTED.
+An append takes its number under the lock of its log's row and keeps this lock until its commit, so records become
+visible in the order of their numbers. The isolation level READ COMMITTED suffices.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from txnbridge.errors import (
 from txnbridge.spi import Deadline, DecisionLog, Position
 
 _LONGEST_NAME = 255
-# The number of records in memory at once; a record may have nearly a megabyte.
+# The number of records that are read into memory at once; a record may have nearly a megabyte.
 _READ_ROWS = 100
-# The number of records that one statement removes: other processes wait only briefly for its locks.
+# The number of records that one statement deletes: few, so that other processes wait only briefly for its locks.
 _TRIM_ROWS = 10_000
-# The pause between two tries after an error that may pass: a lock that another process holds, a database that starts.
+# The pause before a retry after a temporary error: another process holds a lock, or the database is starting.
 _RETRY_SECONDS = 0.05
-# How often a thread that waits for a database looks whether its deadline was shortened.
+# The interval at which a thread that waits for the database checks whether its deadline was shortened.
 _TURN_SECONDS = 0.1
-_PERMISSION_DENIED = "42501"  # SQLSTATE
+_PERMISSION_DENIED = "42501"  # the SQLSTATE of a missing privilege
 
 _tables = sa.MetaData()
 _logs = sa.Table(
     "txnbridge_logs",
     _tables,
     sa.Column("name", sa.String(_LONGEST_NAME), primary_key=True),
-    sa.Column("first", sa.BigInteger, nullable=False),  # the first record that is kept
-    sa.Column("next", sa.BigInteger, nullable=False),  # the number of the next record
+    sa.Column("first", sa.BigInteger, nullable=False),  # the number of the first record that is not trimmed
+    sa.Column("next", sa.BigInteger, nullable=False),  # the number that the next appended record gets
 )
 _records = sa.Table(
     "txnbridge_log_records",
@@ -68,10 +68,11 @@ T = TypeVar("T")
 
 
 class SqlLogs:
-    """Keeps all decision logs of one database, for `connect(decision_log=…)`.
+    """The store of all decision logs in one database, for `connect(decision_log=…)`.
 
-    It takes SQLAlchemy's URL or an `Engine`, which stays the caller's. The tables are created at first need; without
-    the right to that, the error prints the statements. Raise `InvalidOption`, and `BackendMissing` without the driver.
+    `database` is SQLAlchemy's URL, or an `Engine`, which the caller closes. The tables are created at first use; if the
+    user may not create tables, the error contains the statements. Raise `InvalidOption` for a database that does not
+    outlive this process, `BackendMissing` if the database's driver is not installed.
     """
 
     def __init__(self, database: str | sa.Engine) -> None:
@@ -85,7 +86,7 @@ class SqlLogs:
         return f"SqlLogs({self._engine.url.render_as_string(hide_password=True)})"
 
     def cluster(self, deadline: Deadline) -> str:
-        """Return the name of this database in tokens; it is made at the first call."""
+        """Return the id of this database for tokens; the database stores the id, which its first user makes."""
         if self._cluster is None:
             self._cluster = self._ask("opening the decision logs", self._open, deadline)
         return self._cluster
@@ -98,7 +99,7 @@ class SqlLogs:
         return str(connection.scalar(sa.select(_place.c.cluster).where(_place.c.number == 1)))
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
-        """Return the log of this name, created at first need. Two processes that create it at once get one log."""
+        """Return the decision log of this name, and create it if it does not exist."""
         if len(name) > _LONGEST_NAME:
             raise InvalidOption(f"the name of a decision log in SQL takes at most {_LONGEST_NAME} characters")
         self.cluster(deadline)
@@ -110,14 +111,17 @@ class SqlLogs:
         return SqlLog(name, self._ask, self._change)
 
     def close(self) -> None:
-        """Close the connections, unless the engine is the caller's."""
+        """Close the connections to the database, unless the caller has given the engine."""
         if self._owned:
             self._engine.dispose()
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- running database transactions ------------------------------------------------------------------------------
 
     def _ask(self, what: str, question: Callable[[sa.Connection], T], deadline: Deadline) -> T:
-        """Return the result of work that may be done twice; it is tried until the deadline."""
+        """Run `question` in a database transaction, and repeat it after temporary errors until the deadline.
+
+        `question` may run more than once. `what` names the work for error texts.
+        """
         while True:
             try:
                 return self._change(what, question, deadline)
@@ -130,9 +134,9 @@ class SqlLogs:
             threading.Event().wait(_RETRY_SECONDS)
 
     def _change(self, what: str, change: Callable[[sa.Connection], T], deadline: Deadline) -> T:
-        """Do some work in one database transaction, once.
+        """Run `change` once, in one database transaction; return its result. `what` names the work for error texts.
 
-        Raise `OutcomeUnknown` if it may or may not have been done, `BrokerUnavailable` if it was not.
+        Raise `OutcomeUnknown` if the commit may or may not have happened, `BrokerUnavailable` if it did not.
         """
         asked = _Asked()
 
@@ -145,7 +149,7 @@ class SqlLogs:
                     return found
                 finally:
                     if asked.given_up:
-                        connection.invalidate()  # what it comes back to may be closed
+                        connection.invalidate()  # do not return it to the pool, which may be closed by now
 
         try:
             return _within(deadline, run)
@@ -160,7 +164,7 @@ class SqlLogs:
 
 
 class _Asked:
-    """Whether a commit was asked for. A caller that gives up before that prevents the commit."""
+    """Whether the database was asked to commit. A caller whose deadline passes earlier prevents the commit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -174,18 +178,18 @@ class _Asked:
             self.committing = True
 
     def give_up(self) -> bool:
-        """Prevent the commit; return whether it was asked for already."""
+        """Prevent the commit; return True if the database was asked to commit already."""
         with self._lock:
             self.given_up = True
             return self.committing
 
 
 class _GivenUp(Exception):
-    """The caller has given this change up, so it is not committed."""
+    """Raised to roll a change back, because the caller's deadline has passed."""
 
 
 class SqlLog(DecisionLog):
-    """One log in a database. A position is the record's number, from 0."""
+    """One decision log in a database. A record's position is `(number,)`, counted from 0."""
 
     origin = (0,)
     numbered = True
@@ -230,7 +234,7 @@ class SqlLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """Yield records. Raise `PositionLost` if records that are still to be read are trimmed meanwhile."""
+        """Yield the records of a range. Raise `PositionLost` if another process trims records not yet yielded."""
         begin, following = self._ask(self._what, self._bounds, deadline)
         at = begin if first is None else first[0]
         stop = following - 1 if last is None else min(last[0], following - 1)
@@ -272,14 +276,18 @@ class SqlLog(DecisionLog):
             connection.execute(sa.delete(_records).where(mine, _records.c.position < up_to))
             return up_to < first
 
-        # First it begins later, then the records go: a process that dies in between leaves rows to the next trim.
+        # The log's first number is increased before its records are deleted: if the process dies between the two
+        # steps, the next trim deletes the rows.
         first: int = self._ask(f"trimming {self._what}", begin_later, deadline)
         while self._ask(f"trimming {self._what}", remove_some, deadline):
             pass
 
 
 def _within(deadline: Deadline, work: Callable[[], T]) -> T:
-    """Return the result of work on another thread by the deadline: a driver waits for ever for a silent server."""
+    """Run `work` on another thread and return its result, because a driver may wait for a dead server without end.
+
+    Raise `TimeoutError` of concurrent.futures at the deadline.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -325,11 +333,11 @@ def _insert_missing(connection: sa.Connection, table: sa.Table, **row: object) -
             with connection.begin_nested():
                 connection.execute(sa.insert(table).values(**row))
         except exc.IntegrityError:
-            pass  # another process was first
+            pass  # another process has inserted the row
 
 
 def _require_durable(connection: sa.Connection) -> None:
-    """Refuse a database that confirms a commit before it is durable, and a read-only replica."""
+    """Raise an error for a database that confirms commits before they are durable, and for a read-only replica."""
     if connection.dialect.name == "sqlite":
         if int(connection.exec_driver_sql("PRAGMA synchronous").scalar() or 0) < 2:
             raise InvalidOption("a decision log needs SQLite with PRAGMA synchronous=FULL")
@@ -341,7 +349,7 @@ def _require_durable(connection: sa.Connection) -> None:
 
 
 def _own(error: exc.SQLAlchemyError) -> BaseException:
-    """Return the driver's error, because SQLAlchemy's text holds the statement with its values."""
+    """Return the driver's own error, because the text of SQLAlchemy's error contains the statement's values."""
     return getattr(error, "orig", None) or error
 
 
@@ -354,7 +362,7 @@ def _in_our_words(error: exc.SQLAlchemyError, what: str) -> TxnBridgeError:
     if isinstance(error, exc.DBAPIError):
         if _state_of(error) == _PERMISSION_DENIED:
             return AccessDenied(text)
-        # Two processes may make a table, or a row of it, at once: the second one finds it at its next try.
+        # Two processes may create a table or row at the same time: the retry of the second one finds it.
         if isinstance(error, exc.OperationalError | exc.InterfaceError | exc.IntegrityError):
             return BrokerUnavailable(text)
     if isinstance(error, exc.TimeoutError):
