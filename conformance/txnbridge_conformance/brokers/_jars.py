@@ -154,7 +154,7 @@ def _maven(goal: list[str], folder: Path, lock: int, step: Callable[[], None]) -
     command = ["mvn", "-B", "-C", *goal, f"-DoutputDirectory={folder}"]
     errors: list[str] = []
     try:
-        # Maven inherits the lock: if this process is killed, Maven goes on writing, and others wait until it ends.
+        # Maven inherits the lock: if this process is killed, Maven still writes, and other processes wait for its end.
         maven = subprocess.Popen(
             command,
             cwd=folder,  # Maven must not read a project in the current folder

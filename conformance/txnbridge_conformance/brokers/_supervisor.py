@@ -91,7 +91,7 @@ class Supervisor:
         return "absent" if process is None else process.poll()
 
     def do_detach(self, control: str) -> None:
-        """From now on take requests from a new named pipe at `control`, and do not end with the starter.
+        """Take requests from a new named pipe at `control` from now on, and do not end with the starter.
 
         The pipe has a reader as long as the supervisor lives, so the supervisor's process id need not be stored.
         """

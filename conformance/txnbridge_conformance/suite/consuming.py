@@ -32,7 +32,7 @@ def next_of(bridge: Bridge, topic: str, group: str) -> object:
         return take(consumer, 1)[0].value
 
 
-# --- where a group begins and goes on -------------------------------------------------------------------------------
+# --- where a group starts and resumes -------------------------------------------------------------------------------
 
 
 def test_a_new_group_starts_at_the_earliest_message(bridge: Bridge, topic: str, group: str) -> None:
@@ -454,7 +454,7 @@ def test_members_share_one_partition_key_by_key(connect: Connect, topic: str, gr
     assert {number for members in members_of.values() for number in members} == {0, 1}
 
 
-# --- again and elsewhere --------------------------------------------------------------------------------------------
+# --- redelivery and seeks -------------------------------------------------------------------------------------------
 
 
 @proves(Capability.REDELIVERY)
