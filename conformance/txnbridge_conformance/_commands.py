@@ -1,4 +1,4 @@
-"""The plug-in that adds `txnbridge brokers`. Every bridge loads it, so it imports nothing before a command needs it."""
+"""The plug-in that adds `txnbridge brokers`. Every bridge loads this module, so it imports others only at use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from txnbridge import hookimpl
 if TYPE_CHECKING:
     import click
 
-# Functions of `brokers` that start a broker on which the demo runs.
+# The functions in `txnbridge_conformance.brokers` that start a broker for `txnbridge demo`.
 _DEMO_BROKERS = ("kafka", "pulsar", "rocketmq")
 
 
 @hookimpl
 def txnbridge_brokers() -> list[tuple[str, Callable[[], AbstractContextManager[str]]]]:
-    """Return the brokers on which `txnbridge demo` can run."""
+    """Return the names of the brokers for `txnbridge demo`, each with a function that starts the broker."""
     return [(name, partial(_started, name)) for name in _DEMO_BROKERS]
 
 

@@ -1,4 +1,4 @@
-"""Encode and decode the protobuf messages of a broker's protocol as fields by number, without a schema."""
+"""Encodes and decodes protobuf messages of a broker's protocol as pairs of field number and value, without a schema."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 Value = int | bytes
-"""A number, or the bytes of a string or of a nested message."""
+"""A field's value: a number, or the bytes of a string or of a nested message."""
 
 _NUMBER, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 _FIXED = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
-# A number has 64 bits, seven in a byte.
+# The most bytes of a varint: it has 64 bits, seven in each byte.
 _MOST_NUMBER_BYTES = 10
 
 
 def encode(fields: Iterable[tuple[int, Value]]) -> bytes:
-    """Return a message of these fields, in this order. A field may come more than once."""
+    """Return the protobuf message of these fields, in this order. A field may be repeated."""
     return b"".join(_field(number, value) for number, value in fields)
 
 
@@ -36,7 +36,7 @@ def _varint(value: int) -> bytes:
 
 
 def decode(data: bytes) -> Iterator[tuple[int, Value]]:
-    """Yield a message's fields in order, up to the first byte that is not protobuf."""
+    """Yield the fields of a protobuf message in order, up to the first malformed byte."""
     at = 0
     with suppress(IndexError, ValueError):
         while at < len(data):
@@ -54,7 +54,7 @@ def decode(data: bytes) -> Iterator[tuple[int, Value]]:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number at a position, and the position after it. Raise `IndexError` or `ValueError` if malformed."""
+    """Return the varint at a position, and the position after it. Raise `IndexError` or `ValueError` if malformed."""
     value = 0
     for position in range(_MOST_NUMBER_BYTES):
         byte = data[at + position]

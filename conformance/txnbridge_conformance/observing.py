@@ -1,7 +1,7 @@
-"""Read topics in a way that proves what they hold.
+"""Helpers of tests that read a topic and prove which messages it has, or does not have.
 
-A test never waits to show that a message is absent. The test commits a marker message after the place where the other
-message would be: a reader that has read the marker has read everything before the marker.
+A test never waits to show that a message is absent. It commits a marker message after the offset at which the other
+message would be: a reader that has read the marker message has read every message before the marker.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _MARKER = b"marker "
 
 
 def patience() -> float:
-    """Return the seconds that a test waits for an event that must come.
+    """Return the seconds after which a test fails that waits for an event: 60, or TXNBRIDGE_PATIENCE.
 
-    The time is what a loaded machine may need for work of milliseconds; a passing test never waits so long. The
-    environment variable shortens the time for tests that are expected to fail, and for their processes.
+    A loaded machine may need so long for work of milliseconds; a passing test never waits so long. The environment
+    variable shortens the time for tests that are expected to fail, and for their child processes.
     """
     return float(os.environ.get("TXNBRIDGE_PATIENCE", "60"))
 
@@ -36,9 +36,9 @@ def mark(bridge: Bridge, topic: str) -> set[bytes]:
 
 
 def seen(bridge: Bridge, topic: str) -> list[Message]:
-    """Return all messages committed to a topic before this call, without markers.
+    """Return all messages committed to a topic before this call, without marker messages.
 
-    Raise `AssertionError` if readers are held back for longer than `patience()`.
+    Raise `AssertionError` if a new marker message cannot be read within `patience()`.
     """
     markers = mark(bridge, topic)
     with bridge.consumer(topic) as consumer:
@@ -46,7 +46,10 @@ def seen(bridge: Bridge, topic: str) -> list[Message]:
 
 
 def up_to(consumer: Consumer, markers: Iterable[bytes]) -> list[Message]:
-    """Read until all these markers have arrived, and return the messages before them, without markers."""
+    """Poll until all these marker messages have arrived, and return the other messages.
+
+    Raise `AssertionError` if the markers do not arrive within `patience()`.
+    """
     missing = set(markers)
     messages: list[Message] = []
     deadline = time.monotonic() + patience()
@@ -59,12 +62,12 @@ def up_to(consumer: Consumer, markers: Iterable[bytes]) -> list[Message]:
 
 
 def is_marker(message: Message) -> bool:
-    """Return whether a message is a marker of this or another test."""
+    """Return whether a message is a marker message of any test."""
     return isinstance(message.value, bytes) and message.value.startswith(_MARKER)
 
 
 def take(consumer: Consumer, count: int) -> list[Message]:
-    """Read exactly this many messages."""
+    """Poll exactly this many messages, and return them. Raise `AssertionError` after `patience()`."""
     messages: list[Message] = []
     deadline = time.monotonic() + patience()
     while len(messages) < count:
@@ -89,6 +92,6 @@ def values(messages: Iterable[Message]) -> list[object]:
 
 
 def send(bridge: Bridge, topic: str, *contents: bytes) -> None:
-    """Commit messages in one transaction."""
+    """Send messages with these values to a topic in one transaction, and commit it."""
     with bridge.transaction() as txn:
         txn.send_many(topic, contents)

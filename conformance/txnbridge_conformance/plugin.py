@@ -1,8 +1,9 @@
 """The pytest plug-in of the conformance suite.
 
-Three short files adopt the suite: a `conftest.py` with `pytest_plugins = ["txnbridge_conformance.plugin"]`, a test
-module with `from txnbridge_conformance.suite import *`, and the broker's URL in the pytest settings:
-`txnbridge_url = kafka://localhost:9092`. (PYTEST_DONT_REWRITE: this module may be imported before pytest loads it.)
+A backend runs the suite with three short files: a `conftest.py` with
+`pytest_plugins = ["txnbridge_conformance.plugin"]`, a test module with `from txnbridge_conformance.suite import *`, and
+the broker's URL in the pytest settings: `txnbridge_url = kafka://localhost:9092`. (PYTEST_DONT_REWRITE: this module may
+be imported before pytest loads it.)
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ pytest.register_assert_rewrite("txnbridge_conformance.suite", "txnbridge_conform
 
 
 class Connect(Protocol):
-    """The fixture `connect` calls `txnbridge.connect` for the broker under test, and closes its bridges afterwards."""
+    """The fixture `connect` calls `txnbridge.connect` for the broker under test, and closes the bridges at the end."""
 
     def __call__(self, **settings: Any) -> Bridge: ...
 
 
 class Much(Protocol):
-    """The fixture `much` makes more values than a client buffers."""
+    """The fixture `much` returns more values than a client buffers."""
 
     def __call__(self, text: bytes) -> list[bytes]: ...
 
@@ -65,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _declared(request: pytest.FixtureRequest) -> None:
-    """Compare the test's marks with the backend's declaration: run the test, expect it to fail, or skip it."""
+    """Run, skip, or expect the failure of a test by its marks and the capabilities that the backend declares."""
     proved = [(c, mark.kwargs["chance"]) for mark in request.node.iter_markers("proves") for c in mark.args]
     needed = [c for mark in request.node.iter_markers("needs") for c in mark.args]
     if not proved and not needed:
@@ -105,7 +106,7 @@ def capabilities(txnbridge_url: str) -> Capabilities:
     return _declared_by(txnbridge_url)
 
 
-@functools.cache  # cached by URL instead of for the session: one run may test several brokers
+@functools.cache  # cached by URL instead of by session: one pytest run may test several brokers
 def _declared_by(url: str) -> Capabilities:
     with txnbridge.connect(url) as bridge:
         return bridge.capabilities
@@ -113,28 +114,28 @@ def _declared_by(url: str) -> Capabilities:
 
 @pytest.fixture
 def kill_broker() -> Callable[[], object]:
-    """Kill the broker with SIGKILL and start it again. Each backend overrides this fixture."""
+    """Return a function that kills the broker with SIGKILL and starts it again. Each backend overrides this fixture."""
     pytest.skip("nobody said how this broker is killed: override the fixture kill_broker")
 
 
 @pytest.fixture
 def side_by_side() -> int:
-    """Return how many processes of a kill walk run at once. Override it for a broker that bears fewer."""
+    """Return how many processes of a kill walk run in parallel. Override this fixture for a slower broker."""
     return 10  # some processes only wait until a dead process's lease expires
 
 
 @pytest.fixture
 def much() -> Much:
-    """Make more values of a text than a client buffers (12 MB), so that most reach the broker before the end.
+    """Return a function that makes 12 MB of values, more than a client buffers, so that most reach the broker.
 
-    Override it for a client that buffers less, if each message of an open transaction costs the broker time.
+    Override this fixture for a client that buffers less, if each message of an open transaction costs the broker time.
     """
     return lambda text: [text * (80_000 // len(text))] * 150
 
 
 @pytest.fixture
 def connect(txnbridge_url: str) -> Iterator[Connect]:
-    """Open bridges to the broker under test, and close them after the test."""
+    """Return a function that opens bridges to the broker under test; they are closed after the test."""
     with contextlib.ExitStack() as stack:
 
         def open_bridge(**settings: Any) -> Bridge:
@@ -157,13 +158,13 @@ _run = secrets.token_hex(3)  # keeps the topics of several runs against one brok
 
 @pytest.fixture
 def unique() -> Callable[[str], str]:
-    """Make unique names for groups, transactional ids, publishers and decision logs."""
+    """Return a function that makes unique names for groups, transactional ids, publishers and decision logs."""
     return lambda prefix: f"{prefix}-{_run}-{next(_numbers)}"
 
 
 @pytest.fixture
 def new_topic(unique: Callable[[str], str], bridge: Bridge) -> NewTopic:
-    """Create topics through the bridge. Override it for a broker whose topics are created in another way."""
+    """Return a function that creates a topic through the bridge. Override this fixture for another way."""
 
     def create(partitions: int = 1) -> str:
         name = unique("conformance")
@@ -175,7 +176,7 @@ def new_topic(unique: Callable[[str], str], bridge: Bridge) -> NewTopic:
 
 @pytest.fixture
 def topic(new_topic: NewTopic) -> str:
-    """Create a topic with one partition."""
+    """Create a topic with one partition, and return its name."""
     return new_topic()
 
 
@@ -193,7 +194,7 @@ def owner(unique: Callable[[str], str]) -> str:
 
 @pytest.fixture
 def run() -> Iterator[RunChild]:
-    """Start child processes, and kill them after the test."""
+    """Return a function that starts a child process, which is killed after the test."""
     with contextlib.ExitStack() as stack:
 
         def start(

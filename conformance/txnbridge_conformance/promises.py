@@ -10,8 +10,8 @@ from txnbridge import Capability
 def proves(*capabilities: Capability, chance: bool = False) -> pytest.MarkDecorator:
     """Mark a test that fails on a broker without one of these capabilities.
 
-    Where a capability is declared absent, the test runs and is expected to fail: a pass shows that the declaration is
-    out of date. A test with `chance` may pass by luck without the capability, so it is skipped there.
+    If a backend declares a capability absent, the test runs and is expected to fail: a pass shows that the declaration
+    is out of date. A test with `chance` may pass by luck without the capability, so it is skipped instead.
     """
     return pytest.mark.proves(*capabilities, chance=chance)
 

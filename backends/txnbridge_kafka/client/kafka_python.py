@@ -135,7 +135,7 @@ def _is_wanted(record: logging.LogRecord) -> bool:
 
 
 def silence() -> None:
-    """Drop the log lines of kafka-python inside `quiet`; those of the application's own use of it are kept."""
+    """Drop kafka-python's log lines on threads inside `quiet`; lines of the application's own clients are kept."""
     # A logger's filter does not apply to its child loggers, so each logger gets it.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("kafka."):

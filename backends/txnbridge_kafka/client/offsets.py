@@ -28,7 +28,7 @@ class KafkaOffsets:
     ) -> dict[Partition, tuple[int, int]]:
         """Return, by partition, the first offset (also of a marker) stamped at or after a time, and the end offset.
 
-        Without such an offset the first is the end offset too.
+        If no offset has such a timestamp, the end offset is returned twice.
         """
         names = list(partitions)
         # The ends are read first: a message that is stored between the two requests is not skipped then.

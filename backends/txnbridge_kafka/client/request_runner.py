@@ -97,7 +97,7 @@ class RequestRunner:
         return min(left, PATIENCE, max(left / 2, _LEAST_PATIENCE) if len(self._servers) > 1 else left)
 
     def _once(self, attempt: Callable[[Connections], Awaitable[T]], seconds: float) -> T:
-        """Make one attempt. Answered, its connections return to the pool, or stay with a `CoordinatorSession`."""
+        """Make one attempt. After an answer its connections return to the pool, or stay in a `CoordinatorSession`."""
         connections = self._take()
         kept = lent = False
         try:

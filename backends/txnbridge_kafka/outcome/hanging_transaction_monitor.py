@@ -32,7 +32,7 @@ _SHARE, _SELDOM_SECONDS = 0.01, 30.0
 
 
 class HangingTransactionMonitor:
-    """Checks `cluster.watched_partitions` in a thread of its own, from `start` until it is closed or dropped."""
+    """Checks `cluster.watched_partitions` on a background thread, from `start` until `close` or garbage collection."""
 
     def __init__(self, cluster: KafkaCluster) -> None:
         self._cluster = cluster

@@ -159,7 +159,7 @@ def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSessio
 
 
 def read_how(how: Mapping[str, Any]) -> tuple[str, int, int, int]:
-    """Return a prepared token's transactional id, producer id, epoch and start. Raise `InvalidToken` if one lacks."""
+    """Return a prepared token's id, producer id, epoch and start time. Raise `InvalidToken` if one is missing."""
     id, pid, epoch, start = _numbers(how, "pid", "epoch", "start")
     return id, pid, epoch, start
 

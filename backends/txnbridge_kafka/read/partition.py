@@ -84,7 +84,7 @@ class KafkaPartition:
         return self.state is PartitionReadState.READING
 
     def was_handed_out(self, offset: int) -> bool:
-        """Return whether an offset is between the first handed out in this assignment and the one after the last."""
+        """Return whether an offset is in the range handed out in this assignment, or directly after that range."""
         return self._first is not None and self._first <= offset <= self._handed
 
     def announce(self, source: object) -> None:

@@ -73,7 +73,7 @@ class KafkaOwner:
         )
 
     def open_once(self, deadline: Deadline) -> None:
-        """Record an opening unless there is one: an id that the bridge made up is opened before its first record."""
+        """Record an opening unless this owner has one: a bridge's made-up id is opened before its first record."""
         if self.opening is None and not self.denied:
             self.open(0, deadline)
 

@@ -44,7 +44,7 @@ __all__ = [
 
 _Started = TypeVar("_Started")
 
-# Attempts to start on free ports. Another starter rarely takes the same one of thousands of ports at the same time.
+# The attempts to start a broker on free ports: another process rarely takes one of the chosen ports meanwhile.
 _ATTEMPTS = 3
 
 
@@ -61,11 +61,11 @@ def kafka(
     """Start Kafka, and return when every node has answered a request. Use it as a context manager.
 
     `nodes` is 1 or 3 (then topics have three replicas, of which two must be in sync). `transaction_version` is 1 for
-    the protocol without KIP-890; the default is the version's newest. `port` is the first node's, and the other nodes
-    use the next ports; the default is a free port. `settings` are lines of the broker's properties.
+    the protocol without KIP-890; the default is the Kafka version's newest. `port` is the first node's, and the other
+    nodes use the next ports; the default is a free port. `settings` are lines of the broker's properties.
 
     Kafka runs in a container if a container engine answers and one node with its default transaction version is wanted.
-    Otherwise it runs as Java processes, whose jars Maven fetches once. `container` forces one of the two.
+    Otherwise Kafka runs as Java processes, whose jars Maven fetches once. `container` forces one of the two ways.
 
     Raise `ToolMissing`, which says what to install, `CannotStart`, or `InvalidOption` for an unknown value.
     """
@@ -101,15 +101,15 @@ def pulsar(
 ) -> Pulsar:
     """Start Pulsar, and return when its transaction coordinators are loaded. Use it as a context manager.
 
-    `nodes` is 1 (standalone) or 2: brokers of one cluster with one bookie and one ZooKeeper, which go on when brokers
-    are killed. `store` "zookeeper" syncs its journal to disk and survives `kill`. "rocksdb", for one node only, syncs
-    nothing; it is quicker, and may not come back after a `kill`. `delete_unused` restores Pulsar's default, which
-    deletes data that no subscription needs and unused topics; otherwise all is kept. `port` is the first node's of the
-    binary protocol, and the other nodes use the next ports; the default is a free port. `settings` are lines of
-    `standalone.conf`, or of `broker.conf` for two nodes.
+    `nodes` is 1 (standalone) or 2: brokers of one cluster with one bookie and one ZooKeeper, which still run when
+    brokers are killed. The metadata `store` "zookeeper" syncs its journal to disk and survives `kill`. "rocksdb", for
+    one node only, syncs nothing; it is quicker, and may fail to start after a `kill`. `delete_unused` restores Pulsar's
+    default, which deletes data that no subscription needs and unused topics; otherwise both are kept. `port` is the
+    first node's of the binary protocol, and the other nodes use the next ports; the default is a free port. `settings`
+    are lines of `standalone.conf`, or of `broker.conf` for two nodes.
 
     One node runs in a container if a container engine answers, otherwise as a Java process, whose jars Maven fetches
-    once. `container` forces one of the two.
+    once. `container` forces one of the two ways.
 
     Raise `ToolMissing`, which says what to install, `CannotStart`, or `InvalidOption` for an unknown value.
     """
@@ -173,7 +173,7 @@ def rocketmq(
 
 
 def _start(start: Callable[[], _Started], attempts: int) -> _Started:
-    """Call `start` and return its result. Call it again if another process took one of the chosen ports."""
+    """Call `start` and return its result. Repeat the call if another process took one of the chosen ports."""
     for _ in range(attempts - 1):
         try:
             return start()

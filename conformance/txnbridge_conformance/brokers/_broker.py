@@ -1,4 +1,4 @@
-"""The interface of every broker that tests start, and its implementation for processes of this machine."""
+"""The interface of every broker that tests start, and the implementation with processes of this machine."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from txnbridge_conformance.brokers._ports import Route
 
 _Self = TypeVar("_Self", bound="Broker")
 
-# The interval at which a condition is checked that may take a second or more.
+# The interval at which `wait_until` checks its condition.
 _POLL_SECONDS = 0.02
-# How long a process may take to end after SIGKILL (a busy disk), and after SIGTERM before SIGKILL follows.
+# The time for a process to end after SIGKILL (a disk may be busy), and after SIGTERM before SIGKILL follows.
 _KILL_SECONDS = 60.0
 _STOP_SECONDS = 30.0
-# The last lines of a broker's log, which an error shows when the broker does not start, mostly name the cause.
+# An error of a broker that did not start shows so many last lines of its log file, which mostly have the cause.
 _LOG_LINES = 3
 
 
 class ToolMissing(UsageError):
-    """A tool that is needed to start a broker is not installed. The message says what to install."""
+    """Raised if a tool that is needed to start a broker is not installed. The message says what to install."""
 
 
 class CannotStart(BrokerUnavailable):
-    """The broker did not start, or did not answer in time. The message ends with the end of the broker's log."""
+    """Raised if a broker did not start, or did not answer in time. The message has the end of the broker's log file."""
 
 
 class PortTaken(CannotStart):
-    """Another process took one of the broker's ports before the broker did."""
+    """Raised if another process took one of a broker's ports before the broker started to listen."""
 
 
 class Broker(ABC):
-    """Control a real broker for tests. It ends with the `with` block, or with the process that started it.
+    """A real broker for tests. The broker ends with the `with` block, or with the process that started it.
 
     Nodes have numbers from 1. Each method acts on one node, or on all nodes if `node` is None. A method that starts
-    nodes raises `CannotStart`.
+    nodes raises `CannotStart` if a node does not answer in time.
     """
 
     version: str
@@ -69,30 +69,30 @@ class Broker(ABC):
 
     @abstractmethod
     def start(self, node: int | None = None) -> None:
-        """Start nodes that do not run, with their data. Return when each has answered a request."""
+        """Start nodes that do not run, with their data, and wait until each has answered a request."""
 
     @abstractmethod
     def kill(self, node: int | None = None) -> None:
-        """End nodes with SIGKILL, and return when they have ended."""
+        """Kill nodes with SIGKILL, and wait until their processes have ended."""
 
     @abstractmethod
     def stop(self, node: int | None = None) -> None:
-        """Shut nodes down in order, and return when they have ended. `start` starts them again."""
+        """Shut nodes down cleanly, and wait until their processes have ended. `start` starts them again."""
 
     @abstractmethod
     def pause(self, node: int | None = None) -> None:
-        """Freeze nodes: their connections stay open, and they answer nothing."""
+        """Freeze nodes: their connections stay open, and they answer no request until `resume`."""
 
     @abstractmethod
     def resume(self, node: int | None = None) -> None:
-        """Undo `pause`."""
+        """Let paused nodes run again."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the broker and remove its data. May be called again."""
+        """End the broker and remove its data. Safe to repeat."""
 
     def restart(self, node: int | None = None) -> None:
-        """Kill nodes and start them again with the same data and ports. Return when each has answered a request."""
+        """Kill nodes, start them with the same data and ports, and wait until each has answered a request."""
         self.kill(node)
         self.start(node)
 
@@ -116,7 +116,7 @@ class Broker(ABC):
 
 
 class ProcessBroker(Broker):
-    """Run a broker's nodes as processes of this machine, each in its own folder with its own log.
+    """A broker whose nodes are processes of this machine, each with its own folder and log file.
 
     A subclass prepares the nodes' files, names the command that starts a node, and checks that a node answers.
     """
@@ -188,7 +188,7 @@ class ProcessBroker(Broker):
             raise
 
     def _run(self, name: str, *commands: list[str]) -> None:
-        """Run commands at the same time, and wait for their ends. Raise `CannotStart` if one fails."""
+        """Run commands in parallel, and wait for their ends. Raise `CannotStart` if one fails or takes too long."""
         log = self.folder / f"{name}.log"
         names = [f"{name}-{number}" for number in range(len(commands))]
         for each, command in zip(names, commands, strict=True):
@@ -210,7 +210,7 @@ class ProcessBroker(Broker):
         self._wait_for(f"node {node}", str(node), self.log(node), lambda: self._answers(node))
 
     def _wait_for(self, label: str, name: str, log: Path, answers: Callable[[], bool]) -> None:
-        """Wait until a process answers. Raise `CannotStart` if it ends or takes too long."""
+        """Wait until a node's process answers. Raise `CannotStart` if the process ends or takes too long."""
 
         def answered_or_dead() -> bool:
             return answers() or self._processes.pid(name) is None
@@ -234,7 +234,7 @@ def log_file(folder: Path, node: int) -> Path:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until a condition is true, and return whether that happened in time."""
+    """Wait until a condition is true or the time has passed, and return whether it became true."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -250,7 +250,7 @@ def _end_of(log: Path) -> str:
 
 
 class _Processes:
-    """Run processes that end with this process. Any thread may call."""
+    """Processes that a supervisor starts, and kills when this process ends. Any thread may call."""
 
     def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()

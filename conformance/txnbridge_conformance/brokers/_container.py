@@ -1,4 +1,4 @@
-"""Run one node of a broker in a container with testcontainers, with the default features of its version."""
+"""A broker of one node in a container, started by testcontainers, with the default features of its version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANYWHERE = "0.0.0.0"  # all interfaces of the container
 
 _STOP_SECONDS = 30
 _DEFAULT_ENGINE = "unix:///var/run/docker.sock"
-# The engine is on this machine or near: an engine that has not answered in this time counts as absent.
+# A container engine that has not answered in this time counts as absent: it runs on this machine or near.
 _ENGINE_SECONDS = 5
 
 
@@ -47,7 +47,7 @@ def _is_there(engine: str) -> bool:
 
 
 class ContainerBroker(Broker):
-    """Run a broker in a container. Ports inside and outside are the same, because the broker gives them to clients."""
+    """A broker in a container. Ports are the same inside and outside, because the broker returns them to clients."""
 
     nodes = (1,)
 

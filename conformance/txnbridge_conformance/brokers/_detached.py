@@ -29,7 +29,7 @@ _END_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class DetachedBroker:
-    """Describe a broker that runs without the process that started it."""
+    """A broker that was started from a shell and runs until `down`: its URL, version, nodes and options."""
 
     broker: str
     url: str
@@ -40,12 +40,15 @@ class DetachedBroker:
     admin_url: str | None = None
 
     def log(self, node: int) -> Path:
-        """Return the log file of a node."""
+        """Return the file to which a node writes its log."""
         return log_file(_folder(self.broker), node)
 
 
 def up(name: str, asked: dict[str, Any], start: Callable[[Path], ProcessBroker]) -> tuple[DetachedBroker, bool]:
-    """Start a broker unless it runs, and return whether it was started. Raise `UsageError` if its options differ."""
+    """Start a broker unless it runs; return the broker, and whether this call started it.
+
+    Raise `UsageError` if the broker runs with other options.
+    """
     with _locked(name):
         running = find(name)
         if running is None:
@@ -112,13 +115,13 @@ def _locked(name: str) -> Iterator[None]:
 
 @contextmanager
 def _control(name: str) -> Iterator[int | None]:
-    """Yield the writing end of the pipe, or None if it has no reader."""
+    """Yield the writing end of a broker's named pipe, or None if the pipe has no reader."""
     control = None
     try:
         with suppress(FileNotFoundError):
             control = os.open(_folder(name) / _CONTROL, os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # no reader
+        if error.errno != errno.ENXIO:  # ENXIO: the pipe has no reader
             raise
     try:
         yield control if control is not None and stat.S_ISFIFO(os.fstat(control).st_mode) else None

@@ -1,4 +1,4 @@
-"""Fetch Java programs from Maven, once for each version, into a folder outside of any checkout."""
+"""Fetches Java programs from Maven, once for each version, into a folder outside of any checkout."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from txnbridge_conformance.brokers._broker import CannotStart, ToolMissing
 
-JAVA = 17  # the oldest version on which Kafka 4 and Pulsar 4 run
+JAVA = 17  # the oldest version of Java on which Kafka 4 and Pulsar 4 run
 
-# The version is pinned like all fetched files. Older versions miss some kinds of a jar's own dependencies.
+# The plug-in's version is pinned, as that of each fetched file. Older versions miss some of a jar's dependencies.
 _PLUGIN = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1"
 _POM = """<project><modelVersion>4.0.0</modelVersion>
 {origin}
@@ -36,14 +36,14 @@ _LOG4J = """<Configuration>
 
 
 class Artifact(NamedTuple):
-    """Name a file in Maven. Without a version, the parent project gives the version."""
+    """The coordinates of a file in Maven. Without a version, the parent project's version of the file is used."""
 
     group: str
     name: str
     version: str | None = None
 
     def xml(self, tag: str) -> str:
-        """Return the XML element with which a project file names this artifact."""
+        """Return the XML element for this artifact in a Maven project file."""
         version = f"<version>{self.version}</version>" if self.version else ""
         return f"<{tag}><groupId>{self.group}</groupId><artifactId>{self.name}</artifactId>{version}</{tag}>"
 
@@ -102,9 +102,9 @@ def fetch(name: str, artifacts: Sequence[Artifact], bar: bool = True, parent: Ar
 
 
 def fetch_from_archive(name: str, archive: Artifact, files: str, bar: bool = True) -> Path:
-    """Return a folder with those files of a program's archive that match a pattern, in their folders.
+    """Return a folder with the files of a program's archive that match a pattern, in their folders.
 
-    See `fetch` for the rest.
+    The first call fetches the archive, with the locking and errors of `fetch`.
     """
     wanted = [f"-Dartifact={':'.join(map(str, archive))}:tar.gz:bin", f"-Dmdep.unpack.includes={files}"]
     return _fetch(name, lambda folder: [f"{_PLUGIN}:unpack", *wanted], bar)
@@ -154,7 +154,7 @@ def _maven(goal: list[str], folder: Path, lock: int, step: Callable[[], None]) -
     command = ["mvn", "-B", "-C", *goal, f"-DoutputDirectory={folder}"]
     errors: list[str] = []
     try:
-        # Maven inherits the lock: if this process is killed, Maven goes on writing, and others wait until it ends.
+        # Maven inherits the lock: if this process is killed, Maven still writes, and other processes wait for its end.
         maven = subprocess.Popen(
             command,
             cwd=folder,  # Maven must not read a project in the current folder

@@ -1,4 +1,4 @@
-"""Run Apache Kafka in KRaft mode: each node is broker and controller."""
+"""Apache Kafka for tests, as Java processes in KRaft mode: each node is both broker and controller."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def fetch_kafka(version: str = VERSIONS[0], bar: bool = True) -> Path:
 
 
 class KafkaProcess(ProcessBroker):
-    """Run Kafka as Java processes of this machine. `brokers.kafka` describes the options."""
+    """Kafka as Java processes of this machine. `brokers.kafka` describes the options."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class KafkaProcess(ProcessBroker):
     def _features(self) -> Path:
         """Return the file with a new cluster's feature levels, which Kafka's own tool makes once for each version.
 
-        With a copy of the file a node's folder is as the tool would make it, without starting Java for each node.
+        Each node's folder gets a copy of the file, so that the tool need not be started in Java for each node.
         """
         chosen = self._transaction_version
         kept = self._jars / f"transaction-version-{chosen or 'newest'}.{_FEATURES}"
@@ -197,7 +197,7 @@ def check(nodes: int, version: str, transaction_version: int | None) -> None:
 
 
 def answering(url: str) -> int:
-    """Return the number of nodes of a URL that answer a request."""
+    """Return how many nodes of the cluster at a URL answer a request."""
     return sum(_answers(int(address.rpartition(":")[2])) for address in url.split(","))
 
 

@@ -1,4 +1,4 @@
-"""Run Apache Kafka in a container: one node, with the default features of its version."""
+"""Apache Kafka for tests, in a container: one node, with the default features of its version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Send single requests of Kafka's protocol, and ask a broker for its cluster."""
+"""Sends single requests of Kafka's protocol, without a client library, to ask a broker for its cluster."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import struct
 from txnbridge_conformance.brokers._ports import HOST
 
 _METADATA = 3
-# This version answers with the ids of the nodes and of the cluster. Every broker from 0.11 to 4 takes it.
+# This version of the Metadata answer has the ids of nodes and cluster. Every broker from 0.11 to 4 supports it.
 _METADATA_VERSION = 4
-# An answer takes hundreds of bytes. A peer that sends more than this is no Kafka broker.
+# The largest answer that is read. An answer has hundreds of bytes: a peer that sends more than this is no broker.
 _MOST_BYTES = 1 << 20
 
 
 def ask(port: int, api: int, version: int, body: bytes, timeout: float = 5) -> bytes:
-    """Send one request and return the body of its answer. Raise `OSError` if that fails."""
+    """Send one request to a port, and return its answer's body. Raise `OSError` if no valid answer comes."""
     head = struct.pack(">hhih9s", api, version, 1, 9, b"txnbridge")
     with socket.create_connection((HOST, port), timeout) as connection:
         connection.sendall(struct.pack(">i", len(head) + len(body)) + head + body)
@@ -33,7 +33,7 @@ def _exactly(data: bytes, size: int) -> bytes:
 
 
 def cluster(port: int) -> tuple[str, int]:
-    """Return the cluster's id behind a port, and the number of its live nodes. Raise `OSError` if that fails."""
+    """Return a cluster's id and its number of live nodes by the broker at a port. Raise `OSError` if none answers."""
     body = ask(port, _METADATA, _METADATA_VERSION, struct.pack(">i?", 0, False))  # no topics, and create none
     try:
         return _parse(body)

@@ -1,4 +1,4 @@
-"""Choose free ports of the loopback interface."""
+"""Chooses free ports of the loopback interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOWEST, _HIGHEST = 20_000, 32_767
 
 
 class Route(NamedTuple):
-    """Hold the port on which a proxy listens, which the broker gives to clients, and the port it connects to."""
+    """A node's ports: the one on which a proxy listens, which the broker returns to clients, and the broker's own."""
 
     listen: int
     upstream: int
@@ -23,7 +23,7 @@ class Route(NamedTuple):
 def free_ports(count: int) -> list[int]:
     """Return this many different free ports.
 
-    Another process may take one of them before the broker does. The broker does not start then.
+    If another process takes one of the ports before the broker listens on it, the broker does not start.
     """
     ports: list[int] = []
     while len(ports) < count:

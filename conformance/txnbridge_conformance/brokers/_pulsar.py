@@ -1,4 +1,4 @@
-"""Run Apache Pulsar standalone: broker, bookie and metadata store in one process."""
+"""Apache Pulsar standalone for tests: broker, bookie and metadata store in one Java process."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def fetch_pulsar(version: str = VERSIONS[0], bar: bool = True) -> Path:
 
 
 class Pulsar(Broker):
-    """Control Pulsar, which has started when its transaction coordinators are loaded and answer."""
+    """A real Pulsar for tests, which has started when its transaction coordinators are loaded and answer."""
 
     _port: int
     _web: int
@@ -127,7 +127,7 @@ class Pulsar(Broker):
 
 
 class PulsarProcess(Pulsar, ProcessBroker):
-    """Run Pulsar as a Java process of this machine. `brokers.pulsar` describes the options."""
+    """Pulsar standalone as a Java process of this machine. `brokers.pulsar` describes the options."""
 
     nodes = (1,)
 
@@ -202,7 +202,7 @@ class PulsarProcess(Pulsar, ProcessBroker):
 
 
 def java_command(java: str, jars: Path, folder: Path, memory: Sequence[str], main: str, *arguments: str) -> list[str]:
-    """Return the command for a program of Pulsar's jars that logs its warnings to standard output."""
+    """Return the command that runs a main class of Pulsar's jars, with warnings logged to standard output."""
     unsafe = [_UNSAFE_OPTION] if java_version() >= _UNSAFE_JAVA else []
     return [
         *(java, *memory, *_JAVA_OPTIONS, *unsafe, log4j_option(folder)),
@@ -211,7 +211,7 @@ def java_command(java: str, jars: Path, folder: Path, memory: Sequence[str], mai
 
 
 def is_own(web: int, status: Path) -> bool:
-    """Return whether this broker answers, and not another that took the port. Raise `OSError` if none answers."""
+    """Return whether the broker at a web port is the one with this status file. Raise `OSError` if none answers."""
     configuration = rest(web, "/admin/v2/brokers/configuration/runtime")
     return bool(configuration.get("statusFilePath") == str(status))
 
@@ -241,7 +241,7 @@ def common_settings(store: str, delete_unused: bool) -> dict[str, str]:
 
 
 def addresses(bind: str, port: int, web: int, route: Route) -> dict[str, str]:
-    """Return the settings of the addresses where the broker listens, and of those that it gives to clients."""
+    """Return the settings of the addresses where the broker listens, and of those that it returns to clients."""
     return {
         "bindAddress": bind,
         "brokerServicePort": str(port),
@@ -264,7 +264,7 @@ def check(version: str, store: str, nodes: int = 1) -> None:
 
 
 def answering(url: str) -> int:
-    """Return the number of nodes of a URL that answer a request."""
+    """Return how many nodes of the cluster at a URL answer a request."""
     return sum(_answers(int(address.rpartition(":")[2])) for address in url.split("/")[2].split(","))
 
 

@@ -1,4 +1,4 @@
-"""Run a cluster of Apache Pulsar: brokers, one bookie and one ZooKeeper, each a process of its own."""
+"""A cluster of Apache Pulsar for tests: brokers, one bookie and one ZooKeeper, each in its own Java process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _ZOOKEEPER, _BOOKIE = "zookeeper", "bookie"
 _ZOOKEEPER_MEMORY = ("-Xms32m", "-Xmx64m")
 _BOOKIE_MEMORY = ("-Xms64m", "-Xmx192m", "-XX:MaxDirectMemorySize=192m")
 _BROKER_MEMORY = ("-Xms128m", "-Xmx320m", "-XX:MaxDirectMemorySize=256m")
-# The cluster misses a killed broker after this session time, and does not take a living one for dead on a busy machine.
-# ZooKeeper allows between two and twenty ticks.
+# The ZooKeeper session time-out, after which a killed broker counts as dead: long enough for a broker on a busy
+# machine. ZooKeeper allows between two and twenty ticks.
 _SESSION_MS, _TICK_MS = 5000, 1000
 # Reasons that are not obvious:
 # - a topic stays on its broker as long as the broker lives, unless a test moves the topic;
@@ -51,9 +51,9 @@ _UNSYNCED = "-Dzookeeper.forceSync=no"
 
 
 class PulsarCluster(Pulsar, ProcessBroker):
-    """Run the brokers of one cluster, which are its nodes. ZooKeeper and the bookie go on without them.
+    """A Pulsar cluster whose nodes are its brokers. ZooKeeper and the bookie run until `close`.
 
-    A node has started when all running brokers know it, and each transaction coordinator is loaded by one of them.
+    A node has started when all running brokers list it, and each transaction coordinator is loaded by one of them.
     `brokers.pulsar` describes the options.
     """
 

@@ -1,4 +1,4 @@
-"""Run Apache Pulsar standalone in a container."""
+"""Apache Pulsar standalone for tests, in a container."""
 
 from __future__ import annotations
 

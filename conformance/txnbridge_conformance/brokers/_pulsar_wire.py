@@ -1,4 +1,4 @@
-"""Send single requests of Pulsar's protocols, and check that a broker is ready."""
+"""Sends single requests of Pulsar's protocols, without a client library, to check that a broker is ready."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REDIRECT, _MOST_REDIRECTS = 0, 5
 
 
 class PulsarCommand(NamedTuple):
-    """Hold a command of a broker: its kind, its fields by number, and the bytes after it."""
+    """A command from a broker: its kind, its fields by number, and the payload after the command."""
 
     kind: int
     fields: dict[int, Value]
@@ -36,7 +36,7 @@ class PulsarCommand(NamedTuple):
 
 
 class PulsarConnection:
-    """Connect to a broker. Every method raises `OSError` if the connection or the broker fails."""
+    """A connection to a broker. Every method raises `OSError` if the connection or the broker fails."""
 
     def __init__(self, port: int, timeout: float = _SECONDS) -> None:
         self._socket = socket.create_connection((HOST, port), timeout)
@@ -94,7 +94,7 @@ class PulsarConnection:
 
 
 def load_coordinator(port: int, number: int = 0) -> None:
-    """Have a transaction coordinator loaded by the broker that serves it. Any broker of the cluster can look it up.
+    """Make the broker that owns a transaction coordinator load it. `port` may be that of any broker of the cluster.
 
     Raise `OSError` if the coordinator is not ready.
     """

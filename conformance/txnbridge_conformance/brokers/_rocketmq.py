@@ -1,4 +1,4 @@
-"""Run Apache RocketMQ: a name server, and brokers, each with its gRPC proxy in the same process."""
+"""Apache RocketMQ for tests: a name server, and brokers, each with its gRPC proxy in the same process."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def fetch_rocketmq(version: str = VERSIONS[0], bar: bool = True) -> Path:
 
 
 class RocketMQ(ProcessBroker):
-    """Run a cluster of RocketMQ. Its nodes are its brokers; the name server is no node, and goes on without them.
+    """A RocketMQ cluster whose nodes are its brokers. The name server is no node, and has methods of its own.
 
-    A node has started when the name server knows it, and both the broker and its gRPC proxy answer. `brokers.rocketmq`
+    A node has started when the name server lists it, and both the broker and its gRPC proxy answer. `brokers.rocketmq`
     describes the options.
     """
 
@@ -137,12 +137,12 @@ class RocketMQ(ProcessBroker):
         self._wait_for("the name server", _NAME_SERVER, log, lambda: _is_named(self._name_server))
 
     def kill_name_server(self) -> None:
-        """End the name server with SIGKILL, and return when it has ended."""
+        """Kill the name server with SIGKILL, and wait until its process has ended."""
         self._processes.signal(_NAME_SERVER, signal.SIGKILL)
         wait_until(lambda: self._processes.pid(_NAME_SERVER) is None, self._start_timeout)
 
     def create_topic(self, topic: str, queues: int = 4, kind: str = "NORMAL") -> None:
-        """Create a topic on every node, and return when the name server knows it. Raise `CannotStart` if that fails.
+        """Create a topic on every node, and wait until the name server lists it. Raise `CannotStart` if it does not.
 
         `kind` matters only to gRPC clients: NORMAL, FIFO, DELAY or TRANSACTION.
         """
@@ -190,7 +190,7 @@ class RocketMQ(ProcessBroker):
 
     def _main(self, name: str, options: tuple[str, ...], main: str, *arguments: str) -> list[str]:
         own = {
-            "user.home": str(self.folder / name),  # the place of files that no setting moves
+            "user.home": str(self.folder / name),  # the folder of files for which RocketMQ has no setting
             "rocketmq.home.dir": str(self.folder),
             "rmq.logback.configurationFile": str(self.folder / "logback.xml"),
             **self._system_properties,
@@ -234,7 +234,7 @@ def check(nodes: int, version: str) -> None:
 
 
 def answering(url: str) -> int:
-    """Return the number of brokers of a URL's cluster that answer a request."""
+    """Return how many brokers of the cluster at a URL answer a request."""
     try:
         known = brokers(int(url.rpartition(":")[2]))
     except OSError:

@@ -1,4 +1,4 @@
-"""Send single remoting requests to RocketMQ: list brokers, and create topics and groups in milliseconds."""
+"""Sends single remoting requests to RocketMQ: lists brokers, and creates topics and groups in milliseconds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from txnbridge_conformance.brokers._ports import HOST
 _CREATE_TOPIC, _ROUTE, _CLUSTER, _CREATE_GROUP, _SETTINGS = 17, 105, 106, 200, 26
 _NO_SUCH_TOPIC = 17
 _BINARY = 1  # the kind of a binary header
-# Answers take kilobytes. A peer that sends more than this is no RocketMQ.
+# The largest answer that is read. An answer has kilobytes: a peer that sends more than this is no RocketMQ.
 _MOST_BYTES = 1 << 20
 
 
 class RemotingAnswer(NamedTuple):
-    """Hold an answer; code 0 is success."""
+    """An answer of RocketMQ's remoting protocol; code 0 is success."""
 
     code: int
     remark: str
@@ -27,7 +27,7 @@ class RemotingAnswer(NamedTuple):
 
 
 def ask(port: int, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"") -> RemotingAnswer:
-    """Send one request and return its answer. Raise `OSError` if that fails."""
+    """Send one remoting request to a port, and return its answer. Raise `OSError` if no valid answer comes."""
     header = {
         "code": code,
         "language": "OTHER",
@@ -70,7 +70,7 @@ def _foreign(port: int) -> OSError:
 
 
 def brokers(name_server: int) -> dict[str, dict[str, str]]:
-    """Return the masters' addresses that a name server knows, by cluster and broker. Raise `OSError` if it fails."""
+    """Return the masters' addresses by cluster and broker name. Raise `OSError` if the name server does not answer."""
     body = ask(name_server, _CLUSTER).body
     try:
         # The name server writes numeric keys without quotes.
@@ -123,7 +123,7 @@ def create_group(port: int, group: str, orderly: bool) -> None:
 
 
 def brokers_with(name_server: int, topic: str) -> int:
-    """Return the number of brokers on which a name server knows a topic. Raise `OSError` if it fails."""
+    """Return the number of brokers in a topic's route. Raise `OSError` if the name server does not answer."""
     answer = ask(name_server, _ROUTE, {"topic": topic, "acceptStandardJsonOnly": "true"})
     return 0 if answer.code == _NO_SUCH_TOPIC else len(json.loads(_successful(answer).body)["queueDatas"])
 

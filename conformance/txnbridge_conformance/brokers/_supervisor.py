@@ -1,8 +1,8 @@
-"""A small process that runs a broker's processes, and ends them when its starter dies in whatever way.
+"""A small process that runs a broker's processes, and kills them when the process that started it ends or dies.
 
 A bare interpreter runs this file by its path, so the file imports nothing of this project. The supervisor reads
-requests from its standard input, one JSON document a line, and answers each with a line. When the input ends, it kills
-the processes and removes its folder.
+requests from its standard input, one JSON document a line, and answers each with a line. When the input ends, the
+supervisor kills the processes and removes its folder.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-# The interval at which the starter's death is checked. The end of the input does not show it if a forked child of the
-# starter holds the pipe as well.
+# The interval at which the supervisor checks that its starter lives. After the starter's death the input does not end
+# if a forked child of the starter has the pipe open as well.
 _POLL_SECONDS = 0.5
 
 
 class Supervisor:
-    """Run processes by name, and own their folder."""
+    """Starts, signals and kills a broker's processes by name, and removes their folder at the end."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -33,7 +33,7 @@ class Supervisor:
         self._starter: int | None = os.getppid()
 
     def serve(self) -> None:
-        """Answer requests until the input or the starter ends, or until a stop request."""
+        """Answer requests until a stop request, the end of the input, or the starter's death; then kill all."""
         try:
             for line in self._lines():
                 request = json.loads(line)
@@ -78,7 +78,7 @@ class Supervisor:
         return process.pid
 
     def do_signal(self, name: str, number: int) -> bool:
-        """Send a signal to a process and its children, if it runs."""
+        """Send a signal to a process and its children, if the process runs; return whether it runs."""
         process = self._processes.get(name)
         if process is None or process.poll() is not None:
             return False
@@ -91,9 +91,9 @@ class Supervisor:
         return "absent" if process is None else process.poll()
 
     def do_detach(self, control: str) -> None:
-        """Outlive the starter from now on, and take requests from a named pipe.
+        """Take requests from a new named pipe at `control` from now on, and do not end with the starter.
 
-        The pipe has a reader as long as this process lives, so its id need not be stored.
+        The pipe has a reader as long as the supervisor lives, so the supervisor's process id need not be stored.
         """
         os.mkfifo(control, 0o600)
         # The pipe is open for writing as well, so that reading never meets its end.

@@ -15,7 +15,7 @@ from txnbridge.commands import json_and_debug
 from txnbridge.errors import NotFound
 from txnbridge_conformance.brokers import _detached, _kafka, _pulsar, _pulsar_cluster, _rocketmq
 
-# The function for each broker that counts how many nodes of a URL answer.
+# By broker, the function that counts how many nodes of the cluster at a URL answer.
 _ANSWERING: dict[str, Callable[[str], int]] = {
     "kafka": _kafka.answering,
     "pulsar": _pulsar.answering,

@@ -16,10 +16,10 @@ from txnbridge_conformance import brokers
 
 _Broker = TypeVar("_Broker", bound=brokers.Broker)
 
-# These settings are for tests without load. With an interval for op messages, the thread of a 5.5.0 broker that writes
-# them spins once no END_TRANSACTION has come for that interval. With these settings each end becomes an op message at
-# once, and an idle broker is idle. They are bad under load: once 20,000 ends wait, the broker takes 120 a second, not
-# thousands. No value fits both, because ends share an op message only if they wait for others or for the interval.
+# RocketMQ's settings for tests without load. With a short interval for op messages, the broker's thread that writes op
+# messages (5.5.0) spins once no END_TRANSACTION has come for the interval. With these settings each end is written as
+# an op message at once, and an idle broker uses no CPU. They are bad under load: once 20,000 ends wait, the broker
+# handles 120 a second instead of thousands. No value fits both cases.
 IDLE_ROCKETMQ = {"transactionOpMsgMaxSize": "1", "transactionOpBatchInterval": "2147483647"}
 
 
@@ -65,14 +65,14 @@ def _or_skip(name: str, start: Callable[..., _Broker], options: dict[str, Any]) 
 
 @pytest.fixture(scope="session")
 def kafka_broker() -> Iterator[brokers.Broker]:
-    """Start one node of Kafka for all tests of the run. A test that kills or pauses the node brings it back."""
+    """Start one node of Kafka for all tests of the session. A test that kills or pauses the node restores it."""
     with kafka_or_skip() as broker:
         yield broker
 
 
 @pytest.fixture(scope="session")
 def pulsar_broker() -> Iterator[brokers.Pulsar]:
-    """Start Pulsar for all tests of the run. A test that kills or pauses the broker brings it back.
+    """Start Pulsar for all tests of the session. A test that kills or pauses the broker restores it.
 
     The broker drops clients that have been silent for 10 seconds; Pulsar's default is a minute.
     """
@@ -82,9 +82,9 @@ def pulsar_broker() -> Iterator[brokers.Pulsar]:
 
 @pytest.fixture(scope="session")
 def rocketmq_broker() -> Iterator[brokers.RocketMQ]:
-    """Start one node of RocketMQ for all tests of the run. A test that kills or pauses the node brings it back.
+    """Start one node of RocketMQ for all tests of the session. A test that kills or pauses the node restores it.
 
-    The node is for tests without load, because the tests share their processors with it.
+    The node has settings for tests without load, with which it uses no CPU when idle.
     """
     with rocketmq_or_skip(settings=IDLE_ROCKETMQ) as broker:
         yield broker
@@ -92,20 +92,20 @@ def rocketmq_broker() -> Iterator[brokers.RocketMQ]:
 
 @pytest.fixture
 def start_kafka() -> Iterator[StartKafka]:
-    """Start Kafka with a test's own options, for that test alone."""
+    """Return a function that starts Kafka with the test's own options; the broker ends with the test."""
     with contextlib.ExitStack() as stack:
         yield lambda **options: stack.enter_context(kafka_or_skip(**options))
 
 
 @pytest.fixture
 def start_pulsar() -> Iterator[StartPulsar]:
-    """Start Pulsar with a test's own options, for that test alone."""
+    """Return a function that starts Pulsar with the test's own options; the broker ends with the test."""
     with contextlib.ExitStack() as stack:
         yield lambda **options: stack.enter_context(pulsar_or_skip(**options))
 
 
 @pytest.fixture
 def start_rocketmq() -> Iterator[StartRocketMQ]:
-    """Start RocketMQ with a test's own options, for that test alone."""
+    """Return a function that starts RocketMQ with the test's own options; the broker ends with the test."""
     with contextlib.ExitStack() as stack:
         yield lambda **options: stack.enter_context(rocketmq_or_skip(**options))

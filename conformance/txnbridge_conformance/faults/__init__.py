@@ -1,4 +1,4 @@
-"""Faults for tests: a proxy that makes the network fail, and processes that die or stop at a chosen event.
+"""Faults for tests: a proxy that makes the network fail, and processes that are killed or paused at an event.
 
     with faults.proxy(broker) as proxy:
         late = proxy.hold(requests="EndTxn")
@@ -7,8 +7,8 @@
         proxy.cut()
         late.release()
 
-`txnbridge.testing.Child` runs a function of `programs` and kills or pauses it at an event;
-`txnbridge.testing.crash_everywhere` runs it once for each of its events.
+`txnbridge.testing.Child` runs a function of `programs` in a process that is killed or paused at an event;
+`txnbridge.testing.crash_everywhere` runs a function once for each of its events, and kills it there.
 """
 
 from __future__ import annotations

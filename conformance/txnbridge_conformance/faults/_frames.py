@@ -1,4 +1,4 @@
-"""Find the frames in a stream of bytes, and their kinds. Only the head of a frame is kept."""
+"""Splits a stream of bytes into the frames of a broker's protocol, and matches requests with their answers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
-# The most requests that may wait for answers on one connection; the oldest are forgotten then. No real client sends so
-# many without reading an answer.
+# The most unanswered requests that are kept for one connection, beyond which the oldest are dropped. No real client
+# sends so many without reading an answer.
 MOST_PENDING = 100_000
 
 # The longest head. Pulsar's heads are whole commands, which are no longer than a broker's longest frame by default (the
@@ -18,7 +18,7 @@ _MOST_HEAD = 5 * 1024 * 1024 + 10 * 1024
 
 @dataclass(eq=False)
 class Request:
-    """Describe a request by its head."""
+    """A request of a broker's protocol, read from the head of its frame; `answered` is set when its answer comes."""
 
     kind: int
     correlation_id: int
@@ -27,19 +27,20 @@ class Request:
 
 
 class StreamPiece(NamedTuple):
-    """Hold some bytes of a stream. `head` is set if they are the first bytes of a frame."""
+    """A piece of a stream of frames. If its bytes are the first of a frame, `head` has the frame's head."""
 
     data: bytes
     head: bytes | None = None
 
 
 class FrameSplitter:
-    """Cut a stream of frames, each of which follows its length in four bytes, so that each frame begins a piece.
+    """Splits a stream of frames into pieces, so that each frame begins a piece. A frame begins with its length.
 
-    A head has `head_size` bytes. If that is None, the head's first four bytes give the number of bytes after them.
+    The length has four bytes, and the frame's head follows with `head_size` bytes. If `head_size` is None, the head's
+    first four bytes give the number of its other bytes.
 
-    The pieces together are the stream, byte for byte. After a length that no frame can have, the stream goes on uncut:
-    the bytes pass in the pieces in which they arrive.
+    The pieces together are the stream, byte for byte. After a length that no frame can have, the stream is split no
+    longer: the bytes pass in the pieces in which they arrive.
     """
 
     def __init__(self, head_size: int | None) -> None:
@@ -79,41 +80,41 @@ class FrameSplitter:
             yield StreamPiece(start, start[4:])
 
     def _present_head_size(self) -> int:
-        """Return the length of the head, as far as the bytes so far give it."""
+        """Return the length of the frame's head, or a lower bound before its first four bytes have arrived."""
         if self._head_size is not None:
             return self._head_size
         return 4 + int.from_bytes(self._start[4:8], "big")
 
     @property
     def is_inside(self) -> bool:
-        """Return whether more bytes of the current frame are to come after its head."""
+        """Return whether more bytes of the current frame have to arrive after its head."""
         return bool(self._left)
 
     def flush(self) -> Iterator[StreamPiece]:
-        """Yield the rest of a stream that has ended."""
+        """Yield the bytes of an incomplete head, after the end of the stream."""
         if self._start:
             start, self._start = bytes(self._start), bytearray()
             yield StreamPiece(start)
 
 
 class Conversation(Protocol):
-    """Understand one connection of a protocol. Each method gets the heads of its direction in order."""
+    """Matches answers with requests on one connection of a protocol. Methods get the heads of a direction in order."""
 
     kinds: ClassVar[Mapping[str, int]]
     """The kinds of requests that a test can hold by name."""
     rewritten_kinds: ClassVar[Collection[int]]
-    """The kinds whose answers hold brokers' addresses that no broker setting changes; the proxy rewrites them."""
+    """The kinds of requests whose answers have brokers' real addresses; the proxy replaces them by its own."""
 
     @property
     def request_head(self) -> int | None:
-        """Return the head size of requests for a `FrameSplitter`."""
+        """Return the `head_size` of requests for a `FrameSplitter`."""
 
     @property
     def answer_head(self) -> int | None:
-        """Return the head size of answers for a `FrameSplitter`."""
+        """Return the `head_size` of answers for a `FrameSplitter`."""
 
     def request(self, head: bytes) -> Request:
-        """Return the request that a head begins."""
+        """Return the request whose frame has this head."""
 
     def answer(self, head: bytes) -> Request | None:
-        """Return the answered request, or None if it is unknown. A frame that was sent unasked is its own request."""
+        """Return the request that a frame with this head answers, None if unknown; an unasked frame is a request."""

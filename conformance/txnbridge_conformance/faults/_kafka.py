@@ -1,4 +1,4 @@
-"""Match the answers of Kafka's protocol with their requests."""
+"""Matches the answers of Kafka's protocol with their requests, for the proxy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from txnbridge_conformance.faults._frames import MOST_PENDING, Request
 
 
 class KafkaConversation:
-    """Understand a Kafka connection: answers come in the order of requests, but some requests have no answer."""
+    """Matches answers on a Kafka connection: they come in the order of requests; some requests have no answer."""
 
-    # Requests that a test can hold by name; it names others by their number.
+    # The requests that a test can hold by name; it can hold others by their API key.
     kinds: ClassVar[Mapping[str, int]] = {
         "Produce": 0,
         "Fetch": 1,
@@ -59,6 +59,6 @@ class KafkaConversation:
         if not any(request.correlation_id == correlation_id for request in list(self._pending)):
             return None
         while (request := self._pending.popleft()).correlation_id != correlation_id:
-            pass  # an older request without an answer
+            pass  # this older request has no answer
         request.answered.set()
         return request

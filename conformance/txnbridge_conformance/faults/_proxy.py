@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the programs in this package start often, and need no broke
 
 _HOST = "127.0.0.1"
 _CHUNK = 64 * 1024
-# The most chunks that wait in each direction of a connection; beyond that the sender is held back.
+# The most chunks that wait in each direction of a connection. If so many wait, no more are read from the sender.
 _MOST_WAITING = 1000
 _END = None
 
@@ -37,9 +37,10 @@ _CONVERSATIONS: dict[str, type[Conversation]] = {
 
 
 class Hold:
-    """Hold back requests or answers of one kind, and all that follows on their connections, until `release`.
+    """Holds back requests or answers of one kind, and all later bytes on their connections, until `release`.
 
-    A held request's connection to the broker stays open when the client hangs up, so that the request can still arrive.
+    If the client of a held request disconnects, the connection to the broker stays open, so that the request can still
+    arrive at the broker.
     """
 
     def __init__(self, kind: int, count: int | None) -> None:
@@ -52,9 +53,9 @@ class Hold:
         self.dropped = False
 
     def wait(self, timeout: float = 30) -> Request:
-        """Wait until something is held, and return the first held request, or the request of the first held answer.
+        """Wait until a frame is held, and return the first held request, or the request of the first held answer.
 
-        Raise `AssertionError` if nothing was held within that time.
+        Raise `AssertionError` if no frame was held within `timeout` seconds.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._caught, timeout):
@@ -62,20 +63,20 @@ class Hold:
             return self._caught[0]
 
     def release(self) -> None:
-        """Pass on what is held, and hold no more."""
+        """Forward the held frames, and hold no more."""
         with self._changed:
             self._over = True
         self.gate.set()
 
     def drop(self) -> None:
-        """Discard what is held, and hold no more. Its connections carry nothing any more."""
+        """Discard the held frames, and hold no more. Their connections forward nothing any more in that direction."""
         self.dropped = True
         self.release()
 
     def answered(self, timeout: float = 30) -> None:
-        """Wait until something is held and the broker has answered every held request, even if the client is gone.
+        """Wait until a frame is held and the broker has answered every held request, also of disconnected clients.
 
-        Raise `AssertionError` if that takes longer than `timeout`.
+        Raise `AssertionError` if the answers take longer than `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         self.wait(timeout)
@@ -86,7 +87,7 @@ class Hold:
                 raise AssertionError(f"{request} was not answered within {timeout:g} s")
 
     def catch(self, request: Request) -> bool:
-        """Hold a request if it matches, and return whether it does. The proxy calls this."""
+        """Return whether this hold catches a request, and count it. The proxy calls this for each frame."""
         with self._changed:
             if self._over or request.kind != self._kind or self._left == 0:
                 return False
@@ -97,9 +98,9 @@ class Hold:
 
 
 class Proxy:
-    """Forward what clients and a broker send, with the faults that a test asks for. Use it as a context manager.
+    """Forwards bytes between clients and a broker, with the faults that a test sets. Use it as a context manager.
 
-    Any thread may call. Faults apply to all connections, including later ones.
+    Any thread may call. Faults apply to all connections, including later connections.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Proxy:
         conversation: type[Conversation] | None = None,
         broker_url: str = "tcp:",
     ) -> None:
-        """Listen on each route's port (0: any free one). Without `conversation` nothing can be held."""
+        """Listen on each route's port (0: any free port). Without `conversation` no frame can be held."""
         self._broker_url = broker_url
         self._routes = routes
         self._new_conversation = conversation
@@ -136,7 +137,7 @@ class Proxy:
     def url(self) -> str:
         """Return the broker's URL with this proxy's addresses."""
         url = urlsplit(self._broker_url)
-        # The URL names the nodes that clients ask first (for RocketMQ the name server). They have the first routes.
+        # The URL has the addresses that clients ask first (for RocketMQ the name server), which have the first routes.
         first = self.ports[: url.netloc.count(",") + 1] if url.netloc else self.ports
         return url._replace(netloc=",".join(f"{_HOST}:{port}" for port in first)).geturl()
 
@@ -145,9 +146,10 @@ class Proxy:
     def hold(
         self, *, requests: str | int | None = None, answers: str | int | None = None, count: int | None = 1
     ) -> Hold:
-        """Hold the next `count` requests of one kind, or answers to them; None holds all.
+        """Hold the next `count` requests of one kind, or answers to such requests; with None hold all.
 
-        A kind is a name ("EndTxn", "END_TXN") or a number of the broker's protocol. Raise `InvalidOption` otherwise.
+        A kind is a name ("EndTxn", "END_TXN") or a number of the broker's protocol. Raise `InvalidOption` for another
+        name, for both or neither direction, or if the proxy has no protocol.
         """
         if self._new_conversation is None:
             raise InvalidOption("this proxy does not know the protocol that it passes on, so it cannot pick anything")
@@ -160,7 +162,7 @@ class Proxy:
         return hold
 
     def release(self) -> None:
-        """Pass on everything that is held, and hold no more."""
+        """Release all holds: forward the held frames, and hold no more."""
         with self._lock:
             holds = [*self._holds["requests"], *self._holds["answers"]]
             self._holds = {"requests": [], "answers": []}
@@ -168,29 +170,29 @@ class Proxy:
             hold.release()
 
     def cut(self) -> None:
-        """Cut every connection now, but serve later ones. A held request can still arrive after `release`."""
+        """Cut every connection now, but accept later ones. A held request can still arrive after `release`."""
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
             connection.cut()
 
     def cut_after(self, *, requests: int | None = None, answers: int | None = None) -> None:
-        """Cut the connection that carries the last of so many more bytes of requests or answers of all connections."""
+        """Forward this many more bytes of requests or answers in total, then cut the connection of the last byte."""
         with self._lock:
             self._bytes_left = {"requests": requests, "answers": answers}
 
     def delay(self, seconds: float) -> None:
-        """Delay everything from now on by `seconds`, in both directions. 0 ends the delay."""
+        """Delay all bytes that arrive from now on by `seconds`, in both directions. 0 ends the delay."""
         self._delay = seconds
 
     def half_open(self, on: bool = True) -> None:
-        """Hide from each side that the other one hung up, until `cut` or the end of this proxy."""
+        """Keep a side's connection open after the other side has disconnected, until `cut` or `close`."""
         self._half_open = on
 
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Cut all connections, discard what is held, and stop listening."""
+        """Cut all connections, discard the held frames, and stop listening."""
         self._closing.set()
         self._close_listeners()
         with self._lock:
@@ -277,7 +279,7 @@ class Proxy:
 
 
 class _Connection:
-    """Join one client's connection with its connection to the broker."""
+    """One client's connection to the proxy, and the proxy's connection to the broker for it."""
 
     def __init__(
         self, proxy: Proxy, client: socket.socket, broker: socket.socket, conversation: Conversation | None
@@ -304,7 +306,7 @@ class _Connection:
         self._holds.append(hold)
 
     def keeps_broker(self) -> bool:
-        """Return whether the broker's side stays open when the client hangs up, because of a held request."""
+        """Return whether the broker's side stays open if the client disconnects, because a request was held."""
         return bool(self._holds)
 
     def cut(self) -> None:
@@ -328,7 +330,7 @@ class _Connection:
 
 
 class _Direction:
-    """Carry one direction of a connection. One thread reads and finds holds; another one waits for them and sends."""
+    """One direction of a connection. One thread reads and matches holds; another waits for their release and sends."""
 
     def __init__(
         self,
@@ -388,7 +390,7 @@ class _Direction:
             if hold:
                 hold.gate.wait()
             if broken or (hold and hold.dropped) or self._proxy.closing.is_set():
-                continue  # go on emptying the queue, so that the reader does not block
+                continue  # empty the queue without sending, so that the reading thread does not block
             try:
                 self._send(data)
             except OSError:
@@ -436,9 +438,9 @@ def _shut(side: socket.socket) -> None:
 
 
 def proxy(broker: Broker) -> Proxy:
-    """Put a proxy before a broker that `txnbridge_conformance.brokers` started. Use it as a context manager.
+    """Return a proxy between clients and a broker of `txnbridge_conformance.brokers`. Use it as a context manager.
 
-    Clients that connect to the proxy's `url` stay with the proxy, because the broker gives them the proxy's address for
-    every node. A broker has one proxy at a time. Raise `UsageError` if it has one already.
+    Clients that connect to the proxy's `url` use the proxy for every node, because the broker returns the proxy's
+    addresses. A broker has one proxy at a time. Raise `UsageError` if the broker has a proxy already.
     """
     return Proxy(broker.routes, _CONVERSATIONS.get(urlsplit(broker.url).scheme), broker.url)

@@ -1,4 +1,4 @@
-"""Match the answers of Pulsar's protocol with their commands."""
+"""Matches the answers of Pulsar's binary protocol with their commands, for the proxy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from txnbridge_conformance.faults._frames import MOST_PENDING, Request
 
 _CONNECT, _CONNECTED, _SEND, _SEND_RECEIPT, _SEND_ERROR, _PING, _PONG = 2, 3, 6, 7, 8, 18, 19
 
-# The field that holds the id of the request, in each kind of request and of answer.
+# By the kind of a request or an answer, the number of the field with the request id.
 _REQUEST_ID_FIELDS = {
     4: 5,  # SUBSCRIBE
     5: 3,  # PRODUCER
@@ -33,7 +33,7 @@ _ANSWER_ID_FIELDS = {
     38: 6,  # ACK_RESPONSE
     **dict.fromkeys((13, 14, 17, 26, 33, 35, 40, 51, 53, 55, 57, 59, 61, 63, 65), 1),
 }
-# The field with a batch's last sequence id. The error for a failed batch names only this id.
+# The number of the field with a batch's last sequence id. The error for a failed batch has only this id.
 _HIGHEST_SEQUENCE_ID = {_SEND: 6, _SEND_RECEIPT: 4}
 
 # The most receipts that one sequence id may wait for on one connection.
@@ -43,13 +43,13 @@ _Key = tuple[int, ...]
 
 
 class PulsarConversation:
-    """Understand a Pulsar connection: an answer names its request, or its producer and sequence id.
+    """Matches answers on a Pulsar connection: by request id, or by producer id and sequence id.
 
-    A head is a whole command. A message is known by its sequence id, and a batch by its last one. A command that the
-    broker sends unasked, such as a message, counts as an answered request.
+    A head is a whole command. A message is identified by its sequence id, and a batch by its last sequence id. A
+    command that the broker sends unasked, such as a message, counts as an answered request.
     """
 
-    # Commands that a client sends, and those that a broker sends unasked. An answer has the name of its request.
+    # The commands that a client sends, and those that a broker sends unasked. An answer has the name of its request.
     kinds: ClassVar[Mapping[str, int]] = {
         "CONNECT": 2,
         "SUBSCRIBE": 4,
@@ -134,7 +134,7 @@ def _command(head: bytes) -> tuple[int, dict[int, int]]:
 
 
 def _request_key(kind: int, numbers: dict[int, int]) -> _Key | None:
-    """Return the key that the answer to a command will have, or None if the command has no answer."""
+    """Return the key by which the answer to a command will be matched, or None if the command has no answer."""
     if kind in (_CONNECT, _PING):
         return (kind, 0)
     return _message_key(kind, numbers) if kind == _SEND else _id_key(_REQUEST_ID_FIELDS.get(kind), numbers)

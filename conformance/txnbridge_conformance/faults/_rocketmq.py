@@ -1,4 +1,4 @@
-"""Match the answers of RocketMQ's remoting protocol with their requests."""
+"""Matches the answers of RocketMQ's remoting protocol with their requests, for the proxy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NOTHING = -1
 
 
 class RocketMQConversation:
-    """Understand a RocketMQ connection: an answer has its request's number, and answers come in any order.
+    """Matches answers on a RocketMQ connection by the request's number (opaque); answers come in any order.
 
     A head is a header in JSON. A request that the broker sends, such as a check-back, counts as an answered request.
     """
 
-    # Requests that a client sends, and those that a broker sends. An answer has the name of its request.
+    # The requests that a client or a broker sends. An answer has the name of its request.
     kinds: ClassVar[Mapping[str, int]] = {
         "PULL_MESSAGE": 11,
         "QUERY_MESSAGE": 12,

@@ -1,6 +1,7 @@
-"""Programs that tests run in processes of their own, most of them to kill or to stop the process.
+"""Programs that tests run in child processes, most of which are killed or paused.
 
-A program that takes a `Case` can be killed anywhere. When it is run again, it finds out how far it came, and finishes.
+A program that takes a `Case` can be killed anywhere. When the program is run again, it finds out which of its steps
+have taken effect, and does the others.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from txnbridge import (
 from txnbridge.testing import tell
 from txnbridge_conformance.observing import patience, seen, send, take, values
 
-# The transactions' timeout, more than a program needs. A dead program's blocks others for this time and its hold.
+# The transactions' timeout. A dead program's transaction blocks readers for this time, a prepared one for its hold too.
 TIMEOUT = 20.0
 # The timeout of a transaction that is to expire soon.
 SHORT = 1.0
 # The time in which a broker mostly lists a transaction after its messages were sent.
 _MOMENT = 0.05
-# The programs need one writer, and one application's log for all.
+# The settings of the programs' bridges: one writer, and the decision log of one application for all programs.
 SMALL: dict[str, Any] = {"writers": 1, "application": "conformance"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Describe one start of a program: the broker, names of its own, and a file for what it must remember."""
+    """The arguments of a program: the broker's URL, a unique name, topics, and a file that survives a kill."""
 
     url: str
     name: str
@@ -45,7 +46,7 @@ class Case:
     memory: str
 
     def remember(self, text: str) -> None:
-        """Replace the file's content atomically."""
+        """Replace the content of the file `memory` atomically."""
         path = Path(self.memory)
         path.with_suffix(".new").write_text(text)
         os.replace(path.with_suffix(".new"), path)
@@ -59,7 +60,7 @@ class Case:
 
 
 def leave_half(url: str, group: str, topics: list[str]) -> None:
-    """Store a half message for each topic, and report the transaction's id. The process is killed before it ends it."""
+    """Store a half message for each topic; report the transaction's id. The test kills this process before the end."""
 
     def execute(txn: HalfTransaction, _: Any) -> Decision:
         tell(txn.id)
@@ -76,13 +77,13 @@ def leave_half(url: str, group: str, topics: list[str]) -> None:
 
 
 def commit_one(url: str, topic: str, value: bytes, transactional_id: str | None = None) -> None:
-    """Commit one message."""
+    """Commit one message in a transaction."""
     with connect(url, transactional_id=transactional_id) as bridge:
         send(bridge, topic, value)
 
 
 def read_values(url: str, topic: str) -> list[object]:
-    """Return what this process sees in a topic."""
+    """Return the values of all messages committed to a topic."""
     with connect(url) as bridge:
         return values(seen(bridge, topic))
 
@@ -98,7 +99,7 @@ def open_and_wait(url: str, topic: str, transactional_id: str | None, timeout: f
             if shows and _is_listed(bridge, txn, topic, _MOMENT if left else patience()):
                 break
         tell(txn.id)
-        time.sleep(600)  # the process is killed or paused long before
+        time.sleep(600)  # the test kills or pauses the process long before
 
 
 def _is_listed(bridge: Bridge, txn: Transaction, topic: str, seconds: float) -> bool:
@@ -121,12 +122,12 @@ def prepare_one(
         with bridge.transaction(prepare=True, hold=hold) as txn:
             txn.send(topic, value)
         tell(str(txn.token))
-        bridge.status(str(txn.token))  # an event to stop at
+        bridge.status(str(txn.token))  # an event at which a test can stop the process
     return str(txn.token)
 
 
 def end_by_token(url: str, token: str, decision: str) -> str:
-    """Commit or abort by token, and return the outcome."""
+    """Commit or abort a prepared transaction by its token, and return the outcome."""
     with connect(url) as bridge:
         outcome: Outcome = bridge.commit(token) if decision == "commit" else bridge.abort(token)
         return outcome.value
@@ -147,13 +148,13 @@ def own_and_commit(url: str, topic: str, transactional_id: str, value: bytes) ->
                     send(bridge, topic, value)
                     return "committed"
                 except TransactionAborted:
-                    pass  # when two open an id at once, the newer may be fenced once, and tries again
+                    pass  # if two processes open an id at once, the newer may be fenced once, and tries again
     except Exception as error:
         return type(error).__name__
 
 
 def consume_and_commit(url: str, topic: str, group: str, output: str) -> str:
-    """Forward one message of a group in a transaction. Return "committed" or the error's name."""
+    """Forward one message to `output` and acknowledge it in a transaction. Return "committed" or the error's name."""
     with connect(url) as bridge, bridge.consumer(topic, group) as consumer:
         (message,) = take(consumer, 1)
         try:
@@ -166,7 +167,7 @@ def consume_and_commit(url: str, topic: str, group: str, output: str) -> str:
 
 
 def join_and_wait(url: str, topic: str, group: str) -> None:
-    """Join a group, take a message without acknowledging it, and stay until killed."""
+    """Join a group, take a message without acknowledging it, and poll until the process is killed."""
     with connect(url) as bridge, bridge.consumer(topic, group) as consumer:
         tell(take(consumer, 1)[0].value)
         while True:
@@ -174,7 +175,7 @@ def join_and_wait(url: str, topic: str, group: str) -> None:
 
 
 def claim_all(url: str, log: str, count: int, decision: str) -> list[str]:
-    """Claim many ids, and return the decision that counts for each."""
+    """Claim many ids of a decision log, and return for each id the decision that counts."""
     with connect(url) as bridge:
         decisions = bridge.decisions(log)
         tell("ready")
@@ -194,7 +195,7 @@ def plain_commit(case: Case) -> None:
 
 
 def plain_abort(case: Case) -> None:
-    """Abort a transaction, whose messages no reader may see."""
+    """Send messages in a transaction, and abort it: no reader may see the messages."""
     with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, **SMALL) as bridge:
         with bridge.transaction() as txn:
             for topic in case.topics:
@@ -203,12 +204,12 @@ def plain_abort(case: Case) -> None:
 
 
 def prepare_and_commit(case: Case) -> None:
-    """Prepare a transaction, remember the token, and commit by it."""
+    """Prepare a transaction, store its token in the case's file, and commit by the token."""
     _prepare_and_end(case, "commit")
 
 
 def prepare_and_abort(case: Case) -> None:
-    """Prepare a transaction, remember the token, and abort by it."""
+    """Prepare a transaction, store its token in the case's file, and abort by the token."""
     _prepare_and_end(case, "abort")
 
 
@@ -261,14 +262,14 @@ def publish_by_sequence(case: Case) -> None:
     (topic,) = case.topics
     with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge, bridge.publisher(case.name) as publisher:
         last = publisher.last_sequence(topic)
-        # The last message is sent again, as by a program that does not know whether it was stored.
+        # The last stored message is sent again, as by a program that does not know whether it was stored.
         for number in range(last or 0, 5):
             publisher.send(topic, b"%d" % number, sequence=number)
         publisher.flush()
 
 
 def open_over_a_leftover(case: Case) -> None:
-    """Open an id of the same application whose dead owner left transactions of more writers open, and commit once."""
+    """Open a transactional id whose dead owner, with more writers, left transactions open; commit one transaction."""
     with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, writers=1) as bridge:
         if b"new" not in values(seen(bridge, case.topics[1])):
             with bridge.transaction() as txn:
@@ -277,7 +278,7 @@ def open_over_a_leftover(case: Case) -> None:
 
 
 def decide(case: Case) -> None:
-    """Claim an id of the decision log, and remember the decision that counts."""
+    """Claim an id of the decision log, and store the decision that counts in the case's file."""
     with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge:
         decisions = bridge.decisions(case.name)
         # A second start claims the opposite decision, and must not get it.

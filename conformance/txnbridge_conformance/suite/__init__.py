@@ -1,7 +1,7 @@
 """The tests that a backend must pass: `from txnbridge_conformance.suite import *` in one test module.
 
-The tests use the public interface only, and each proves one promise. A test that does not fit a broker is not edited:
-the contract lacks a capability then.
+The tests use the public interface only, and each proves one guarantee. If a broker cannot pass a test, the test is not
+changed: the backend declares a capability absent, or the contract needs a new capability.
 """
 
 from txnbridge_conformance.suite.administering import *

@@ -24,7 +24,7 @@ from txnbridge_conformance.promises import needs, proves
 
 
 def listed(bridge: Bridge, owner: str) -> list[str]:
-    """Return an administrator's names of a transactional id's open and prepared transactions."""
+    """Return the ids of a transactional id's open and prepared transactions, as the administrator lists them."""
     return [each.transaction for each in bridge.admin.transactions() if each.transactional_id == owner]
 
 

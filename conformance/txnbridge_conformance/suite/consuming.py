@@ -27,12 +27,12 @@ from txnbridge_conformance.promises import needs, proves
 
 
 def next_of(bridge: Bridge, topic: str, group: str) -> object:
-    """Return the value that the next member of a group gets first."""
+    """Join a group as a new member, and return the value of the first message that it gets."""
     with bridge.consumer(topic, group) as consumer:
         return take(consumer, 1)[0].value
 
 
-# --- where a group begins and goes on -------------------------------------------------------------------------------
+# --- where a group starts and resumes -------------------------------------------------------------------------------
 
 
 def test_a_new_group_starts_at_the_earliest_message(bridge: Bridge, topic: str, group: str) -> None:
@@ -99,7 +99,7 @@ def _expect_all_or_an_error(consumer: Consumer) -> None:
 
 
 def _behind_the_old_ones(consumer: Consumer) -> list[Message]:
-    """Poll the new topic's first message. Fetched messages of the old topic may still be delivered before it."""
+    """Poll until the first message of the recreated topic: fetched messages of the old topic may come before."""
     while True:
         messages = take(consumer, 1)
         if messages[0].value in _OF_THE_NEW_ONE:
@@ -454,7 +454,7 @@ def test_members_share_one_partition_key_by_key(connect: Connect, topic: str, gr
     assert {number for members in members_of.values() for number in members} == {0, 1}
 
 
-# --- again and elsewhere --------------------------------------------------------------------------------------------
+# --- redelivery and seeks -------------------------------------------------------------------------------------------
 
 
 @proves(Capability.REDELIVERY)

@@ -1,4 +1,4 @@
-"""The kill walk: each program is killed at each of its events in turn, run again, and keeps its promise."""
+"""The kill walk: each program is killed at each of its events in turn and run again, and its result must be right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Walk = Callable[..., list[Point]]
 def walk(
     txnbridge_url: str, new_topic: NewTopic, unique: Callable[[str], str], side_by_side: int, tmp_path: Path
 ) -> Walk:
-    """Kill a program at each of its events, after `before` has prepared the start. Return the events."""
+    """Return a function that kills a program at each of its events in turn, runs it again, and checks the result.
+
+    The function calls `before` to prepare each start of the program, and returns the events.
+    """
 
     def walk_through(
         program: Callable[[Case], object],
@@ -116,7 +119,7 @@ def test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_
     def leave(case: Case) -> None:
         case.remember(programs.prepare_one(case.url, case.topics[0], b"prepared", case.name, 600.0))
         with Child(programs.open_and_wait, case.url, case.topics[1], case.name, 600.0) as child:
-            child.told()  # the end of the block kills the process
+            child.told()  # the child process is killed at the end of the `with` block
 
     def check(case: Case) -> None:
         assert bridge.commit(case.remembered() or "") is Outcome.COMMITTED

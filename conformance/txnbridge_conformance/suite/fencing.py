@@ -104,7 +104,7 @@ def test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later
         sleeper = run(programs.own_and_commit, txnbridge_url, topic, owner, value, pause=Unvisited(frozenset(visited)))
         visited.add(point := sleeper.stopped())
         if Point("bridge.open/after", 1) not in visited:
-            continue  # the process would open the id when it wakes up, and be the newer owner
+            continue  # a process paused before it opened the id would be the newer owner when it resumes
         newer = connect(transactional_id=owner)
         before = values(seen(newer, topic)).count(value)
         sleeper.resume()
@@ -114,7 +114,7 @@ def test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later
 
 
 def has_opened(racer: Child) -> bool:
-    """Return whether a racer has come to its pause. A racer that was fenced while it opened the id has ended."""
+    """Return whether a process has reached its pause. A process that was fenced while opening the id has ended."""
     try:
         racer.stopped()
     except AssertionError:

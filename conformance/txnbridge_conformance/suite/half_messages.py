@@ -1,4 +1,4 @@
-"""Tests of half messages: they wait for local work, and check-backs end those of a dead process."""
+"""Tests of half messages: they stay invisible until the local work is done; check-backs end those of a dead process."""
 
 from __future__ import annotations
 

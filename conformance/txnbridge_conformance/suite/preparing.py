@@ -270,7 +270,7 @@ def test_what_a_vanished_process_left_open_is_aborted_by_its_deadline(
         leaver.kill()
     else:
         leaver.pause()
-    # The marker message can be read only when no undecided transaction stands before it.
+    # A reader reaches the marker message only if no undecided transaction is before it in the partition.
     assert values(seen(bridge, topic)) == []
 
 

@@ -1,4 +1,4 @@
-"""Tests of sends without a transaction: in order, once each, and by sequence across crashes."""
+"""Tests of publishers, which send without a transaction: in order, once each, and by sequence across crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of transactions: a transaction is committed or aborted as a whole, and tells its true outcome."""
+"""Tests of transactions: a transaction is committed or aborted as a whole, and its true outcome is reported."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_a_reader_that_waits_before_an_undecided_transaction_skips_nothing(
             txn.send(topic, b"undecided")
         send(bridge, topic, b"behind")
         delivered = values(take(consumer, 1))
-        delivered += values(consumer.poll(timeout=0))  # the reader may or may not be able to read on
+        delivered += values(consumer.poll(timeout=0))  # the open transaction may or may not block the reader
         assert b"undecided" not in delivered
         (bridge.commit if end == "commit" else bridge.abort)(str(txn.token))
         wanted = {b"before", b"behind", *([b"undecided"] if end == "commit" else [])}
