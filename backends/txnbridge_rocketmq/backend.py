@@ -1,4 +1,4 @@
-"""The RocketMQ backend as the core sees it, and how a URL becomes a connection."""
+"""The RocketMQ backend that the core finds by its URL schemes: its options and limits, and opening a connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from txnbridge_rocketmq.settings import OPTIONS, parse_settings
 
 
 class RocketMQBackend(Backend):
-    """Apache RocketMQ 5.0 and later. The client is ours: Apache's Python client cannot look up sent messages."""
+    """Apache RocketMQ 5.0 and later. The client is our own: Apache's Python client cannot look up sent messages."""
 
     name = "rocketmq"
     schemes = ("rocketmq",)

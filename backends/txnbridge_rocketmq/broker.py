@@ -47,7 +47,7 @@ _log = logging.getLogger("txnbridge")
 
 
 class RocketMQBroker(Broker):
-    """The connection that `RocketMQBackend.open` returns."""
+    """One bridge's open connection to a cluster, returned by `RocketMQBackend.open`."""
 
     def __init__(self, settings: RocketMQSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""The capabilities of RocketMQ through the bridge, its limits, and those that some brokers' settings take away."""
+"""The capabilities and limits of RocketMQ through this backend, and capabilities that depend on brokers' settings."""
 
 from __future__ import annotations
 
@@ -88,5 +88,6 @@ WITHOUT_TRANSACTIONS: Mapping[Capability, Support] = dict.fromkeys(
     _REJECTED,
 )
 
-# Brokers take bodies of 4 MiB by default. A process remembers every half of a transaction until the last one has ended.
+# Brokers accept bodies of 4 MiB by default. A process keeps all halves of a transaction in memory until the last has
+# ended.
 LIMITS = Limits(message_bytes=4 << 20, transaction_messages=10_000)

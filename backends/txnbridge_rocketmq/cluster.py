@@ -35,7 +35,7 @@ from txnbridge_rocketmq.topics import RocketMQTopics, all_topics, create_topic_o
 _log = logging.getLogger("txnbridge")
 
 _VERSION = 1
-# The time between two looks for a broker. A broker takes seconds to start.
+# Seconds between two requests for the list of brokers, while no broker is up.
 _PAUSE = 0.1
 _NAME = re.compile(r"([0-9a-f]{32})-(.+)")
 
@@ -54,7 +54,7 @@ class RocketMQCluster:
 
 
 def open_cluster(settings: RocketMQSettings, context: Context, deadline: Deadline) -> RocketMQCluster:
-    """Connect to a cluster. Raise `InvalidOption`, `BrokerUnavailable` or `AccessDenied`."""
+    """Connect to a cluster. Raise `InvalidOption` for wrong settings, `BrokerUnavailable`, or `AccessDenied`."""
     router = CheckBackRouter()
     try:
         client = RemotingClient(
@@ -83,7 +83,7 @@ class ClusterId:
 
 
 def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterId:
-    """Return the identity of the cluster. Create one if the cluster has none.
+    """Return the identity of the cluster. Create an identity if the cluster has none.
 
     The first record of the cluster topic holds the id, so that processes that connect at the same time agree. Brokers
     keep records for days only, but topics for ever. Therefore id and home broker are repeated in the name of an empty
@@ -111,7 +111,7 @@ def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadlin
 
 
 def record_brokers(settings: RocketMQSettings, client: RemotingClient, home: str, deadline: Deadline) -> frozenset[str]:
-    """Record the cluster's brokers. Return the names of all that the cluster has or had, also of brokers that are down.
+    """Record the cluster's brokers. Return the names of all brokers that the cluster has or had.
 
     A name server forgets a broker that is down, together with its topics. Therefore an empty topic on the broker `home`
     records the name of each broker that a bridge has seen (hazard H81).
@@ -128,7 +128,7 @@ def record_brokers(settings: RocketMQSettings, client: RemotingClient, home: str
 
 
 def _brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> list[str]:
-    """Return the brokers' names. Wait for the first broker, which may be restarting."""
+    """Return the names of the brokers that are up. Wait until there is one: brokers may be restarting."""
     while not (names := BrokerConfigs(client).names(deadline)):
         if deadline.left() <= _PAUSE:
             servers = ", ".join(settings.name_servers)
@@ -198,7 +198,7 @@ def _store_on(
 def _store_on_all(
     identity: ClusterId, settings: RocketMQSettings, client: RemotingClient, brokers: list[str], deadline: Deadline
 ) -> None:
-    """Repeat the identity on all brokers that are up. The next bridge repeats it on the others."""
+    """Store the identity on all brokers that are up. The next bridge stores it on the others."""
     topic = f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}"
     route = route_of(client, topic, deadline)
     for broker in brokers:

@@ -25,16 +25,17 @@ T = TypeVar("T")
 
 # The group in the log's requests, which has no members. The broker stores the trim position as this group's offset.
 GROUP = "txnbridge-log"
-# The time between two looks for a record. A stored record becomes readable within about a millisecond.
+# Seconds between two reads while a record is not readable yet. A stored record becomes readable within about a
+# millisecond.
 _LOOK_SECONDS = 0.001
 # The number of pull requests sent ahead. Each response has 256 KB at most.
 _AHEAD = 8
-# How long a broker that has just started may report an end before records that exist.
+# Seconds for which a broker that has just started may report an end before existing records.
 _LATE = 2.0
 
 
 class RocketMQDecisionLog(DecisionLog):
-    """One decision log. A position is the record's offset in its queue. Safe for use by several threads."""
+    """A decision log in one queue. A record's position is its offset in the queue. Thread-safe."""
 
     origin = (0,)
     numbered = True
@@ -50,7 +51,8 @@ class RocketMQDecisionLog(DecisionLog):
     def begin(self, deadline: Deadline) -> Position | None:
         at, end_offset = self._bounds(deadline)
         trimmed = self._trimmed(deadline)
-        # A killed broker may remember an older trim position, and a broker that lost messages one behind the log's end.
+        # A killed broker may remember an older trim position, and a broker that lost messages, a position after the
+        # log's end.
         at = max(at, trimmed) if trimmed < end_offset else at
         while at < end_offset:
             # The broker corrects its first offset some time after it has dropped records, so the first record is read.
@@ -72,7 +74,7 @@ class RocketMQDecisionLog(DecisionLog):
         return (end_offset - 1,) if first < end_offset else None
 
     def was_used(self, deadline: Deadline) -> bool:
-        """Return whether the log ever had a record, even if all are dropped by now."""
+        """Return whether the log ever had a record, even if the broker has dropped all records."""
         return self._bounds(deadline)[1] > 0
 
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
@@ -96,7 +98,7 @@ class RocketMQDecisionLog(DecisionLog):
         message = WireMessage(self._queue.topic, body, properties)
         offset = self._retry(lambda: self._send(message, deadline), "appending to it", deadline).queue_offset
         try:
-            while self._end_offset(deadline) <= offset:  # until then a read would end before this record
+            while self._end_offset(deadline) <= offset:  # a read before that would miss this record
                 deadline.check("reading it back")
                 time.sleep(_LOOK_SECONDS)
         except TxnBridgeError as error:  # the record is stored, so the error must not say that it is not
@@ -150,9 +152,8 @@ class RocketMQDecisionLog(DecisionLog):
             time.sleep(_LOOK_SECONDS)
 
     def _check_gap(self, pulled: PullResult, at: int) -> None:
-        """Raise `PositionLost` where the broker skips offsets.
-
-        There are no gaps, so the skipped records are gone (hazard H68).
+        """Raise `PositionLost` if the broker skips offsets. A queue has no gaps, so skipped records are lost (hazard
+        H68).
         """
         if not pulled.records and pulled.next_offset > at:
             raise self._lost(at)
@@ -171,9 +172,9 @@ class RocketMQDecisionLog(DecisionLog):
     # --- trimming -----------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
-        """Note for all readers where the log begins.
+        """Store the position at which the log begins for all readers.
 
-        The broker drops records only by age. Until then the records before that position can still be read.
+        The broker drops records only by age, so records before the position may stay readable for days.
         """
         request = groups.commit_offset(GROUP, self._queue.topic, self._queue.queue, before[0])
         self._retry(lambda: self._call(request, deadline), "noting where it begins", deadline)

@@ -34,9 +34,9 @@ _REFUSALS: Mapping[int, type[TxnBridgeError]] = {
 def translate(error: RemotingError, action: str) -> TxnBridgeError:
     """Return the bridge's error for an error of the client; `action` says what failed.
 
-    Raise it `from` the client's error.
+    The caller raises the result `from` the client's error.
 
-    The translation is right for reads and for requests that decide nothing about a transaction.
+    Use this function for reads, and for requests that decide nothing about a transaction.
     """
     text = f"{action}: {error}"
     if isinstance(error, ResponseTimeout):
@@ -52,7 +52,7 @@ def translate(error: RemotingError, action: str) -> TxnBridgeError:
 
 @contextmanager
 def translated(action: str) -> Iterator[None]:
-    """Raise errors of the remoting client inside the block as the bridge's errors."""
+    """Translate errors of the remoting client that are raised inside the block; `action` says what failed."""
     try:
         yield
     except RemotingError as error:

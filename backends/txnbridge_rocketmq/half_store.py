@@ -1,7 +1,7 @@
 """Half messages for applications, with producer groups of their own, so that the broker asks the application's group.
 
-Their outcome is decided like that of a prepared transaction: a record in the decision log names the halves once all are
-stored, and the first decision in the log counts. Therefore a process that receives a check-back needs no memory of the
+A half message is decided like a prepared transaction: a record in the decision log names its halves once all are
+stored, and the first decision in the log counts. Therefore a process that receives a check-back needs no state of the
 transaction, and of two decisions only one takes effect.
 """
 
@@ -43,10 +43,10 @@ from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over,
 
 _log = logging.getLogger("txnbridge")
 
-# The broker asks about each half of a transaction in each round. While a resolver works on the transaction, or for this
-# long if it does not respond, all these check-backs count as one question.
+# The broker asks about each half of a transaction in each round. While a resolver decides the transaction, or for this
+# long if it does not answer, further check-backs about it are only noted.
 _IN_WORK_SECONDS = 30.0
-# The maximum number of transactions that wait for a resolver. Brokers ask again about those that are dropped here.
+# The maximum number of transactions that wait for a resolver. Brokers repeat the check-backs of dropped ones.
 _REMEMBERED = 10_000
 
 
@@ -59,7 +59,7 @@ class RocketMQHalfStore(HalfStore):
         self._changed = threading.Condition()
         # By group and transaction: the newest check-back about each half.
         self._check_backs: dict[str, OrderedDict[str, dict[str, CheckBack]]] = {}
-        self._in_work: dict[str, float] = {}  # transactions that a resolver works on, and until when
+        self._in_work: dict[str, float] = {}  # transactions that a resolver is deciding, and until when
         self._owners: dict[str, RocketMQOwner] = {}
 
     def put(self, half: Half, deadline: Deadline) -> Half:
@@ -77,7 +77,7 @@ class RocketMQHalfStore(HalfStore):
         return replace(half, how={"log": dict(writer.evidence().log or {})})
 
     def _owner(self, half: Half) -> RocketMQOwner:
-        """Return the owner under whose name this process stores half messages. No other process opens that name."""
+        """Return the owner with whose name this process stores a half message. No other process opens this name."""
         name = half.transaction.rsplit("/", 2)[0]
         with self._changed:
             if name not in self._owners:
@@ -101,7 +101,7 @@ class RocketMQHalfStore(HalfStore):
             if claim is None:
                 self._release(half.transaction)
                 return Outcome.UNKNOWN
-            decision = claim.decision  # the process that decided may have died before it ended the halves
+            decision = claim.decision  # the process that decided the transaction may have died before ending the halves
         token = Token("rocketmq", self._cluster.id, half.transaction, {}, True, None, len(half.messages), None, log)
         outcome = end_prepared(self._ender, token, decision, ledger, deadline)
         self._release(half.transaction)
@@ -115,7 +115,7 @@ class RocketMQHalfStore(HalfStore):
         while not halves and not deadline.expired:
             taken = self._take(group, limit, deadline)
             for transaction, checks in taken:
-                # A transaction that takes long, because a broker or a log is down, leaves time for the others.
+                # Divide the time: a transaction whose broker or log is down must leave time for the others.
                 patience = Deadline(_IN_WORK_SECONDS / len(taken))
                 half = self._try_half(group, transaction, checks, patience)
                 if half is not None:
@@ -127,7 +127,9 @@ class RocketMQHalfStore(HalfStore):
         return halves
 
     def _try_half(self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline) -> Half | None:
-        """Return the half message; None and a warning if its state cannot be read, so that the others go on."""
+        """Return the half message; None, with a warning in the log file, if its state cannot be read, so that others
+        are resolved.
+        """
         try:
             return self._half(group, transaction, checks, deadline)
         except TxnBridgeError as error:
@@ -158,7 +160,7 @@ class RocketMQHalfStore(HalfStore):
             self._cluster.producer_groups.leave(self._producer_groups(group), deadline)
 
     def _note_check_backs(self, group: str, checks: Sequence[CheckBack]) -> None:
-        """Note check-backs. Brokers repeat those that get no response."""
+        """Keep check-backs for resolvers. Brokers repeat check-backs that get no response."""
         with self._changed:
             asked = self._check_backs.get(group, OrderedDict())
             for check in checks:
@@ -170,12 +172,14 @@ class RocketMQHalfStore(HalfStore):
             self._changed.notify_all()
 
     def _is_own(self, record: MessageExt) -> bool:
-        """Return whether a half is this application's: shared producer groups have those of others (hazard H84)."""
+        """Return whether a half belongs to this application: shared producer groups have halves of others
+        (hazard H84).
+        """
         application, origin = self._cluster.settings.application, origin_of(record)
         return origin is not None and origin.log.get("log", application) == application
 
     def _take(self, group: str, limit: int, deadline: Deadline) -> list[tuple[str, list[CheckBack]]]:
-        """Return transactions that have check-backs and that no resolver works on. Wait for the first one."""
+        """Return transactions that have check-backs and that no resolver is deciding. Wait until there is one."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -196,16 +200,16 @@ class RocketMQHalfStore(HalfStore):
     def _half(self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline) -> Half | None:
         """Return the half message to resolve; None if it is settled or was not completely stored.
 
-        An incomplete half message has caused no work of the application. A settled one may have copies that the broker
-        made before it saw the end, and about which it asks again.
+        An incomplete half message has caused no work of the application. A settled half message may have copies that
+        the broker made before it was ended, with check-backs of their own.
         """
         record = checks[0].record
         origin = origin_of(record)
         if origin is None:
             return None
         ledger = self._ledger_in(transaction, origin)
-        # Read before the log: a record that is written before the deadline may lead to work of the application (hazard
-        # H83)
+        # Check the deadline before reading the log: a record written before the deadline may lead to work of the
+        # application (hazard H83)
         was_over = is_over(origin.deadline)
         claim = ledger.decided(transaction, deadline, log=origin.log)
         prepared = _prepare_record(ledger, transaction, origin, deadline)
@@ -280,7 +284,7 @@ class RocketMQHalfStore(HalfStore):
 
 
 class _HalfMessageWriter(RocketMQPreparedWriter):
-    """Prepares the messages of one half. They may wait for as long as the broker keeps messages."""
+    """Writer that prepares one half message. Its halves may stay undecided for as long as the broker keeps messages."""
 
     def __init__(self, owner: RocketMQOwner, half: Half, group: str) -> None:
         self._half = half
@@ -301,14 +305,16 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
         self._origin = replace(self._origin, deadline=self._half.deadline_at)
 
     def give_up(self, deadline: Deadline) -> None:
-        """Abort after a failure, so that no message of the half is ever published."""
+        """Abort after a failure, so that the half message is never published."""
         # No prepare record names these halves, so they are dropped after the broker's check-back
         with suppress(TxnBridgeError):
             self.abort(deadline)
 
 
 def _prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
-    """Return the prepare record, which is written once all halves of the transaction are stored; None without one."""
+    """Return the prepare record, which is written once all halves of the transaction are stored; None if
+    there is none.
+    """
     for entry in ledger.find(transaction, deadline, log=origin.log):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)

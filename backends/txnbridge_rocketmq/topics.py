@@ -27,10 +27,11 @@ from txnbridge_rocketmq.settings.names import topic_name
 
 # How long a route is cached. Other clients may add queues at any time, and a look-up takes a millisecond.
 _FRESH_SECONDS = 1.0
-# How long a topic is looked for before it counts as missing: a broker that has just started is not registered yet.
+# Seconds for which a topic is looked up before it counts as missing: a broker that has just started is not registered
+# yet.
 _SURE_SECONDS = 0.5
 _LOOK_SECONDS = 0.01
-# The time between two looks for a broker that is down, and how long a live broker may take to respond.
+# Seconds between two requests while a broker is down, and seconds that a live broker may take to respond.
 _AWAY_PAUSE = 0.1
 _ANSWER_SECONDS = 2.0
 # The message types of topics. Brokers enforce them only for gRPC clients.
@@ -61,13 +62,15 @@ class RocketMQTopics:
         """Return the readable queues of a topic, by partition.
 
         Create a missing topic if `create` and the settings allow that. The route is cached for a moment, unless it has
-        fewer than `at_least` queues. Raise `NotFound`, `InvalidOption`, or `NotSupported` for a topic on several
-        brokers.
+        fewer than `at_least` queues. Raise `NotFound` if the topic is missing, `InvalidOption` if its name is invalid,
+        or `NotSupported` if it is on several brokers.
         """
         return self._route(topic, deadline, at_least, create).readable
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[Queue, ...]:
-        """Return the writable queues of a topic. Raise as `queues`, and `NotFound` for a missing partition."""
+        """Return the writable queues of a topic. Raise the errors of `queues`, and `NotFound` if the partition is
+        missing.
+        """
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         queues = self._route(topic, deadline, (partition or 0) + 1).writable
@@ -78,7 +81,7 @@ class RocketMQTopics:
         return queues
 
     def existing_queues(self, topic: str, deadline: Deadline) -> tuple[Queue, ...]:
-        """Return the readable queues of a topic without creating it; () if there certainly is no such topic.
+        """Return the readable queues of a topic without creating it; () if the topic certainly does not exist.
 
         Raise `DeadlineExceeded` while a broker is down that may have the topic.
         """
@@ -93,7 +96,7 @@ class RocketMQTopics:
         return route_of(self._client, topic, deadline)
 
     def _find_route(self, topic: str, deadline: Deadline) -> TopicRoute | None:
-        """Return the route of a topic; None if there certainly is no such topic. Wait for brokers that are down.
+        """Return the route of a topic; None if the topic certainly does not exist. Wait for brokers that are down.
 
         A name server forgets the topics of a broker moments after the broker has stopped, as if they had been deleted
         (hazard H81).
@@ -121,8 +124,8 @@ class RocketMQTopics:
             request = administration.topic_attributes(topic)
             return self._client.call(broker, request, min(_ANSWER_SECONDS, deadline.left())) is not None
         except RemotingError as error:
-            # A user without the right to ask relies on the name server, which learns of a broker and its topics
-            # together.
+            # The user has no right to ask the broker. The name server gets a broker and its topics in one registration,
+            # so its answer is used.
             return not isinstance(translate(error, ""), AccessDenied)
 
     def _route(self, topic: str, deadline: Deadline, at_least: int, create: bool = True) -> TopicRoute:
@@ -154,7 +157,9 @@ class RocketMQTopics:
     # --- changing -----------------------------------------------------------------------------------------------------
 
     def create(self, topic: str, partitions: int, deadline: Deadline) -> bool:
-        """Create a topic. Return False if it existed before, with any number of partitions. Raise `InvalidOption`."""
+        """Create a topic. Return False if it exists already, with any number of partitions. Raise `InvalidOption` if a
+        value is invalid.
+        """
         if partitions < 1:
             raise InvalidOption(f"a topic has at least one partition, not {partitions}")
         if self.existing_queues(topic, deadline):
@@ -164,7 +169,9 @@ class RocketMQTopics:
         return created
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions. Raise `NotFound`, or `InvalidOption` for fewer partitions than there are."""
+        """Add partitions. Raise `NotFound` if the topic is missing, `InvalidOption` for fewer partitions than
+        it has.
+        """
         queues = self.existing_queues(topic, deadline)
         if not queues:
             raise NotFound(f"there is no topic {topic!r}")
@@ -176,7 +183,7 @@ class RocketMQTopics:
         self._known.pop(topic, None)
 
     def delete(self, topic: str, deadline: Deadline) -> None:
-        """Delete a topic from all its brokers. Raise `NotFound`."""
+        """Delete a topic from all its brokers. Raise `NotFound` if the topic is missing."""
         route = self._find_route(topic, deadline)
         if route is None:
             raise NotFound(f"there is no topic {topic!r}")
@@ -206,8 +213,8 @@ class RocketMQTopics:
     def internal(self, topic: str, deadline: Deadline) -> Queue:
         """Return the only queue of one of the bridge's own topics. Create a missing topic on the home broker.
 
-        Raise `InvalidOption` for a topic with more queues or on another broker, and `AccessDenied` with the command
-        that an administrator has to run.
+        Raise `InvalidOption` if the topic has more queues or is on another broker, and `AccessDenied`, with the command
+        for an administrator, if a right is missing.
         """
         queue = Queue(topic, self.home, 0)
         if topic not in self._internal:
@@ -229,7 +236,8 @@ def route_of(client: RemotingClient, topic: str, deadline: Deadline) -> TopicRou
 def ensure_single_queue(client: RemotingClient, queue: Queue, deadline: Deadline) -> None:
     """Create a topic with this one queue if it is missing, and return when it exists.
 
-    Raise `InvalidOption` for a topic with other queues, and `AccessDenied` with the administrator's command.
+    Raise `InvalidOption` if the topic has other queues, and `AccessDenied`, with the command for an administrator, if a
+    right is missing.
     """
     topic, broker = topic_name(queue.topic), queue.broker
     route = route_of(client, topic, deadline)

@@ -19,7 +19,7 @@ _REPLY = "_REPLY_TOPIC"
 
 
 class RocketMQAdmin(Admin):
-    """Administration of the whole cluster."""
+    """Administration of a cluster's topics and open transactions."""
 
     def __init__(self, ender: HalfEnder) -> None:
         self._ender = ender
@@ -37,7 +37,7 @@ class RocketMQAdmin(Admin):
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        """Create a topic on the home broker. Raise `NotSupported` for a retention."""
+        """Create a topic on the home broker. Raise `NotSupported` if a retention is given."""
         if retention_seconds is not None or retention_bytes is not None:
             raise NotSupported(
                 f"topic {name!r}: RocketMQ keeps the messages of all topics for the same time (fileReservedTime of the"
@@ -106,7 +106,7 @@ class RocketMQAdmin(Admin):
         ]
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End an open transaction. A half of another client is named by its unique key."""
+        """End an open transaction, given by its id; for a half of another client, by the half's unique key."""
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")
         return open_halves.end_open(self._ender, self._named(transaction, deadline), decision, deadline)
@@ -118,7 +118,7 @@ class RocketMQAdmin(Admin):
         raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
-        """Have the broker ask again about discarded halves. Raise `NotFound` or `InvalidState`."""
+        """Have the broker send check-backs for discarded halves again. Raise `NotFound` or `InvalidState`."""
         listed = self._named(transaction, deadline)
         count = open_halves.resume_check_backs(self._cluster, listed, deadline)
         if not count:

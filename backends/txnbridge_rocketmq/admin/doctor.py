@@ -14,12 +14,12 @@ from txnbridge_rocketmq.settings import RocketMQSettings
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 from txnbridge_rocketmq.topics import route_of
 
-# The least age of a half at the first check-back. Brokers set to 0.3 s asked about halves that were ended at once, and
-# brokers set to one second did not.
+# The least age of a half at the first check-back. Brokers set to 0.3 s sent check-backs for halves that were ended
+# immediately; brokers set to one second did not.
 _YOUNGEST_SECONDS = 1.0
 # The outage of an application that halves should survive: a repair may take until the next morning.
 _OUTAGE_SECONDS = 12 * 3600
-# The default retention of brokers. An application that stands still for longer loses what only its log knew.
+# The default retention of brokers. An application that is stopped for longer loses the records of its decision log.
 _KEPT_SECONDS = 72 * 3600
 # The margin in retention for clocks that differ, as in the decision log.
 _SKEW_SECONDS = 300
@@ -68,8 +68,8 @@ def _check_switches(config: BrokerConfig) -> Iterator[Advice]:
 def _check_intervals(config: BrokerConfig) -> Iterator[Advice]:
     """Yield advice about the timing of check-backs.
 
-    A broker asks again about a half whose op message it has not written yet. A resolver that does not look first then
-    publishes the message twice.
+    A broker sends another check-back for an ended half if it has not written the op message yet. A resolver that
+    commits without a look-up then publishes the message twice.
     """
     least = max(2 * config.op_message_interval, _YOUNGEST_SECONDS)
     if config.transaction_timeout < least:
@@ -227,7 +227,7 @@ def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettin
 
 
 def _check_transaction(listed: OpenTransaction, named: _Named) -> Iterator[Advice]:
-    """Yield advice about one transaction. `named` holds application (if known) and group if it is a half message."""
+    """Yield advice about one transaction. `named` has application (if known) and group of a half message."""
     now = time.time() * 1000
     if listed.state == "discarded":
         yield Advice(

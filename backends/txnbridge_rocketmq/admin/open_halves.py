@@ -1,4 +1,4 @@
-"""Open and discarded halves: listed, ended by hand, and asked about again."""
+"""Lists open and discarded halves, ends them for an administrator, and resumes their check-backs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _log = logging.getLogger("txnbridge")
 
 # The group of the broker's own check-back service, and the topic of its op messages, which name halves that have ended.
 _BROKERS_GROUP, _NOTES_TOPIC = "CID_RMQ_SYS_TRANS", "RMQ_SYS_TRANS_OP_HALF_TOPIC"
-# The group in these requests, which has no members.
+# The group in pull requests, which has no members.
 _GROUP = "txnbridge-listing"
 _NOTED = re.compile(rb"\d+")
-# How far before the broker's offset reading of op messages begins: each names one half or several, so the broker may be
-# a little further among them than among the halves.
+# Op messages are read from this many before the broker's offset: each names one half or several, so the broker may have
+# read further in op messages than in halves.
 _NOTES_BACK = 1024
-# How long a decided transaction is not listed, because it is still being published.
+# Seconds for which a decided transaction is not listed, because it may still be being published.
 _JUST_NOW = 1.0
 _AGAIN_SECONDS = 0.01
 # How long after the op message a broker may still copy the half: it pauses for a second within a round.
@@ -78,7 +78,7 @@ class OpenHalves:
 
     @property
     def may_be_published(self) -> bool:
-        """Return False for a discarded half of another client, about which no broker asks any more."""
+        """Return False for a discarded half of another client, for which no broker sends check-backs any more."""
         return self.origin is not None or self.state != "discarded"
 
     @property
@@ -91,7 +91,9 @@ class OpenHalves:
 
 
 def list_open(cluster: RocketMQCluster, deadline: Deadline) -> list[OpenHalves]:
-    """Return all open transactions on all brokers, and all discarded ones that have not ended since."""
+    """Return all open transactions on all brokers, and all transactions with discarded halves that have not ended
+    since.
+    """
     waiting: dict[str, list[PendingHalf]] = {}
     for broker in cluster.brokers.names(deadline):
         for each in _newest([*_discarded(cluster, broker, deadline), *_waiting(cluster, broker, deadline)]):
@@ -106,13 +108,13 @@ def _name_of(half: PendingHalf) -> str:
 
 
 def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
-    """Return the last copy of each half, with which the broker continues."""
+    """Return the last copy of each half, for which the broker sends the next check-back."""
     by_key = {(each.record.unique_key, each.partition): each for each in halves}
     return list(by_key.values())
 
 
 def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """Yield open halves from the broker's own offset on, without those that an op message names."""
+    """Yield open halves: those after the check-back service's offset that no op message names."""
     halves = _service_offset(cluster, broker, HALF_TOPIC, deadline)
     records = _records(cluster, broker, HALF_TOPIC, halves, deadline)
     pending = [PendingHalf(broker, replace(record, body=b"")) for record in records]
@@ -159,7 +161,7 @@ def _ask(cluster: RocketMQCluster, broker: str, request: RpcRequest[T], deadline
 
 
 def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], deadline: Deadline) -> OpenHalves | None:
-    """Return the state of a transaction; None if it has ended just now, before the broker wrote its op message."""
+    """Return a transaction with its state; None if it has ended and the broker has not written its op message yet."""
     origin = origin_of(halves[0].record)
     discarded = all(half.discarded for half in halves)
     listed = OpenHalves(name, "discarded" if discarded else "open", halves, origin)
@@ -181,7 +183,7 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
 
 
 def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
-    """Return a decided transaction that is still open, its owner having died; None if decided just now."""
+    """Return a decided transaction whose halves are still open; None if it was decided only seconds ago."""
     if claim.decision is Decision.ABORT and listed.state == "discarded":
         return None
     noted = max(cluster.brokers.config(half.broker, deadline).op_message_interval for half in listed.halves)
@@ -198,7 +200,7 @@ def ledger_of(cluster: RocketMQCluster, listed: OpenHalves) -> Ledger:
 
 
 def as_open_transaction(cluster: RocketMQCluster, listed: OpenHalves) -> OpenTransaction:
-    """Return the transaction as the administrator's interface shows it."""
+    """Return the transaction in the form that `Admin.transactions` returns."""
     record = listed.halves[0].record
     prepared = listed.prepared
     return OpenTransaction(
@@ -235,7 +237,7 @@ def token_of(cluster: RocketMQCluster, listed: OpenHalves) -> Token | None:
 
 
 def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
-    """End a transaction for an administrator. Return the true outcome. Raise `InvalidState` or `EvidenceLost`."""
+    """End a transaction for an administrator. Return the actual outcome. Raise `InvalidState` or `EvidenceLost`."""
     if listed.origin is None:
         return _end_foreign(ender.cluster, listed, decision, deadline)
     ledger = ledger_of(ender.cluster, listed)
@@ -254,7 +256,7 @@ def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline:
 def _drop_all(ender: HalfEnder, listed: OpenHalves, deadline: Deadline) -> None:
     """Drop all copies of ended halves, including copies made after the halves were listed. Published messages stay.
 
-    A broker that checks a half before it has written the op message makes another copy, about which it may never ask.
+    A broker that checks a half before writing its op message makes another copy, perhaps without a check-back for it.
     """
     cluster, brokers = ender.cluster, {half.broker for half in listed.halves}
     noted = max(cluster.brokers.config(broker, deadline).op_message_interval for broker in brokers)
@@ -315,7 +317,7 @@ def _end_foreign(cluster: RocketMQCluster, listed: OpenHalves, decision: Decisio
 
 
 def resume_check_backs(cluster: RocketMQCluster, listed: OpenHalves, deadline: Deadline) -> int:
-    """Have the broker ask again about discarded halves, counting from zero. Return the number of halves."""
+    """Have the broker send check-backs for discarded halves again, counted from zero. Return the number of halves."""
     discarded = [half for half in listed.halves if half.discarded]
     for half in discarded:
         _ask(cluster, half.broker, administration.resume_half(half.record.offset_id), deadline)

@@ -1,6 +1,6 @@
 """A client of RocketMQ's remoting protocol, which brokers and name servers speak on their own ports.
 
-The client knows nothing of bridges (only `retry` does) and needs nothing but Python. It exposes what the protocol says:
+The client knows nothing of bridges (only `retry` does) and needs nothing but Python. It exposes the protocol's details:
 the addresses of half messages, response codes, and whether a failed request may have had effect. Functions make
 requests, and a `RemotingClient` sends them:
 

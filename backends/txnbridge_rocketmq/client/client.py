@@ -1,11 +1,11 @@
-"""A client of one cluster: it finds brokers by name, keeps connections and heartbeats, and receives check-backs.
+"""A client of one cluster: finds brokers by name, keeps connections and heartbeats, and receives check-backs.
 
     with RemotingClient(["127.0.0.1:9876"]) as client:
         queue = client.route("orders", timeout=5).writable[0]
         request = send(WireMessage("orders", b"hello"), "shop", queue.queue)
         result = client.call(queue.broker, request, timeout=5)
 
-The client repeats only requests to name servers. For all others the caller knows whether repeating is safe.
+The client repeats only requests to name servers. Only the caller can decide whether repeating another request is safe.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _OWN_SECONDS = 3.0
 _LIST_SECONDS = 5.0
 # How long `close` waits for a callback that is still running.
 _CLOSE_SECONDS = 5.0
-# How long the client tries to unregister. Brokers also notice the end of the connection.
+# Seconds for unregistering. Brokers also notice the end of the connection.
 _LEAVE_SECONDS = 1.0
 # The maximum age of a cached route, as in the Java client.
 _ROUTE_SECONDS = 30.0
-# Limits of the queue of notifications for the callbacks. A notification that finds no room is dropped, and the broker
-# sends it again. Check-backs carry whole messages, hence the limit in bytes.
+# Limits of the queue of notifications for the callbacks. A notification for which there is no room is dropped, and the
+# broker sends it again. Check-backs carry whole messages, hence the limit in bytes.
 _MOST_NOTIFICATIONS = 1000
 _MOST_NOTIFICATION_BYTES = 64 << 20
 
@@ -146,7 +146,7 @@ class RemotingClient:
         raise last
 
     def route(self, topic: str, timeout: float, fresh: bool = False) -> TopicRoute | None:
-        """Return where a topic is, None if the name server does not know it. A cached route is at most 30 s old."""
+        """Return the route of a topic; None if the name server has none. A cached route is at most 30 s old."""
         with self._lock:
             asked_at, known = self._routes.get(topic, (0.0, None))
         if known is not None and not fresh and time.monotonic() - asked_at < _ROUTE_SECONDS:
@@ -180,8 +180,8 @@ class RemotingClient:
     def join(self, membership: Membership, timeout: float) -> None:
         """Join exactly these groups with every broker of the cluster, and leave all others.
 
-        Every broker that can be reached has been told when the method returns. Brokers that cannot be reached, and
-        brokers that restart, are told as soon as possible until `close`. Raise the last error if none could be told.
+        When this method returns, every reachable broker has the membership. Unreachable and restarted brokers get it as
+        soon as possible, until `close`. Raise the last error if no broker could be reached.
         """
         until = time.monotonic() + timeout
         with self._lock:

@@ -129,7 +129,7 @@ class Property:
     COPY_OF = "TRAN_PREPARED_QUEUE_OFFSET"
 
 
-# The broker's topics for half messages, and the topic of half messages that it gave up after the last check-back.
+# The broker's topics for half messages, and the topic of half messages that were discarded after the last check-back.
 HALF_TOPIC = "RMQ_SYS_TRANS_HALF_TOPIC"
 ROCKSDB_HALF_TOPIC = "RMQ_SYS_ROCKSDB_TRANS_HALF_TOPIC"
 DISCARDED_TOPIC = "TRANS_CHECK_MAX_TIME_TOPIC"

@@ -1,7 +1,7 @@
-"""One connection to a broker or name server, with many requests in flight, which `opaque` tells apart.
+"""One connection to a broker or name server, with many requests in flight, each with its own `opaque` number.
 
-A thread of its own reads the connection. Its memory is bounded: the number of requests in flight is limited, and it
-buffers at most one incomplete frame.
+A thread of its own reads the connection. The connection's memory is bounded: the number of requests in flight is
+limited, and it buffers at most one incomplete frame.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 MOST_IN_FLIGHT = 1024
 # How often the reading thread looks for expired calls. A call that no thread waits for ends that much later.
 _LOOK_SECONDS = 0.25
-# A connection on which no byte came for this long while a response was due counts as dead. TCP alone needs a quarter of
-# an hour to find out. A live broker responds, or says that it is busy, well before.
+# A connection on which no byte arrived for this long while a response was due counts as dead. TCP alone needs a quarter
+# of an hour to find out. A live broker responds, or says that it is busy, well before.
 _SILENCE_SECONDS = 5.0
 # Timeout of a response to the broker's own request. Such a response has about a hundred bytes.
 _ANSWER_SECONDS = 1.0
@@ -67,7 +67,7 @@ class Call(Generic[T]):
         """
         if not self._ended.wait(max(0.0, self.until - time.monotonic())):
             self._connection.give_up(self)
-            self._ended.wait()  # the call was given up just now, or the response arrived in that moment
+            self._ended.wait()  # the call has just timed out or ended
         answer = self._answer
         assert answer is not None
         if isinstance(answer, RemotingError):
@@ -87,7 +87,7 @@ class Call(Generic[T]):
         callback(self)
 
     def end(self, answer: RemotingCommand | RemotingError) -> None:
-        """Set the outcome. The connection does that once."""
+        """Set the outcome. The connection calls this once."""
         with self._lock:
             self._answer = answer
             self._ended.set()
@@ -100,9 +100,10 @@ class Call(Generic[T]):
 
 
 class RemotingConnection:
-    """One connection, open from the start until it is lost or closed. It is never reopened.
+    """An open connection, which is never reopened after it is lost or closed.
 
-    `on_request` receives the broker's own requests on the reading thread, and must return at once. Raise `Unreachable`.
+    `on_request` receives the broker's own requests on the reading thread, and must return at once. Raise `Unreachable`
+    if connecting fails.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The client's errors, each of which says whether the request may have had effect all the same.
+"""The client's errors, each of which says whether the failed request may have had effect.
 
 Error texts contain codes, addresses, topics and the broker's remark. They never contain bodies, keys or secrets.
 """

@@ -57,7 +57,7 @@ class Queue:
 
 
 def heartbeat(client_id: str, membership: Membership) -> RpcRequest[None]:
-    """Register this client and its groups. The registration holds for this connection, and for two minutes."""
+    """Register this client and its groups. A registration ends after two minutes, or with the connection."""
     body = {
         "clientID": client_id,
         "producerDataSet": [{"groupName": group} for group in sorted(membership.producers)],

@@ -50,7 +50,9 @@ class PullStatus(IntEnum):
 
 @dataclass(frozen=True)
 class PullResult:
-    """The messages of a pull, and the queue's bounds at that time: its first offset, and the offset behind its last."""
+    """The messages of a pull, and the queue's bounds at that time: its first offset, and the offset after its last
+    message.
+    """
 
     status: PullStatus
     next_offset: int
@@ -104,7 +106,7 @@ def min_offset(topic: str, queue: int) -> RpcRequest[int]:
 
 
 def max_offset(topic: str, queue: int) -> RpcRequest[int]:
-    """Return the offset behind the last message that readers see. A stored message becomes visible a moment later."""
+    """Return the offset after the last message that readers see. A stored message becomes visible a moment later."""
     return _offset("end", RequestCode.GET_MAX_OFFSET, topic, queue, committed=True)
 
 
@@ -130,8 +132,8 @@ def log_offset_at(topic: str, queue: int, offset: int) -> RpcRequest[int | None]
 def by_unique_key(topic: str, unique_key: str) -> RpcRequest[list[MessageExt]]:
     """Return the messages of a topic with this unique key, in the order in which they were stored.
 
-    A broker returns at most `defaultQueryMaxNum` (32) of them, the newest ones. They come in one response with their
-    bodies, so this request is for keys with few messages.
+    A broker returns at most `defaultQueryMaxNum` (32) of them, the newest ones. One response holds all messages with
+    their bodies, so this request is for keys with few messages.
     """
     return _look_up(topic, unique_key, 32, lambda records, count: records, _UNIQUE_KEY_QUERY=True)
 
@@ -148,8 +150,9 @@ class NewestByKey:
 def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool = False) -> RpcRequest[NewestByKey]:
     """Look for the newest message of a topic with this unique key, among the `count` newest index entries.
 
-    The index stores keys as a hash of four bytes, so the newest entry may be a message with another key. Then ask again
-    with a larger `count`, of `MOST_LOOKED_UP` at most. Without `body` the message is returned without its body.
+    The index stores keys as a hash of four bytes, so the newest entry may be a message with another key. Then repeat
+    the request with a larger `count`, of `MOST_LOOKED_UP` at most. Without `body` the message is returned without its
+    body.
     """
 
     def read(records: list[MessageExt], offered: int) -> NewestByKey:
@@ -177,7 +180,7 @@ def _look_up(
 
 
 def at_log_offset(topic: str, log_offset: int) -> RpcRequest[MessageExt]:
-    """Read the message at a commit log offset. The result raises `ErrorResponse` (SYSTEM_ERROR) without one."""
+    """Read the message at a commit log offset. The result raises `ErrorResponse` (SYSTEM_ERROR) if none is stored."""
 
     def read(answer: RemotingCommand) -> MessageExt:
         (record,) = decode_records(answer.body)

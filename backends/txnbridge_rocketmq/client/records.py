@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from txnbridge_rocketmq.client.codes import Property, SystemFlag
 from txnbridge_rocketmq.client.errors import CannotDecompress, ProtocolViolation
 
-# The magic number tells whether the length of the topic takes one byte or two.
+# The magic number says whether the length of the topic takes one byte or two.
 _SHORT_TOPIC, _LONG_TOPIC = -626843481, -626843477
 _COMPRESSIONS = {0: "zlib", 1: "LZ4", 2: "ZSTD", 3: "zlib"}
 # The limit for an unpacked body. Brokers accept 4 MiB by default, compressed or not; a body that unpacks to many times
@@ -57,7 +57,8 @@ class OffsetId:
 class MessageExt:
     """One message as the broker stores it.
 
-    `offset_id` is its address. `prepared_offset` is the commit log offset of the half from which it was published, or
+    `offset_id` is the message's address. `prepared_offset` is the commit log offset of the half from which it was
+    published, or
     0. `body` is the stored body, which `payload()` unpacks. Times are in milliseconds since 1970.
     """
 

@@ -1,4 +1,4 @@
-"""Requests as values: each one knows how it is encoded and how its response is read.
+"""Requests as values: each contains its encoded fields and the function that decodes its response.
 
 The modules `sending`, `reading`, `groups` and `administration` make requests; a `RemotingClient` sends them.
 """

@@ -22,7 +22,7 @@ T = TypeVar("T")
 _PAUSE = 0.05
 # The maximum number of requests in flight. A broker is no faster with more.
 AT_ONCE = 256
-# The same for look-ups by key, whose responses each hold a whole message of up to 4 MiB by default.
+# The maximum for look-ups by key, whose responses each hold a whole message of up to 4 MiB by default.
 _LOOKED_UP_AT_ONCE = 32
 
 
@@ -34,7 +34,7 @@ def retry(
 ) -> T:
     """Repeat an idempotent attempt until it succeeds, fails for good, or the deadline passes.
 
-    Raise the error that `to_error` makes of the client's error, or `DeadlineExceeded`.
+    Raise the error that `to_error` returns for the client's error, or `DeadlineExceeded` at the deadline.
     """
     while True:
         try:
@@ -78,7 +78,9 @@ def retry_calls(
 def look_up_by_key(
     client: RemotingClient, wanted: Sequence[tuple[str, str, str]], action: str, deadline: Deadline, body: bool = False
 ) -> list[MessageExt | None]:
-    """Return the newest message for each (broker, topic, key), or None. Raise `EvidenceLost` if unknown."""
+    """Return the newest message for each (broker, topic, key), or None. Raise `EvidenceLost` if the index cannot show
+    it.
+    """
     asked = [(broker, reading.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in wanted]
     answers = retry_calls(client, asked, action, deadline, _LOOKED_UP_AT_ONCE)
     return [
@@ -90,7 +92,7 @@ def look_up_by_key(
 def _look_further(
     client: RemotingClient, wanted: tuple[str, str, str], action: str, deadline: Deadline, body: bool
 ) -> MessageExt | None:
-    """Look behind newer messages whose keys have the same hash as the wanted key."""
+    """Look further back, past newer messages whose keys have the same hash as the wanted key."""
     broker, topic, key = wanted
     count = 1
     while count < reading.MOST_LOOKED_UP:

@@ -38,7 +38,7 @@ def route(topic: str) -> RpcRequest[TopicRoute | None]:
         f"asking where topic {topic} is",
         RequestCode.GET_ROUTE_INFO_BY_TOPIC,
         read,
-        # Newer name servers decide by the version in the header, which implies the same.
+        # Newer name servers use the version in the header instead, which has the same effect.
         fields(topic=topic, acceptStandardJsonOnly=True),
         accepted=frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.TOPIC_NOT_EXIST)}),
     )

@@ -53,7 +53,7 @@ class WireMessage:
 
 @dataclass(frozen=True)
 class SendResult:
-    """The place of a stored message. For a half message, `queue_offset` is the offset in the half topic."""
+    """The address of a stored message. For a half message, `queue_offset` is the offset in the half topic."""
 
     offset_id: OffsetId
     queue: int
@@ -96,7 +96,8 @@ def send(message: WireMessage, group: str, queue: int) -> RpcRequest[SendResult]
 def send_half(message: WireMessage, group: str, queue: int, immunity: int | None = None) -> RpcRequest[SendResult]:
     """Store a half message, which no reader sees before `end` commits it. `half_handle` makes its handle of the result.
 
-    For `immunity` seconds the broker sends no check-back for the half. Later it refuses `from_check=False`.
+    For `immunity` seconds the broker sends no check-back for the half. After that time the broker refuses to end the
+    half with `from_check=False`.
     """
     if refused := _NOT_FOR_HALVES & message.properties.keys():
         raise ValueError(f"{sorted(refused)[0]}: a half that is to be delivered late would be lost")
@@ -107,7 +108,7 @@ def send_half(message: WireMessage, group: str, queue: int, immunity: int | None
 
 
 def half_handle(topic: str, group: str, stored: SendResult) -> HalfHandle:
-    """Return the handle of a half that was sent with this producer group."""
+    """Return the handle of a half that was sent with this producer group, from the result of sending."""
     return HalfHandle(topic, group, stored.queue_offset, stored.offset_id.log_offset, stored.unique_key)
 
 

@@ -31,7 +31,7 @@ class RemotingTransport:
         self._closed = False
 
     def send(self, data: bytes, until: float) -> None:
-        """Write a whole frame. Raise `ResponseTimeout` or `OSError`.
+        """Write a whole frame. Raise `ResponseTimeout` at the deadline, `OSError` if the connection fails.
 
         After an error the peer may have received a part of the frame, but never all of it. If a part was written, the
         connection is closed.
@@ -69,7 +69,9 @@ class RemotingTransport:
         return True
 
     def receive(self, until: float) -> bytes | None:
-        """Return the next bytes, b"" at the end of the stream, None if none came in time. Raise `OSError`."""
+        """Return the next bytes, b"" at the end of the stream, None if none arrived in time. Raise `OSError` if the
+        connection fails.
+        """
         while True:
             try:
                 with self._touching:

@@ -1,4 +1,4 @@
-"""The options of a bridge to RocketMQ, and the settings made of them."""
+"""The options of a bridge to RocketMQ, and the settings that result from URL and options."""
 
 from __future__ import annotations
 
@@ -40,16 +40,22 @@ class RocketMQSettings:
     tls_verify_hostname: bool = True
 
     def log_topic(self, application: str) -> str:
-        """Return the topic of a decision log. Raise `InvalidOption` for an application whose name is too long."""
+        """Return the topic of an application's decision log. Raise `InvalidOption` if the application's name is too
+        long.
+        """
         return topic_name(f"{self.prefix}log-{encoded(application)}")
 
     @property
     def cluster_topic(self) -> str:
-        """The topic whose first record holds the cluster's id. Topics that repeat the id add '-' and more."""
+        """The topic whose first record is the cluster's id. Names of topics that repeat the id begin with it
+        and '-'.
+        """
         return f"{self.prefix}cluster"
 
     def broker_topic(self, broker: str) -> str:
-        """Return the empty topic that records a broker. The name may be too long for a long broker name."""
+        """Return the name of the empty topic that records a broker. It may be too long for a topic if the broker's name
+        is long.
+        """
         return f"{self._broker_topics}{encoded(broker)}"
 
     def noted_broker(self, topic: str) -> str | None:
@@ -98,7 +104,9 @@ class RocketMQSettings:
         return Credentials(self.access_key, self.secret_key, self.security_token or None)
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return the TLS context of all connections; None without TLS. Raise `InvalidOption`."""
+        """Return the TLS context of all connections; None without TLS. Raise `InvalidOption` if a file cannot
+        be used.
+        """
         import ssl
 
         if not self.tls:
@@ -143,7 +151,7 @@ _ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
 
 
 def parse_settings(url: Url, options: Mapping[str, Any], context: Context) -> RocketMQSettings:
-    """Return the settings for a URL and its options. Raise `InvalidOption`."""
+    """Return the settings for a URL and options. Raise `InvalidOption` if a value is invalid."""
     for name in context.client_options:
         raise InvalidOption(
             f"the RocketMQ backend has no option {name!r}: its client is its own, and has none of its own"

@@ -21,7 +21,7 @@ _FRESH_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class BrokerConfig:
-    """The settings of one broker. Times are in seconds. A setting that the broker does not name has its default."""
+    """The settings of one broker. Times are in seconds. A setting that the broker does not return has its default."""
 
     name: str
     values: Mapping[str, str] = field(repr=False)
@@ -52,7 +52,7 @@ class BrokerConfig:
 
     @property
     def op_message_interval(self) -> float:
-        """The time until an ended half has its op message. An earlier round of check-backs asks once more."""
+        """The time until the broker writes an ended half's op message. A round before it sends one more check-back."""
         if self.number("transactionOpMsgMaxSize", 4_096) <= 1:
             return 0.0  # the op message of one half exceeds this size, so the broker writes each at once
         return self.number("transactionOpBatchInterval", 3_000) / 1000
@@ -101,7 +101,9 @@ class BrokerConfigs:
         return sorted(retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline))
 
     def require_config(self, broker: str, deadline: Deadline, fresh: bool = False) -> BrokerConfig:
-        """Return the settings of a broker, at most a minute old, or read anew if `fresh`. Raise `AccessDenied`."""
+        """Return a broker's settings, up to a minute old unless `fresh`. Raise `AccessDenied` if the user may not read
+        them.
+        """
         with self._lock:
             at, known = self._known.get(broker, (0.0, None))
         if known is not None and not fresh and time.monotonic() - at < _FRESH_SECONDS:
