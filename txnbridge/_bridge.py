@@ -335,7 +335,7 @@ class Bridge:
         start: str | int = "earliest",
         sharing: str = "partition",
     ) -> Consumer:
-        """Return a consumer of committed messages. A group's members share the partitions; without a group all are read.
+        """Return a consumer of committed messages. A group's members share the partitions; else all are read.
 
         `start` is where a group begins that has never read: "earliest", "latest" or a time in milliseconds since 1970.
         `sharing` is "partition" (each partition is read in order by one member), or, if the broker supports it,
@@ -457,7 +457,7 @@ class Bridge:
             return Publisher(connection, connection.broker.publisher(name, connection.deadline()))
 
     def decisions(self, name: str | None = None) -> Decisions:
-        """Open the decision log `name`, by default that of this bridge's application; the first claim on an id counts."""
+        """Open the decision log `name`, by default that of the application; the first claim on an id counts."""
         connection = self._connection
         with connection.call():
             return self._logs.open(name or connection.identity.application, connection.deadline())
