@@ -1,8 +1,9 @@
 """A fair semaphore: threads acquire its places in the order in which they asked.
 
-It limits the open transactions of a bridge to its writers, and lets one process's thread at a time write into the
-embedded broker's file. Waking a thread for each transaction would take a tenth of the time of a small transaction. So a
-thread that runs one transaction after the other keeps its place for a short time while other threads wait.
+It limits the open transactions of a bridge to its writers, and the threads of a process that write into an embedded
+broker's file to one at a time. Waking a thread for each transaction would take a tenth of the time of a small
+transaction. So a thread that runs one transaction after the other keeps its place for a short time while other threads
+wait.
 """
 
 from __future__ import annotations

@@ -98,8 +98,7 @@ class Processor(ConnectionUser):
     - `max_messages`, `max_wait`: the largest size of a batch, and the seconds after its first message to wait for more.
     - `timeout`: the timeout of each transaction; by default the bridge's.
     - `backoff`: the first and the longest wait, in seconds, before a failed pass is repeated; `retry_for`: after so
-      many
-      seconds of failures the loop stops with the error (None: no limit).
+      many seconds of failures the loop stops with the error (None: no limit).
     - `stop_timeout`: after a stop the handler has so many seconds to finish; then its transaction is aborted.
     - `start`: where a group begins that has never read, as in `bridge.consumer`.
 

@@ -78,7 +78,7 @@ def _bytes(encoded: object) -> bytes | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a codec failed, without the error's text, because decoders quote the message's data in it."""
+    """Return why a codec failed: the text of a TypeError; of other errors, which may quote data, only the class."""
     return str(error) if isinstance(error, TypeError) else type(error).__name__
 
 

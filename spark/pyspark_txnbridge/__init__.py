@@ -4,7 +4,7 @@
 
 Spark imports every installed module whose name begins with `pyspark_`, and a module that fails to import takes all
 Python data sources down, so importing this package never fails. The package imports a module only when one of its names
-is asked for, because txnbridge itself loads the package to find its commands.
+is accessed, because txnbridge itself loads the package to find its commands.
 """
 
 from __future__ import annotations

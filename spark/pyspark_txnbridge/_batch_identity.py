@@ -9,15 +9,15 @@ from txnbridge import TxnBridgeError
 
 
 class BatchInDoubt(TxnBridgeError):
-    """A batch was decided, and part of it can no longer be published. An operator has to look at it."""
+    """A batch was decided, but part of it can no longer be published. An operator has to solve this by hand."""
 
 
 @dataclass(frozen=True)
 class BatchId:
     """Identify one batch of one query (or named job) at one sink, as one run of that query writes it.
 
-    `attempt` is the number under which the batch is to be decided, where a run may try a batch again (`foreachBatch`).
-    `job` marks a version of a job, which is skipped below a published version. A query's batches only count up.
+    `attempt` is the number of the attempt that is decided, where a run may write a batch several times
+    (`foreachBatch`). `job` is True for a version of a named job, which is skipped if a later version is published.
     """
 
     query: str

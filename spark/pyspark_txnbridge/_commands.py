@@ -1,6 +1,6 @@
 """The plug-in that adds `txnbridge spark` and `txnbridge pipeline`.
 
-Every bridge loads this module, so it imports nothing before a command needs it.
+Every bridge loads this module, so its functions import other modules only when a command runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decide, publish and mark a batch on the driver, when all tasks of the batch have succeeded.
 
-The driver may die after any step. The next driver, or `recover`, reads the decision log and goes on from there.
+The driver may die after any step. The next driver, or `txnbridge spark recover`, reads the decision log and continues.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._batch_identity import BatchId, Written
-from pyspark_txnbridge._cleanup import (
+from pyspark_txnbridge._options import SinkOptions
+from pyspark_txnbridge._rows import RowTotals
+from pyspark_txnbridge._session import Claim, ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
+from pyspark_txnbridge._task import TASK_SHARE
+from pyspark_txnbridge._transaction_cleanup import (
     abort_open,
     ask_all,
     check_log,
@@ -26,10 +30,6 @@ from pyspark_txnbridge._cleanup import (
     other_rows,
     unfinished,
 )
-from pyspark_txnbridge._options import SinkOptions
-from pyspark_txnbridge._rows import RowTotals
-from pyspark_txnbridge._session import Claim, ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
-from pyspark_txnbridge._task import TASK_SHARE
 from txnbridge import (
     AccessDenied,
     Bridge,
@@ -46,14 +46,15 @@ from txnbridge import (
 
 _log = logging.getLogger("txnbridge.spark")
 
-# Spark sets this variable where it collects the logs of its Python workers; a worker by itself logs only warnings.
+# Spark sets this environment variable if it collects log lines of Python workers; otherwise a worker logs warnings
+# only.
 _COLLECTED = "PYSPARK_SPARK_SESSION_UUID"
 
 _Result = TypeVar("_Result")
 # The JSON that the decision log stores for one part of a batch, or for its totals.
 _Stored = Mapping[str, Any]
 
-# Spark has each micro-batch checked. One connection for each sink serves all checks.
+# Spark creates a writer, which checks the broker, for each micro-batch. One connection for each sink serves all checks.
 _checked: ClientPool[Bridge] = ClientPool()
 
 
@@ -69,11 +70,14 @@ def commit(options: SinkOptions, messages: Sequence[Written | None], unit: Batch
 
 
 def abort(options: SinkOptions, messages: Sequence[Written | None], unit: BatchId | None = None) -> None:
-    """Give a batch up, unless it is decided. If that fails, the batch's transactions end later by their time-out."""
+    """Decide to ABORT a batch unless it is decided, and abort its transactions.
+
+    If this fails, the batch's transactions end later by their time-out.
+    """
     written = [message for message in messages if message is not None]
     unit = unit or (written[0].unit if written else None)
     if unit is None:
-        return  # Spark does not say which batch is given up
+        return  # no task has reported the identity of the batch
     attempt = written[0].attempt if written else unit.attempt
     try:
         with_session(options, unit, lambda session: _abort(session, options, unit, attempt))
@@ -82,7 +86,7 @@ def abort(options: SinkOptions, messages: Sequence[Written | None], unit: BatchI
 
 
 def next_attempt(options: SinkOptions, unit: BatchId) -> int:
-    """Return the number of the batch's next attempt. Raise `Fenced` if another run has taken over."""
+    """Return the number of the batch's next attempt. Raise `Fenced` if a newer run of the query has opened the sink."""
 
     def look(session: SinkSession) -> int:
         session.decisions.open(unit.path, name=unit.run)
@@ -130,7 +134,7 @@ def _check_topic(bridge: Bridge, topic: str) -> None:
         try:
             bridge.admin.bounds(topic)
         except NotFound:
-            # Sending creates the topic where that is allowed; elsewhere the error says what to do.
+            # The sink's first send creates the topic if the broker allows this; otherwise its error says what to do.
             with bridge.transaction() as txn:
                 txn.send(topic, b"")
                 txn.abort()
@@ -191,7 +195,7 @@ def _commit(session: SinkSession, options: SinkOptions, unit: BatchId, written: 
 
 
 def _decide(session: SinkSession, unit: BatchId, opening: Opening, written: list[Written]) -> Claim | None:
-    """Return the decision that counts for a batch, or None if another process has marked it done meanwhile."""
+    """Return the counting COMMIT claim on a batch, claiming it if there is none; None if the batch is marked done."""
     known = unfinished(session, unit.batch_path)
     if known:
         dead = lost_parts(session, known[-1])
@@ -228,7 +232,7 @@ def _claim(
 def _replace(
     session: SinkSession, unit: BatchId, opening: Opening, claim: Claim, dead: list[_Stored], written: list[Written]
 ) -> Claim | None:
-    """Decide to publish newly written parts with the same rows in place of a decision's lost parts."""
+    """Claim a new decision for a batch: parts newly written with the same rows replace the lost parts in `dead`."""
     attempt = claim.id[-1] + 1
     fresh = [part for part in written if part.token and part.attempt == attempt]
     chosen = []
@@ -255,7 +259,7 @@ def _given_up(unit: BatchId) -> TransactionAborted:
 
 
 def _check_alive(session: SinkSession, unit: BatchId, written: list[Written]) -> None:
-    """Raise `TransactionAborted` if a transaction has ended, or may end before it is published."""
+    """Raise `TransactionAborted` if a part's transaction has ended, or may time out before it is committed."""
     by_token = {part.token: part for part in written if part.token is not None}
     for part in by_token.values():
         if part.expires_at is not None:
@@ -279,7 +283,7 @@ def _check_age(unit: BatchId, part: Written, expires_at: int) -> None:
 
 
 def _check_repetition(session: SinkSession, unit: BatchId) -> _Stored | None:
-    """Return the stored totals of a repeated batch that is done; None if there is nothing to compare with."""
+    """Return the stored totals of a repeated batch that is done; None if the log has no totals to compare with."""
     _check_order(session, unit)
     if session.decisions.read(("#skipped", *unit.batch_path)).claim is not None:
         return None  # an operator has checked what was published, and skipped the batch
@@ -306,7 +310,10 @@ def _check_order(session: SinkSession, unit: BatchId) -> None:
 def _check_rows(
     session: SinkSession, options: SinkOptions, unit: BatchId, written: list[Written], published: _Stored | None
 ) -> None:
-    """Raise if a published batch comes again with other rows, which are not published."""
+    """Compare the rows of a repeated batch with those published; raise an error if they differ.
+
+    The error is `BatchInDoubt`, or `InvalidOption` under a txnAppId that the user gave.
+    """
     if published is None:
         return
     count = _total(written)
@@ -336,7 +343,7 @@ def _abort(session: SinkSession, options: SinkOptions, unit: BatchId, attempt: i
         id = (*unit.batch_path, len(claims) if attempt is None else attempt)
         claim = decisions.claim(id, Decision.ABORT, {"run": unit.run}, opening=opening)
     except (Fenced, InvalidState):
-        return  # a newer run has taken over, or the batch is done
+        return  # a newer run has opened the sink, or the batch is done
     if claim.decision is Decision.ABORT:
         # A broker that does not keep the log can't tell decided transactions from others: those are committed first.
         finish_decided(session, unit.path)

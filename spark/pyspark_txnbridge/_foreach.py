@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def write_exactly_once(
     df: DataFrame, *, batch_id: int, sink: str, query: str | None = None, run: str | None = None, **options: object
 ) -> None:
-    """Publish a frame once, however often Spark repeats this batch. Call it in the function given to `foreachBatch`:
+    """Publish a frame exactly once, however often Spark repeats its batch. Call this in a `foreachBatch` function:
 
         def publish(df, batch_id):
             df.persist()
@@ -64,7 +64,7 @@ def write_exactly_once(
 
 
 def _publish(call: _Call, columns: Columns) -> None:
-    # A new attempt's number: if an earlier call failed, its late tasks must not count.
+    # Each call gets a new attempt number, so that late tasks of an earlier, failed call do not count.
     unit = replace(call.unit, attempt=_driver.next_attempt(call.options, call.unit))
     written: list[Written | None] = []
     try:
@@ -115,7 +115,7 @@ def _is_first(call: _Call) -> bool:
     )
 
 
-# --- which query, and which start of it ------------------------------------------------------------------------------
+# --- identifying the query and its run -------------------------------------------------------------------------------
 
 _QUERY, _GROUP = "sql.streaming.queryId", "spark.jobGroup.id"
 

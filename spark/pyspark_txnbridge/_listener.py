@@ -1,4 +1,4 @@
-"""Log a line for each batch of the program's queries."""
+"""`BatchLogger`: log a line for each batch of the program's streaming queries."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def is_recreated(before: str | None, now: str | None) -> bool:
 RECREATED = "the topic was deleted and made anew since"
 
 
-# --- a stream goes on ------------------------------------------------------------------------------------------------
+# --- the next batch of a stream --------------------------------------------------------------------------------------
 
 
 def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offsets:

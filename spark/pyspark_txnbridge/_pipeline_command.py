@@ -46,7 +46,7 @@ def command() -> None:
 def run(
     as_json: bool, transform: str | None, from_option: tuple[str, ...], to_option: tuple[str, ...], **given: Any
 ) -> None:
-    """Read committed messages, change them, and publish them. The same call goes on after any crash.
+    """Read committed messages, change them, and publish them. The same call continues after any crash.
 
     It runs on this machine; on a cluster run pyspark_txnbridge/pipeline.py with spark-submit and the same options.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BatchReader(DataSourceReader):
-    """Read some topics once."""
+    """Read the options' topics once, from their starting to their ending positions."""
 
     def __init__(self, options: SourceOptions) -> None:
         if options.max_offsets is not None:
@@ -48,5 +48,5 @@ def read(options: SourceOptions, partition: InputPartition) -> Iterator[pa.Recor
     """Return the rows of a task."""
     from pyspark_txnbridge._fetch import read_range
 
-    # Spark makes one task without a range where there is nothing to read.
+    # If there is nothing to read, Spark makes one task without a range.
     return iter(()) if partition.value is None else read_range(options, partition.value)

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from pyspark_txnbridge._batch_identity import BatchInDoubt
-from pyspark_txnbridge._cleanup import abort_open, fence_older, finish, has_history, mark_done, unfinished, writer_ids
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._session import SinkSession
+from pyspark_txnbridge._transaction_cleanup import (
+    abort_open,
+    fence_older,
+    finish,
+    has_history,
+    mark_done,
+    unfinished,
+    writer_ids,
+)
 from txnbridge import Decision, InvalidOption, InvalidState, TokenState
 from txnbridge.spi import OpenTransaction
 
@@ -42,7 +50,7 @@ class UnfinishedBatch:
 
 @dataclass(frozen=True)
 class QueryStatus:
-    """Hold what the decision log and the broker know about one sink of a query."""
+    """Hold the status of one sink of a query, by the decision log and the broker."""
 
     run: str | None
     host: str | None

@@ -35,7 +35,7 @@ class RowTotals:
 
 @dataclass(frozen=True)
 class Columns:
-    """Know which of the sink's columns a query has, and send its rows to their topics."""
+    """The sink's columns that a query has; sends the query's rows to their topics."""
 
     names: frozenset[str]
     topic: str | None

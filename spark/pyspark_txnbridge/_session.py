@@ -1,4 +1,4 @@
-"""Connections that outlive a task or a commit, because Spark mostly reuses its Python processes."""
+"""Connections that are kept after a task or a commit, because Spark mostly reuses its Python processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from txnbridge import Bridge, BrokerUnavailable, InvalidOption, TxnBridgeError
 
 _log = logging.getLogger("txnbridge.spark")
 
-# Types of the decision log. The id of a batch's claim is (query, sink, batch, attempt).
+# Types from the decision log's interface. The id of a batch's claim is (query, sink, batch, attempt).
 Claim = Any
 Opening = Any
 

@@ -1,4 +1,4 @@
-"""The classes of the data source that Spark calls. The other modules do the work."""
+"""The data source's classes that Spark calls; they pass the work to the other modules."""
 
 from __future__ import annotations
 

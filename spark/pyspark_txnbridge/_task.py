@@ -13,7 +13,10 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pyspark_txnbridge._batch_identity import BatchId, Written
-from pyspark_txnbridge._cleanup import (
+from pyspark_txnbridge._options import SinkOptions
+from pyspark_txnbridge._rows import Columns, RowTotals
+from pyspark_txnbridge._session import ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
+from pyspark_txnbridge._transaction_cleanup import (
     abort_open,
     check_log,
     fence_older,
@@ -23,9 +26,6 @@ from pyspark_txnbridge._cleanup import (
     unfinished,
     writer_id,
 )
-from pyspark_txnbridge._options import SinkOptions
-from pyspark_txnbridge._rows import Columns, RowTotals
-from pyspark_txnbridge._session import ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
 from txnbridge import Bridge, Decision, InvalidState, TransactionAborted, TxnBridgeError
 
 if TYPE_CHECKING:

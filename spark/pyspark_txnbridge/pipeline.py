@@ -130,7 +130,7 @@ def _leaving(topics: Sequence[str], rows: DataFrame) -> DataFrame:
 
 
 def _follow(query: StreamingQuery, report: Callable[[Progress], object]) -> Progress:
-    """Wait for the end of a query, and report each of its batches."""
+    """Wait for the end of a query, and call `report` after each of its batches; return the last progress."""
     progress, last = Progress(), -1
     try:
         ended = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pyspark_txnbridge import _cleanup, _driver, _task
+from pyspark_txnbridge import _driver, _task, _transaction_cleanup
 from pyspark_txnbridge._batch_identity import BatchId
 from pyspark_txnbridge._rows import Columns
 
@@ -89,7 +89,7 @@ def test_a_task_of_an_older_run_begins_nothing_once_a_newer_run_has_looked(sink,
 
 @pytest.mark.parametrize("shared", [False, True], ids=["ours", "naive"])
 def test_runs_that_shared_their_ids_would_end_what_the_other_has_prepared(sink, unit, shared, monkeypatch):
-    name = _cleanup.writer_id
+    name = _transaction_cleanup.writer_id
     if shared:
         monkeypatch.setattr(_task, "writer_id", lambda options, path, number, slot: name(options, path, 1, slot))
         monkeypatch.setattr(_driver, "check_log", lambda *_: None)  # the log knows no ids but those of the runs

@@ -263,7 +263,7 @@ class Follower:
     def _store(self, record: LogRecord, deadline: Deadline, transaction: str | None) -> Position:
         """Append a record, and repeat until the log returns its position, up to which the caller then reads."""
         raw = encode(record)
-        incomplete_because = False
+        may_be_stored = False
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -275,13 +275,13 @@ class Follower:
                 return position
             except TxnBridgeError as error:
                 failure = error
-            incomplete_because = incomplete_because or isinstance(failure, OutcomeUnknown)
+            may_be_stored = may_be_stored or isinstance(failure, OutcomeUnknown)
             passes = isinstance(failure, OutcomeUnknown) or type(failure) is BrokerUnavailable
             if not passes or deadline.left() <= pause:
                 break
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        if not incomplete_because:
+        if not may_be_stored:
             raise failure
         raise OutcomeUnknown(
             f"a {record.kind!r} record may or may not be in the decision log: no answer came within"

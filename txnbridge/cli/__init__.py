@@ -1,4 +1,4 @@
-"""The command line. One file a command, loaded when that command runs, so that `txnbridge --help` is quick."""
+"""The command line. Each command is a module, imported only when it runs, so that `txnbridge --help` is quick."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import txnbridge
 from txnbridge.cli._common import EXIT_CODES_HELP, Group, guarded
 from txnbridge.cli._extensions import plugin_commands
 
-# Command -> its line in `txnbridge --help`. The command is `command` in the module of its name.
+# Each command with its line in `txnbridge --help`. Its function is `command` in the module of the same name.
 COMMANDS = {
     "demo": "A short story that shows what txnbridge promises, and checks it.",
     "topics": "List, create, delete and grow topics.",
@@ -31,7 +31,7 @@ COMMANDS = {
 
 
 class Main(Group):
-    """The commands of this package by name, then those of plug-ins."""
+    """The group of all commands: those of this package, then those of plug-ins."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS, *sorted(plugin_commands().keys() - COMMANDS.keys())]
@@ -68,5 +68,5 @@ def main() -> None:
     New here? `txnbridge demo` needs nothing and takes seconds.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What this terminal's encoding has no character for is shown as an escape.
+        # Characters that the terminal's encoding does not have are written as escapes.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""Shared by all commands: options, output, errors in one line, exit codes.
+"""Functions for all commands: common options, output, errors as one line, exit codes.
 
     @command("list", help="List topics.")
     @click.option("--internal", is_flag=True, help="Also txnbridge's own.")
@@ -10,7 +10,8 @@
         else:
             cli.table(["topic", "partitions"], [...])
 
-The function may return an `ExitCode`; None is OK. Errors are raised: `guarded` turns them into one line and a code.
+A command's function may return an `ExitCode`; None is OK. It raises errors; `guarded` reports them as one line and an
+exit code.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class ExitCode(IntEnum):
         return member
 
 
-# "\b" keeps click from filling the lines into one paragraph.
+# "\b" keeps click from joining the lines into one paragraph.
 EXIT_CODES_HELP = "\b\nExit codes:\n" + "\n".join(f"  {code.value:>3}  {code.sentence}" for code in ExitCode)
 
 _CODES: tuple[tuple[type[TxnBridgeError], ExitCode], ...] = (
@@ -84,12 +85,12 @@ _CODES: tuple[tuple[type[TxnBridgeError], ExitCode], ...] = (
 
 
 def exit_code(error: TxnBridgeError) -> ExitCode:
-    """Return the exit code for an error of ours."""
+    """Return the exit code for an error of txnbridge."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
 
 
 def outcome_code(outcome: txnbridge.Outcome, wanted: txnbridge.Outcome) -> ExitCode:
-    """Return the exit code for an outcome, compared with the wanted one."""
+    """Return the exit code of a command that wanted the outcome `wanted` and got `outcome`."""
     if outcome is wanted:
         return ExitCode.OK
     if outcome is txnbridge.Outcome.UNKNOWN:
@@ -98,12 +99,12 @@ def outcome_code(outcome: txnbridge.Outcome, wanted: txnbridge.Outcome) -> ExitC
 
 
 def printable(text: str) -> str:
-    """Return text that is safe to show: characters that steer the terminal or break the line are escaped."""
+    """Return a text with control characters and line breaks escaped, so that a terminal shows it as one line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def when(milliseconds: int) -> str:
-    """Return a point in time as text for people, in their own time zone."""
+    """Return a time (milliseconds since 1970) as text in the local time zone."""
     return datetime.fromtimestamp(milliseconds / 1000).astimezone().isoformat(" ", "seconds")
 
 
@@ -126,20 +127,20 @@ class Cli:
         return txnbridge.connect(url, timeout=self.timeout, **options)
 
     def look(self, url: str | None = None, **options: Any) -> txnbridge.Bridge:
-        """Connect for a command that only reads: a mistyped name creates neither a topic nor a broker's file."""
+        """Open a bridge for a command that only reads: it creates no missing topic and no embedded broker's file."""
         return self.connect(url, create_topics=0, **_making_no_file(url or self.url), **options)
 
     def document(self, value: Any) -> None:
-        """Write the JSON document of this command, or one of its JSON lines."""
+        """Write a JSON value to stdout: the command's only document, or one of its lines."""
         click.echo(json.dumps(value))
 
     def say(self, text: str) -> None:
-        """Write one line for people. Silent with --json, whose stdout is for machines."""
+        """Write one line of text to stdout; with --json write nothing."""
         if not self.json:
             click.echo(text)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Write a table for people."""
+        """Write a table to stdout."""
         from rich.table import Table
         from rich.text import Text
 
@@ -150,9 +151,9 @@ class Cli:
 
     @contextmanager
     def progress(self, text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Show a progress bar on stderr; the program calls the yielded function with each step's size.
+        """Show a progress bar on stderr during the block, which calls the yielded function with each step's size.
 
-        Without a terminal, and with --json, there is no bar.
+        Without a terminal, and with --json, show no bar.
         """
         if self.json or not sys.stderr.isatty():
             yield lambda step: None
@@ -166,7 +167,7 @@ class Cli:
 
 
 def _making_no_file(url: str | None) -> dict[str, Any]:
-    """Return the option that keeps a backend from creating a file, if it has one; the URL's own option wins."""
+    """Return the option that keeps the URL's backend from creating a file; empty if it has none or the URL sets it."""
     if not url:
         return {}
     address, given = parse_url(url)
@@ -175,12 +176,12 @@ def _making_no_file(url: str | None) -> dict[str, Any]:
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console without markup, which breaks no lines in a file or a pipe."""
+    """Return a rich console without markup, which does not wrap lines in a file or a pipe."""
     from rich.console import Console
 
     class PlainConsole(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # for `guarded`; rich itself would leave with code 1
+            raise BrokenPipeError  # handled by `guarded`; rich would exit with code 1
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else 10_000
@@ -188,7 +189,7 @@ def console(stderr: bool = False) -> Console:
 
 
 class Group(click.Group):
-    """A group of commands that suggests the nearest name for a mistyped one."""
+    """A group of commands that suggests the nearest command for a mistyped name."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -202,7 +203,7 @@ class Group(click.Group):
 def command(
     name: str, *, broker: bool = True, **attributes: Any
 ) -> Callable[[Callable[..., ExitCode | None]], click.Command]:
-    """Make a function a command with the common options; its first argument is a `Cli`.
+    """Decorate a function as a command with the common options; the function's first argument is a `Cli`.
 
     `broker=False` leaves out --url and --timeout. `attributes` are those of `click.Command`.
     """
@@ -240,16 +241,16 @@ _BROKER_OPTIONS = (
 def guarded(
     ctx: click.Context, call: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> _Result:
-    """Call a function; turn an exception into one line on stderr and an exit code, with a traceback for --debug."""
+    """Call a function; report its exception as one line on stderr (with --debug, a traceback) and an exit code."""
     try:
         return call(*args, **kwargs)
     except (click.exceptions.Exit, click.exceptions.NoArgsIsHelpError):
         raise
     except (KeyboardInterrupt, click.Abort):
-        click.echo(err=True)  # the terminal shows ^C at the start of the line
+        click.echo(err=True)  # ends the line on which the terminal shows ^C
         ctx.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # What is still buffered goes nowhere instead of failing once more at exit.
+        # Redirect the buffered output to /dev/null, so that flushing it at exit does not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         ctx.exit(ExitCode.BROKEN_PIPE)
     except Exception as error:
@@ -278,7 +279,7 @@ def _describe(error: Exception) -> tuple[str, int]:
         return f"{error.format_message().rstrip('.')}; see `{where} --help`", error.exit_code
     if isinstance(error, OSError):
         return f"{error.filename or 'the operating system'}: {error.strerror}", ExitCode.FAILED
-    # Not one of ours, so its text may quote anything, also a message's body.
+    # The text of an error that is not txnbridge's may contain any data, such as a message's body.
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = error if isinstance(error, SyntaxError) and error.filename else frame  # of a module that was to be read
+    place = error if isinstance(error, SyntaxError) and error.filename else frame  # SyntaxError: in the user's module
     return f"{type(error).__name__} at {place.filename}:{place.lineno}; --debug shows all", ExitCode.FAILED

@@ -1,4 +1,4 @@
-"""Commands of plug-ins, and plug-ins that could not be loaded."""
+"""Returns the commands of plug-ins, and the plug-ins that could not be loaded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @functools.cache
 def plugin_commands() -> dict[str, click.Command]:
-    """Return the commands of all plug-ins by name. A plug-in that fails is listed in `failed_plugins`."""
+    """Return the commands of all plug-ins, by name. `failed_plugins` returns the plug-ins that raised an error."""
     return {command.name: command for command in plugins.commands() if command.name}
 
 
 def failed_plugins() -> dict[str, BaseException]:
-    """Return the plug-ins that could not be loaded, by name, after trying all of them."""
+    """Load all plug-ins; return the errors of those that could not be loaded, by the plug-in's name."""
     plugins.backends()
     plugin_commands()
     return dict(sorted(plugins.failed.items()))

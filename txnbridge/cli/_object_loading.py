@@ -1,4 +1,4 @@
-"""Loads and runs objects of a user's module, found from the current folder, with logs on standard error."""
+"""Loads an object of a user's module, found from the current folder, for `txnbridge run` and `txnbridge resolver`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Send log lines to stderr, unless the program has set up logging."""
+    """Write txnbridge's log lines to stderr during the block, unless the user's module has set up logging."""
     logger = logging.getLogger("txnbridge")
     if logger.hasHandlers():
         yield
@@ -32,7 +32,10 @@ def telling() -> Iterator[None]:
 
 
 def load(target: str, fits: Callable[[Any], bool], what: str) -> Any:
-    """Return the object MODULE:NAME. Raise `click.UsageError` if it does not fit; `what` names what would."""
+    """Import MODULE and return its object NAME, given as MODULE:NAME.
+
+    Raise `click.UsageError` if there is none, or `fits` refuses it; `what` is the error's text about valid objects.
+    """
     name, colon, attribute = target.partition(":")
     if not (name and colon and attribute):
         raise click.UsageError(f"{target!r} is not MODULE:NAME")

@@ -1,4 +1,4 @@
-"""`txnbridge capabilities`: what brokers promise."""
+"""The command `txnbridge capabilities`, which shows the capabilities of a broker or of all backends."""
 
 from __future__ import annotations
 

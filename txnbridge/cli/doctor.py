@@ -1,4 +1,4 @@
-"""`txnbridge doctor`: what weakens a promise or holds readers back."""
+"""The command `txnbridge doctor`, which shows settings and states that weaken a guarantee or keep back readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`txnbridge groups`: who reads in a group, how far behind it is, and setting it back."""
+"""The commands `txnbridge groups`, which show a group's members and lag, and reset its positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`txnbridge log`: decision logs whose evidence is gone."""
+"""The command `txnbridge log renew`, which begins a decision log anew whose evidence is gone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from txnbridge.cli._common import Cli, ExitCode
 from txnbridge.errors import InvalidState
 
 command = _common.Group("log", help="Begin a decision log anew whose evidence is gone.")
-_AT_MOST = 20  # ids, and positions, that are shown
+_AT_MOST = 20  # the largest number of ids, and of positions, that are shown
 
 
 @_common.command("renew")

@@ -1,4 +1,4 @@
-"""`txnbridge read`: committed messages."""
+"""The command `txnbridge read`, which shows a topic's committed messages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode, printable
 from txnbridge.spi import Deadline
 
-# In a group nobody says where the end is for this member: a second without a message, once it has partitions, is it.
+# In a group a member cannot know the end of its messages: after a second without one, once it has partitions, it stops.
 _GROUP_WAIT = 1.0
-# Without a group the broker itself says what lies ahead, so this is only how long it may sleep between two questions.
+# Without a group the lag shows the end, so this is only the time between two requests for the lag.
 _WAIT = 0.05
 _BATCH = 500
 
 
 def place(ctx: click.Context, option: click.Parameter, given: str) -> str | int:
-    """Parse an option that says where to read from: earliest, latest or a time."""
+    """Parse the option for where to start reading: earliest, latest or a time."""
     if given in ("earliest", "latest"):
         return given
     if given.isdecimal():
@@ -61,7 +61,7 @@ def command(
 def _batches(
     consumer: txnbridge.Consumer, limit: int | None, follow: bool, joined: Deadline | None
 ) -> Iterator[txnbridge.Batch]:
-    """Yield up to `limit` messages; without `follow` only those that are there. A group must join by `joined`."""
+    """Yield up to `limit` messages; without `follow` only those readable now. The group must be joined by `joined`."""
     left = limit
     while left is None or left > 0:
         batch = consumer.poll(min(_BATCH, left or _BATCH), timeout=_WAIT if joined is None else _GROUP_WAIT)
@@ -79,7 +79,7 @@ def _is_at_end(consumer: txnbridge.Consumer, joined: Deadline | None) -> bool:
 
 
 def as_json(message: txnbridge.Message) -> dict[str, Any]:
-    """Return a message as JSON values. Bytes that are not text are in base64, under a name that says so."""
+    """Return a message as JSON values. Bytes that are not text are in base64, under a name that ends accordingly."""
     return {
         "topic": message.topic,
         "partition": message.partition,
@@ -100,7 +100,7 @@ def _json_bytes(name: str, data: bytes | None) -> dict[str, str | None]:
 
 
 def as_line(message: txnbridge.Message) -> str:
-    """Return a message as one line that is safe to show: nothing in it can steer the terminal."""
+    """Return a message as one line of text, with control characters escaped."""
     place = f"{message.topic}[{message.partition}] {':'.join(map(str, message.position))}"
     key = [] if message.key is None else [f"key={_readable(message.key)}"]
     headers = [

@@ -1,4 +1,4 @@
-"""`txnbridge redrive`: dead letters go back to where they came from."""
+"""The command `txnbridge redrive`, which sends dead letters back to their original topics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(cli: Cli, topic: str, limit: int | None, reason: str | None, dry_run
     It takes those that are there when it begins. Killed or failed, it is run again and goes on where it stopped.
     Every group of the original topic reads what comes back, not only the one that set it aside.
     """
-    # A mistyped name must not become a new topic.
+    # A mistyped topic name must not create a topic.
     with cli.look() as bridge:
         redrive = Redrive(bridge, topic, reason=reason, limit=limit)
         if dry_run:
@@ -61,7 +61,7 @@ def _as_row(message: txnbridge.Message, letter: DeadLetter) -> tuple[str, ...]:
         printable(letter.group),
         str(letter.attempts),
         when(message.timestamp),
-        printable(letter.reason),  # it may quote the message
+        printable(letter.reason),  # the reason may contain data of the message
     )
 
 

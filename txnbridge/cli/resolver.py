@@ -1,4 +1,4 @@
-"""`txnbridge resolver`: asking an application about its half messages, and what became of those nobody answered for."""
+"""The commands `txnbridge resolver`, which answer check-backs about half messages, and list and end parked ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(cli: Cli, group: str, check: str, parallel: int, application: str | None
         stack.enter_context(telling())
         bridge = stack.enter_context(
             cli.look(application=application)
-        )  # whatever it publishes is stored, and its topics are there
+        )  # the published half messages are stored already, so no topic is missing
         resolver = bridge.resolver(group, check=found, parallel=parallel)
         resolver.run()
     stats = resolver.stats

@@ -1,4 +1,4 @@
-"""`txnbridge run`: a processor as a process of its own."""
+"""The command `txnbridge run`, which runs a processor in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`txnbridge send`: messages in one transaction."""
+"""The command `txnbridge send`, which sends messages in one transaction."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def command(
 
 def _bodies(cli: Cli, value: str | None, file: Path | None) -> Iterable[bytes]:
     if value is not None:
-        # As the shell gave it: bytes that are not UTF-8 come as surrogate escapes.
+        # The argument's original bytes: bytes that are not UTF-8 are surrogate escapes in the text.
         return [value.encode("utf-8", "surrogateescape")]
     if file is not None:
         return [file.read_bytes()]
     if sys.stdin.isatty():
         click.echo("One message a line; Ctrl-D sends them all, Ctrl-C none.", err=True)
-        return list(_lines())  # before the transaction begins, whose deadline does not wait for people
+        return list(_lines())  # read all before the transaction begins, because typing may exceed its deadline
     return _piped(cli)
 
 

@@ -1,4 +1,4 @@
-"""`txnbridge status`: what became of a token."""
+"""The command `txnbridge status`, which shows the status of a token's transaction."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def command(cli: Cli, token: str) -> ExitCode:
 
 
 def in_words(status: Status) -> str:
-    """Return a status as one line."""
+    """Return a token's status as one line of text."""
     text = status.state.value
     if status.state is TokenState.PREPARED and status.expires_at is not None:
         text += f", aborted at {when(status.expires_at)} if nobody ends it before"

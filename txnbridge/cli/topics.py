@@ -1,4 +1,4 @@
-"""`txnbridge topics`: list, create, delete and grow them."""
+"""The commands `txnbridge topics`, which list, create, delete and grow topics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`txnbridge transactions`: what has not ended, and ending it by hand."""
+"""The commands `txnbridge transactions`, which list open and prepared transactions, and end them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _end(bridge: Bridge, what: Token | str, decision: Decision, reason: str) -> 
     else:
         end = bridge.admin.commit if commit else bridge.admin.abort
         outcome = end(what, reason=reason)
-    # A warning, so that it is logged also where nobody set up logging.
+    # A warning, so that it is also logged if logging is not set up.
     _log.warning("transaction %s: %s by hand, it is %s; reason: %s", name, decision.value, outcome.value, reason)
     return outcome
 

@@ -12,7 +12,7 @@ A program that will run on another broker is tested against that broker's promis
     def bridge_url(bridge_url):
         return bridge_url + "?like=kafka"
 
-Everything else here works without pytest. (PYTEST_DONT_REWRITE: pytest may find this module imported already.)
+The functions of this package work without pytest. (PYTEST_DONT_REWRITE: this module may be imported before pytest.)
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ __all__ = [
 try:
     import pytest
 except ImportError:
-    pass  # then there are no fixtures
+    pass  # without pytest there are no fixtures
 else:
     __all__ += ["bridge", "bridge_url"]
 
     @pytest.fixture
     def bridge_url(tmp_path: Path) -> str:
-        """Give the URL of a fresh embedded broker; override it to add options, such as `?like=kafka`."""
+        """Return the URL of a new embedded broker; override this fixture to add options, such as `?like=kafka`."""
         return f"embedded:{tmp_path / 'broker.db'}"
 
     @pytest.fixture
     def bridge(bridge_url: str) -> Iterator[txnbridge.Bridge]:
-        """Give a bridge to a fresh embedded broker, closed after the test."""
+        """Yield a bridge to a new embedded broker, and close it after the test."""
         with txnbridge.connect(bridge_url) as opened:
             yield opened
 
@@ -80,14 +80,14 @@ class _Listener:
 
 @contextmanager
 def listening(function: Callable[[Event], object]) -> Iterator[None]:
-    """Call a function with every event of the bridges that are opened inside this block, as long as they live."""
+    """Call a function with every event of each bridge that is opened inside this block, until the bridge is closed."""
     with plugins.registered(_Listener(function)):
         yield
 
 
 @contextmanager
 def recorded() -> Iterator[list[Event]]:
-    """Give a list to which every event of the bridges opened inside this block is appended."""
+    """Yield a list to which every event of the bridges opened inside this block is appended."""
     events: list[Event] = []
     with listening(events.append):
         yield events
@@ -97,13 +97,13 @@ def recorded() -> Iterator[list[Event]]:
 
 
 def next_commit(bridge: txnbridge.Bridge, outcome: Outcome, *, happened: bool = True) -> _NextCommit:
-    """Decide how the next commit of a transaction of this bridge ends.
+    """Inject the outcome of the next commit of a transaction of this bridge.
 
-    With `Outcome.UNKNOWN` its answer is lost until the transaction's deadline, which passes at once: the program gets
-    `OutcomeUnknown`, and `bridge.status(error.token)` tells it later that it was committed (or aborted, with
-    `happened=False`). With `Outcome.ABORTED` it is aborted and the program is told so.
+    With `Outcome.UNKNOWN` the commit's answer is lost: the program gets `OutcomeUnknown` at once, and
+    `bridge.status(error.token)` returns later that the transaction was committed (aborted, with `happened=False`). With
+    `Outcome.ABORTED` the transaction is aborted, and the program gets `TransactionAborted`.
 
-    It counts from the call on; as a block it also raises `AssertionError` if nothing was committed inside.
+    This applies from the call on. Used as a block, it raises `AssertionError` if no commit was called inside.
     """
     if outcome is Outcome.COMMITTED:
         raise InvalidOption("a commit cannot be told to succeed; choose Outcome.UNKNOWN or Outcome.ABORTED")
@@ -120,7 +120,7 @@ class _NextCommit:
         self._writers.commit = self._instead
 
     def _instead(self, writer: Writer, deadline: Deadline) -> None:
-        if not self._used.acquire(blocking=False):  # two threads at once: it is for one of them
+        if not self._used.acquire(blocking=False):  # another thread's commit has the injected outcome
             return self._commit(writer, deadline)
         self._writers.commit = self._commit
         if self._outcome is Outcome.ABORTED:
@@ -130,7 +130,7 @@ class _NextCommit:
             writer.commit(deadline)
         else:
             writer.abort(deadline)
-            writer.reopen(deadline)  # so that it is certain at once, and not only when the broker's own time is over
+            writer.reopen(deadline)  # the abort is certain at once, not only after the broker's own timeout
         deadline.shorten(time.monotonic())
         raise OutcomeUnknown("the testing kit was asked to lose the answer")
 
@@ -155,16 +155,16 @@ def crash_everywhere(
     timeout: float = 60,
     at_once: int = 1,
 ) -> list[Point]:
-    """Kill a program at each of its events in turn, run it again each time, and check what came of it.
+    """Kill a program at each of its events in turn, run it again after each kill, and check the result.
 
-    `function(start)` runs in a child process that is killed with SIGKILL at its first event; then it runs again to its
-    end, and `check(start)` asserts here. Then the same from a fresh start with a kill at the first event where none was
-    killed before, and so on, until a run has no such event. The function must be importable (a test module is), and
-    must find what it left behind by itself. `fresh()` makes each start; by default it is the URL of a new embedded
-    broker. Each run has `timeout` seconds; so many starts as `at_once` go side by side, which helps programs that wait.
+    `function(start)` runs in a child process that is killed with SIGKILL at its first event; then the function runs
+    again to its end, and `check(start)` is called in this process. This repeats with a new start and a kill at the next
+    event, until all events were killed at. The function must be importable (as in a test module), and must recover by
+    itself from an earlier run. `fresh()` makes each start, by default the URL of a new embedded broker. Each run may
+    take `timeout` seconds; `at_once` starts run in parallel.
 
-    Returns where it was killed. Raises `AssertionError`, with the event after which the promise was broken, and if
-    there was no event to kill at: then nothing was checked.
+    Return the events at which the function was killed. Raise `AssertionError`, naming the event, if a check failed, and
+    if the function has no events.
     """
     killed_at: list[Point] = []
     with ExitStack() as stack:
@@ -195,7 +195,7 @@ def _embedded_urls(stack: ExitStack) -> Callable[[], str]:
 
 
 def _run_and_kill(function: Callable[[Any], object], start: Any, event: Unvisited, timeout: float) -> Point | None:
-    """Run a function until an event; return None if it ended before that."""
+    """Run a function in a child that is killed at an event; return this event, None if the function ended before it."""
     with Child(function, start, kill=event) as child:
         return child._stopped_or_returned(timeout)
 

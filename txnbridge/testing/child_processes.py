@@ -1,7 +1,7 @@
-"""Child processes for tests, which are killed or paused at a named event.
+"""`Child`: child processes for tests, which can be killed or paused at a named event of txnbridge.
 
-The children come from a fork server: a fresh interpreter that has imported txnbridge and opened nothing. So a child
-starts in milliseconds, and inherits nothing of its parent but paths and environment.
+A fork server makes the children: a fresh interpreter that has imported txnbridge and opened nothing. So a child starts
+in milliseconds, and inherits only import paths and the environment from its parent.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ How = Literal["kill", "pause"]
 _KILL: How = "kill"
 _PAUSE: How = "pause"
 _SIGNALS = {_KILL: signal.SIGKILL, _PAUSE: signal.SIGSTOP}
-# A stopped process does not answer, and one that is about to stop may miss the first signal to go on.
+# The interval at which SIGCONT is repeated: a process that is just about to stop may miss the first signal.
 _RESUME_SECONDS = 0.01
 
-# What a bridge imports when it first needs it, which in a child is most of its time: some 60 ms.
+# Modules that a bridge imports at their first use. The fork server imports them, to save 60 ms in each child.
 _IMPORTED_LATE = ["txnbridge._decisions", "txnbridge._processor", "encodings.idna"]
 
-_parent: _ParentConnection | None = None  # set in a child
+_parent: _ParentConnection | None = None  # the connection to the parent; only set in a child
 
 
 class Point(NamedTuple):
-    """One event of a process: the `nth` of that name and phase. As text: "commit/before/1"."""
+    """One event of a process: the `nth` event with this name and phase. As text: "commit/before/1"."""
 
     event: str
     nth: int
@@ -57,7 +57,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Unvisited:
-    """The first event that is not among the visited ones, or with `skip` a later such event."""
+    """Selects the first event of a process that is not in `visited`, or with `skip` a later one of these events."""
 
     visited: Set[Point]
     skip: int = 0
@@ -66,7 +66,8 @@ class Unvisited:
 class StopAt:
     """A plug-in that kills or pauses its own process at one event.
 
-    `where` is "commit/before" for the first such event, "commit/before/3" for the third, or `Unvisited`.
+    `where` is "commit/before" for the first event of this name and phase, "commit/before/3" for the third, or an
+    `Unvisited`.
     """
 
     def __init__(self, where: str | Unvisited, how: How = "kill") -> None:
@@ -78,7 +79,7 @@ class StopAt:
 
     @hookimpl
     def txnbridge_event(self, event: Event) -> None:
-        with self._lock:  # so that no other thread's event gets past this one
+        with self._lock:  # so that other threads' events wait while this one stops the process
             name = f"{event.name}/{event.phase}"
             self._seen[name] += 1
             point = Point(name, self._seen[name])
@@ -93,7 +94,7 @@ class StopAt:
         return self._skip == -1 and point not in self._visited
 
     def _stop(self, point: Point) -> None:
-        # To this very thread: a signal to the process may be taken by another one, while this one runs on.
+        # The signal goes to this thread, because a signal to the process may reach another thread while this one runs.
         signal.pthread_kill(threading.get_ident(), self._signal)
 
 
@@ -105,16 +106,16 @@ def _parse_point(text: str) -> Point:
 
 
 def tell(value: object) -> None:
-    """Send a value from a child to `Child.told` in its parent. In other processes it does nothing."""
+    """Send a value from a child process to its parent, where `Child.told` returns it; elsewhere do nothing."""
     if _parent is not None:
         _parent.send("told", value)
 
 
 class Child:
-    """A function that runs in a process of its own; as a block it is killed at the end if it still runs.
+    """A function running in a process of its own; used as a block, the process is killed at the block's end.
 
-    With `kill=` or `pause=` the process gets SIGKILL or SIGSTOP at that event, named as for `StopAt`. The function must
-    be importable, its arguments must pickle. Plug-ins that are modules are registered in the child as they are here.
+    With `kill=` or `pause=` the process gets SIGKILL or SIGSTOP at this event, named as for `StopAt`. The function must
+    be importable, and its arguments must be picklable. The child registers the parent's plug-ins that are modules.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Child:
         self._how = how
         self._name = f"{function.__module__}.{function.__qualname__}"
         self._told: deque[Any] = deque()
-        self._returned: list[Any] = []  # while something else was waited for
+        self._returned: list[Any] = []  # the function's result, if it came while another message was awaited
         self._line, theirs = multiprocessing.Pipe()
         task = _Task(_reference(function), pickle.dumps(args), where, how, dict(os.environ), _module_plugins())
         self._process = _fork_server().Process(target=_run, args=(theirs, task), name=self._name, daemon=True)
@@ -143,7 +144,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The id of the child process."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -152,9 +153,9 @@ class Child:
         return self._told.popleft() if self._told else self._receive("told", timeout)
 
     def stopped(self, timeout: float = 60) -> Point:
-        """Wait until the child was killed or paused at its point, and return which event that was.
+        """Wait until the child was killed or paused at its event, and return this event.
 
-        Raises `AssertionError` if the function ended before, and if a kill did not kill.
+        Raise `AssertionError` if the function ended before this event, or if the kill did not end the process.
         """
         point = self._stopped_or_returned(timeout)
         if point is None:
@@ -162,7 +163,7 @@ class Child:
         return point
 
     def _stopped_or_returned(self, timeout: float) -> Point | None:
-        """Return as `stopped` does, but None for a function that returned before its point."""
+        """Do the same as `stopped`, but return None if the function returned before its event."""
         kind, point = self._receive_one(("stopped", "result"), timeout)
         if not isinstance(point, Point) or kind == "result":
             return None
@@ -173,7 +174,7 @@ class Child:
         return point
 
     def resume(self, timeout: float = 60) -> None:
-        """Let a child that was paused at its point go on, and wait until it does."""
+        """Resume a child that was paused at its event, and wait until it runs again."""
         deadline = time.monotonic() + timeout
         self._signal(signal.SIGCONT)
         while not self._line.poll(_RESUME_SECONDS):
@@ -183,11 +184,11 @@ class Child:
         self._receive("resumed", timeout)
 
     def pause(self) -> None:
-        """Stop the child where it is."""
+        """Stop the child by SIGSTOP at whatever point it is."""
         self._signal(signal.SIGSTOP)
 
     def unpause(self) -> None:
-        """Undo `pause`."""
+        """Resume a child that `pause` has stopped."""
         self._signal(signal.SIGCONT)
 
     def result(self, timeout: float = 60) -> Any:
@@ -195,7 +196,7 @@ class Child:
         return self._returned.pop() if self._returned else self._receive("result", timeout)
 
     def kill(self) -> None:
-        """Kill the child with SIGKILL, and return when it is gone."""
+        """Kill the child with SIGKILL, and wait for its end."""
         self._signal(signal.SIGKILL)
         wait([self._process.sentinel])
         self._exit_code()
@@ -212,7 +213,7 @@ class Child:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._exit_code() is None:
-            with suppress(ProcessLookupError):  # it may end at this moment
+            with suppress(ProcessLookupError):  # the process may have ended since the check
                 os.kill(self.pid, number)
 
     def _receive(self, wanted: str, timeout: float) -> Any:
@@ -254,7 +255,7 @@ class Child:
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
-# multiprocessing asks after every child when it starts one, and two threads must not ask for the same one at once.
+# `multiprocessing` polls all children when it starts one, and two threads must not poll the same child at once.
 _processes = threading.Lock()
 
 _running: weakref.WeakSet[Child] = weakref.WeakSet()
@@ -262,7 +263,7 @@ _running: weakref.WeakSet[Child] = weakref.WeakSet()
 
 @atexit.register
 def _kill_all() -> None:
-    """Kill all children: a paused child would outlive this process, which would wait for it at its own end."""
+    """Kill all children when this process ends; otherwise it would wait for paused children without end."""
     for child in list(_running):
         child.kill()
 
@@ -271,7 +272,7 @@ _SAID = {"told": "told anything", "stopped": "came to its point", "resumed": "we
 
 
 class _ChildTraceback(Exception):
-    """The traceback of an error that was raised in a child, as text."""
+    """The cause of an error that was raised in a child: the traceback as text."""
 
     def __str__(self) -> str:
         return f"in the child process:\n{self.args[0]}"
@@ -279,15 +280,15 @@ class _ChildTraceback(Exception):
 
 def _fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # What children import anyway, among it pytest, which the modules that tests are in import: it takes 100 ms. A list,
-    # because another thread may be importing at this moment.
+    # Children need these modules anyway, among them pytest, whose import takes 100 ms. The list is a copy, because
+    # another thread may be importing a module.
     here = [name for name in list(sys.modules) if name.startswith(("txnbridge", "pluggy", "pytest"))]
     context.set_forkserver_preload([*here, *_IMPORTED_LATE])
     return context
 
 
 def _module_plugins() -> list[tuple[str, str]]:
-    """Return the name and the file of each plug-in that is a module."""
+    """Return the names and files of the registered plug-ins that are modules."""
     return [_address(plugin) for plugin in plugins.manager.get_plugins() if isinstance(plugin, ModuleType)]
 
 
@@ -296,7 +297,7 @@ def _address(module: ModuleType) -> tuple[str, str]:
 
 
 def _reference(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Return a function's module, file and name. Raise `InvalidOption` if no other process can import it."""
+    """Return a function's module, file and name. Raise `InvalidOption` if a child process cannot import it."""
     if "<" in function.__qualname__:
         raise InvalidOption(f"{function.__qualname__} cannot be imported by a child process; write it at module level")
     return *_address(sys.modules[function.__module__]), function.__qualname__
@@ -350,7 +351,7 @@ def _call(task: _Task, line: _ParentConnection) -> Any:
 
 
 class _Stopping(StopAt):
-    """Tells the parent before it stops, and after a pause that it goes on."""
+    """A `StopAt` that reports to the parent before the child stops, and when it has resumed after a pause."""
 
     def __init__(self, where: str | Unvisited, how: How, line: _ParentConnection) -> None:
         super().__init__(where, how)
@@ -370,7 +371,7 @@ def _load(name: str, file: str, qualname: str) -> Callable[..., Any]:
 
 
 def _module(name: str, file: str) -> ModuleType:
-    """Import a module by its name, or from its file if that fails (test modules may be anywhere)."""
+    """Import a module by its name, or from its file if its name cannot be imported, as of a test module."""
     try:
         module = importlib.import_module(name)
         if not file or os.path.realpath(getattr(module, "__file__", None) or "") == os.path.realpath(file):

@@ -1,4 +1,4 @@
-"""`txnbridge demo`: a short story on a broker of its own, in which every claim is checked."""
+"""The command `txnbridge demo`: a demonstration with real processes, in which every claim is checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from txnbridge.cli.demo.stage import Stage
 
-_WIDTH = 100  # of the story where there is no terminal, and on wide ones: longer lines are harder to read
+_WIDTH = 100  # the largest width of the output in characters: longer lines are harder to read
 
 _log = logging.getLogger("txnbridge")
 
@@ -63,7 +63,7 @@ def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCo
 
 
 def _opened(broker: str | None, url: str | None, keep: bool) -> AbstractContextManager[str]:
-    """Give the URL of the broker on which the story is played."""
+    """Yield the URL of the broker for the demonstration, and stop the broker afterwards if it was started for it."""
     if url is not None:
         return contextlib.nullcontext(url)
     if broker is None:
@@ -74,7 +74,7 @@ def _opened(broker: str | None, url: str | None, keep: bool) -> AbstractContextM
         raise InvalidOption(f"no broker {broker!r} can be started here; known: {known}")
     for backend in plugins.backends():
         if backend.name == broker:
-            backend.check_installed()  # before what takes long is started for it
+            backend.check_installed()  # before a broker is started, which takes long
     return brokers[broker]()
 
 
@@ -95,7 +95,7 @@ def _folder(keep: bool) -> Iterator[str]:
 
 
 def _console(json: bool) -> Console:
-    """Return the console of the story: stdout, or with --json stderr."""
+    """Return the console for the demonstration's text: stdout, or with --json stderr."""
     found = _common.console(stderr=json)
     columns = os.environ.get("COLUMNS", "")
     found.width = int(columns) if columns.isdecimal() and int(columns) else min(found.width, _WIDTH)
@@ -104,7 +104,7 @@ def _console(json: bool) -> Console:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the story and all its processes, as Ctrl-C does; a second one changes nothing."""
+    """Let SIGTERM and SIGHUP end the demonstration and its processes, as Ctrl-C does; ignore a second signal."""
 
     def end(number: int, frame: object) -> None:
         for each in before:
@@ -114,7 +114,7 @@ def _ended_by_signals() -> Iterator[None]:
     before = {
         number: signal.signal(number, end)
         for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is signal.SIG_DFL  # whoever ignores one, as nohup does, has reasons
+        if signal.getsignal(number) is signal.SIG_DFL  # a signal that is ignored, as under nohup, stays ignored
     }
     try:
         yield
@@ -124,7 +124,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _play(stage: Stage, clean: bool) -> str | None:
-    """Play the whole story; return the error that broke it, or None."""
+    """Run all scenes of the demonstration; return the error that ended it as text, or None."""
     from txnbridge.cli.demo.scenes import STORY
 
     stage.begin()
@@ -138,9 +138,9 @@ def _play(stage: Stage, clean: bool) -> str | None:
             finally:
                 if clean:
                     _clean(stage, bridge)
-    except AssertionError as error:  # of a check, or of an actor that did not do its part
+    except AssertionError as error:  # a check failed, or a process did not do its step
         return str(error)
-    except Exception as error:  # also of an actor
+    except Exception as error:  # an error in this process or in one of the demonstration's processes
         _log.debug("the story is broken", exc_info=True)
         return f"{type(error).__name__}: {error}"
     finally:
@@ -149,7 +149,7 @@ def _play(stage: Stage, clean: bool) -> str | None:
 
 
 def _clean(stage: Stage, bridge: Bridge) -> None:
-    stage.close()  # nobody may write there any more
+    stage.close()  # no process may write to the broker any more
     for topic in stage.shop.topics:
         try:
             bridge.admin.delete_topic(topic)

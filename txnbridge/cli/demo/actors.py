@@ -1,4 +1,4 @@
-"""The functions that the demo's processes run. The demo shows their source, so it shows the code that runs."""
+"""The functions that the processes of `txnbridge demo` run. The demo also prints their source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from txnbridge.testing.child_processes import tell
 
 
 class Shop:
-    """The names of the shop's topics, unique, so that the story can be played on a broker that others use too."""
+    """The names of the demo's topics and groups, with a unique suffix, so that a shared broker can be used."""
 
     def __init__(self, suffix: str) -> None:
         self.orders = f"orders-{suffix}"
@@ -34,7 +34,7 @@ class Shop:
 
 
 class CardDeclined(Exception):
-    """Raised by a payment service."""
+    """Raised by the demo's payment service when it declines a card."""
 
 
 def charge(order: Message) -> None:
@@ -81,14 +81,14 @@ def sell(url: str, shop: Shop, what: bytes) -> None:
 
 
 def book(txn: HalfTransaction, books: str) -> Decision:
-    # The work. Its messages are stored already.
+    # The local work. The half messages are stored already.
     with closing(sqlite3.connect(books)) as database, database:
         database.execute("INSERT INTO sales VALUES (?, 'a bicycle')", (txn.id,))
     return Decision.COMMIT
 
 
 def was_booked(books: str, txn_id: str) -> Decision:
-    # Asked if nobody said how the work went.
+    # Called for a check-back, if the sender did not report the outcome of the work.
     with closing(sqlite3.connect(books)) as database, database:
         database.execute("INSERT OR IGNORE INTO sales VALUES (?, NULL)", (txn_id,))
         found = database.execute("SELECT what FROM sales WHERE id = ?", (txn_id,))
@@ -96,7 +96,7 @@ def was_booked(books: str, txn_id: str) -> Decision:
     return Decision.COMMIT if what else Decision.ABORT
 
 
-# --- how the processes begin -----------------------------------------------------------------------------------------
+# --- main functions of the processes ---------------------------------------------------------------------------------
 
 
 def on_bridge(function: Callable[..., Any], url: str, *args: object) -> Any:
@@ -105,13 +105,13 @@ def on_bridge(function: Callable[..., Any], url: str, *args: object) -> Any:
 
 
 def sell_by_the_books(bridge: Bridge, shop: Shop, books: str) -> None:
-    """Sell with a half message; the process is stopped and killed between the database and the broker."""
+    """Sell with a half message; the demo kills this process after the database's commit, before the broker's."""
     with bridge.half_messages(shop.desk, execute=book, check=lambda id, _: was_booked(books, id)) as sales:
         with sales.transaction(books, timeout=1) as txn:
             txn.send(shop.deliveries, b"deliver a bicycle")
 
 
 def pay_and_wait(bridge: Bridge, shop: Shop) -> None:
-    """Hand over the token, and wait to be killed."""
+    """Prepare a payment, send its token to the demo's main process, and wait to be killed."""
     tell(pay(bridge, shop))
-    time.sleep(60)  # not for ever: if the demo itself is killed, nobody else ends this process
+    time.sleep(60)  # not longer, because this process must end even if the demo's main process was killed

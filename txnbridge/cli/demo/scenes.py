@@ -1,4 +1,4 @@
-"""The story, scene by scene. It uses the public interface only, so that it can be played on any broker."""
+"""The scenes of `txnbridge demo`. They use only the public interface, so that they run on any broker."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from txnbridge.cli.demo.actors import (
 from txnbridge.cli.demo.stage import PATIENCE, Stage
 
 MARKER = b"marker"
-# More than any topic of the story holds: what should not be there has to be seen.
+# The limit of a read: more messages than any of the demo's topics has, so that unexpected messages are seen, too.
 _ALL = 100
 
 
 def values(bridge: Bridge, *topics: str) -> list[list[bytes]]:
-    """Return the values of each topic that a reader sees now."""
+    """Return, for each topic, the values of the messages that a reader sees now."""
     return [[message.value for message in bridge.read(topic, _ALL)] for topic in topics]
 
 
 def send_marker(bridge: Bridge, *topics: str) -> None:
-    """Commit a message behind all earlier ones: a reader that sees it has passed the earlier ones."""
+    """Commit a message to each topic after all earlier ones: a reader that sees it has passed the earlier ones."""
     with bridge.transaction() as txn:
         for topic in topics:
             txn.send(topic, MARKER)
 
 
 def next_order(stage: Stage, bridge: Bridge) -> bytes | None:
-    """Return the next order of the workers' group; it is not acknowledged, so it stays the next."""
+    """Return the next order for the workers' group without acknowledging it, so that it stays the next one."""
     with bridge.consumer(stage.shop.orders, group=stage.shop.workers) as orders:
         batch = orders.poll(max_messages=1, timeout=PATIENCE)
         return batch[0].value if batch else None

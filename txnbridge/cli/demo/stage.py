@@ -1,4 +1,4 @@
-"""The demo's stage: it shows text and code, checks claims, and runs the processes."""
+"""`Stage`: shows the text and code of `txnbridge demo`, checks its claims, and runs its processes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rich.text import Text
 from txnbridge.cli.demo.actors import Shop
 from txnbridge.testing.child_processes import Child
 
-# A step of an actor takes less than a second; on a machine that is very busy it is better to wait than to fail.
+# The timeout of one step of a process. A step takes less than a second, but longer on a busy machine.
 PATIENCE = 30.0
-# So that the eye can follow on a terminal, where all of it would otherwise be there at once.
+# The pause after each step on a terminal, so that the user can follow.
 _READING = 0.25
 _LOOKING = 0.06
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -33,19 +33,19 @@ _COLORS = {"shop": "cyan", "reader": "magenta"}
 
 
 class ClaimBroken(AssertionError):
-    """A claim of the story turned out false. An actor that does not do its part raises `AssertionError` too."""
+    """Raised if a claim of the demo turned out false."""
 
 
 @dataclass(frozen=True)
 class CheckedClaim:
-    """One claim that was checked and held."""
+    """One claim of the demo that was checked and found true."""
 
     text: str
     how: str
 
 
 class Stage:
-    """One performance on one broker."""
+    """One run of the demo on one broker."""
 
     def __init__(self, console: Console, url: str, shop: Shop) -> None:
         self.url = url
@@ -71,20 +71,20 @@ class Stage:
         self._show(Padding(Text(text), (0, 0, 1, 2), expand=False), _READING)
 
     def code(self, *functions: Callable[..., Any]) -> None:
-        """Show the source of what will run."""
+        """Show the source of functions that a process will run."""
         for function in functions:
             source = textwrap.dedent(inspect.getsource(function)).rstrip()
             code = Syntax(source, "python", theme="ansi_dark", background_color="default")
             self._show(Padding(code, (0, 0, 1, 6), expand=False), _READING)
 
     def step(self, who: str, text: str) -> None:
-        """Show a thing that has just happened."""
+        """Show one line: process `who` has just done what `text` says."""
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_row(Text(f"{who:<16}", _COLORS.get(who, "yellow")), Text(text))
         self._show(Padding(line, (0, 0, 0, 2)), _LOOKING)
 
     def check(self, claim: str, how: str, *, seen: object, expected: object, later: bool = False) -> None:
-        """Check that a reader or a process really saw what the claim says; nothing else shows a check mark.
+        """Check that `seen`, as a reader or process observed it, equals `expected`; show the claim with a check mark.
 
         `seen` may be a function, which is called again until the claim holds: committed messages may become readable a
         moment later. On the embedded broker this is so only for commits of other processes (`later`).
@@ -116,7 +116,7 @@ class Stage:
         self._console.print(table)
 
     def outlook(self, url: str | None) -> None:
-        """Show what to try next."""
+        """Show commands that the user can try next."""
         if url is None:
             commands = {
                 "txnbridge demo --keep": "keep the shop's file, and look around in it",
@@ -138,19 +138,19 @@ class Stage:
         width = min(44, max(map(len, commands)))
         for command, text in commands.items():
             line = Text.assemble((f"{command:<{width}}  ", "cyan"), (text, "dim"))
-            self._console.print(line, soft_wrap=True)  # so that it can be copied whole
+            self._console.print(line, soft_wrap=True)  # not wrapped, so that the command can be copied
 
     # --- acting ---------------------------------------------------------------------------------------------------
 
     def actor(self, function: Callable[..., Any], *args: object, pause: str | None = None) -> Child:
-        """Run a function in a process of its own; with `pause` that process is stopped at this event."""
+        """Run a function in a process of its own; with `pause` the process is stopped at this event."""
         with _interrupted_later():
             actor = Child(function, *args, pause=pause)
             self._actors.append(actor)
         return actor
 
     def close(self) -> None:
-        """End every actor that is still there."""
+        """Kill every process of the demo that is still running."""
         for actor in self._actors:
             actor.kill()
 
@@ -164,17 +164,17 @@ def _until(look: Callable[[], object], expected: object, patience: float) -> obj
 
 @contextmanager
 def _interrupted_later() -> Iterator[None]:
-    """Hold signals that end the story back while a process starts; the new process inherits that.
+    """Delay signals that end the demo while a process starts; the new process inherits this.
 
-    In the middle of a start a signal would leave an unknown process, or show a traceback of another process. A signal
-    may come to all processes at once, also to the fork server.
+    During a start, a signal would leave a process that is not registered yet, or print a traceback of a child. A signal
+    such as Ctrl-C reaches all processes at once, also the fork server.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # which the new processes inherit
-    resource_tracker.ensure_running()  # it belongs to the start, and would lift the block of the others at its end
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # new processes inherit the mask
+    resource_tracker.ensure_running()  # its own start would unblock the signals during the other process's start
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     interrupts: list[int] = []
     before = {
-        number: signal.signal(number, lambda number, frame: interrupts.append(number))  # for the other threads
+        number: signal.signal(number, lambda number, frame: interrupts.append(number))  # signals to other threads
         for number in _ENDING
         if callable(signal.getsignal(number))
     }

@@ -1,4 +1,4 @@
-"""End the transactions that runs leave open: commit the decided ones first, then abort the undecided ones."""
+"""End transactions that a query's runs leave open: commit the decided ones first, then abort the undecided ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from txnbridge import (
 
 _log = logging.getLogger("txnbridge.spark")
 
-# The number of tokens that are worked on at once; most of the time is waiting for the broker.
+# The number of tokens that are committed or asked about at once; most of the time is waiting for the broker.
 _AT_ONCE = 8
 # The most topics that an error names; a batch with a column of topics may have thousands.
 _TOPICS_SHOWN = 5
@@ -35,7 +35,7 @@ _Result = TypeVar("_Result")
 
 
 def writer_ids(options: SinkOptions, path: tuple[str, str]) -> str:
-    """Return the prefix of all runs' transactional ids."""
+    """Return the common prefix of the transactional ids of all runs of a query at a sink."""
     return ".".join((options.prefix, *path, ""))
 
 
@@ -53,7 +53,7 @@ def ask_all(ask: Callable[[str], _Result], tokens: Iterable[str]) -> dict[str, _
 
 
 def unfinished(session: SinkSession, path: tuple[str | int, ...]) -> list[Claim]:
-    """Return the newest decision to publish of each batch that is not marked done, in the order of batches."""
+    """Return, for each batch that is not marked done, its newest COMMIT claim, in the order of batches."""
     newest = {claim.id[2]: claim for claim in session.decisions.claims(path) if claim.decision is Decision.COMMIT}
     return [newest[batch] for batch in sorted(newest)]
 
@@ -64,20 +64,20 @@ def is_done(session: SinkSession, unit: BatchId) -> bool:
 
 
 def lost_parts(session: SinkSession, claim: Claim) -> list[Mapping[str, Any]]:
-    """Return the parts of a decision whose transactions are known to have ended before they were published."""
+    """Return the parts of a decision whose transactions, by the decision log, were aborted before their commit."""
     known = session.decisions.read(("#lost", *claim.id)).claim
     return [] if known is None else [part for part in claim.data["parts"] if part["token"] in known.data["tokens"]]
 
 
 def finish(session: SinkSession, claim: Claim) -> None:
-    """Commit every token of a decision. Raise `BatchInDoubt` if some of the transactions were aborted before."""
+    """Commit every transaction of a decided batch. Raise `BatchInDoubt` if some of them were aborted before."""
     dead = lost_parts(session, claim)
     if not dead:
         parts = {part["token"]: part for part in claim.data["parts"]}
         outcomes = ask_all(session.bridge.commit, parts)
         dead = [parts[token] for token, outcome in outcomes.items() if outcome is not Outcome.COMMITTED]
         if dead:
-            # The outcome of each part is known now. The log stores the lost ones, so that they may be written again.
+            # All outcomes are known now. The log stores the tokens of aborted parts, which may be written again.
             tokens = [part["token"] for part in dead]
             session.decisions.claim(("#lost", *claim.id), Decision.COMMIT, {"tokens": tokens})
     if dead:
@@ -116,10 +116,10 @@ def other_rows(session: SinkSession, unit: BatchId, published: int, now: int) ->
 
 
 def check_log(session: SinkSession, options: SinkOptions, unit: BatchId) -> None:
-    """Raise `EvidenceLost` if the decision log knows nothing of a query that has written before.
+    """Raise `EvidenceLost` if the decision log has no records of a query that has written before.
 
-    Either the log was deleted, or options that are part of its name have changed. With an empty log, published batches
-    would be published again.
+    Either the log was deleted, or options that are part of the log's name have changed. With an empty log, published
+    batches would be published again.
     """
     if unit.query.startswith(NAMELESS) or has_history(session, unit.path):
         return
@@ -159,7 +159,7 @@ def has_history(session: SinkSession, path: tuple[str, str]) -> bool:
 
 
 def _recover(options: SinkOptions, query: str) -> str:
-    """Return the command that finishes a query. Values that may be secret are left out."""
+    """Return the command line of `txnbridge spark recover` for a query, without values that may be secret."""
     url, has_more, _ = options.url.partition("?")
     words = ["txnbridge", "spark", "recover", "--url", f"{url}?…" if has_more else url, "--query", query]
     defaults = SinkOptions(options.url)
@@ -188,7 +188,7 @@ def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Map
     if not path[0].startswith(NAMELESS):  # a nameless job is never repeated
         summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
         # The totals of the last batch stay in the log, so that a repetition with other rows is noticed.
-        with suppress(InvalidState):  # a later batch is done as well
+        with suppress(InvalidState):  # a later batch is marked done already
             decisions.claim(("#results", *path, batch), Decision.COMMIT, summary)
     decisions.done(path, batch)
     decisions.done(("#slots", *path), batch)
@@ -201,10 +201,10 @@ def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Map
 
 
 def fence_older(session: SinkSession, options: SinkOptions, path: tuple[str, str], up_to: int) -> None:
-    """Fence the tasks of this and older runs by opening the ids that they hold for batches that are not done.
+    """Fence the tasks of this and older runs by opening the transactional ids that they use for unfinished batches.
 
-    Call this when the decisions of these runs are finished. A task that opens its id later checks its run afterwards.
-    Errors are logged: a task that was not fenced aborts its transaction itself, or the time-out ends it.
+    Call this when the decided batches of these runs are committed. A task that opens its id later checks its run after
+    that. Errors are logged: a task that was not fenced aborts its transaction itself, or the time-out ends it.
     """
     held = {(int(claim.id[-2]), int(claim.id[-1])) for claim in session.decisions.claims(("#slots", *path))}
     application = options.application(path[0])
@@ -219,10 +219,10 @@ def fence_older(session: SinkSession, options: SinkOptions, path: tuple[str, str
 
 
 def abort_open(session: SinkSession, options: SinkOptions, path: tuple[str, str], up_to: int) -> list[str]:
-    """Abort the open transactions of this and older runs that no decision names; readers would wait for them.
+    """Abort the open transactions of this and older runs that are in no decided batch; readers would wait for them.
 
-    Call this when no batch of these runs can be decided any more, and their decisions are finished. Errors are logged:
-    the time-out ends a transaction that could not be aborted.
+    Return the ids of the aborted transactions. Call this when no batch of these runs can be decided any more, and the
+    decided ones are committed. Errors are logged: the time-out ends a transaction that could not be aborted.
     """
     tokens = (part["token"] for claim in unfinished(session, path) for part in claim.data["parts"])
     decided = {Token.parse(token).transaction for token in tokens}
@@ -245,7 +245,7 @@ def _end(session: SinkSession, transaction: str) -> bool:
     except NotFound:
         return False  # the transaction has ended meanwhile
     except BrokerUnavailable:
-        raise  # each further transaction would wait as long for the broker
+        raise  # each further transaction would wait for the broker until its deadline, too
     except TxnBridgeError as error:
         _log.warning("%s, left open by a task, could not be ended, and ends by its time-out: %s", transaction, error)
         return False
