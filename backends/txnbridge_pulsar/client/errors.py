@@ -65,9 +65,7 @@ class ConnectFailed(PulsarError):
 
 
 class BrokerConnectionLost(PulsarError):
-    """The connection ended before the answer arrived; or, with `may_have_had_effect` False, before anything
-    was sent.
-    """
+    """The connection ended before the answer; or, with `may_have_had_effect` False, before anything was sent."""
 
     retriable = True
 
@@ -98,9 +96,7 @@ class CorruptEntry(PulsarError):
 
 
 class PerhapsDropped(PulsarError):
-    """The broker failed to store an entry, then dropped its repetition as a duplicate: the entry may be
-    stored or not.
-    """
+    """The broker failed to store an entry, then dropped its repetition as a duplicate: the entry may be stored."""
 
     may_have_had_effect = True
 

@@ -34,9 +34,7 @@ class NotWritten(OSError):
 
 
 class Transport:
-    """A connected socket that writes frames and reads bytes. All errors are `OSError`; after an error only `close`
-    works.
-    """
+    """A connected socket that writes frames and reads bytes. All errors are `OSError`; after one only `close` works."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
