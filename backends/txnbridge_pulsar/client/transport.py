@@ -149,7 +149,7 @@ class Transport:
     # ------------------------------------------------------------------------------------------ ending
 
     def interrupt(self) -> None:
-        """Wake up waiting threads: from now on reading and writing fail. Any thread may call."""
+        """Wake up waiting threads: from now on reading and writing fail. Thread-safe."""
         self._closed = True
         with suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)

@@ -172,7 +172,7 @@ def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError
 
 
 def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """Commit or abort a prepared transaction by its token. Return the true outcome: another process may be first."""
+    """End a prepared transaction by its token. Return the true outcome, which another process may have decided."""
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
         raise InvalidToken("this token is damaged: a prepared transaction has a number")

@@ -162,7 +162,7 @@ class HalfBatch:
             raise DeliveryFailed(str(ours)) from error
 
     def stored(self, patience: Deadline) -> dict[Queue, list[HalfHandle]]:
-        """Return the confirmed halves by queue, in order. Wait for responses until `patience` is over."""
+        """Return the confirmed halves by queue, in order. Wait for responses until `patience` expires."""
         handles: dict[Queue, list[HalfHandle]] = {}
         for sent in self._sent:
             if sent.stored is None and sent.call is not None:

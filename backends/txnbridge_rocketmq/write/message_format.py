@@ -260,7 +260,7 @@ def partition_of(key: bytes, partitions: int) -> int:
 
 @lru_cache(_KEYS_REMEMBERED)
 def key_hash(key: bytes) -> int:
-    """Return the absolute value of Java's hash of a text."""
+    """Return the absolute value of Java's `String.hashCode` of a key as text."""
     try:
         text = key.decode()
     except UnicodeDecodeError:
