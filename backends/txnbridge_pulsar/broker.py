@@ -84,9 +84,7 @@ class PulsarBroker(Broker):
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
-        """Connect to all coordinators: after a restart of the brokers, transactions time out only after a client
-        connects.
-        """
+        """Connect to all coordinators: after a restart of the brokers, no transaction times out before this."""
         what = f"connecting to {self._settings.service}"
 
         def load() -> None:

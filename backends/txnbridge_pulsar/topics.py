@@ -51,9 +51,7 @@ class PulsarTopics:
         return names
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[str, ...]:
-        """Return `concrete` for a message to a partition (None: to any). Raise `NotFound` if the topic or partition is
-        missing.
-        """
+        """Return `concrete` for a message to a partition (None: to any). Raise `NotFound` if either is missing."""
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         names = self.concrete(topic, deadline, (partition or 0) + 1)
@@ -62,9 +60,7 @@ class PulsarTopics:
         return names
 
     def look(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
-        """Return the full names of a topic's partitions now, without creating the topic; empty if the topic does not
-        exist.
-        """
+        """Return the full names of a topic's partitions now, without creating the topic; empty if it is missing."""
         full = self._settings.namespace.full_name(topic)
         what = f"looking at topic {topic!r}"
 
@@ -80,9 +76,7 @@ class PulsarTopics:
         return (full,) if full in self._client.topics(namespace_of(full), deadline.left()) else ()
 
     def _partitions(self, full: str, deadline: Deadline) -> int:
-        """Return a topic's number of partitions; 0 if the topic has none or does not exist, which brokers do not tell
-        apart.
-        """
+        """Return a topic's number of partitions; 0 if it has none or does not exist, as brokers answer the same."""
         try:
             return self._client.partitions(full, deadline.left())
         except wire.TopicNotFound:

@@ -152,9 +152,7 @@ class RocketMQDecisionLog(DecisionLog):
             time.sleep(_LOOK_SECONDS)
 
     def _check_gap(self, pulled: PullResult, at: int) -> None:
-        """Raise `PositionLost` if the broker skips offsets. A queue has no gaps, so skipped records are lost (hazard
-        H68).
-        """
+        """Raise `PositionLost` if the broker skips offsets. Queues have no gaps, so records are lost (hazard H68)."""
         if not pulled.records and pulled.next_offset > at:
             raise self._lost(at)
 

@@ -172,9 +172,7 @@ class RocketMQHalfStore(HalfStore):
             self._changed.notify_all()
 
     def _is_own(self, record: MessageExt) -> bool:
-        """Return whether a half belongs to this application: shared producer groups have halves of others
-        (hazard H84).
-        """
+        """Return whether a half is this application's: shared producer groups have halves of others (hazard H84)."""
         application, origin = self._cluster.settings.application, origin_of(record)
         return origin is not None and origin.log.get("log", application) == application
 
@@ -312,9 +310,7 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
 
 
 def _prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
-    """Return the prepare record, which is written once all halves of the transaction are stored; None if
-    there is none.
-    """
+    """Return the prepare record, which is written once all halves of a transaction are stored; else None."""
     for entry in ledger.find(transaction, deadline, log=origin.log):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)

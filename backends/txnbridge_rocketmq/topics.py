@@ -68,7 +68,7 @@ class RocketMQTopics:
         return self._route(topic, deadline, at_least, create).readable
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[Queue, ...]:
-        """Return the writable queues of a topic. Raise the errors of `queues`, and `NotFound` if the partition is
+        """Return a topic's writable queues. Raise the errors of `queues`, and `NotFound` if the partition is
         missing.
         """
         if partition is not None and partition < 0:
@@ -169,9 +169,7 @@ class RocketMQTopics:
         return created
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions. Raise `NotFound` if the topic is missing, `InvalidOption` for fewer partitions than
-        it has.
-        """
+        """Add partitions. Raise `NotFound` if the topic is missing, `InvalidOption` if it has more partitions."""
         queues = self.existing_queues(topic, deadline)
         if not queues:
             raise NotFound(f"there is no topic {topic!r}")

@@ -172,9 +172,7 @@ class PulsarAdmin(Admin):
         return str(info.get("creationDate") or "")
 
     def _bounds(self, concrete: str, deadline: Deadline) -> tuple[Position, Position]:
-        """Return the first position and the end of a concrete topic, which the broker tells a reader at the
-        beginning.
-        """
+        """Return the first position and the end of a concrete topic, as a reader at the beginning gets them."""
         what = f"asking where {concrete} begins and ends"
 
         def ask() -> tuple[wire.MessageId, wire.MessageId | None]:

@@ -206,9 +206,7 @@ def token_of(cluster: ClusterAccess, listed: ListedTransaction) -> Token | None:
 
 
 def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline) -> Outcome:
-    """Abort the transaction of another process, and have brokers refuse its late messages. Return the actual
-    outcome.
-    """
+    """Abort another process's transaction, and have brokers refuse its late messages. Return the actual outcome."""
     ended = end(cluster, listed.txn, False, listed.topics, deadline)
     if ended is EndResult.ABORTED:
         proof = listed.proof or _NO_PROOF

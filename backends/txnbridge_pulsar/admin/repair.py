@@ -57,9 +57,7 @@ def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterato
 
 
 def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> bool:
-    """Return whether a coordinator may know a transaction. A coordinator of 4.0 may not answer, which counts
-    as True.
-    """
+    """Return whether a coordinator may know a transaction. If the coordinator does not answer, return True."""
     try:
         return _is_known(rest, txn, coordinators, Deadline(min(_PATIENCE, deadline.left())))
     except DeadlineExceeded:
@@ -98,9 +96,7 @@ def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bo
 def _find_held(
     cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline
 ) -> tuple[TxnId, dict[str, tuple[int, int]]]:
-    """Return the id of a transaction that no coordinator knows, and its first message on each topic where it
-    is open.
-    """
+    """Return the id of a transaction that no coordinator knows, and its first message on each topic where open."""
     number = _NUMBER.fullmatch(transaction)
     if number is None:
         raise InvalidOption(f"{transaction!r} is no number of a transaction as the doctor tells it, such as 0:15")

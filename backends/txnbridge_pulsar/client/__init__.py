@@ -1,4 +1,4 @@
-"""A client of Apache Pulsar's binary protocol, transactions included. It knows nothing of bridges.
+"""A client of Apache Pulsar's binary protocol, transactions included, independent of bridges.
 
 The client never repeats a send, reconnects or resumes by itself, and every error says whether the broker may have acted
 on the request. Each connection has one reading thread; all other code runs on the caller's thread. Only the standard

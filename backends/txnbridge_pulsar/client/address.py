@@ -27,7 +27,7 @@ class ServiceUrl(NamedTuple):
 
 
 def service_url(text: str) -> ServiceUrl:
-    """Parse `pulsar://host:port,host2:port2` or `pulsar+ssl://...`. Raise `ValueError`, without credentials."""
+    """Parse `pulsar://host:port,host2:port2` or `pulsar+ssl://...`. Raise `ValueError` if malformed."""
     scheme, mark, rest = text.partition("://")
     if not mark or scheme not in _PORTS:
         raise ValueError("a Pulsar service URL begins with pulsar:// or pulsar+ssl://")

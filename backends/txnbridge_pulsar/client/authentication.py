@@ -9,9 +9,7 @@ from typing import Protocol
 
 
 class Authentication(Protocol):
-    """A way to authenticate. `data` returns the current credentials; it is called each time, and may block for a
-    moment.
-    """
+    """A way to authenticate. `data` returns the current credentials; it is called each time and may block briefly."""
 
     method: str
 

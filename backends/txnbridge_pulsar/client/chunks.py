@@ -31,8 +31,8 @@ class Chunks:
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
 
     def add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
-        """Add a chunk. Return the complete message after its last chunk, a faulty entry, or None. Drop chunks out of
-        order.
+        """Add a chunk. Return the complete message after its last chunk, a faulty entry, or None. Drop a
+        wrong chunk.
         """
         with self._lock:
             return self._add(entry, chunk, max_bytes)

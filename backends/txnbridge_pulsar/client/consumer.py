@@ -200,9 +200,7 @@ class PulsarConsumer:
         return entries
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None:
-        """Parse an entry from the inbox, and grant permits for others. Return None if the entry is dropped or
-        incomplete.
-        """
+        """Parse an entry from the inbox, and grant permits for others. Return None if it is dropped or incomplete."""
         entry = ReceivedEntry(self, generation, fields, tail)
         with self._state:
             if generation != self.generation:
@@ -224,9 +222,7 @@ class PulsarConsumer:
         return whole
 
     def _is_behind_start(self, entry: ReceivedEntry) -> bool:
-        """Return whether the entry has messages after `start`: the broker sends the whole entry of the start
-        message.
-        """
+        """Return whether the entry has messages after `start`: the broker sends the start message's whole entry."""
         start = self._start
         if (start.ledger, start.entry) != (entry.id.ledger, entry.id.entry):
             return True
@@ -364,15 +360,11 @@ class PulsarConsumer:
         self.reopen(deadline.left)
 
     def last_message_id(self, timeout: float) -> MessageId:
-        """Return the last message that can be read now, before any open transaction; its entry is -1 if there
-        is none.
-        """
+        """Return the last message that can be read now, before any open transaction; entry -1 if there is none."""
         return self.progress(timeout)[0]
 
     def progress(self, timeout: float) -> tuple[MessageId, MessageId | None]:
-        """Return the last message that can be read now, and the mark-delete position, None if the broker does not
-        return it.
-        """
+        """Return the last message that can be read now, and the mark-delete position, None if not known."""
         answer = self._ask("get_last_message_id", ClientDeadline(timeout))
         acknowledged = answer.get("consumer_mark_delete_position")
         return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)

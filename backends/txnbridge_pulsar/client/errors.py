@@ -54,7 +54,7 @@ class PulsarError(Exception):
     """The base class of the client's errors."""
 
     may_have_had_effect = False
-    # Whether a repetition may help, as far as the error itself tells.
+    # Whether a repeated request may succeed, judged by the error alone.
     retriable = False
 
 
@@ -65,9 +65,7 @@ class ConnectFailed(PulsarError):
 
 
 class BrokerConnectionLost(PulsarError):
-    """The connection ended before the answer arrived; or, with `may_have_had_effect` False, before anything
-    was sent.
-    """
+    """The connection ended before the answer; or, with `may_have_had_effect` False, before anything was sent."""
 
     retriable = True
 
@@ -98,9 +96,7 @@ class CorruptEntry(PulsarError):
 
 
 class PerhapsDropped(PulsarError):
-    """The broker failed to store an entry, then dropped its repetition as a duplicate: the entry may be
-    stored or not.
-    """
+    """The broker failed to store an entry, then dropped its repetition as a duplicate: it may be stored or not."""
 
     may_have_had_effect = True
 
@@ -175,7 +171,7 @@ class ProducerFenced(ServerError):
 
 
 class NotAllowed(ServerError):
-    """The broker's settings or the topic's state forbid it: transactions are off, or this one has ended there."""
+    """The request is not allowed now: transactions are off, or the transaction has ended on the topic."""
 
 
 class CoordinatorNotFound(ServerError):

@@ -102,9 +102,7 @@ def _fields(base: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def split_entry(tail: bytes) -> tuple[Fields, bytes, Fields]:
-    """Return an entry's metadata, its payload as stored, and the fields that the broker added. Raise `CorruptEntry` if
-    invalid.
-    """
+    """Return an entry's metadata, its payload as stored, and the broker's fields. Raise `CorruptEntry` if invalid."""
     try:
         return _split_entry(tail)
     except (Malformed, struct.error) as error:
@@ -145,8 +143,8 @@ class FrameReader:
         return memoryview(self._buffer)[self._end :]
 
     def frames(self, received: int) -> list[bytes]:
-        """Return the frames that n received bytes complete, without their leading sizes. Raise `ProtocolError` if one
-        is too large.
+        """Return the frames that n received bytes complete, without sizes. Raise `ProtocolError` if one is
+        too large.
         """
         self._end += received
         at, frames = 0, []

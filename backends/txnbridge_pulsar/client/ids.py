@@ -114,7 +114,9 @@ def cumulative_ack_fields(id: MessageId) -> Fields:
 
 
 def ack_set(size: int, acked: Iterable[int]) -> list[int]:
-    """Return 64-bit words, lowest first, where 1 means *not* acknowledged; empty if nothing of the batch is left."""
+    """Return a batch's bits in 64-bit words, lowest first; 1 means *not* acknowledged. Empty if all are
+    acknowledged.
+    """
     bits = (1 << size) - 1
     for index in acked:
         bits &= ~(1 << index)

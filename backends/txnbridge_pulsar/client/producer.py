@@ -105,9 +105,7 @@ class PulsarProducer:
 
     @property
     def unconfirmed(self) -> list[Send]:
-        """Return the sends without a receipt at the end of the connection, in order; each entry may be stored
-        or not.
-        """
+        """Return the sends without a receipt at the end of the connection, in order; an entry may be stored or not."""
         with self._state:
             return list(self._unconfirmed)
 
@@ -251,9 +249,7 @@ class PulsarProducer:
             self._budget.give_back(send.size)
 
     def flush(self, timeout: float) -> None:
-        """Wait until each entry has a receipt or a failure, which its `Send` has. Raise `RequestTimedOut` at the
-        timeout.
-        """
+        """Wait until each entry has a receipt or a failure, which its `Send` has. Raise `RequestTimedOut`."""
         with self._state:
             if not self._state.wait_for(lambda: not self._pending, timeout):
                 raise RequestTimedOut(f"{len(self._pending)} sends have no receipt after {timeout:g} s")
@@ -356,9 +352,7 @@ class PulsarProducer:
     # ------------------------------------------------------------------------------------------ ending
 
     def close(self, timeout: float) -> None:
-        """Close the producer. Entries without a receipt fail with `BrokerConnectionLost`: flush before. Calls may be
-        repeated.
-        """
+        """Close the producer. Entries without a receipt fail with `BrokerConnectionLost`. Calls may be repeated."""
         connection = self._connection
         closed = Closed("the producer is closed")
         self.on_lost(closed)

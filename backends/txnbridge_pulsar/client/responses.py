@@ -33,9 +33,7 @@ class Response:
         return self._future.done()
 
     def result(self, timeout: float) -> Fields:
-        """Wait for the answer's fields. Raise the broker's `ServerError`, `BrokerConnectionLost`, or
-        `RequestTimedOut`.
-        """
+        """Wait for the answer's fields. Raise a `ServerError`, `BrokerConnectionLost`, or `RequestTimedOut`."""
         try:
             return self._future.result(timeout)
         except FutureTimeout:

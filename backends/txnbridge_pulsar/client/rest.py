@@ -60,15 +60,11 @@ class Rest:
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, path: str, deadline: Deadline) -> Any:
-        """Return the JSON answer to GET. Raise `RestRefused`, `AccessDenied`, or `BrokerUnavailable` without
-        an answer.
-        """
+        """Return the JSON answer to GET. Raise `RestRefused`, `AccessDenied`, or `BrokerUnavailable` if none comes."""
         return self.ask("GET", path, deadline)
 
     def ask(self, method: str, path: str, deadline: Deadline, body: Any = None) -> Any:
-        """Send a request and return its JSON answer, None if empty. If no answer arrives, a change may have
-        been made.
-        """
+        """Send a request and return its JSON answer, None if empty. Without an answer, a change may have been made."""
         _, answer = self.look(method, path, deadline, body)
         return json.loads(answer) if answer else None
 

@@ -45,9 +45,7 @@ class Budget:
         self._changed = threading.Condition()
 
     def take(self, size: int, deadline: ClientDeadline) -> None:
-        """Wait until `size` bytes fit; a larger entry than the limit is sent alone. Raise `RequestTimedOut` at the
-        deadline.
-        """
+        """Wait until `size` bytes fit; an entry above the limit is sent alone. Raise `RequestTimedOut` if too late."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit, deadline.left):
                 text = f"no room for another entry in {deadline.seconds:g} s: the broker confirms too slowly"

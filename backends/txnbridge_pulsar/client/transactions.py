@@ -54,9 +54,7 @@ class Transactions:
         raise AssertionError("pauses never end")
 
     def connect(self, timeout: float) -> int:
-        """Connect to every coordinator; return their number. After a broker restart, transactions time out only after
-        this.
-        """
+        """Connect to every coordinator; return their number. After a broker restart no transaction times out before."""
         deadline = ClientDeadline(timeout)
         count = self._coordinators(deadline)
         for coordinator in range(count):
@@ -177,9 +175,7 @@ class Transactions:
 
     @contextmanager
     def _rediscovering(self, coordinator: int) -> Iterator[None]:
-        """Forget a coordinator's broker if the block fails because this broker does not have the coordinator or is
-        down.
-        """
+        """Forget a coordinator's broker if the block fails because this broker does not have it or is down."""
         try:
             yield
         except PulsarError as error:

@@ -34,9 +34,7 @@ class NotWritten(OSError):
 
 
 class Transport:
-    """A connected socket that writes frames and reads bytes. All errors are `OSError`; after an error only `close`
-    works.
-    """
+    """A connected socket that writes frames and reads bytes. All errors are `OSError`; after one only `close` works."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -151,7 +149,7 @@ class Transport:
     # ------------------------------------------------------------------------------------------ ending
 
     def interrupt(self) -> None:
-        """Wake up waiting threads: from now on reading and writing fail. Any thread may call."""
+        """Wake up waiting threads: from now on reading and writing fail. Thread-safe."""
         self._closed = True
         with suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)

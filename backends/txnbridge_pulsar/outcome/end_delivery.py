@@ -44,9 +44,7 @@ _SIDE_BY_SIDE = 8
 
 
 class Participant(NamedTuple):
-    """A topic or subscription in a transaction, with the producer or consumer that is informed if the topic is
-    unloaded.
-    """
+    """A topic or subscription in a transaction, with the producer or consumer that is informed of an unload."""
 
     topic: str
     subscription: str | None
@@ -78,9 +76,7 @@ class Participants:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Participants:
-        """Parse a token's fields. Raise `KeyError`, `TypeError`, `AttributeError` or `ValueError` if they are
-        invalid.
-        """
+        """Parse a token's fields. Raise `KeyError`, `TypeError`, `AttributeError` or `ValueError` if invalid."""
         if "r" not in fields:
             return cls()
         groups = fields["g"].items()
@@ -167,9 +163,7 @@ class EndDelivery:
         self._thread: threading.Thread | None = None
 
     def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
-        """Remember a transaction that has ended. Return when its end has been delivered to the unloaded
-        participants.
-        """
+        """Remember a transaction that has ended. Return when its end has been sent to the unloaded participants."""
         ended = _EndedTransaction(time.monotonic(), txn, commit)
         with self._changed:
             for each in participants:
@@ -196,9 +190,7 @@ class EndDelivery:
             return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
 
     def _deliver_again(self, missed: Participant, deadline: Deadline) -> None:
-        """End all remembered transactions again on one unloaded participant. Ends that fail are kept for
-        another try.
-        """
+        """End all remembered transactions again on one unloaded participant. Failed ends are kept for another try."""
         with self._changed:
             ended = self._recent.pop(missed, None)
             if ended is None:
@@ -254,9 +246,7 @@ class EndDelivery:
                 del self._recent[each]
 
     def linger(self) -> None:
-        """Wait until brokers have informed producers of unloads during the last end. Call this before producers are
-        closed.
-        """
+        """Wait until producers are informed of unloads during the last end. Call this before producers are closed."""
         time.sleep(max(0.0, self._last_at + _LINGER_SECONDS - time.monotonic()))
 
     def close(self, deadline: Deadline) -> None:

@@ -172,9 +172,7 @@ def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError
 
 
 def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """Commit or abort a prepared transaction by its token. Return the actual outcome: another process may have been
-    first.
-    """
+    """End a prepared transaction by its token. Return the true outcome, which another process may have decided."""
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
         raise InvalidToken("this token is damaged: a prepared transaction has a number")
@@ -253,9 +251,7 @@ def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: De
 
 
 def _by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
-    """Return `was_committed` for the transaction; repeat it until the deadline while no broker serves the
-    proof topic.
-    """
+    """Return `was_committed` for a transaction; repeat until the deadline while no broker serves the proof topic."""
     while True:
         try:
             return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _LOOK_SECONDS)))

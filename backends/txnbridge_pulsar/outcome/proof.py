@@ -197,7 +197,7 @@ def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _reading(
     cluster: ClusterAccess, topic: str, since: tuple[int, int], deadline: Deadline
 ) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
-    """Yield an iterator over the entries from a position on. It returns None if no entry is stored, until
+    """Yield an iterator of the entries from a position on, and None when no more are stored, until
     `DeadlineExceeded`.
     """
     start = start_before(wire.MessageId(*since))

@@ -40,9 +40,7 @@ def _is_terminated(cluster: ClusterAccess, topic: str, deadline: Deadline) -> bo
 
 
 def repair_hint(topics: Sequence[str]) -> str:
-    """Return the part of an error that says which messages are lost with terminated topics, and how to end
-    the commit.
-    """
+    """Return the part of an error that says which messages terminated topics lose, and how to end the commit."""
     names = ", ".join(topics)
     return (
         f"{names} was terminated while the transaction was open, so its coordinator commits it on all other topics and"

@@ -94,8 +94,8 @@ class GroupRegistry:
         return True
 
     def _ask(self, rest: Rest, path: str, deadline: Deadline) -> Any:
-        """Send a REST request, with the errors of `Rest.get`. After a timeout, raise `BrokerUnavailable` at once for a
-        while.
+        """Send a REST request, with the errors of `Rest.get`. After a timeout, raise `BrokerUnavailable` for
+        a while.
         """
         if time.monotonic() < self._quiet_until:
             raise BrokerUnavailable("REST did not answer a moment ago")

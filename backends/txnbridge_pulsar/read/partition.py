@@ -307,9 +307,7 @@ class PulsarPartition:
         return [id for place, indexes in self._by_entry(positions) for id in self._release(place, indexes)]
 
     def acknowledge(self, positions: Sequence[Position]) -> tuple[list[wire.MessageId], AckedMessages]:
-        """Mark messages as acknowledged in a transaction. Return their message ids, and a record of the
-        acknowledgement.
-        """
+        """Mark messages as acknowledged in a transaction. Return their message ids, and a record of them."""
         places = {(ledger, entry) for ledger, entry, _ in positions}
         before = {place: self._outstanding[place] for place in places}
         ids = self.let_go(positions)

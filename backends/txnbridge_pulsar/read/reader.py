@@ -294,9 +294,7 @@ class PulsarReader(Reader):
         return time.monotonic() < partition.waits_until
 
     def _check_exists(self, partition: PulsarPartition, deadline: Deadline) -> None:
-        """Raise `NotFound` if the partition's topic was deleted: subscribing to the topic again would create
-        it anew.
-        """
+        """Raise `NotFound` if the partition's topic was deleted: subscribing again would create it anew."""
         sure_at = time.monotonic() + _SURE_SECONDS
         while partition.topic not in self._cluster.topics.look(partition.key[0], deadline):
             if time.monotonic() > sure_at:
@@ -388,9 +386,7 @@ class PulsarReader(Reader):
             return {key: self._lag_of(each, deadline) for key, each in self._partitions.items() if each.is_assigned}
 
     def _lag_of(self, partition: PulsarPartition, deadline: Deadline) -> int:
-        """Return the distance from the reader's position to the partition's end: received messages, and entries beyond
-        them.
-        """
+        """Return the distance from the reader's position to the partition's end: messages received, then entries."""
         last, acknowledged = partition.consumer.progress(deadline.left())
         end = last.ledger, last.entry
         done = (-1, -1) if acknowledged is None or not self._mode.grouped else (acknowledged.ledger, acknowledged.entry)

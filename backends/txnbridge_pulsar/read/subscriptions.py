@@ -41,9 +41,7 @@ class SubscriptionMode(ABC):
 
     @abstractmethod
     def has_left(self, partition: PulsarPartition) -> str:
-        """Return "" if the reader still has the partition, "revoking" if it can still acknowledge for a moment, else
-        "lost".
-        """
+        """Return "" if the reader still has the partition, "revoking" if acks may still succeed, else "lost"."""
 
     @abstractmethod
     def is_due(self, partition: PulsarPartition) -> bool:
@@ -155,9 +153,7 @@ class UngroupedMode(SubscriptionMode):
 
 
 class FailoverMode(SubscriptionMode):
-    """Mode of a group in which each partition has one member at a time and is read in order: a failover
-    subscription.
-    """
+    """Mode of a group: each partition has one member at a time and is read in order: a failover subscription."""
 
     in_order = True
 
@@ -253,15 +249,13 @@ class FailoverMode(SubscriptionMode):
         self._redeliver(partition)
 
     def _redeliver(self, partition: PulsarPartition) -> None:
-        """Have the broker redeliver all unacknowledged messages in order; the reader drops outstanding ones
-        as copies.
-        """
+        """Have the broker redeliver all unacknowledged messages in order; the reader drops outstanding ones."""
         with suppress(wire.BrokerConnectionLost):  # then the partition's next member receives them
             partition.consumer.redeliver()
 
 
 class SharedMode(FailoverMode):
-    """Mode of a group in which each partition has many members: a shared or key-shared subscription."""
+    """Mode of a group: each partition has many members: a shared or key-shared subscription."""
 
     in_order = False
 

@@ -89,9 +89,7 @@ class PulsarSettings:
         return wire.TlsAuthentication() if self.tls_certificate else None
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return the TLS context for brokers and their REST interface. Raise `InvalidOption` if a file cannot
-        be used.
-        """
+        """Return the TLS context for brokers and their REST interface. Raise `InvalidOption` if files are unusable."""
         from txnbridge_pulsar import client as wire
 
         try:

@@ -26,7 +26,7 @@ class Namespace(NamedTuple):
         return f"{self.tenant}/{self.name}"
 
     def full_name(self, topic: str) -> str:
-        """Return `persistent://tenant/namespace/orders` for `orders`; a full name unchanged. Raise `InvalidOption` if
+        """Return `persistent://tenant/namespace/orders` for `orders`; keep a full name. Raise `InvalidOption` if
         invalid.
         """
         full = topic if topic.startswith(_PERSISTENT) else f"{_PERSISTENT}{self}/{topic}"

@@ -27,9 +27,7 @@ class DroppedAsDuplicate(wire.PulsarError):
 
 
 def not_stored(error: wire.PulsarError) -> DeliveryFailed:
-    """Return the error for an entry that the broker has not stored as far as is known; the caller raises it `from` the
-    client's error.
-    """
+    """Return the error for an entry that may not be stored; the caller raises it `from` the client's error."""
     return DeliveryFailed(f"storing messages: {error}; the transaction can only be aborted, and run again")
 
 
@@ -63,9 +61,7 @@ class PendingReceipts:
             self.lost.pop(producer, None)
 
     def wait(self, deadline: Deadline, producer: TransactionProducer | None = None) -> bool:
-        """Wait until all sent entries, or those of one producer, have a receipt or a failure. Return False at the
-        deadline.
-        """
+        """Wait until all sent entries, or one producer's, have a receipt or a failure. Return False at the deadline."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (any(self._out.values()) if producer is None else self._out[producer]), deadline.left()

@@ -84,9 +84,7 @@ class Fence:
         self.topic = ""
 
     def take(self, deadline: Deadline) -> FenceRecord | None:
-        """Fence the older owner of the transactional id, and return the last record of the fence topic; None if there
-        is none.
-        """
+        """Fence the transactional id's older owner. Return the fence topic's last record; None if there is none."""
         self.topic = self._cluster.topics.internal(f"{fence_prefix(self._cluster)}{encoded(self._name)}", deadline)
         while True:
             self._seize(deadline)
@@ -254,9 +252,7 @@ class Fence:
         return Fenced(str(fenced), newer=fenced.newer)
 
     def _trim(self, up_to: wire.MessageId) -> None:
-        """Acknowledge records up to a position, so that the broker can delete them. Errors are logged: a later trim
-        does it.
-        """
+        """Acknowledge records up to a position, so that the broker can delete them. Errors are only logged."""
         deadline = Deadline(1.0)
         try:
             consumer = self._cluster.client.subscribe(self.topic, SUBSCRIPTION, timeout=deadline.left())

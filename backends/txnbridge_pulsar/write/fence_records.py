@@ -34,9 +34,7 @@ class ProofLocation:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> ProofLocation:
-        """Return the location from a record's fields. Raise `KeyError`, `TypeError` or `ValueError` if the fields are
-        invalid.
-        """
+        """Parse the location in a record's fields. Raise `KeyError`, `TypeError` or `ValueError` if invalid."""
         if not isinstance(fields["m"], str) or not isinstance(fields["n"], str):
             raise TypeError("names are text")
         at = _entry_position(fields["p"]) if "p" in fields else None  # records of earlier versions have no position

@@ -16,9 +16,7 @@ _KEYS_REMEMBERED = 10_000
 
 
 def key_on_wire(key: bytes | None) -> str | bytes | None:
-    """Return a message key as the client sends it: text if the bytes are valid UTF-8, like other clients' keys, else
-    bytes.
-    """
+    """Return a message key as it is sent: text if the bytes are UTF-8, like other clients' keys, else bytes."""
     if key is None:
         return None
     try:
@@ -29,9 +27,7 @@ def key_on_wire(key: bytes | None) -> str | bytes | None:
 
 @lru_cache(_KEYS_REMEMBERED)
 def key_hash(key: bytes) -> int:
-    """Return a key's hash, Java's `String.hashCode`, which Pulsar's Java client takes modulo the number of
-    partitions.
-    """
+    """Return a key's hash, Java's `String.hashCode`, which Pulsar's Java client takes modulo the partition count."""
     on_wire = key_on_wire(key)
     text = on_wire if isinstance(on_wire, str) else base64.b64encode(key).decode()
     code = 0

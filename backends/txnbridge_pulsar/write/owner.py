@@ -72,9 +72,7 @@ class PulsarOwner:
     # --- opening --------------------------------------------------------------------------------------------------
 
     def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
-        """Fence older owners of the transactional id, end their transactions that are not prepared, and
-        return writers.
-        """
+        """Fence the id's older owners, end their transactions that are not prepared, and return writers."""
         if self._fence is not None:
             self._open(self._fence, deadline)
         self._cleanup.start()
@@ -255,9 +253,7 @@ class PulsarOwner:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self, deadline: Deadline) -> None:
-        """Release the transactional id. Prepared transactions stay open, and the next owner finds them on the fence
-        topic.
-        """
+        """Release the transactional id. The next owner finds open prepared transactions on the fence topic."""
         self.late_write_guard.close(deadline)
         self._cleanup.close()
         deadline = Deadline(min(deadline.left(), _COURTESY_SECONDS))

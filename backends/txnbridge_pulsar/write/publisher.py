@@ -1,6 +1,4 @@
-"""The publisher: sends messages without a transaction, each stored once and in order; with sequences also across
-crashes.
-"""
+"""The publisher: sends messages without a transaction, once and in order; with sequences also across crashes."""
 
 from __future__ import annotations
 
@@ -134,9 +132,7 @@ class PulsarPublisher(Publisher):
             raise type(self._failed)(str(self._failed)) from self._failed.__cause__
 
     def close(self, deadline: Deadline) -> None:
-        """Flush, then close the producers. Raise the errors of `flush`; messages without a receipt are then not sent
-        again.
-        """
+        """Flush, then close the producers. Raise the errors of `flush`; then messages without a receipt are dropped."""
         with self._lock:
             if self._closed:
                 return

@@ -124,9 +124,7 @@ class PulsarWriter(Writer):
     # --- one transaction ------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
-        """Start a transaction without a request: the coordinator begins it before the first entry or acknowledgement is
-        sent.
-        """
+        """Start a transaction locally: the coordinator begins it before the first entry or acknowledgement."""
         self._begin = begin
         self._forget()
         self._evidence = TokenEvidence(None, None, False)
@@ -157,9 +155,7 @@ class PulsarWriter(Writer):
         self.messages += 1
 
     def _check(self, value: bytes | None, key: bytes | None, headers: RawHeaders | None, timestamp: int | None) -> int:
-        """Return a message's size in bytes. Raise `InvalidOption` if its size, a header's name or its timestamp is
-        invalid.
-        """
+        """Return a message's size in bytes. Raise `InvalidOption` if size, header name or timestamp is invalid."""
         size = len(value or b"") + len(key or b"")
         for name, content in headers or ():
             try:
@@ -396,9 +392,7 @@ class PulsarWriter(Writer):
         return participants
 
     def _located_proof(self) -> ProofLocation | None:
-        """Return the location of the proof message, with the message's position. Call this once everything is
-        stored.
-        """
+        """Return the proof message's location with its position. Call this once everything is stored."""
         proof = self._evidence.proof
         return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
 
@@ -425,9 +419,7 @@ class PulsarWriter(Writer):
             raise OutcomeUnknown(f"how the transaction ended cannot be read: {error}") from error
 
     def _store_or_abort(self, deadline: Deadline) -> None:
-        """Return when the broker has stored all messages and acknowledgements. If that fails, abort the transaction and
-        raise the error.
-        """
+        """Return when all messages and acknowledgements are stored; else abort the transaction and raise the error."""
         if deadline.expired and (acks := self._acks):
             self._abort_quietly(deadline)
             # Check this after the abort: a process that was suspended learns only then which partitions it has lost.

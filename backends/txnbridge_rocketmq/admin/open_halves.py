@@ -91,9 +91,7 @@ class OpenHalves:
 
 
 def list_open(cluster: RocketMQCluster, deadline: Deadline) -> list[OpenHalves]:
-    """Return all open transactions on all brokers, and all transactions with discarded halves that have not ended
-    since.
-    """
+    """Return the open transactions of all brokers, and transactions with discarded halves that have not ended."""
     waiting: dict[str, list[PendingHalf]] = {}
     for broker in cluster.brokers.names(deadline):
         for each in _newest([*_discarded(cluster, broker, deadline), *_waiting(cluster, broker, deadline)]):

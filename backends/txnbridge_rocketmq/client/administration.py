@@ -136,9 +136,7 @@ def producers(group: str) -> RpcRequest[list[str]]:
 
 
 def resume_half(offset_id: OffsetId) -> RpcRequest[None]:
-    """Have the broker send check-backs for a discarded half again. The broker accepts any record of the discarded
-    topic.
-    """
+    """Have the broker send check-backs for a discarded half again. The broker accepts any discarded record."""
     action = "resuming a discarded half"
     return RpcRequest(
         action, RequestCode.RESUME_CHECK_HALF_MESSAGE, nothing, fields(topic=DISCARDED_TOPIC, msgId=offset_id)

@@ -50,9 +50,7 @@ class PullStatus(IntEnum):
 
 @dataclass(frozen=True)
 class PullResult:
-    """The messages of a pull, and the queue's bounds at that time: its first offset, and the offset after its last
-    message.
-    """
+    """The messages of a pull, and the queue's bounds at that time: first offset, and offset after the last message."""
 
     status: PullStatus
     next_offset: int

@@ -78,9 +78,7 @@ def retry_calls(
 def look_up_by_key(
     client: RemotingClient, wanted: Sequence[tuple[str, str, str]], action: str, deadline: Deadline, body: bool = False
 ) -> list[MessageExt | None]:
-    """Return the newest message for each (broker, topic, key), or None. Raise `EvidenceLost` if the index cannot show
-    it.
-    """
+    """Return the newest message for each (broker, topic, key), or None. Raise `EvidenceLost` if not known."""
     asked = [(broker, reading.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in wanted]
     answers = retry_calls(client, asked, action, deadline, _LOOKED_UP_AT_ONCE)
     return [

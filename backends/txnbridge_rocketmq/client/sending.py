@@ -94,7 +94,7 @@ def send(message: WireMessage, group: str, queue: int) -> RpcRequest[SendResult]
 
 
 def send_half(message: WireMessage, group: str, queue: int, immunity: int | None = None) -> RpcRequest[SendResult]:
-    """Store a half message, which no reader sees before `end` commits it. `half_handle` makes its handle of the result.
+    """Store a half message, which no reader sees before `end` commits it. `half_handle` returns its handle.
 
     For `immunity` seconds the broker sends no check-back for the half. After that time the broker refuses to end the
     half with `from_check=False`.
@@ -113,7 +113,7 @@ def half_handle(topic: str, group: str, stored: SendResult) -> HalfHandle:
 
 
 def end(half: HalfHandle, how: HalfEnd, from_check: bool = False) -> RpcRequest[None]:
-    """Commit or abort one half. `from_check` is set in response to a check-back, or when the immunity time is over.
+    """Commit or abort one half. `from_check` is set in response to a check-back, or after the immunity time.
 
     The request is not idempotent: a second commit publishes a second copy, and so does a commit after an abort.
     """

@@ -101,9 +101,7 @@ class CheckBackHandler:
                     self._ender.drop(copies, deadline)
 
     def _settle_quietly(self, transaction: str, halves: Sequence[MessageExt]) -> bool:
-        """Carry out the decision about a transaction, and log errors. Return whether none of these halves has to be
-        published.
-        """
+        """Carry out a transaction's decision; log errors. Return whether none of these halves has to be published."""
         try:
             with self._in_time() as deadline:
                 return transaction in self._settled or self._settle(transaction, halves, deadline)
@@ -148,9 +146,7 @@ class CheckBackHandler:
         return claim
 
     def _is_own(self, half: MessageExt) -> bool:
-        """Return whether a half is in the application's producer group. Resolvers decide about halves in
-        other groups.
-        """
+        """Return whether a half is in the application's producer group. Resolvers decide halves in other groups."""
         return half.properties.get(Property.GROUP) == self._group
 
     def _remember(self, known: OrderedDict[str, None], transaction: str) -> None:
@@ -220,9 +216,7 @@ def _is_decided_half(parts: Sequence[TopicPart], half: MessageExt) -> bool:
 
 
 def _is_abandoned(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> bool:
-    """Return whether a transaction cannot commit: it is not prepared, and its transactional id has a newer owner
-    (hazard H72).
-    """
+    """Return whether a transaction cannot commit: not prepared, and its id has a newer owner (hazard H72)."""
     if origin.opening is None:
         return False
     newest = ledger.newest_opening(deadline)

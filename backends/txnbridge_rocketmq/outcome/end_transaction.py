@@ -94,9 +94,7 @@ class HalfEnder:
 
     @contextmanager
     def exclusively(self, transaction: str, deadline: Deadline) -> Iterator[LockHolder]:
-        """Lock a transaction, so that other threads and processes do not end it at the same time. Yield the lock's
-        holder.
-        """
+        """Lock a transaction, so that only one thread of one process ends it at a time. Yield the lock's holder."""
         with self._lock:
             mine = transaction not in self._under_way
             self._under_way.add(transaction)
@@ -143,9 +141,7 @@ class HalfEnder:
             _log.debug("a lock goes by itself: %s", error)
 
     def _lock_of(self, transaction: str) -> Queue:
-        """Return the queue that is locked for a transaction. Its topic does not exist, and has the prefix of internal
-        topics.
-        """
+        """Return the queue to lock for a transaction. Its topic does not exist; its name has the bridge's prefix."""
         name = hashlib.sha256(transaction.encode()).hexdigest()[:32]
         return Queue(f"{self.cluster.settings.prefix}lock-{name}", self.cluster.topics.home, 0)
 
@@ -180,9 +176,7 @@ class HalfEnder:
             _log.warning("whoever may only publish has to believe what brokers say is published: %s", error)
 
     def _keeps_index(self, broker: str, deadline: Deadline) -> bool:
-        """Return whether the broker has a message index. Without an index no message can be looked up, but owners can
-        publish.
-        """
+        """Return whether the broker has a message index, without which no message can be looked up."""
         return self.cluster.brokers.config(broker, deadline).is_on("messageIndexEnable", True)
 
     def drop(self, halves: Iterable[tuple[str, HalfHandle]], deadline: Deadline) -> None:

@@ -82,9 +82,7 @@ def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Led
 
 @contextmanager
 def _as_decided(token: Token, outcome: str) -> Iterator[None]:
-    """Add to errors that the transaction is decided, and that other bridges complete the transaction after
-    check-backs.
-    """
+    """Add to errors that the transaction is decided, and that other bridges complete it after check-backs."""
     prefix = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield
@@ -170,9 +168,7 @@ def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord
 
 
 def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """Return the status of a token's transaction. This call decides nothing, except that it aborts an expired
-    transaction.
-    """
+    """Return the status of a token's transaction. This decides nothing, but aborts an expired transaction."""
     try:
         claim = ledger.decided(token.transaction, deadline, log=_log_of(token))
         if claim is None and token.expires_at is not None and is_over(token.expires_at):

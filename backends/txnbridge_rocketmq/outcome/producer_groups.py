@@ -15,9 +15,7 @@ from txnbridge_rocketmq.client.sending import CheckBack
 
 @dataclass
 class CheckBackRouter:
-    """Passes check-backs to the handlers of their producer groups. The client gets the router before any handler
-    exists.
-    """
+    """Passes check-backs to their producer groups' handlers. The client gets the router before any handler exists."""
 
     handlers: dict[str, Callable[[Sequence[CheckBack]], None]] = field(default_factory=dict)  # by producer group
 

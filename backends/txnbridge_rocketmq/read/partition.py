@@ -262,9 +262,7 @@ class QueueReader:
             self._pull_size, self._full_answers = len(pull.records), 0
 
     def _handle_missing_record(self, pulled: PullResult) -> None:
-        """Handle a missing record at the read offset: request it again, then set `fault`. Missing records are never
-        skipped.
-        """
+        """Handle a missing record: request it again, then set `fault`. Missing records are never skipped."""
         now = time.monotonic()
         self._gap_since = self._gap_since or now
         self._paused_until = now + _REST_SECONDS

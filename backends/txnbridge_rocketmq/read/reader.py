@@ -164,9 +164,7 @@ class RocketMQReader(Reader):
         return messages
 
     def _in_turn(self) -> list[QueueReader]:
-        """Return all partitions, each time starting with another one, so that a busy partition does not delay the
-        others.
-        """
+        """Return all partitions, each time starting with another one, so that a busy one does not delay the others."""
         readers = list(self._readers.values())
         if len(readers) > 1:
             self._turn = (self._turn + 1) % len(readers)

@@ -120,9 +120,7 @@ class InitialPositions:
             self._latest[each] = offsets.anchored(queue, offsets.end(queue, deadline), deadline)
 
     def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> AnchoredOffset:
-        """Return the position at which a partition begins. A partition that was added later begins at its first
-        message.
-        """
+        """Return a partition's first position. A partition that was added later begins at its first message."""
         if partition in self._latest:
             return self._latest[partition]
         if isinstance(self._start, int):
@@ -260,9 +258,7 @@ class GroupPositions:
         return errors
 
     def _publish_before(self, partitions: Collection[Partition], deadline: Deadline) -> None:
-        """Publish the last transactions that acknowledged on these partitions. Earlier ones were published
-        before them.
-        """
+        """Publish the last transactions that acknowledged on these partitions. Earlier ones are published already."""
         if not partitions:
             return
         with self._with_evidence():
@@ -271,9 +267,7 @@ class GroupPositions:
             publish_decided(self._ender, transaction, claim, deadline)
 
     def _claim(self, begun: Mapping[Partition, AnchoredOffset], read_up_to: Position, deadline: Deadline) -> bool:
-        """Write the group's first position to the decision log. Return False if another member has moved the group
-        meanwhile.
-        """
+        """Write the group's first position to the decision log. Return False if another member was first."""
         acks = [
             Ack(self._group, each, (position.next,), position.position, read_up_to) for each, position in begun.items()
         ]

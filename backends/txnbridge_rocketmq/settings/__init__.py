@@ -40,22 +40,16 @@ class RocketMQSettings:
     tls_verify_hostname: bool = True
 
     def log_topic(self, application: str) -> str:
-        """Return the topic of an application's decision log. Raise `InvalidOption` if the application's name is too
-        long.
-        """
+        """Return an application's decision log topic. Raise `InvalidOption` if the application's name is too long."""
         return topic_name(f"{self.prefix}log-{encoded(application)}")
 
     @property
     def cluster_topic(self) -> str:
-        """The topic whose first record is the cluster's id. Names of topics that repeat the id begin with it
-        and '-'.
-        """
+        """The topic whose first record is the cluster's id. Topics that repeat the id have its name, '-' and more."""
         return f"{self.prefix}cluster"
 
     def broker_topic(self, broker: str) -> str:
-        """Return the name of the empty topic that records a broker. It may be too long for a topic if the broker's name
-        is long.
-        """
+        """Return the name of the empty topic that records a broker. It may be too long for a topic."""
         return f"{self._broker_topics}{encoded(broker)}"
 
     def noted_broker(self, topic: str) -> str | None:
@@ -104,9 +98,7 @@ class RocketMQSettings:
         return Credentials(self.access_key, self.secret_key, self.security_token or None)
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return the TLS context of all connections; None without TLS. Raise `InvalidOption` if a file cannot
-        be used.
-        """
+        """Return the TLS context of all connections, or None. Raise `InvalidOption` if a file cannot be used."""
         import ssl
 
         if not self.tls:

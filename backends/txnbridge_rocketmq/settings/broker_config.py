@@ -101,9 +101,7 @@ class BrokerConfigs:
         return sorted(retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline))
 
     def require_config(self, broker: str, deadline: Deadline, fresh: bool = False) -> BrokerConfig:
-        """Return a broker's settings, up to a minute old unless `fresh`. Raise `AccessDenied` if the user may not read
-        them.
-        """
+        """Return a broker's settings, up to a minute old unless `fresh`. Raise `AccessDenied` without the right."""
         with self._lock:
             at, known = self._known.get(broker, (0.0, None))
         if known is not None and not fresh and time.monotonic() - at < _FRESH_SECONDS:

@@ -37,9 +37,7 @@ class TopicPart:
 
 
 def parts_as_json(parts: Sequence[TopicPart]) -> dict[str, Any]:
-    """Return the parts and the current time for a record of the decision log. Parts and transaction id identify the
-    halves.
-    """
+    """Return parts and current time for a decision log record. Parts and transaction id identify the halves."""
     halves = [[part.topic, part.broker, part.count] for part in parts]
     return {"halves": halves, "at": int(time.time() * 1000)}
 
@@ -53,9 +51,7 @@ def parts_from_json(data: Mapping[str, Any]) -> list[TopicPart]:
 
 
 def seconds_since(data: Mapping[str, Any]) -> float:
-    """Return a decision log record's age in seconds by its writer's clock; a very large number if the record has no
-    time.
-    """
+    """Return a record's age in seconds by its writer's clock; a very large number if the record has no time."""
     at = data.get("at")
     return time.time() - (at / 1000 if isinstance(at, int) else 0)
 
@@ -166,7 +162,7 @@ class HalfBatch:
             raise DeliveryFailed(str(ours)) from error
 
     def stored(self, patience: Deadline) -> dict[Queue, list[HalfHandle]]:
-        """Return the confirmed halves by queue, in order. Wait for responses until `patience` is over."""
+        """Return the confirmed halves by queue, in order. Wait for responses until `patience` expires."""
         handles: dict[Queue, list[HalfHandle]] = {}
         for sent in self._sent:
             if sent.stored is None and sent.call is not None:

@@ -63,9 +63,7 @@ def to_wire(
     own: Mapping[str, str] | None = None,
     unique_key: str | None = None,
 ) -> WireMessage:
-    """Return a message to send; `own` are the bridge's properties. Raise `InvalidOption` if the headers are
-    too large.
-    """
+    """Return a message to send; `own` are the bridge's properties. Raise `InvalidOption` if headers are too large."""
     body, properties = pack_value(value)
     keys: tuple[str, ...] = ()
     if key is not None:
@@ -262,7 +260,7 @@ def partition_of(key: bytes, partitions: int) -> int:
 
 @lru_cache(_KEYS_REMEMBERED)
 def key_hash(key: bytes) -> int:
-    """Return the absolute value of Java's hash of a text."""
+    """Return the absolute value of Java's `String.hashCode` of a key as text."""
     try:
         text = key.decode()
     except UnicodeDecodeError:

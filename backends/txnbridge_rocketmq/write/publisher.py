@@ -129,9 +129,7 @@ class RocketMQPublisher(Publisher):
     # --- flushing -----------------------------------------------------------------------------------------------------
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when all accepted messages are stored. After the deadline the publisher still tries to store
-        the rest.
-        """
+        """Return when all accepted messages are stored. After the deadline the publisher still sends the rest."""
         with self._changed:
             self._check()
             self._settle(deadline)

@@ -163,8 +163,8 @@ class RocketMQWriter(Writer):
         self._acks[context] = context.acks(positions, deadline, so_far=self._acks.get(context, ()))
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when the broker has stored all messages sent so far. Raise `DeliveryFailed` or `AccessDenied`
-        otherwise.
+        """Return when all messages sent so far are stored. Raise `DeliveryFailed` or `AccessDenied` if
+        storing fails.
         """
         with self._cluster.context.events.step("step:store", self._begun.transaction, messages=self.messages):
             self._halves.flush(deadline)
@@ -252,9 +252,7 @@ class RocketMQWriter(Writer):
             raise
 
     def _abort_quietly(self, deadline: Deadline) -> None:
-        """Abort a transaction that cannot commit, and log errors: the transaction is aborted later if this request
-        fails.
-        """
+        """Abort a transaction that cannot commit, and log errors: if this fails, the transaction is aborted later."""
         try:
             self.abort(deadline)
         except TxnBridgeError as error:
@@ -283,9 +281,7 @@ class RocketMQWriter(Writer):
     # --- reopening and closing ----------------------------------------------------------------------------------------
 
     def reopen(self, deadline: Deadline) -> None:
-        """Make the writer usable after an error. If the previous transaction is committed, `begin` publishes
-        it first.
-        """
+        """Make the writer usable after an error. If the last transaction is committed, `begin` publishes it."""
         self._owner.check(deadline)
         self._settle(deadline)
         self._forget()
