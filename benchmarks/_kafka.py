@@ -54,9 +54,10 @@ def new_topic(url: str, partitions: int = 1) -> str:
 
 
 def drop_topic(url: str, name: str) -> None:
-    """Its files go a minute later."""
-    for dropped in AdminClient({"bootstrap.servers": bootstrap(url)}, logger=_SILENT).delete_topics([name]).values():
-        dropped.result(30)
+    """Delete a topic; the broker removes its files a minute later."""
+    admin = AdminClient({"bootstrap.servers": bootstrap(url)}, logger=_SILENT)  # dropped earlier, it answers no future
+    for deleted in admin.delete_topics([name]).values():
+        deleted.result(30)
 
 
 def plain_producer(url: str) -> Producer:
