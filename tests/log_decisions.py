@@ -14,10 +14,8 @@ from collections import Counter
 import pytest
 
 from tests.core import test_decisions as core
-from tests.core.decisions_kit import SMALL_RECORDS, Chances, World
+from tests.core.decisions_kit import Chances, World
 from tests.core.test_decisions import *  # noqa: F403
-from txnbridge._decisions import engine
-from txnbridge._decisions import follower as follower
 from txnbridge.spi import Deadline
 
 SECONDS = 30
@@ -170,10 +168,7 @@ def test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join
     ("chances", "origin"), [(Chances(), None), (Chances(retention=0.01), (0,))], ids=["calm", "harsh"]
 )
 @pytest.mark.parametrize("worlds", [3, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
-def test_nobody_is_ever_told_what_does_not_count(mirror, chances, origin, worlds, monkeypatch, caplog):
-    monkeypatch.setattr(follower, "_FIRST_PAUSE", 0)
-    for name, size in SMALL_RECORDS.items():
-        monkeypatch.setattr(engine, name, size)
+def test_nobody_is_ever_told_what_does_not_count(mirror, chances, origin, worlds, caplog):
     caplog.set_level(logging.CRITICAL, logger="txnbridge")
     told: Counter[str] = Counter()
     for seed in range(worlds):

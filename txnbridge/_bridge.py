@@ -46,9 +46,6 @@ _log = logging.getLogger("txnbridge")
 
 # The interval at which a closing bridge checks whether other threads' calls have ended; most take milliseconds.
 _LOOK_SECONDS = 0.01
-# The time for which a closing bridge waits for polls of other threads: twice a poll's default timeout, so most polls
-# end by themselves. Interrupting a poll that waits for messages loses nothing.
-_POLL_SECONDS = 2.0
 # The share of its timeout for which a closing bridge waits for `check` functions of half messages: they are code of the
 # application, and one that hangs must leave time for aborting unfinished transactions and leaving the groups.
 _CHECKS_SHARE = 0.5
@@ -500,7 +497,7 @@ class Bridge:
             for resolver in list(connection.resolvers):
                 close_logging_errors(resolver.stop_by, checks)
             self._end_calls(deadline)
-            self._consumers.close(Deadline(min(deadline.left(), _POLL_SECONDS)), deadline)
+            self._consumers.close(Deadline(min(deadline.left(), connection.timing.closing_polls)), deadline)
             self._writers.close()
             # The broker is closed before the decision logs, to which it may append what its publishers have stored.
             close_logging_errors(connection.broker.close, deadline)

@@ -12,6 +12,7 @@ from typing import Protocol
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
 from txnbridge._plugins import plugins
+from txnbridge._timing import TIMING
 from txnbridge.capabilities import Capabilities
 from txnbridge.errors import BrokerUnavailable, InvalidState
 from txnbridge.spi import Broker, Identity
@@ -38,6 +39,8 @@ class Connection:
 
     It refers to the bridge, so an open transaction or consumer keeps its bridge from being garbage-collected.
     """
+
+    timing = TIMING
 
     def __init__(self, bridge: object, backend: str, identity: Identity, timeout: float) -> None:
         self.bridge = bridge

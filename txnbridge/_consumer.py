@@ -11,7 +11,7 @@ from typing import TypeVar
 from txnbridge._connection import ConnectionUser
 from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline, check_seconds
-from txnbridge._deliveries import MAX_UNACKED, Assignment, Deliveries
+from txnbridge._deliveries import Assignment, Deliveries
 from txnbridge._messages import Batch, Message, Position, as_messages
 from txnbridge._reopening import ReopeningReader
 from txnbridge._topics import Topic, as_topic
@@ -123,7 +123,7 @@ class Consumer(ConnectionUser):
         """Fetch messages from the reader unless one is fetched already; with `full`, unless `most` are."""
         if type(most) is not int or most < 1:
             raise InvalidOption(f"max_messages is a whole number from 1, not {most!r}")
-        most = min(most, MAX_UNACKED)
+        most = min(most, self._connection.timing.unacked_messages)
         check_seconds("timeout", timeout)
         self._settle(timeout)
         there = len(self._deliveries.fetched())

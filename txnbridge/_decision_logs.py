@@ -79,6 +79,7 @@ class DecisionLogs:
             name=name,
             place=place,
             host=connection.identity.host,
+            timing=connection.timing,
         )
 
     def close(self) -> None:

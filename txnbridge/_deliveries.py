@@ -35,10 +35,6 @@ from txnbridge._transaction_state import State
 from txnbridge.errors import Conflict, InvalidState
 from txnbridge.spi import Partition
 
-# Each fetched and unacknowledged message takes about 150 bytes of memory. A program with this many of them reads in a
-# group and never acknowledges, by mistake.
-MAX_UNACKED = 1_000_000
-
 _source_of = attrgetter("source")
 
 
@@ -167,17 +163,18 @@ class Deliveries:
     def room_for(self, wanted: int) -> int:
         """Return how many more messages may be fetched, at most `wanted`.
 
-        Raise `InvalidState` if `MAX_UNACKED` messages are unacknowledged.
+        Raise `InvalidState` if the largest allowed number of messages is unacknowledged.
         """
         if self._group is None:
             return wanted
+        limit = self.connection.timing.unacked_messages
         with self.lock:
-            if self._most + wanted > MAX_UNACKED:
+            if self._most + wanted > limit:
                 self._most = len(self._fetched) + len(self._set_aside) + sum(map(len, self.assignments.values()))
-            room = MAX_UNACKED - self._most
+            room = limit - self._most
         if room <= 0:
             raise InvalidState(
-                f"{MAX_UNACKED} messages were delivered to group {self._group!r} and not acknowledged; acknowledge them"
+                f"{limit} messages were delivered to group {self._group!r} and not acknowledged; acknowledge them"
                 " in transactions, or read without a group"
             )
         return min(room, wanted)

@@ -37,9 +37,6 @@ _log = logging.getLogger("txnbridge")
 
 Execute = Callable[["HalfTransaction", Any], Decision]
 
-# The time from a transaction's begin to its first check-back. Most local work has ended by then, and messages of a dead
-# process need not wait until the transaction's deadline.
-_FIRST_CHECK_SECONDS = 6.0
 # The least time for sending the outcome to the broker, even if the local work took the whole time.
 _END_SECONDS = 2.0
 
@@ -167,7 +164,7 @@ class HalfTransaction(ConnectionUser):
         if not self._messages:
             return None
         deadline_at = self._began + self._deadline.seconds
-        check_at = min(self._began + _FIRST_CHECK_SECONDS, deadline_at)
+        check_at = min(self._began + self._connection.timing.first_check, deadline_at)
         half = Half(self._group, self._id, self._messages, int(check_at * 1000), int(deadline_at * 1000))
         try:
             with self._connection.events.step("half.store", self._id, messages=len(self._messages)):

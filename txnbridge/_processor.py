@@ -48,11 +48,6 @@ _log = logging.getLogger("txnbridge")
 _POLL_SECONDS = 0.25
 # The interval between two measurements of the lag; on some brokers each needs a request.
 _LAG_SECONDS = 1.0
-# A pass may take this much longer than its transaction's timeout, because it also polls and ends the transaction.
-_SLACK_SECONDS = 5.0
-# After this time without a partition, `until_idle` ends on a broker that does not report the group's lag. It is longer
-# than brokers wait by default for a dead member (Kafka: 45 s), whose partitions may then be assigned to this member.
-_NO_PARTITION_SECONDS = 60.0
 
 Each = Callable[[Message, Transaction], object]
 OnBatch = Callable[[Batch, Transaction], object]
@@ -190,7 +185,8 @@ class Processor(ConnectionUser):
     def healthy(self) -> bool:
         """True while the loop runs and its current pass, with all attempts, takes no longer than a transaction may."""
         since = self._since
-        return since is not None and time.monotonic() - since <= self._timeout + self._max_wait + _SLACK_SECONDS
+        longest = self._timeout + self._max_wait + self._connection.timing.pass_slack
+        return since is not None and time.monotonic() - since <= longest
 
     @property
     def lag(self) -> int | None:
@@ -376,7 +372,7 @@ class Processor(ConnectionUser):
             return left == 0
         now = time.monotonic()
         self._no_partition_since = self._no_partition_since or now
-        return now - self._no_partition_since >= _NO_PARTITION_SECONDS
+        return now - self._no_partition_since >= self._connection.timing.without_partition
 
     def _poll(self, consumer: RawConsumer) -> PolledBatch:
         """Poll until the batch has `max_messages` or `max_wait` has passed; return the batch, decoded."""

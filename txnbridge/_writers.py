@@ -18,8 +18,6 @@ _log = logging.getLogger("txnbridge")
 # The time for which a thread may run one transaction after the other while other threads wait for a writer: much longer
 # than waking a thread takes. If a transaction takes longer, as on a remote broker, the thread runs only this one.
 _KEEP_SECONDS = 0.02
-# The interval at which a thread that waits for a writer checks for garbage-collected transactions and a closed bridge.
-_TURN_SECONDS = 0.1
 
 
 class Writers:
@@ -96,7 +94,7 @@ class Writers:
         while True:
             self.clear_abandoned()
             # Wait in short steps: neither a transaction's garbage collection nor `close` wakes this thread.
-            entered = place.enter(Deadline(min(deadline.left(), _TURN_SECONDS)))
+            entered = place.enter(Deadline(min(deadline.left(), self._connection.timing.writer_checks)))
             self._connection.check_open()
             if entered:
                 return

@@ -33,6 +33,7 @@ from txnbridge._decisions.records import (
     digest,
 )
 from txnbridge._messages import Position
+from txnbridge._timing import Timing
 from txnbridge._token import Decision
 from txnbridge.errors import (
     BrokerUnavailable,
@@ -248,7 +249,7 @@ class Oracle:
 
 # What claims carry: with records made small, the last one takes three parts.
 BULKS = ("", "", "x" * 700)
-SMALL_RECORDS = {"_INLINE_BYTES": 400, "PART_BYTES": 300}
+SMALL_RECORDS = Timing(append_pause=0, inline_bytes=400, part_bytes=300)
 
 
 class Killed(BaseException):
@@ -289,6 +290,7 @@ class World:
     numbered: bool = False
     processes: int = 3
     turns: int = 14
+    timing: Timing = SMALL_RECORDS
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -406,6 +408,7 @@ class Actor:
             host=self.name,
             tidy_after=self.random.choice((5, 12, 10_000)),
             clock=lambda: self.world.now,
+            timing=self.world.timing,
         )
         self.opening: Opening | None = None
         self.run: Opening | None = None
@@ -588,7 +591,7 @@ class Actor:
 
     def _check(self, check: Callable[[Oracle], str | None], at: Iterable[int] | None = None) -> None:
         """`at` is a position in the time that it was told about; without one that which this process knows of."""
-        renewed = self.decisions._engine.follower._state.trust.renewed
+        renewed = self.decisions._engine.follower._state.completeness.renewed
         now = renewed.position if renewed else ()
         self.world.checks.append((now if at is None else tuple(at), check))
 

@@ -9,8 +9,8 @@ import pytest
 from tests.core.decisions_kit import MemoryLog, decoded
 from txnbridge._deadline import Deadline
 from txnbridge._decisions import Decisions
-from txnbridge._decisions import follower as follower
 from txnbridge._decisions.records import Claimed, EvidenceBegin, Presence, Snapshot, encode
+from txnbridge._timing import Timing
 from txnbridge._token import Decision
 from txnbridge.errors import EvidenceLost, OutcomeUnknown
 from txnbridge.spi import Ack
@@ -18,11 +18,6 @@ from txnbridge.spi import Ack
 COMMIT, ABORT = Decision.COMMIT, Decision.ABORT
 NEAR_END = 40
 NOW = 1_700_000_000.0
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch):
-    monkeypatch.setattr(follower, "NEAR_END", NEAR_END)
 
 
 @pytest.fixture
@@ -35,9 +30,11 @@ def log():
 class Process:
     """A process that owns an id, or none, and commits by its ledger."""
 
-    def __init__(self, log: MemoryLog, id: str = "X", now: float = NOW) -> None:
+    def __init__(self, log: MemoryLog, id: str = "X", now: float = NOW, **timing: int) -> None:
         self.now = now
-        self.decisions = Decisions(log, timeout=30, tidy_after=10, lifetime=900, clock=lambda: self.now)
+        limits = Timing(near_end=NEAR_END, **timing)
+        clock = lambda: self.now  # noqa: E731
+        self.decisions = Decisions(log, timeout=30, tidy_after=10, lifetime=900, clock=clock, timing=limits)
         self.ledger = self.decisions.ledger(id)
 
     def open(self) -> Process:
@@ -189,9 +186,8 @@ def snapshots(log):
     return [record for _, record in decoded(log.records) if isinstance(record, Snapshot)]
 
 
-def test_a_process_keeps_in_memory_only_what_is_behind_the_last_snapshots(log, monkeypatch):
-    monkeypatch.setattr(follower, "_FORGET_AFTER", 20)
-    owner = Process(log).open()
+def test_a_process_keeps_in_memory_only_what_is_behind_the_last_snapshots(log):
+    owner = Process(log, forget_after=20).open()
     begin = owner.begin()
     owner.commit_many(300)
     with owner.decisions._engine.follower.looking(Deadline(5)) as state:

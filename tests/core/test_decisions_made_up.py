@@ -14,6 +14,7 @@ from txnbridge._deadline import Deadline
 from txnbridge._decisions import Decisions
 from txnbridge._decisions.openings import Openings
 from txnbridge._decisions.records import EntryRecord, Opened, Snapshot, encode
+from txnbridge._timing import TIMING, Timing
 from txnbridge._token import Decision
 
 COMMIT = Decision.COMMIT
@@ -30,8 +31,9 @@ class Process:
 
     now = 1_700_000_000.0
 
-    def __init__(self, log: MemoryLog, id: str = "", tidy_after: int = 10_000) -> None:
-        self.decisions = Decisions(log, lifetime=600, tidy_after=tidy_after, clock=lambda: Process.now)
+    def __init__(self, log: MemoryLog, id: str = "", tidy_after: int = 10_000, timing: Timing = TIMING) -> None:
+        clock = lambda: Process.now  # noqa: E731
+        self.decisions = Decisions(log, lifetime=600, tidy_after=tidy_after, clock=clock, timing=timing)
         self.ledger = self.decisions.ledger(id, made_up=True) if id else self.decisions.ledger("X")
 
     def open(self) -> Process:
@@ -65,9 +67,8 @@ def test_ids_that_come_and_go_leave_nothing_in_snapshots_for_ever(log):
     assert max(sizes) < 1.2 * sizes[0] < 20_000
 
 
-def test_nor_in_the_memory_of_a_process_that_lives_on(log, monkeypatch):
-    monkeypatch.setattr("txnbridge._decisions.follower._FORGET_AFTER", 100)
-    onlooker = Process(log)
+def test_nor_in_the_memory_of_a_process_that_lives_on(log):
+    onlooker = Process(log, timing=Timing(forget_after=100))
     for number in range(200):
         Process(log, f"made-up-{number}").open().prepare(f"t{number}")
         Process.now += 60

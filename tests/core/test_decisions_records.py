@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from txnbridge._decisions.records import (
     MAX_RECORD_BYTES,
-    PART_BYTES,
     AckRange,
     Birth,
     BodyPart,
@@ -33,6 +32,7 @@ from txnbridge._decisions.records import (
     decode,
     encode,
 )
+from txnbridge._timing import Timing
 from txnbridge._token import Decision
 from txnbridge.errors import InvalidOption
 
@@ -226,5 +226,5 @@ def test_a_record_over_the_limit_is_the_callers_mistake():
 
 
 def test_a_whole_part_fits_into_a_record():
-    part = BodyPart(log="f" * 16, nonce="f" * 16 + "-" + "9" * 12, payload=b"\xff" * PART_BYTES)
+    part = BodyPart(log="f" * 16, nonce="f" * 16 + "-" + "9" * 12, payload=b"\xff" * Timing().part_bytes)
     assert len(encode(part)) <= MAX_RECORD_BYTES

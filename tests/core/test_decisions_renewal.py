@@ -8,7 +8,6 @@ from tests.core.decisions_kit import MemoryLog, decoded
 from tests.core.test_acks import before_next
 from tests.core.test_decisions_long import Process
 from txnbridge._deadline import Deadline
-from txnbridge._decisions import follower as follower
 from txnbridge._decisions.records import Claimed, Presence, Renewed, encode
 from txnbridge._token import Decision
 from txnbridge.errors import EvidenceLost, InvalidState, OutcomeUnknown
@@ -91,8 +90,8 @@ def test_a_renewal_counts_only_if_nobody_appended_since_the_operator_looked(log)
     log.append(log.records[-1][1])  # and a late copy of it is none
     newcomer = Process(log).open()
     with newcomer.decisions._engine.follower.looking(Deadline(5)) as state:
-        assert state.trust.renewed is not None
-        assert state.trust.renewed.position == position
+        assert state.completeness.renewed is not None
+        assert state.completeness.renewed.position == position
     with pytest.raises(EvidenceLost):
         owner.open()
 
@@ -148,8 +147,7 @@ def test_the_operator_learns_what_will_be_forgotten(log):
     assert lost.decided == 1
 
 
-def test_what_was_renewed_stays_known_when_the_log_is_trimmed_and_long(log, monkeypatch):
-    monkeypatch.setattr(follower, "NEAR_END", 40)
+def test_what_was_renewed_stays_known_when_the_log_is_trimmed_and_long(log):
     log.numbered = True
     owner = Process(log).open()
     begin = owner.begin()

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.core.decisions_kit import SMALL_RECORDS, Chances, MemoryLog, World, _StepLog, decoded, explore
-from txnbridge._decisions import Decisions, engine, openings
-from txnbridge._decisions import follower as follower
+from txnbridge._decisions import Decisions, openings
+from txnbridge._decisions.completeness import Completeness
 from txnbridge._decisions.fold import LogState
+from txnbridge._decisions.follower import Follower
 from txnbridge._decisions.id_fold import IdFold
 from txnbridge._decisions.openings import Openings
 from txnbridge._decisions.records import (
@@ -29,7 +31,6 @@ from txnbridge._decisions.records import (
     encode,
 )
 from txnbridge._decisions.token_fold import AckHistory, TokenFold
-from txnbridge._decisions.trust import Trust
 from txnbridge._token import Decision
 
 pytestmark = pytest.mark.timeout(300)  # seconds when the machine is idle, but each of them is the processor's
@@ -45,10 +46,7 @@ ORIGIN = (0,)
 
 
 @pytest.fixture(autouse=True)
-def _fast_and_quiet(monkeypatch, caplog):
-    monkeypatch.setattr(follower, "_FIRST_PAUSE", 0)
-    for name, size in SMALL_RECORDS.items():
-        monkeypatch.setattr(engine, name, size)
+def _quiet(caplog):
     caplog.set_level(logging.CRITICAL, logger="txnbridge")
 
 
@@ -76,11 +74,10 @@ def test_nobody_is_ever_told_what_does_not_count(chances, origin, worlds):
 @pytest.mark.parametrize(
     ("chances", "origin", "near_end"), [(CALM, None, 15), (HARSH, ORIGIN, 4)], ids=["calm", "harsh"]
 )
-def test_nor_where_a_process_reads_the_last_records_alone(chances, origin, near_end, worlds, monkeypatch):
-    monkeypatch.setattr(follower, "NEAR_END", near_end)
-    monkeypatch.setattr(follower, "_FORGET_AFTER", near_end)
+def test_nor_where_a_process_reads_the_last_records_alone(chances, origin, near_end, worlds):
+    timing = replace(SMALL_RECORDS, near_end=near_end, forget_after=near_end)
     # In the last two, such a process has not read the snapshot by which a claim is void, or a part of a commit.
-    findings, told = explore([*range(worlds), 1_241, 2_811], chances, origin=origin, numbered=True)
+    findings, told = explore([*range(worlds), 1_241, 2_811], chances, origin=origin, numbered=True, timing=timing)
     assert findings == []
     for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "Conflict", "looked", "learnt"):
         assert told[answer] >= 15, told
@@ -88,11 +85,9 @@ def test_nor_where_a_process_reads_the_last_records_alone(chances, origin, near_
 
 @pytest.mark.parametrize("worlds", [100, pytest.param(3_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("near_end", [None, 5], ids=["all", "near-end"])
-def test_nor_where_a_log_is_begun_anew_while_everybody_goes_on(near_end, worlds, monkeypatch):
-    if near_end is not None:
-        monkeypatch.setattr(follower, "NEAR_END", near_end)
-        monkeypatch.setattr(follower, "_FORGET_AFTER", near_end)
-    findings, told = explore(range(worlds), RENEWED, origin=ORIGIN, numbered=near_end is not None)
+def test_nor_where_a_log_is_begun_anew_while_everybody_goes_on(near_end, worlds):
+    timing = replace(SMALL_RECORDS, near_end=near_end, forget_after=near_end) if near_end else SMALL_RECORDS
+    findings, told = explore(range(worlds), RENEWED, origin=ORIGIN, numbered=near_end is not None, timing=timing)
     assert findings == []
     for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "EvidenceLost", "looked", "learnt", "renewed"):
         assert told[answer] >= 15, told
@@ -101,9 +96,7 @@ def test_nor_where_a_log_is_begun_anew_while_everybody_goes_on(near_end, worlds,
 @pytest.mark.parametrize("worlds", [100, pytest.param(3_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("near_end", [None, 5], ids=["all", "near-end"])
 def test_nor_where_processes_make_up_ids_that_are_forgotten(near_end, worlds, monkeypatch):
-    if near_end is not None:
-        monkeypatch.setattr(follower, "NEAR_END", near_end)
-    monkeypatch.setattr(follower, "_FORGET_AFTER", near_end or 15)
+    timing = replace(SMALL_RECORDS, near_end=near_end or SMALL_RECORDS.near_end, forget_after=near_end or 15)
     forgotten = set()
     is_kept = openings._is_kept
 
@@ -113,7 +106,7 @@ def test_nor_where_processes_make_up_ids_that_are_forgotten(near_end, worlds, mo
         return kept
 
     monkeypatch.setattr(openings, "_is_kept", look_at)
-    findings, told = explore(range(worlds), MADE_UP, origin=ORIGIN, numbered=near_end is not None)
+    findings, told = explore(range(worlds), MADE_UP, origin=ORIGIN, numbered=near_end is not None, timing=timing)
     assert findings == []
     for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "Conflict", "looked", "made up"):
         assert told[answer] >= 15, told
@@ -147,11 +140,11 @@ def test_a_snapshot_says_the_same_as_all_that_it_covers():
 
 def knowledge(folded):
     """What is known of ids. Without the claims' data: their parts may be in front of where this reading began."""
-    known = folded.ids.to_json(folded.trust.log)
+    known = folded.ids.to_json(folded.completeness.log)
     known["opened"] = [each for each in known["opened"] if each[0]["number"] > 0]  # those of made-up ids are forgotten
     for kind in ("commits", "owners", "movers"):  # these are dropped when no transaction can need them any more
         del known[kind]
-    return {**known, "claims": [claim[:-1] for claim in known["claims"]], "born": folded.trust.born}
+    return {**known, "claims": [claim[:-1] for claim in known["claims"]], "born": folded.completeness.born}
 
 
 def test_what_was_void_by_a_snapshot_that_a_reader_has_not_seen_does_not_stand_before_what_its_author_claimed_next():
@@ -197,7 +190,7 @@ def test_nor_is_a_commit_forgotten_that_somebody_may_have_to_carry_out():
             needed = {key: at for key, at in whole.items() if oldest is not None and at >= oldest}
             part = fold([each for each in archive if each[0] >= record.covers])
             known = last_commits(part)
-            assert not part.trust.complete or {key: at for key, at in known.items() if key in needed} == needed
+            assert not part.completeness.complete or {key: at for key, at in known.items() if key in needed} == needed
             compared += len(needed)
     assert compared > 60
 
@@ -209,7 +202,7 @@ def last_commits(folded):
 
 
 def fold(records):
-    folded = LogState(lambda nonce, position, counts: None, Trust(None, records[0][0] == (0,)))
+    folded = LogState(lambda nonce, position, counts: None, Completeness(None, records[0][0] == (0,)))
     for position, raw in records:
         assert folded.take(position, raw)
     return folded
@@ -265,11 +258,11 @@ def any_first_record_is_a_beginning(monkeypatch):
     def begin(self, position, record):
         self.complete, self.log, self.born = True, record.log, position
 
-    monkeypatch.setattr(Trust, "begin", begin)
+    monkeypatch.setattr(Completeness, "begin", begin)
 
 
 def any_snapshot_is_believed(monkeypatch):
-    monkeypatch.setattr(Trust, "has_covered_record", lambda self, snapshot: True)
+    monkeypatch.setattr(Completeness, "has_covered_record", lambda self, snapshot: True)
 
 
 def trimmed_up_to_the_snapshot_itself(monkeypatch):
@@ -294,7 +287,7 @@ def gaps_are_read_over(monkeypatch):
         return sum(self._state.take(position, raw) for position, raw in records)
 
     monkeypatch.setattr(MemoryLog, "read", read_what_is_there)
-    monkeypatch.setattr(follower.Follower, "_take", take)
+    monkeypatch.setattr(Follower, "_take", take)
 
 
 def done_marks_are_not_in_snapshots(monkeypatch):

@@ -33,6 +33,7 @@ from txnbridge import (
     OutcomeUnknown,
     TransactionAborted,
 )
+from txnbridge._timing import Timing
 from txnbridge.spi import Deadline, Half
 from txnbridge.testing import crash_everywhere
 
@@ -235,7 +236,9 @@ def test_nobody_asks_again_about_what_nobody_can_tell(bridge: Bridge, monkeypatc
 # --- what check says ------------------------------------------------------------------------------------------------
 
 
-def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(bridge: Bridge) -> None:
+def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(
+    bridge: Bridge, timing: Callable[..., None]
+) -> None:
     asked = threading.Event()
 
     def check(*_: Any) -> Decision:
@@ -248,9 +251,9 @@ def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(bridge:
         return COMMIT
 
     with bridge.half_messages("shop", execute=slow, check=check) as sales:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("txnbridge._half_messages._FIRST_CHECK_SECONDS", 0.0)
-            assert sell(sales, timeout=60).outcome is Outcome.COMMITTED
+        timing(first_check=0.0)
+        assert sell(sales, timeout=60).outcome is Outcome.COMMITTED
+        timing(first_check=Timing.first_check)
         asked.clear()
         with pytest.raises(TransactionAborted, match="check answered ABORT"):
             sell(sales, timeout=TIMEOUT)

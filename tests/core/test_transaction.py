@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -421,9 +421,9 @@ def test_who_waits_for_a_writer_is_not_passed_for_long_by_those_who_come_later()
 
 
 def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_wait(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, timing: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("txnbridge._writers._TURN_SECONDS", 0.01)
+    timing(writer_checks=0.01)
     bridge, _ = connect_toy(writers=1)
     writers = bridge._writers
     order: list[int] = []

@@ -7,9 +7,9 @@ The modules, from the caller down to the bytes:
 - `decisions` is the interface for applications, `ledger` the one for backends. Both ask one `engine`.
 - `engine` answers a `queries.Query` from the records that were read, and appends claims, presences and snapshots.
 - `follower` appends to the log and reads the records that follow the last one read.
-- `fold` draws the conclusions from the records; all rules are in it and in the modules that it uses: `trust` (is the
-  reading complete?), `token_fold` (transactions with tokens), `id_fold` (all other ids), `openings` (whose records
-  still count), `conclusions` (the results of the folds).
+- `fold` draws the conclusions from the records; all rules are in it and in the modules that it uses: `completeness`
+  (does this process know every record since the log's birth?), `token_fold` (transactions with tokens), `id_fold`
+  (all other ids), `openings` (whose records still count), `conclusions` (the results of the folds).
 - `records` defines each kind of record and its bytes.
 """
 

@@ -28,6 +28,7 @@ from txnbridge._decisions.queries import (
 from txnbridge._decisions.records import Done, OpeningRef, check_data
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
+from txnbridge._timing import TIMING, Timing
 from txnbridge._token import Decision
 from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import DecisionLog, Ledger, Partition
@@ -115,6 +116,7 @@ class Decisions:
         lifetime: float = _LIFETIME,
         tidy_after: int = TIDY_RECORDS,
         clock: Callable[[], float] = time.time,
+        timing: Timing = TIMING,
     ) -> None:
         """Use the log `log`; `Bridge.decisions` opens one and calls this.
 
@@ -126,7 +128,7 @@ class Decisions:
         self._timeout = timeout
         begins = {key: value for key, value in (("log", name), ("on", place)) if value is not None}
         events = events if events is not None else Emitter("", ())
-        self._engine = Engine(log, events, begins, lifetime, tidy_after, clock, host)
+        self._engine = Engine(log, events, begins, lifetime, tidy_after, clock, host, timing)
         self._closed = threading.Event()
         if log.keeps is not None:
             threading.Thread(target=self._stay, name="txnbridge-decisions", daemon=True).start()
@@ -282,12 +284,12 @@ class Decisions:
                     f"the decision log {self._name or ''!r} is empty, there is nothing to renew: look whether its name"
                     " (that of the application) and its place are right"
                 )
-            if state.trust.complete:
+            if state.completeness.complete:
                 return None
             ids = state.remains()
             known = {*ids.openings, *ids.done, *ids.claims}
             return IncompleteLog(
-                reason=state.trust.incomplete_because,
+                reason=state.completeness.incomplete_because,
                 ids=sorted((id_of(path) for path in known), key=str),
                 positions={(group, partition): at for (group, partition), at in sorted(ids.groups.items())},
                 decided=len(state.tokens.claims),

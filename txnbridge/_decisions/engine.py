@@ -19,8 +19,6 @@ from txnbridge._decisions.follower import Follower
 from txnbridge._decisions.openings import KnownOpening
 from txnbridge._decisions.queries import Query, fenced, require_body, require_complete, require_readable
 from txnbridge._decisions.records import (
-    MAX_RECORD_BYTES,
-    PART_BYTES,
     AckRange,
     BodyPart,
     ClaimAcks,
@@ -39,6 +37,7 @@ from txnbridge._decisions.records import (
 )
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
+from txnbridge._timing import Timing
 from txnbridge._token import Decision
 from txnbridge.errors import Conflict, DeadlineExceeded, InvalidState, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Ack, DecisionLog
@@ -59,8 +58,6 @@ _TIDY_SECONDS = 6 * 3600.0
 _SNAPSHOTS_IN_KEEPING = 12
 # The second follower is dropped, with all that it keeps in memory, after this time without use.
 _IDLE_SECONDS = 600.0
-# The largest body that fits into one record beside the record's other fields.
-_INLINE_BYTES = MAX_RECORD_BYTES - 20_000
 
 _logger = logging.getLogger("txnbridge")
 
@@ -81,6 +78,7 @@ class Engine:
         tidy_after: int,
         clock: Callable[[], float],
         host: str,
+        timing: Timing,
     ) -> None:
         self._log = log
         self.host = host
@@ -89,7 +87,8 @@ class Engine:
         self._tidy_after = tidy_after
         self._clock = clock
         self._events = events
-        self.follower = Follower(log, events, self.now)
+        self._timing = timing
+        self.follower = Follower(log, events, self.now, timing)
         self._older: Follower | None = None
         self._older_used = 0.0
         self._older_lock = threading.Lock()
@@ -223,7 +222,7 @@ class Engine:
         with self.follower.looking(deadline) as state:
             fresh = state.start is None
         with self.follower.following(deadline, may_create=False) if fresh else self.follower.looking(deadline) as state:
-            renewed = state.trust.renewed is not None and begin.at <= state.trust.renewed.position
+            renewed = state.completeness.renewed is not None and begin.at <= state.completeness.renewed.position
             if state.start is None or state.start <= begin.at or renewed:
                 return self.follower
         return self._reading_from(begin.at, deadline)
@@ -232,8 +231,8 @@ class Engine:
         """Return a follower whose reading includes every record that is still in the log."""
         with self.follower.following(deadline) as state:
             start, begin = state.start, self._log.begin(deadline)
-            if begin is not None and state.trust.renewed is not None:
-                begin = max(begin, state.trust.renewed.position)
+            if begin is not None and state.completeness.renewed is not None:
+                begin = max(begin, state.completeness.renewed.position)
         if begin is None or start is None or start <= begin:
             return self.follower
         return self._reading_from(begin, deadline)
@@ -248,10 +247,10 @@ class Engine:
             return self.follower  # a query to it raises `EvidenceLost`
         with self._older_lock:
             if self._older is None:
-                self._older = Follower(self._log, self._events, self.now, position)
+                self._older = Follower(self._log, self._events, self.now, self._timing, position)
             elif not self._older.reaches(position):
                 # This query needs even earlier records, as later ones may: replace the follower by one for all records.
-                self._older = Follower(self._log, self._events, self.now, begin)
+                self._older = Follower(self._log, self._events, self.now, self._timing, begin)
             return self._older
 
     def _let_go_of_older(self) -> None:
@@ -366,7 +365,7 @@ class Engine:
             require_complete(state)
             assert state.cursor is not None
             covers, raw = state.cursor
-            born = state.trust.born
+            born = state.completeness.born
             body = state.to_json(self.now())
         fields = {"born": born, "covers": covers, "digest": digest(raw), "at": self.now()}
         self._append_support(Snapshot, fields | self._body(body, deadline), deadline)
@@ -383,15 +382,17 @@ class Engine:
         while True:
             with self.follower.following(deadline, may_create=False) as state:
                 require_readable(state)
-                if state.trust.complete or state.cursor is None:
+                if state.completeness.complete or state.cursor is None:
                     raise InvalidState("this decision log has all of its evidence: there is nothing to renew")
                 covers, raw = state.cursor
             name, nonce = secrets.token_hex(8), self._nonce()
             renewed = Renewed(log=name, nonce=nonce, covers=covers, digest=digest(raw), at=self.now(), host=self.host)
             if self.follower.append(renewed, deadline)[1]:
                 with self.follower.looking(deadline) as state:
-                    assert state.trust.renewed is not None
-                    return state.trust.renewed.position  # that of the first copy, if the answer to its append was lost
+                    assert state.completeness.renewed is not None
+                    return (
+                        state.completeness.renewed.position
+                    )  # that of the first copy, if the answer to its append was lost
             deadline.check("renewing a decision log to which others append")
 
     def tidy_if_due(self, deadline: Deadline) -> None:
@@ -413,7 +414,7 @@ class Engine:
                 or state.bytes_since_snapshot >= _TIDY_BYTES
                 or age >= self.tidy_seconds * 1000
             )
-            return due and state.trust.complete and not state.blocked
+            return due and state.completeness.complete and not state.blocked
 
     # --- appending --------------------------------------------------------------------------------------------------
 
@@ -446,9 +447,10 @@ class Engine:
     def _body(self, body: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
         """Return the fields for a record's body: the body itself, or, if it is too large, its appended body parts."""
         raw = dump_json(body)
-        if len(raw) <= _INLINE_BYTES:
+        if len(raw) <= self._timing.inline_bytes:
             return {"body": body, "stored": None}
-        pieces = (raw[at : at + PART_BYTES] for at in range(0, len(raw), PART_BYTES))
+        size = self._timing.part_bytes
+        pieces = (raw[at : at + size] for at in range(0, len(raw), size))
         parts = tuple(self._append_support(BodyPart, {"payload": piece}, deadline) for piece in pieces)
         return {"body": None, "stored": StoredBody(parts, digest(raw))}
 
@@ -484,10 +486,10 @@ class Engine:
         with self.follower.looking(deadline) as state:
             if state.cursor is not None:
                 require_readable(state)
-                return state.trust.log
+                return state.completeness.log
         with self.follower.following(deadline) as state:
             require_readable(state)
-            return state.trust.log
+            return state.completeness.log
 
     def _nonce(self) -> str:
         return f"{self._author}-{next(self._counter)}"

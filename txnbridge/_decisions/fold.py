@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from txnbridge._decisions.completeness import Completeness
 from txnbridge._decisions.conclusions import CountingClaim, UnfinishedCommit
 from txnbridge._decisions.id_fold import IdFold
 from txnbridge._decisions.openings import Openings
@@ -33,7 +34,6 @@ from txnbridge._decisions.records import (
     read_position,
 )
 from txnbridge._decisions.token_fold import TokenFold, TokenTransaction
-from txnbridge._decisions.trust import Trust
 from txnbridge._messages import Position
 from txnbridge._token import Decision
 
@@ -49,14 +49,14 @@ class LogState:
     as soon as this is judged.
     """
 
-    def __init__(self, report: Callable[[str, Position, bool | None], None], trust: Trust) -> None:
+    def __init__(self, report: Callable[[str, Position, bool | None], None], completeness: Completeness) -> None:
         self._report = report
-        self.trust = trust
+        self.completeness = completeness
         self.start: Position | None = None
         self.cursor: tuple[Position, bytes] | None = None
         self.blocked = ""  # why the records after the cursor cannot be judged
         self.tokens = TokenFold()
-        self.ids = IdFold()  # true only if `trust.complete`
+        self.ids = IdFold()  # true only if `completeness.complete`
         self.unproven_snapshot: Mapping[str, Any] = {}  # the body of the last snapshot, if its covered record is gone
         self.lacks_body_parts = False  # whether a part of a body was not among the records
         self._living: dict[Position, int] = {}  # the time (ms since 1970) until which each presence may be needed
@@ -94,8 +94,8 @@ class LogState:
     def _take(self, position: Position, raw: bytes, record: LogRecord) -> None:
         if self.cursor is None:
             self._take_first(position, record)
-        self.trust.remember(position, raw)
-        if self.trust.is_foreign(record):
+        self.completeness.remember(position, raw)
+        if self.completeness.is_foreign(record):
             self._report(record.nonce, position, False)
             return
         match record:
@@ -125,8 +125,8 @@ class LogState:
 
     def _take_first(self, position: Position, record: LogRecord) -> None:
         self.start = position
-        self.trust.begin(position, record)
-        if self.trust.complete and isinstance(record, Birth):
+        self.completeness.begin(position, record)
+        if self.completeness.complete and isinstance(record, Birth):
             self.snapshot_at = record.at  # a birth record counts as a snapshot of an empty log
 
     def _take_renewal(self, position: Position, raw: bytes, record: Renewed) -> None:
@@ -137,11 +137,11 @@ class LogState:
         if counts:
             self._renew(position, record)
         else:
-            self.trust.remember(position, raw)
+            self.completeness.remember(position, raw)
         self._report(record.nonce, position, counts)
 
     def _renew(self, position: Position, record: Renewed) -> None:
-        self.trust.renew(position, record)
+        self.completeness.renew(position, record)
         self.start = position
         self.snapshot_at = record.at
         self.covered = position  # a claim with acknowledgements is void if its author had not read the renewal
@@ -176,7 +176,7 @@ class LogState:
 
     def _judge(self, position: Position, record: _RecordOfId, claim: CountingClaim | None) -> None:
         """Decide whether a record about an id counts; while the reading is incomplete, keep the record for later."""
-        if not self.trust.complete:
+        if not self.completeness.complete:
             self._unjudged.append((position, record, claim))
             return
         counts = True
@@ -202,7 +202,7 @@ class LogState:
     # --- snapshots --------------------------------------------------------------------------------------------------
 
     def _take_snapshot(self, record: Snapshot) -> bool:
-        has_covered_record = self.trust.has_covered_record(record)
+        has_covered_record = self.completeness.has_covered_record(record)
         if has_covered_record:
             self.covered = record.covers if self.covered is None else max(self.covered, record.covers)
         body = record.body if record.stored is None else self._assemble(record.stored)
@@ -210,11 +210,11 @@ class LogState:
             return False
         self.records_since_snapshot = self.bytes_since_snapshot = 0
         self.snapshot_at = record.at
-        self.trust.check_birth(record)
+        self.completeness.check_birth(record)
         # A later claim with acknowledgements can be judged only if the log was read from its `read_up_to` on.
-        if not self.trust.complete and has_covered_record and self._has_read_ack_windows(record.covers):
+        if not self.completeness.complete and has_covered_record and self._has_read_ack_windows(record.covers):
             self._complete_with(record, body)
-        if self.trust.complete:
+        if self.completeness.complete:
             self._ack_windows = [window for window in self._ack_windows if window[0] > record.covers]
         else:
             self.unproven_snapshot = body
@@ -267,7 +267,7 @@ class LogState:
         try:
             self.ids = IdFold.from_json(body)
             self._living |= {read_position(at): int(until) for at, until in body.get("living", ())}
-            self.trust.complete_with(snapshot, body)
+            self.completeness.complete_with(snapshot, body)
         except (ValueError, TypeError, KeyError, IndexError, AssertionError):
             raise UnreadableRecord("the snapshot is damaged") from None
         unjudged, self._unjudged = self._unjudged, []
@@ -299,9 +299,9 @@ class LogState:
     @property
     def begins_with_snapshot(self) -> bool:
         """True if every record that was read is judged, and a snapshot or renewal replaces all records before them."""
-        trust = self.trust
-        doubtful = trust.foreign_records or trust.birth_refuted or self.blocked
-        return trust.complete and trust.knows_living and not doubtful
+        reading = self.completeness
+        doubtful = reading.foreign_records or reading.birth_refuted or self.blocked
+        return reading.complete and reading.knows_living and not doubtful
 
     def holds(self, begin: EvidenceBegin) -> bool:
         """Return whether exactly this presence record was read, and therefore every record after it."""
@@ -337,8 +337,11 @@ class LogState:
 
     def to_json(self, now: int) -> dict[str, Any]:
         """Return the body of a snapshot that covers all records read; `now` is its time (ms since 1970)."""
-        body = {**self.ids.to_json(self.trust.log or "", self.oldest_living(now)), "living": self._living_json(now)}
-        return body if self.trust.renewed is None else {**body, "renewed": self.trust.renewed.to_json()}
+        body = {
+            **self.ids.to_json(self.completeness.log or "", self.oldest_living(now)),
+            "living": self._living_json(now),
+        }
+        return body if self.completeness.renewed is None else {**body, "renewed": self.completeness.renewed.to_json()}
 
     def _living_json(self, now: int) -> list[list[Any]]:
         """Return for a snapshot the presences that are still needed.
@@ -362,7 +365,7 @@ class LogState:
         self.ids.forget(oldest_living)
         self._living = {at: until for at, until in self._living.items() if at >= oldest_living}
         self._parts = {at: part for at, part in self._parts.items() if at >= before}
-        self.trust.forget(before)
+        self.completeness.forget(before)
         self._unjudged = [late for late in self._unjudged if late[0] >= before]
-        if not self.trust.complete:
+        if not self.completeness.complete:
             self._ack_windows = [window for window in self._ack_windows if window[0] >= before]

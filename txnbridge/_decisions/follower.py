@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from txnbridge._deadline import Deadline
+from txnbridge._decisions.completeness import Completeness
 from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.records import Birth, LogRecord, encode
-from txnbridge._decisions.trust import Trust
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
+from txnbridge._timing import Timing
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
@@ -29,13 +30,8 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import DecisionLog
 
-# The pauses before a failed append is repeated: they grow, so that a failing broker is not overloaded.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
-# After this many records, unneeded ones are dropped from memory. Dropping scans all of them, so it must be rare.
-_FORGET_AFTER = 10_000
-# A log that numbers its records is first read from this many records before its end, which takes a second. Mostly one
-# of these records is a snapshot with which the reading can begin.
-NEAR_END = 20_000
+# The longest pause before a failed append is repeated.
+_LONGEST_PAUSE = 1.0
 
 
 class Follower:
@@ -47,9 +43,10 @@ class Follower:
     """
 
     def __init__(
-        self, log: DecisionLog, events: Emitter, now: Callable[[], int], first: Position | None = None
+        self, log: DecisionLog, events: Emitter, now: Callable[[], int], timing: Timing, first: Position | None = None
     ) -> None:
         self._log = log
+        self._timing = timing
         self._first = first
         self._events = events
         self._now = now
@@ -61,7 +58,7 @@ class Follower:
         self._state = self._new_state()
 
     def _new_state(self, trust_birth: bool = True, own: str | None = None) -> LogState:
-        return LogState(self._report, Trust(self._log.origin, trust_birth, own))
+        return LogState(self._report, Completeness(self._log.origin, trust_birth, own))
 
     def _report(self, nonce: str, position: Position, counts: bool | None) -> None:
         if (seen := self._awaited.get(nonce)) is not None:
@@ -118,14 +115,14 @@ class Follower:
         if anew and self._first is None:
             self._begin_near_end(deadline)
         self._read_on(up_to, deadline)
-        if anew or not self._state.trust.complete:
+        if anew or not self._state.completeness.complete:
             self._read_to_end(deadline)
         if not self._state.blocked and (self._state.cursor is None or self._state.cursor[0] < up_to):
             raise OutcomeUnknown(f"the decision log did not show its records up to {list(up_to)}; ask again")
-        if self._state.trust.complete and self._log_id not in (None, self._state.trust.log):
+        if self._state.completeness.complete and self._log_id not in (None, self._state.completeness.log):
             self._lose("the decision log was made anew since this process first read it")
-        self._log_id = self._state.trust.log or self._log_id
-        if self._state.records_since_forgetting >= _FORGET_AFTER and self._state.cursor is not None:
+        self._log_id = self._state.completeness.log or self._log_id
+        if self._state.records_since_forgetting >= self._timing.forget_after and self._state.cursor is not None:
             self._forget(self._state.cursor[0])
 
     def _forget(self, cursor: Position) -> None:
@@ -136,7 +133,7 @@ class Follower:
         """
         state, snapshot = self._state, self._covered_at_last_forgetting
         before = oldest = state.oldest_living(self._now()) or cursor
-        if self._log.numbered and self._first is None and state.trust.complete and snapshot is not None:
+        if self._log.numbered and self._first is None and state.completeness.complete and snapshot is not None:
             before = max(before, snapshot)
             state.start = before if state.start is None else max(state.start, before)
         state.forget(before, oldest)
@@ -155,20 +152,20 @@ class Follower:
         if not self._log.numbered:
             return
         begin, end = self._log.begin(deadline), self._log.end(deadline)
-        if begin is None or end is None or end[0] - begin[0] <= NEAR_END:
+        if begin is None or end is None or end[0] - begin[0] <= self._timing.near_end:
             return
-        first = (end[0] - NEAR_END,)
+        first = (end[0] - self._timing.near_end,)
         with self._events.step("decision.read", first=list(first), last=list(end)) as found:
             try:
                 records = list(self._log.read(first, end, deadline))
             except PositionLost:
                 return
             found["records"] = len(records)
-        seeking = LogState(lambda nonce, position, counts: None, Trust(self._log.origin))
+        seeking = LogState(lambda nonce, position, counts: None, Completeness(self._log.origin))
         if not all(seeking.take(*each) for each in records) or not seeking.begins_with_snapshot:
             return
         state = self._new_state()
-        if state.begin_behind(seeking.trust.founding_snapshot, records):
+        if state.begin_behind(seeking.completeness.founding_snapshot, records):
             self._state = state
 
     def _read_on(self, up_to: Position, deadline: Deadline) -> None:
@@ -180,10 +177,10 @@ class Follower:
             found["records"] = self._take(cursor, up_to, deadline)
         if found["records"] is None:
             self._start_anew(deadline)
-        elif self._state.trust.birth_refuted and self._state.trust.trusts_birth:
+        elif self._state.completeness.birth_refuted and self._state.completeness.trusts_birth:
             self._read_anew(deadline, trust_birth=False)
-        elif self._state.trust.took_foreign_records:
-            self._read_anew(deadline, self._state.trust.trusts_birth, self._state.trust.log)
+        elif self._state.completeness.took_foreign_records:
+            self._read_anew(deadline, self._state.completeness.trusts_birth, self._state.completeness.log)
 
     def _take(self, cursor: tuple[Position, bytes] | None, up_to: Position, deadline: Deadline) -> int | None:
         """Fold the records after the last known one up to a position; return their number, None if one is missing."""
@@ -251,8 +248,8 @@ class Follower:
                     return
                 if state.blocked:
                     raise OutcomeUnknown(f"the decision log cannot be read on: {state.blocked}")
-                if state.trust.incomplete_because:
-                    raise EvidenceLost(state.trust.incomplete_because)
+                if state.completeness.incomplete_because:
+                    raise EvidenceLost(state.completeness.incomplete_because)
                 self._lose(
                     f"the decision log gave a record the position {list(position)}, and shows another one there: it"
                     " has lost records"
@@ -264,7 +261,7 @@ class Follower:
         """Append a record, and repeat until the log returns its position, up to which the caller then reads."""
         raw = encode(record)
         may_be_stored = False
-        pause = _FIRST_PAUSE
+        pause = self._timing.append_pause
         while True:
             try:
                 # After the deadline, for example in a process that was suspended, the record is no longer wanted.

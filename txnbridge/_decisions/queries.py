@@ -32,7 +32,7 @@ class Query:
         return name_of(self.id)
 
     def has_evidence(self, state: LogState) -> bool:
-        return state.trust.complete if self.begin is None else state.holds(self.begin)
+        return state.completeness.complete if self.begin is None else state.holds(self.begin)
 
     def claim(self, state: LogState) -> CountingClaim | None:
         """Return the counting claim on the id by the records that `state` has read; None if there is none.
@@ -60,10 +60,10 @@ def require_readable(state: LogState) -> None:
 
 
 def require_complete(state: LogState) -> None:
-    if not state.trust.complete:
+    if not state.completeness.complete:
         require_readable(state)
         raise EvidenceLost(
-            f"this decision log proves nothing about ids without a token: {state.trust.incomplete_because};"
+            f"this decision log proves nothing about ids without a token: {state.completeness.incomplete_because};"
             " `txnbridge log renew` begins it anew, and forgets all of that"
         )
 
@@ -84,7 +84,7 @@ def require_begin(state: LogState, begin: EvidenceBegin) -> None:
 
 
 def _renewal(state: LogState) -> str:
-    if (renewed := state.trust.renewed) is None:
+    if (renewed := state.completeness.renewed) is None:
         return ""
     when = datetime.fromtimestamp(renewed.at / 1000, timezone.utc).isoformat(" ", "seconds")
     return f"; `txnbridge log renew` began it anew at {when} on {renewed.host}, and nothing older can be told"

@@ -23,8 +23,6 @@ _MAGIC = b'{"txnbridge":'
 
 # Brokers accept messages of 1 MB by default; the difference to 1 MB is for the broker's own headers.
 MAX_RECORD_BYTES = 900_000
-# A body part is smaller than a record by this much, for its line of JSON and a margin.
-PART_BYTES = MAX_RECORD_BYTES - 1_000
 
 # The depth at which Python's JSON parser fails depends on the depth of the call stack; this limit is far below it.
 _DEEPEST = 64

@@ -10,7 +10,7 @@ from txnbridge._decisions.records import Birth, LogRecord, Renewed, Snapshot, di
 from txnbridge._messages import Position
 
 
-class Trust:
+class Completeness:
     """Decides whether one reading of the log is complete: it began with the birth record, or with a valid snapshot.
 
     `origin` is the position that the first record of every log has, if the log's store has such a fixed position: a
