@@ -389,10 +389,9 @@ class Engine:
             renewed = Renewed(log=name, nonce=nonce, covers=covers, digest=digest(raw), at=self.now(), host=self.host)
             if self.follower.append(renewed, deadline)[1]:
                 with self.follower.looking(deadline) as state:
-                    assert state.completeness.renewed is not None
-                    return (
-                        state.completeness.renewed.position
-                    )  # that of the first copy, if the answer to its append was lost
+                    renewed = state.completeness.renewed
+                    assert renewed is not None
+                    return renewed.position  # that of the first copy, if the answer to its append was lost
             deadline.check("renewing a decision log to which others append")
 
     def tidy_if_due(self, deadline: Deadline) -> None:
