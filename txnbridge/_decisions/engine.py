@@ -389,9 +389,9 @@ class Engine:
             renewed = Renewed(log=name, nonce=nonce, covers=covers, digest=digest(raw), at=self.now(), host=self.host)
             if self.follower.append(renewed, deadline)[1]:
                 with self.follower.looking(deadline) as state:
-                    renewed = state.completeness.renewed
-                    assert renewed is not None
-                    return renewed.position  # that of the first copy, if the answer to its append was lost
+                    renewal = state.completeness.renewed
+                    assert renewal is not None
+                    return renewal.position  # that of the first copy, if the answer to its append was lost
             deadline.check("renewing a decision log to which others append")
 
     def tidy_if_due(self, deadline: Deadline) -> None:

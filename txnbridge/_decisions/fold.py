@@ -337,11 +337,9 @@ class LogState:
 
     def to_json(self, now: int) -> dict[str, Any]:
         """Return the body of a snapshot that covers all records read; `now` is its time (ms since 1970)."""
-        body = {
-            **self.ids.to_json(self.completeness.log or "", self.oldest_living(now)),
-            "living": self._living_json(now),
-        }
-        return body if self.completeness.renewed is None else {**body, "renewed": self.completeness.renewed.to_json()}
+        log, renewed = self.completeness.log or "", self.completeness.renewed
+        body = {**self.ids.to_json(log, self.oldest_living(now)), "living": self._living_json(now)}
+        return body if renewed is None else {**body, "renewed": renewed.to_json()}
 
     def _living_json(self, now: int) -> list[list[Any]]:
         """Return for a snapshot the presences that are still needed.
