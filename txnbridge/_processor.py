@@ -258,8 +258,8 @@ class Processor(ConnectionUser):
 
     def _late(self) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"{self!r} did not end within {self._stop_timeout:g} s after the stop and was given up; what had not"
-            " committed by then comes again"
+            f"{self!r} did not end within {self._stop_timeout:g} s after the stop and was abandoned; messages"
+            " that were not committed by then will be redelivered"
         )
 
     def _loop_in_thread(self) -> None:
@@ -350,7 +350,7 @@ class Processor(ConnectionUser):
                 self._consumer.take_back()
             if self._stop.asked and not self._stop.forced and self._policy.passes_by_itself(error):
                 self._count_failure(error)
-                _log.warning("%r: %s; stopped: what was not committed comes again", self, self._loggable(error))
+                _log.warning("%r: %s; stopped: uncommitted messages will be redelivered", self, self._loggable(error))
                 return True
             if self._policy.ends_loop(error):
                 _log.error("%r: %s; it stops", self, self._loggable(error))
@@ -448,7 +448,7 @@ class Processor(ConnectionUser):
             assert self._each is not None
             return self._handle_each(self._each, items, txn)
         except Abort as error:
-            raise TransactionAborted("the handler gave its transaction up (Abort)") from error
+            raise TransactionAborted("the handler aborted its transaction (Abort)") from error
 
     def _handle_each(self, each: Each, items: PolledBatch, txn: Transaction) -> PolledBatch:
         """Call the handler for each message; return the messages handled in this transaction as a batch.
@@ -498,7 +498,7 @@ class Processor(ConnectionUser):
         if txn.outcome is not None:
             raise InvalidState(
                 f"the handler ended transaction {txn.id} itself ({txn.state.value}); leave that to the processor, or"
-                " raise txnbridge.Abort to have the messages again"
+                " raise txnbridge.Abort to have the messages redelivered"
             )
 
     def _count(self, done: PolledBatch) -> None:

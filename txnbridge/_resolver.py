@@ -171,7 +171,7 @@ class Resolver(ConnectionUser):
                 if self._stop.asked or self._connection.closed:
                     return
                 self._failing_since = self._failing_since or time.monotonic()
-                _log.warning("the resolver of %s looks again in %.1f s: %s", self._group, pause, error)
+                _log.warning("the resolver of %s retries in %.1f s: %s", self._group, pause, error)
                 self._stop.sleep(pause)
                 pause = min(2 * pause, _LAST_PAUSE)
                 continue
@@ -198,7 +198,7 @@ class Resolver(ConnectionUser):
         except RuntimeError as error:  # the system cannot start another thread at present
             with self._changed:
                 del self._asking[thread]
-            _log.warning("half-message transaction %s is asked about again: %s", half.transaction, error)
+            _log.warning("half-message transaction %s will be checked again: %s", half.transaction, error)
 
     def _ask(self, half: Half) -> None:
         """Call the application's `check` for a half and end the half by its answer; runs on a thread of its own."""
@@ -210,9 +210,9 @@ class Resolver(ConnectionUser):
                 outcome = end_half(self._connection, self._store, half, decision, self._connection.deadline())
             self._count(outcome)
         except EvidenceLost as error:
-            _log.warning("nobody can tell what became of half-message transaction %s: %s", half.transaction, error)
+            _log.warning("the outcome of half-message transaction %s can never be known: %s", half.transaction, error)
         except TxnBridgeError as error:
-            _log.info("half-message transaction %s is asked about again: %s", half.transaction, error)
+            _log.info("half-message transaction %s will be checked again: %s", half.transaction, error)
         finally:
             with self._changed:
                 self._asking.pop(threading.current_thread(), None)
@@ -233,7 +233,7 @@ class Resolver(ConnectionUser):
             return Decision.ABORT
         except Exception as error:
             _log.warning(
-                "check failed for half-message transaction %s (%s); it is asked again",
+                "check failed for half-message transaction %s (%s); it will be called again",
                 half.transaction,
                 handler_location(error, __file__),
             )
@@ -258,7 +258,8 @@ class Resolver(ConnectionUser):
                 if thread not in self._late and time.monotonic() - since > self._check_timeout:
                     self._late.add(thread)
                     _log.warning(
-                        "check has been at half-message transaction %s for more than %g s, and keeps one of %d places",
+                        "check has run for half-message transaction %s for more than %g s, and occupies one of %d"
+                        " threads",
                         transaction,
                         self._check_timeout,
                         self._parallel,
@@ -279,7 +280,7 @@ class Resolver(ConnectionUser):
         with self._changed:
             hang = sorted(transaction for transaction, _ in self._asking.values())
         if hang:
-            _log.warning("the resolver of %s ends while check is still at %s", self._group, ", ".join(hang))
+            _log.warning("the resolver of %s ends while check still runs for %s", self._group, ", ".join(hang))
 
 
 def _shown(half: Half, number: int) -> Message:

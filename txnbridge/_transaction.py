@@ -308,7 +308,7 @@ class Transaction(ConnectionUser):
             if self._lent:
                 refused = InvalidState(
                     f"the handler ended transaction {self.id} itself: it does not commit, its processor does, with the"
-                    " acknowledgement; raise txnbridge.Abort to have the messages again"
+                    " acknowledgement; raise txnbridge.Abort to have the messages redelivered"
                 )
                 self._fail(refused)  # the transaction fails even if the handler catches the error
                 raise refused

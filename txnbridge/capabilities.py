@@ -27,7 +27,7 @@ class Capability(Enum):
     ATOMIC_ACK = "atomic-ack", "Acknowledgements take effect together with the messages of their transaction."
     ISOLATION = "isolation", "A reader sees nothing of a transaction before its commit, and then all of it."
     PARTITION_ORDER = "partition-order", "Each partition is read in one order, the same for every reader."
-    FENCING = "fencing", "Opening a transactional id shuts out its older owner."
+    FENCING = "fencing", "Opening a transactional id fences its older owner."
     PREPARE = "prepare", "A transaction can be made durable and invisible, to be ended later by its token."
     RESOLVE_ANYWHERE = (
         "resolve-anywhere",
@@ -35,10 +35,10 @@ class Capability(Enum):
     )
     STATUS_LOOKUP = (
         "status-lookup",
-        "Any process can find out what became of a token, and changes nothing by asking.",
+        "Any process can find out the outcome of a token's transaction without changing it.",
     )
     IDEMPOTENT_SEND = "idempotent-send", "A publisher's own retries never store a message twice."
-    RESUME_SEQUENCE = "resume-sequence", "A named publisher goes on after a crash where its sequence stopped."
+    RESUME_SEQUENCE = "resume-sequence", "After a crash a named publisher resumes where its sequence stopped."
     DEADLINE = "deadline", "A transaction that nobody ends is aborted by its deadline."
     LIST_OPEN = "list-open", "Open and prepared transactions can be listed."
     END_OPEN = "end-open", "An administrator can end an open or prepared transaction."
@@ -51,7 +51,7 @@ class Capability(Enum):
     REPLAY = "replay", "Reading can start again at an earlier position."
     RENEWED_TOPICS = (
         "renewed-topics",
-        "Where a topic is deleted and made anew under its name, nobody reads on in it and skips what comes before.",
+        "If a topic is deleted and made anew under its name, no reader skips its first messages.",
     )
     TOMBSTONES = "tombstones", "A message without a value (None) differs from one with an empty value."
     EMPTY_VALUE = "empty-value", "A message may have an empty value."

@@ -324,8 +324,8 @@ class Engine:
                 # Claims before the first record that this process has read are unknown to it.
                 if ack.read_up_to < state.start or (history and history.rival_behind(ack.read_up_to, transaction)):
                     raise Conflict(
-                        f"somebody else acknowledged partition {ack.partition[1]} of {ack.partition[0]!r} for group"
-                        f" {ack.group!r} since this member read where the group stands"
+                        f"another transaction acknowledged partition {ack.partition[1]} of {ack.partition[0]!r} for"
+                        f" group {ack.group!r} since this member read the group's position"
                     )
             # Only claims that are appended after the cursor and before this claim are not checked yet.
             ranges = tuple(AckRange(ack.group, ack.partition, ack.first, ack.end) for ack in acks)

@@ -22,10 +22,10 @@ COMMANDS = {
     "redrive": "Send dead letters back to where they came from.",
     "groups": "List groups, their members and lag, and set them back.",
     "transactions": "List and end open and prepared transactions.",
-    "resolver": "Ask about half messages, and deal with those that nobody answered for.",
-    "log": "Begin a decision log anew whose evidence is gone.",
-    "status": "Say what became of a token.",
-    "doctor": "Look for what weakens a promise or holds readers back.",
+    "resolver": "Answer check-backs of half messages, and list and end parked ones.",
+    "log": "Renew a decision log that has lost records.",
+    "status": "Show the outcome of a token's transaction.",
+    "doctor": "Find settings and states that weaken a guarantee or hold readers back.",
     "capabilities": "Say what brokers promise.",
 }
 

@@ -63,7 +63,7 @@ class ExitCode(IntEnum):
     FENCED = 6, "a newer owner of the transactional id exists"
     WARNINGS = 7, "done, with warnings (doctor)"
     INTERRUPTED = 130, "interrupted by Ctrl-C"
-    BROKEN_PIPE = 141, "whoever read the output went away"
+    BROKEN_PIPE = 141, "the program that read the output has ended"
 
     def __new__(cls, code: int, sentence: str) -> ExitCode:
         member = int.__new__(cls, code)
@@ -223,7 +223,7 @@ def command(
 
 
 _BROKER_OPTIONS = (
-    click.option("--url", envvar="TXNBRIDGE_URL", metavar="URL", help="The broker. Default: TXNBRIDGE_URL."),
+    click.option("--url", envvar="TXNBRIDGE_URL", metavar="URL", help="The broker's URL. Default: TXNBRIDGE_URL."),
     click.option(
         "--timeout",
         type=click.FloatRange(min=0, min_open=True),

@@ -19,7 +19,7 @@ _STYLES = {Level.NATIVE: "green", Level.EMULATED: "yellow", Level.ABSENT: "red"}
 
 @_common.command("capabilities")
 @click.argument("where", metavar="[URL]", required=False)
-@click.option("--all", "every", is_flag=True, help="Compare all backends that are here; the default without a URL.")
+@click.option("--all", "every", is_flag=True, help="Compare all installed backends; the default without a URL.")
 def command(cli: Cli, where: str | None, every: bool) -> None:
     """Say what the broker at URL promises, natively, by emulation or not at all, and why.
 
@@ -45,7 +45,7 @@ def _one(cli: Cli, where: str | None) -> None:
     for capability, support in capabilities.items():
         level = Text(support.level.value, _STYLES[support.level])
         rows.append((capability.value, level, capability.sentence + _note(support)))
-    cli.table(["capability", "level", "what it means, and how or why not"], rows)
+    cli.table(["capability", "level", "its meaning, and how it is kept or why it is absent"], rows)
     cli.say("")
     cli.table(["limit", "value"], _limits(limits))
 

@@ -29,7 +29,7 @@ def list_(cli: Cli) -> None:
         cli.table(["group", "members"], list(found.items()))
 
 
-@_common.command("show", help="Show a group's members, and where it stands in each partition.")
+@_common.command("show", help="Show a group's members, and its position in each partition.")
 @click.argument("group")
 def show(cli: Cli, group: str) -> None:
     with cli.look() as bridge:
@@ -53,7 +53,7 @@ def show(cli: Cli, group: str) -> None:
     )
 
 
-@_common.command("reset", help="Let a group without members go on elsewhere.")
+@_common.command("reset", help="Set the positions of a group without members.")
 @click.argument("group")
 @click.option("--to", default="earliest", callback=place, help="earliest, latest or milliseconds since 1970.")
 @click.option("--topic", "topics", multiple=True, help="Only in this topic; may be given more than once.")

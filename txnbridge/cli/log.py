@@ -9,13 +9,13 @@ from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode
 from txnbridge.errors import InvalidState
 
-command = _common.Group("log", help="Begin a decision log anew whose evidence is gone.")
+command = _common.Group("log", help="Renew a decision log that has lost records.")
 _AT_MOST = 20  # the largest number of ids, and of positions, that are shown
 
 
 @_common.command("renew")
 @click.option("--application", required=True, help="Whose decision log.")
-@click.option("--decision-log", help="Where it is kept, if not by the broker itself: as in connect().")
+@click.option("--decision-log", help="The log's store, if it is not the broker: as in connect().")
 @click.option("--yes", is_flag=True, help="Really do it.")
 def renew(cli: Cli, application: str, decision_log: str | None, yes: bool) -> ExitCode:
     """Begin a decision log anew that was trimmed, truncated or made anew, so that nobody can decide in it any more.
@@ -41,7 +41,7 @@ def renew(cli: Cli, application: str, decision_log: str | None, yes: bool) -> Ex
     for line in _in_words(lost):
         cli.say(line)
     if position is None:
-        cli.say("forget all of that with --yes, when no process of the application runs any more")
+        cli.say("renew the log with --yes, which forgets all of that, once no process of the application runs")
         return ExitCode.USAGE
     cli.say(f"the decision log of {application} was begun anew at {list(position)}")
     return ExitCode.OK

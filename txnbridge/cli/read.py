@@ -34,8 +34,8 @@ def place(ctx: click.Context, option: click.Parameter, given: str) -> str | int:
 @click.option("--limit", type=click.IntRange(min=1), help="Stop after so many messages.")
 @click.option("--follow", is_flag=True, help="Wait for more instead of stopping at the end.")
 @click.option("--start", default="earliest", callback=place, help="earliest, latest or milliseconds since 1970.")
-@click.option("--group", help="Read as a member of this group. Its position stays, unless --ack is given.")
-@click.option("--ack", is_flag=True, help="Acknowledge for the group what was shown.")
+@click.option("--group", help="Read as a member of this group. The group's position changes only with --ack.")
+@click.option("--ack", is_flag=True, help="Acknowledge the shown messages for the group.")
 def command(
     cli: Cli, topic: str, limit: int | None, follow: bool, start: str | int, group: str | None, ack: bool
 ) -> ExitCode:

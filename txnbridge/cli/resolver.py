@@ -16,7 +16,7 @@ from txnbridge.spi import Half
 _log = logging.getLogger("txnbridge")
 _WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED}
 
-command = _common.Group("resolver", help="Ask about half messages, and deal with those that nobody answered for.")
+command = _common.Group("resolver", help="Answer check-backs of half messages, and list and end parked ones.")
 
 group_option = click.option("--group", metavar="NAME", required=True, help="The group of the half messages.")
 
@@ -25,7 +25,7 @@ group_option = click.option("--group", metavar="NAME", required=True, help="The 
 @group_option
 @click.option("--check", metavar="MODULE:NAME", required=True, help="check(transaction_id, messages) -> Decision")
 @click.option("--parallel", metavar="N", type=click.IntRange(1), default=4, show_default=True, help="Checks at once.")
-@click.option("--application", metavar="NAME", help="Whose half messages, as in connect().")
+@click.option("--application", metavar="NAME", help="The application whose half messages these are, as in connect().")
 def run(cli: Cli, group: str, check: str, parallel: int, application: str | None) -> None:
     """Ask the function NAME of MODULE, found from the current folder, until SIGTERM or Ctrl-C.
 
@@ -45,7 +45,7 @@ def run(cli: Cli, group: str, check: str, parallel: int, application: str | None
     cli.say(f"{stats.checks} checks: {stats.committed} committed, {stats.aborted} aborted, {stats.failed} failed")
 
 
-@_common.command("parked", help="List half messages that nobody answered for: they are asked about no more.")
+@_common.command("parked", help="List parked half messages: they had too many check-backs without a decision.")
 @group_option
 def parked(cli: Cli, group: str) -> None:
     with cli.look() as bridge:
@@ -74,7 +74,7 @@ def _as_json(half: Half) -> dict[str, object]:
     }
 
 
-@_common.command("resume", help="Ask about a parked half message again, from the start.")
+@_common.command("resume", help="Start the check-backs of a parked half message again.")
 @group_option
 @click.argument("transaction")
 def resume(cli: Cli, group: str, transaction: str) -> None:
@@ -90,7 +90,7 @@ def _ending(decision: Decision, help: str) -> click.Command:
     @group_option
     @click.argument("transaction")
     @click.option("--yes", is_flag=True, help="Really do it.")
-    @click.option("--reason", metavar="TEXT", help="Why it is done by hand; goes into the log.")
+    @click.option("--reason", metavar="TEXT", help="The reason for overriding the application; it is logged.")
     def end(cli: Cli, group: str, transaction: str, yes: bool, reason: str | None) -> ExitCode:
         if not (yes and reason):
             if cli.json:
@@ -119,7 +119,7 @@ for each in (
     run,
     parked,
     resume,
-    _ending(Decision.COMMIT, "Publish a parked half message. What the application knows is overridden."),
-    _ending(Decision.ABORT, "Drop a parked half message. What the application knows is overridden."),
+    _ending(Decision.COMMIT, "Publish a parked half message, overriding the application's decision."),
+    _ending(Decision.ABORT, "Drop a parked half message, overriding the application's decision."),
 ):
     command.add_command(each)

@@ -13,7 +13,7 @@ command = _common.Group("topics", help="List, create, delete and grow topics.")
 
 
 @_common.command("list", help="List topics.")
-@click.option("--internal", is_flag=True, help="Also those that txnbridge keeps for itself.")
+@click.option("--internal", is_flag=True, help="List also the topics that txnbridge made for itself.")
 def list_(cli: Cli, internal: bool) -> None:
     with cli.look() as bridge:
         topics = bridge.admin.topics(internal)
@@ -31,11 +31,13 @@ def _retention(seconds: float | None, size: int | None) -> str:
     return ", ".join(bound for bound in bounds if bound) or "for ever"
 
 
-@_common.command("create", help="Create a topic. Nothing changes if it is there with as many partitions.")
+@_common.command("create", help="Create a topic. An existing topic with as many partitions is not changed.")
 @click.argument("name")
 @click.option("--partitions", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--retention-seconds", type=click.FloatRange(min=0, min_open=True), help="Older messages may go.")
-@click.option("--retention-bytes", type=click.IntRange(min=1), help="The oldest messages above this size may go.")
+@click.option(
+    "--retention-bytes", type=click.IntRange(min=1), help="Above this size the broker may delete the oldest messages."
+)
 def create(cli: Cli, name: str, partitions: int, retention_seconds: float | None, retention_bytes: int | None) -> None:
     with cli.connect() as bridge:
         created = bridge.admin.create_topic(
@@ -63,7 +65,7 @@ def delete(cli: Cli, name: str, yes: bool) -> ExitCode:
     return ExitCode.OK
 
 
-@_common.command("grow", help="Give a topic more partitions. Keys spread over all of them from then on.")
+@_common.command("grow", help="Add partitions to a topic. From then on keys are spread over all of them.")
 @click.argument("name")
 @click.argument("partitions", type=click.IntRange(min=1))
 def grow(cli: Cli, name: str, partitions: int) -> None:

@@ -67,7 +67,7 @@ def _ending(decision: Decision, help: str) -> click.Command:
     @_common.command(decision.value, help=help)
     @click.argument("transaction", metavar="TRANSACTION_OR_TOKEN")
     @click.option("--yes", is_flag=True, help="Really do it.")
-    @click.option("--reason", metavar="TEXT", help="Why it is done by hand; goes into the log.")
+    @click.option("--reason", metavar="TEXT", help="The reason for overriding the application; it is logged.")
     def end(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCode:
         token = Token.parse(transaction) if transaction.startswith("txb") else None
         with cli.look() as bridge:
@@ -108,10 +108,10 @@ def _end(bridge: Bridge, what: Token | str, decision: Decision, reason: str) -> 
     return outcome
 
 
-@_common.command("repair", help="Finish what the broker left half done about a transaction that has ended.")
+@_common.command("repair", help="Complete a transaction that the broker ended only in part.")
 @click.argument("transaction")
-@click.option("--yes", is_flag=True, help="Really do it. Stop its writer first.")
-@click.option("--reason", metavar="TEXT", help="Why it is done by hand; goes into the log.")
+@click.option("--yes", is_flag=True, help="Do it. Stop the transaction's writer first.")
+@click.option("--reason", metavar="TEXT", help="The reason for overriding the application; it is logged.")
 def repair(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCode:
     with cli.look() as bridge:
         if not (yes and reason):
@@ -132,7 +132,7 @@ for each in (
     list_,
     describe,
     repair,
-    _ending(Decision.COMMIT, "Commit a prepared transaction. The application's own decision is overridden."),
+    _ending(Decision.COMMIT, "Commit a prepared transaction, overriding the application's decision."),
     _ending(Decision.ABORT, "Abort an open or prepared transaction."),
 ):
     command.add_command(each)

@@ -33,8 +33,8 @@ _log = logging.getLogger("txnbridge")
 
 @_common.command("demo", broker=False)
 @click.argument("broker", required=False)
-@click.option("--url", "own", help="Play on this broker of yours, on topics of its own, which are deleted at the end.")
-@click.option("--keep", is_flag=True, help="Leave the shop's topics there, to look at them with the other commands.")
+@click.option("--url", "own", help="Run the demo on this broker, on topics of its own, which are deleted at the end.")
+@click.option("--keep", is_flag=True, help="Keep the demo's topics, to look at them with the other commands.")
 def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCode:
     """Show what txnbridge promises: a short story with real processes.
 
