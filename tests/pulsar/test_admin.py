@@ -9,8 +9,8 @@ import uuid
 import pytest
 from txnbridge_pulsar.admin import doctor, repair
 from txnbridge_pulsar.admin.admin import PulsarAdmin
+from txnbridge_pulsar.admin.rest import RestRefused
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.client.rest import RestRefused
 from txnbridge_pulsar.outcome import broker_evidence
 from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 
@@ -352,7 +352,7 @@ def test_the_doctor_tells_of_what_is_prepared_and_soon_aborted(pulsar_broker, op
     subject = f"transaction {txn.id}"
     assert subject not in {each.subject for each in bridge.admin.check()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "_LAST_PART", 1)
+        patch.setattr(doctor, "_EXPIRY_WARNING_SHARE", 1)
         found = {each.subject: each for each in bridge.admin.check()}
     assert found[subject].level == "problem" and "is prepared, and the broker aborts it in" in found[subject].text
     assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
@@ -376,7 +376,7 @@ def test_while_a_transaction_names_a_deleted_subscription_it_is_said_why_none_is
 def long_open(bridge):
     """What the doctor says of transactions, by their names, once any time is long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "_LONG_SECONDS", 0)
+        patch.setattr(doctor, "_LONG_OPEN_SECONDS", 0)
         return {each.subject.removeprefix("transaction "): each for each in bridge.admin.check()}
 
 
@@ -456,7 +456,7 @@ def test_what_was_committed_stays_when_a_topic_that_a_late_message_holds_back_is
     assert set(found) == {topic, other}
     assert found[topic].level == "problem" and f"transactions repair {txn} --yes --reason TEXT" in found[topic].remedy
     done = admin.repair(str(txn), soon())
-    assert done.startswith(f"committed {txn} on held, other: the marker of its commit stands on held")
+    assert done.startswith(f"committed {txn} on held, other: its commit marker is on held")
     assert not held(admin)
     assert everything(client, topic) == [b"early", b"late", b"plain"]
     later, _ = open_with(client, topic, b"later")  # which would sweep away what is still open
@@ -486,7 +486,7 @@ def test_what_came_after_a_commit_and_is_all_of_it_is_committed_by_a_repair(admi
     send_late(client, topic, None, b"between")
     send_late(client, topic, txn)
     assert set(held(admin)) == {topic}
-    assert admin.repair(str(txn), soon()).startswith(f"committed {txn} on late: the marker of its commit stands on")
+    assert admin.repair(str(txn), soon()).startswith(f"committed {txn} on late: its commit marker is on")
     assert everything(client, topic) == [b"before", b"between", b"late"]
 
 

@@ -33,9 +33,9 @@ from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
 # When what was begun by now has been over for long: a presence's time, the longest transaction, and the hour behind.
-LATER = (proof.PRESENCE_SECONDS + 900 + cleanup.KEPT_SECONDS + 60) * 1000
+LATER = (proof.PRESENCE_SECONDS + 900 + cleanup.TOKEN_VALID_SECONDS + 60) * 1000
 # And shortly before that.
-NOT_YET = (900 + cleanup.KEPT_SECONDS - 60) * 1000
+NOT_YET = (900 + cleanup.TOKEN_VALID_SECONDS - 60) * 1000
 
 
 def clean_up(bridge: Bridge, topic: str, later_ms: float = 0) -> None:
@@ -57,7 +57,7 @@ def proof_of(token: str) -> str:
 
 
 def is_there(bridge: Bridge, topic: str) -> bool:
-    return bool(cluster_of(bridge).topics.look(topic, Deadline(SOON)))
+    return bool(cluster_of(bridge).topics.existing(topic, Deadline(SOON)))
 
 
 def kept_from(broker: brokers.Pulsar, topic: str) -> tuple[int, int]:
@@ -174,7 +174,7 @@ def test_a_missing_topic_is_not_made_by_who_clears_up(open_bridge: Connect) -> N
 def test_of_an_id_all_goes_that_no_living_token_needs_and_the_rest_tells_the_truth(
     pulsar_broker: brokers.Pulsar, open_bridge: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("txnbridge_pulsar.write.writer._TRANSACTIONS_A_PRESENCE", 1)
+    monkeypatch.setattr("txnbridge_pulsar.write.writer._TRANSACTIONS_PER_PRESENCE", 1)
     bridge = open_bridge(transactional_id=unique("owner"))
     topic = new_topic(bridge)
     with as_if_long_ago(monkeypatch):
@@ -235,9 +235,9 @@ def test_whoever_opens_clears_up_after_the_dead(
     with Child(prepare_commit_and_wait, url, pulsar_broker.admin_url, topic) as child:
         prepared, plain = child.told()
         child.kill()
-    monkeypatch.setattr(cleanup, "_FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(cleanup, "_EVERY_SECONDS", 0.2)
-    monkeypatch.setattr(cleanup, "KEPT_SECONDS", -(proof.PRESENCE_SECONDS + 900))
+    monkeypatch.setattr(cleanup, "_FIRST_CLEANUP_SECONDS", 0.0)
+    monkeypatch.setattr(cleanup, "_CLEANUP_EVERY_SECONDS", 0.2)
+    monkeypatch.setattr(cleanup, "TOKEN_VALID_SECONDS", -(proof.PRESENCE_SECONDS + 900))
     open_bridge(url, transactional_id=unique("owner"))
     eventually(lambda: not is_there(bridge, proof_of(plain)), "the proof topic of the dead bridge is deleted")
     assert is_there(bridge, proof_of(prepared))  # it is open
@@ -265,7 +265,7 @@ def test_a_broker_that_drops_what_it_may_drops_nothing_that_a_living_token_needs
         "brokerDeduplicationEntriesInterval": "1",  # else what it remembers of producers keeps records, too
     }
     broker = start_pulsar(delete_unused=True, settings=short)
-    monkeypatch.setattr("txnbridge_pulsar.write.writer._TRANSACTIONS_A_PRESENCE", 1)
+    monkeypatch.setattr("txnbridge_pulsar.write.writer._TRANSACTIONS_PER_PRESENCE", 1)
     with connect_to(broker.url, broker.admin_url, transactional_id=unique("owner")) as bridge:
         topic = new_topic(bridge)
         with as_if_long_ago(monkeypatch):

@@ -62,7 +62,7 @@ def cluster_with(**parts: Any) -> Any:
 @pytest.fixture
 def ready() -> PulsarWriter:
     """A writer that has sent all of its transaction."""
-    end_delivery = SimpleNamespace(settle=lambda *_: None, ended=lambda *_: None, linger=lambda: None)
+    end_delivery = SimpleNamespace(settle=lambda *_: None, ended=lambda *_: None, wait_for_unload_notices=lambda: None)
     owner: Any = SimpleNamespace(
         opening="o",
         end_delivery=end_delivery,
@@ -85,7 +85,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, ended: EndResult, marker: bool | 
         return marker
 
     monkeypatch.setattr(writer, "end", lambda *_: ended)
-    monkeypatch.setattr(outcome_module, "_by_proof", look)
+    monkeypatch.setattr(outcome_module, "_committed_by_proof", look)
 
 
 @pytest.mark.parametrize("error", [OutcomeUnknown("no answer"), KeyboardInterrupt()], ids=repr)
@@ -220,7 +220,7 @@ def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended
 
 def announcing(monkeypatch: pytest.MonkeyPatch) -> tuple[PulsarOwner, list[FenceRecord]]:
     """An owner whose records have room for a few topics, and what it writes."""
-    monkeypatch.setattr(owner_module, "_MOST_RECORD_BYTES", 1000)
+    monkeypatch.setattr(owner_module, "_MAX_FENCE_RECORD_BYTES", 1000)
     written: list[FenceRecord] = []
     ledger: Any = None
     owner = PulsarOwner(cluster_with(), Identity("id", owned=True, application="app", host="h"), ledger)
@@ -399,7 +399,7 @@ def test_who_may_not_note_what_is_stored_publishes_all_the_same(caplog: pytest.L
 
     publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, open_behind=denied))
     send_one(publisher, 5)
-    assert sent == [5] and "nobody will notice if the broker forgets" in caplog.text
+    assert sent == [5] and "it will not be noticed if the broker forgets" in caplog.text
 
 
 # --- what a publisher had on its way ----------------------------------------------------------------------------------
@@ -490,7 +490,7 @@ def test_the_doctor_tells_of_brokers_that_evict_what_is_not_acknowledged() -> No
 
 @pytest.mark.parametrize("states", [["Initializing"], ["Initializing", "Ready"], ["Ready"]])
 def test_the_doctor_tells_of_a_group_whose_store_never_opens(states: list[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(doctor, "_OPENING_SECONDS", 0.5)
+    monkeypatch.setattr(doctor, "_STORE_OPENING_SECONDS", 0.5)
     told = iter(states)
 
     def answer(path: str, _: Deadline) -> Any:
@@ -500,7 +500,7 @@ def test_the_doctor_tells_of_a_group_whose_store_never_opens(states: list[str], 
         return {"state": next(told, states[-1])}
 
     rest: Any = SimpleNamespace(get=answer)
-    cluster: Any = SimpleNamespace(topics=SimpleNamespace(look=lambda *_: ("persistent://public/default/orders",)))
+    cluster: Any = SimpleNamespace(topics=SimpleNamespace(existing=lambda *_: ("persistent://public/default/orders",)))
     found = list(doctor.check_stores(cluster, rest, [TopicInfo("orders", 1)], Deadline(SOON)))
     assert [(each.level, each.subject) for each in found] == (
         [("problem", "group billing/eu")] if states == ["Initializing"] else []

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from txnbridge_pulsar.admin import open_transactions, repair
+from txnbridge_pulsar.admin.rest import Rest
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.client.rest import Rest
 from txnbridge_pulsar.cluster import ClusterAccess
 
 from tests.in_time import within

@@ -482,7 +482,7 @@ def test_a_partition_that_is_elsewhere_cannot_be_moved(client, topic, member):
     write(client, topic, b"1")
     reader = member(topic)
     for call in (reader.pause, reader.resume):
-        with pytest.raises(InvalidState, match="not with this reader"):
+        with pytest.raises(InvalidState, match="not assigned to this reader"):
             call([(topic, 7)])
 
 
@@ -511,9 +511,9 @@ def test_partitions_come_together(topic, member, partitioned):
 def test_where_rest_does_not_answer_partitions_come_all_the_same_and_it_is_asked_once(
     topic, member, partitioned, monkeypatch
 ):
-    monkeypatch.setattr(group_registry, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(group_registry, "_REST_SECONDS", 0.2)
     # A busy machine may take longer for them than one waits.
-    monkeypatch.setattr(group_registry, "_SILENT_SECONDS", 3600.0)
+    monkeypatch.setattr(group_registry, "_NO_REST_SECONDS", 3600.0)
     partitioned(4)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         reader = member(topic, admin_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -678,7 +678,7 @@ def test_the_next_member_of_a_group_that_is_done_has_no_lag(client, topic, membe
 
 
 def test_counts_of_deliveries_are_forgotten_when_there_are_too_many(client, topic, member, monkeypatch):
-    monkeypatch.setattr(partition_module, "_COUNTS", 4)
+    monkeypatch.setattr(partition_module, "_MAX_DELIVERY_COUNTS", 4)
     write(client, topic, *(b"%d" % number for number in range(6)))
     reader = member(topic)
     found = reader.take(6)
