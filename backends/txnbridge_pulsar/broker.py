@@ -172,9 +172,7 @@ class PulsarBroker(Broker):
 
 
 def _is_deduplication_off(settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> bool:
-    """Return whether brokers do not remove duplicates in the namespace. An internal topic's status is requested,
-    because this takes no more rights than using the topic.
-    """
+    """Return whether brokers keep duplicates, by an internal topic's status: others might need more rights."""
     topic = settings.namespace.full_name(settings.cluster_topic)
     try:
         return topics.deduplication(topic, Deadline(min(_DEDUPLICATION_SECONDS, deadline.left()))) == "Disabled"

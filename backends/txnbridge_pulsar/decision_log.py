@@ -139,9 +139,7 @@ class PulsarLog(DecisionLog):
             expected = position[0], position[1] + 1
 
     def _check_gap(self, expected: Position, position: Position, deadline: Deadline) -> None:
-        """Raise `PositionLost` if records are missing between two positions. Ledgers have no gaps, and brokers only
-        drop whole ledgers from the log's beginning.
-        """
+        """Raise `PositionLost` for missing records. A ledger has no gaps, and brokers drop only whole first ledgers."""
         if expected[1] > 0 and position[0] > expected[0] and position[1] == 0:
             before = expected[0], expected[1] - 1
             begin = self.begin(deadline)

@@ -142,9 +142,7 @@ class PulsarTopics:
         return self._changed("PUT", full, partitions, deadline, f"creating topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions. Raise `NotFound` if the topic does not exist, `NotSupported` without an `admin_url`, and
-        `InvalidOption` for fewer partitions than the topic has.
-        """
+        """Add partitions. Raise `NotFound`, `NotSupported` without an `admin_url`, `InvalidOption` for fewer ones."""
         names = self.existing(topic, deadline)
         if not names:
             raise NotFound(f"there is no topic {topic!r}")
@@ -171,9 +169,7 @@ class PulsarTopics:
         return True
 
     def delete(self, topic: str, deadline: Deadline, force: bool = True) -> None:
-        """Delete a topic. Raise `NotFound` if it does not exist, `NotSupported` without an `admin_url`, and
-        `InvalidState` if it is in use and `force` is False.
-        """
+        """Delete a topic. Raise `NotFound`, `NotSupported` without an `admin_url`, `InvalidState` if it is in use."""
         names = self.existing(topic, deadline)
         if not names:
             raise NotFound(f"there is no topic {topic!r}")

@@ -12,7 +12,7 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import PulsarClient
 from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.outcome.outcome import end
-from txnbridge_pulsar.read import reader as reading
+from txnbridge_pulsar.settings.timing import Timing
 
 from tests.core.reading_kit import by_partition, values
 from tests.pulsar.client_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
@@ -190,16 +190,15 @@ def test_the_next_member_waits_for_what_is_held_in_front_and_keeps_the_order(
 
 
 def test_the_next_member_does_not_wait_for_a_prepared_transaction_longer_than_for_others(
-    pulsar_broker, client, topic, member, monkeypatch
+    pulsar_broker, client, topic, member
 ):
-    monkeypatch.setattr(reading, "_TIMEOUT_DELAY_SECONDS", 0)
     write(client, topic, b"1", b"2")
     reader = member(topic, admin_url=pulsar_broker.admin_url)
     held = reader.take(1)
     txn = reader.begin((topic, 0))
     reader.ack(txn, held)
     reader.leave()
-    other = member(topic, admin_url=pulsar_broker.admin_url)
+    other = member(topic, admin_url=pulsar_broker.admin_url, timing=Timing(timeout_delay_seconds=0))
     other.reader._timeout = 0.5  # once it is open, which may take longer
     assert values(other.take(1)) == [b"2"]
     other.end(txn, False)

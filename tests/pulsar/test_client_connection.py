@@ -30,7 +30,6 @@ from txnbridge_pulsar.client import (
     SubscriptionType,
     TokenAuthentication,
     TxnId,
-    retry,
     tls_context,
     token_file,
 )
@@ -811,9 +810,12 @@ def test_an_opening_that_is_not_answered_in_time_is_taken_back():
 
 
 @pytest.mark.parametrize("kind", ["producer", "subscribe"])
-def test_a_broker_that_never_answers_an_opening_is_left_for_the_one_that_serves_the_topic_by_then(monkeypatch, kind):
-    monkeypatch.setattr(retry, "_OPENING_ATTEMPT_SECONDS", 0.2)
-    with fake_broker() as silent, fake_broker() as other, PulsarClient(silent.url) as client:
+def test_a_broker_that_never_answers_an_opening_is_left_for_the_one_that_serves_the_topic_by_then(kind):
+    with (
+        fake_broker() as silent,
+        fake_broker() as other,
+        PulsarClient(silent.url, opening_attempt_seconds=0.2) as client,
+    ):
         for broker in (silent, other):
             owns_everything(broker)
 

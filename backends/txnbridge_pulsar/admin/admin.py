@@ -273,7 +273,7 @@ class PulsarAdmin(Admin):
 
     def _check_open(self, deadline: Deadline) -> Iterator[Advice]:
         listed = list_open(self._cluster, deadline)
-        yield from doctor.check_open(map(self._as_open_transaction, listed))
+        yield from doctor.check_open(map(self._as_open_transaction, listed), self._settings.timing)
         yield from doctor.check_at_risk(self._cluster, listed, deadline)
 
 

@@ -23,10 +23,7 @@ from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
 
 _log = logging.getLogger("txnbridge")
 
-# A token shows its transaction's outcome for this long after the deadline; clocks may differ by much less.
-TOKEN_VALID_SECONDS = 3600.0
-# Seconds until the first cleanup, so that a short-lived bridge does none, and between two cleanups.
-_FIRST_CLEANUP_SECONDS, _CLEANUP_EVERY_SECONDS = 5.0, 600.0
+
 # Proof topics of other owners in one cleanup, chosen at random so that bridges share the work.
 _MAX_OTHER_TOPICS = 20
 _TOPIC_SECONDS = 30.0
@@ -39,18 +36,19 @@ def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadli
     Raise `NotFound` if the topic does not exist. A topic with a producer is not deleted. At the deadline stop; the next
     cleanup continues.
     """
+    expired_ms = now_ms - cluster.settings.timing.token_valid_seconds * 1000
     with translated(f"cleaning up {topic}"):
         try:
             consumer = cluster.client.subscribe(topic, SUBSCRIPTION, timeout=deadline.left(), create=False)
         except wire.ConsumerBusy:
             return  # another process cleans it up
         try:
-            newest, passed = _find_expired(consumer, now_ms, deadline)
+            newest, passed = _find_expired(consumer, expired_ms, deadline)
             if passed is not None:
                 consumer.acknowledge_up_to(passed, timeout=deadline.left())
         finally:
             consumer.close(deadline.left())
-    if newest is not None and not newest.owned and _is_expired(newest, now_ms):
+    if newest is not None and not newest.owned and newest.until < expired_ms:
         _delete(cluster, topic, deadline)
 
 
@@ -69,7 +67,7 @@ def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 
 
 def _find_expired(
-    consumer: wire.PulsarConsumer, now_ms: float, deadline: Deadline
+    consumer: wire.PulsarConsumer, expired_ms: float, deadline: Deadline
 ) -> tuple[ProofRecord | None, wire.MessageId | None]:
     """Read from the last dropped record to the first presence record that has not expired, or to the end.
 
@@ -83,7 +81,7 @@ def _find_expired(
         record = record_of(entry)
         if record is not None and record.kind == PRESENCE:
             newest, passed = record, before
-            if not _is_expired(record, now_ms):
+            if record.until >= expired_ms:
                 break
         before = entry.id
     return newest, passed
@@ -99,10 +97,6 @@ def _entries(consumer: wire.PulsarConsumer, deadline: Deadline) -> Iterator[wire
             yield entry
 
 
-def _is_expired(record: ProofRecord, now_ms: float) -> bool:
-    return record.until + TOKEN_VALID_SECONDS * 1000 < now_ms
-
-
 class ProofTopicCleanup:
     """A thread that regularly cleans up an owner's proof topics, and a few proof topics of other owners."""
 
@@ -116,13 +110,13 @@ class ProofTopicCleanup:
         threading.Thread(target=self._run, name="txnbridge-pulsar-tidier", daemon=True).start()
 
     def _run(self) -> None:
-        pause = _FIRST_CLEANUP_SECONDS
+        pause = self._cluster.settings.timing.first_cleanup_seconds
         while not self._stop.wait(pause):
             try:
                 self.sweep()
             except TxnBridgeError as error:
                 _log.debug("proof topics are not cleaned up: %s", error)
-            pause = _CLEANUP_EVERY_SECONDS
+            pause = self._cluster.settings.timing.cleanup_every_seconds
 
     def sweep(self) -> None:
         """Clean up once. Errors of a topic are logged, not raised."""

@@ -17,20 +17,17 @@ from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.outcome.proof import proof_prefix
 from txnbridge_pulsar.settings import PulsarSettings
+from txnbridge_pulsar.settings.timing import Timing
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.write.fence import at_risk, fence_prefix
 
-# A transaction that is open for longer is reported: no message after it can be read.
-_LONG_OPEN_SECONDS = 60
 # Bookies that have to store an entry before its receipt, so that no message is lost with one machine.
 _MIN_ACK_QUORUM = 2
-# A prepared transaction is reported when less than this share of its time is left, while it can still be committed.
-_EXPIRY_WARNING_SHARE = 0.25
+
 _UNKNOWN_SUBSCRIPTION = ""
 # Parallel requests: each topic needs one, and there may be thousands.
 _PARALLEL_REQUESTS = 8
-# Seconds after which a pending-ack store that is still opening counts as stuck: it reads some thousand records.
-_STORE_OPENING_SECONDS = 10
+
 _POLL_SECONDS = 0.2
 _STORE_OPENING = "Initializing"
 _CONF = "set it in broker.conf, and restart the brokers"
@@ -213,7 +210,7 @@ def check_stores(
     with ThreadPoolExecutor(_PARALLEL_REQUESTS) as asking:
         names = asking.map(lambda topic: _subscriptions(rest, topic, deadline) - {_UNKNOWN_SUBSCRIPTION}, concrete)
         groups = [(topic, group) for topic, durable in zip(concrete, names, strict=True) for group in sorted(durable)]
-        until = Deadline(min(_STORE_OPENING_SECONDS, deadline.left() / 2))
+        until = Deadline(min(cluster.settings.timing.store_opening_seconds, deadline.left() / 2))
         opening = list(asking.map(lambda group: _is_opening(rest, group, until, deadline), groups))
     for (topic, group), stuck in zip(groups, opening, strict=True):
         if stuck:
@@ -241,12 +238,12 @@ def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: D
     return False
 
 
-def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
+def check_open(transactions: Iterable[OpenTransaction], timing: Timing) -> Iterator[Advice]:
     now = time.time() * 1000
     for txn in transactions:
-        yield from _check_expiry(txn, now)
+        yield from _check_expiry(txn, now, timing.expiry_warning_share)
         seconds = (now - (txn.since or now)) / 1000
-        if seconds > _LONG_OPEN_SECONDS:
+        if seconds > timing.long_open_seconds:
             topics = ", ".join(sorted({topic for topic, _ in txn.partitions})) or "no topic of users"
             yield Advice(
                 "warning",
@@ -257,11 +254,11 @@ def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
             )
 
 
-def _check_expiry(txn: OpenTransaction, now: float) -> Iterator[Advice]:
+def _check_expiry(txn: OpenTransaction, now: float, share: float) -> Iterator[Advice]:
     if txn.state != "prepared" or not txn.since or not txn.expires_at:
         return
     left = txn.expires_at - now
-    if left < _EXPIRY_WARNING_SHARE * (txn.expires_at - txn.since):
+    if left < share * (txn.expires_at - txn.since):
         yield Advice(
             "problem",
             f"transaction {txn.transaction}",

@@ -34,7 +34,7 @@ _WRITER = re.compile(r"(?P<owner>.+)\.(?P<prepares>p?)\d+", re.DOTALL)
 _UNLOADED_TOPIC_TEXT = re.compile(r"Topic not found (persistent://\S+)")
 # Part of the broker's error about a deleted subscription, which does not name the subscription.
 _DELETED_SUBSCRIPTION_TEXT = "PersistentSubscription.getTransactionInPendingAckStats"
-_LISTING_SECONDS = 3.0
+_LATE_WRITES_SECONDS = 3.0  # for having late messages of an aborted transaction refused
 _PARALLEL_REQUESTS = 8
 _RETRY_PAUSE_SECONDS = 0.1
 _NO_PROOF = ProofLocation("", (0, 0), "")
@@ -74,9 +74,7 @@ class ListedTransaction:
 
 
 def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransaction]:
-    """Return the open transactions of all programs. Raise `NotSupported` without an `admin_url`, `ListingBlocked` if an
-    open transaction acknowledges on a deleted subscription.
-    """
+    """Return all programs' open transactions. Raise `NotSupported` without an `admin_url`, and `ListingBlocked`."""
     listed = [_as_listed(cluster, number, about) for number, about in _listed(cluster, deadline).items()]
     owners = {transaction.owner for transaction in listed if transaction.owner}
     announced = {each.txn: each for owner in owners for each in _under_way(cluster, owner, deadline)}
@@ -89,7 +87,7 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
         raise NotSupported(f"open transactions cannot be listed: {NEEDS_REST}")
     with translated("loading the coordinators"):  # else coordinators do not answer, and no transaction times out
         cluster.client.transactions.connect(deadline.left())
-    patience = Deadline(min(_LISTING_SECONDS, deadline.left()))
+    patience = Deadline(min(cluster.settings.timing.listing_seconds, deadline.left()))
     while True:
         try:
             return rest.get("/admin/v3/transactions/slowTransactions/0", patience) or {}
@@ -226,7 +224,7 @@ def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline)
 def _have_late_writes_refused(cluster: ClusterAccess, aborted: AnnouncedTransaction, deadline: Deadline) -> None:
     """Have brokers refuse the late messages of an aborted transaction. Log a warning if they do not do so in time."""
     reason = "an older transaction is open"
-    until = Deadline(min(deadline.left(), _LISTING_SECONDS))
+    until = Deadline(min(deadline.left(), _LATE_WRITES_SECONDS))
     while not until.expired:
         try:
             if refuse_late_writes(cluster, aborted, until):

@@ -32,8 +32,6 @@ _log = logging.getLogger("txnbridge")
 
 _TXN_ID = re.compile(r"(\d+):(\d+)")
 _REST = "/admin/v3/transactions"
-# Seconds to wait for a coordinator: one that knows a transaction answers in milliseconds.
-_COORDINATOR_SECONDS = 3.0
 
 
 def is_txn_id(transaction: str) -> bool:
@@ -49,9 +47,10 @@ def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterato
     coordinators = _connect(cluster, deadline)
     for topic in topics_but_canary(cluster, deadline):
         txn = _oldest_open(rest, topic, deadline)
+        patience = Deadline(min(cluster.settings.timing.coordinator_seconds, deadline.left()))
         if (
             txn is not None
-            and not _may_be_known(rest, txn, coordinators, deadline)
+            and not _may_be_known(rest, txn, coordinators, patience)
             and first_open_message(rest, topic, txn, deadline)  # it may have ended between the two requests
         ):
             yield topic, txn
@@ -60,7 +59,7 @@ def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterato
 def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> bool:
     """Return whether a coordinator may know a transaction: True also if the coordinator does not answer."""
     try:
-        return _is_known(rest, txn, coordinators, Deadline(min(_COORDINATOR_SECONDS, deadline.left())))
+        return _is_known(rest, txn, coordinators, deadline)
     except DeadlineExceeded:
         return True
 

@@ -31,9 +31,7 @@ class Chunks:
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
 
     def add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
-        """Add the chunk in `entry`. Return the complete message after its last chunk, a faulty entry, or None. A chunk
-        that does not continue its message is dropped.
-        """
+        """Add a chunk. Return the message after its last chunk, a faulty entry, or None. Drop a chunk out of order."""
         with self._lock:
             return self._add(entry, chunk, max_bytes)
 

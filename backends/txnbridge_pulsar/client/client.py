@@ -24,6 +24,10 @@ from .transactions import Transactions
 # Limit on the bytes without a receipt over all producers: a slow broker stores as much in some seconds.
 DEFAULT_UNCONFIRMED_BYTES = 64 * 1024 * 1024
 DEFAULT_PERMITS = 5000
+# Seconds for one attempt to open a producer or consumer. A broker that was cut off from the cluster may never answer
+# for a topic that another broker serves by then. A healthy broker loads a topic in less time; if not, the next attempt
+# waits for the same loading.
+OPENING_ATTEMPT_SECONDS = 15.0
 
 
 class PulsarClient:
@@ -43,6 +47,7 @@ class PulsarClient:
         listener: str | None = None,
         keepalive_seconds: float = KEEPALIVE_SECONDS,
         unconfirmed_bytes: int = DEFAULT_UNCONFIRMED_BYTES,
+        opening_attempt_seconds: float = OPENING_ATTEMPT_SECONDS,
     ) -> None:
         """Make a client without connecting. `url` names one or more brokers: `pulsar://host:6650,host2:6650`, or the
         same with `pulsar+ssl://`. `tls` is the context for `pulsar+ssl://`; by default the system's certificate
@@ -55,7 +60,7 @@ class PulsarClient:
             raise ValueError("TLS needs a service URL that begins with pulsar+ssl://")
         options = ConnectionOptions(authentication or NoAuthentication(), tls, keepalive_seconds)
         self._pool = ConnectionPool(options)
-        self._lookup = Lookup(self._pool, service, listener)
+        self._lookup = Lookup(self._pool, service, listener, opening_attempt_seconds)
         self._budget = Budget(unconfirmed_bytes)
         self._ids = itertools.count()
         self._ids_lock = threading.Lock()
@@ -182,10 +187,7 @@ class PulsarClient:
         )
 
     def hang_up(self, connection_key: str) -> None:
-        """Close the connections of one key at once. Their producers and consumers count as lost, and may be reopened.
-
-        Frames that were written before may still reach the broker.
-        """
+        """Close the connections of one key: their producers and consumers are lost. Written frames may still arrive."""
         self._pool.hang_up(connection_key)
 
     def close(self) -> None:

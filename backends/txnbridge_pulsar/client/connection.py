@@ -159,9 +159,7 @@ class BrokerConnection:
         return self._reason is not None
 
     def request(self, name: str, deadline: ClientDeadline, **fields: Any) -> Response:
-        """Send a request without waiting for its answer, which the returned `Response` gets. Raise
-        `BrokerConnectionLost` or `RequestTimedOut` if the request cannot be written.
-        """
+        """Send a request without waiting for its answer. Raise `BrokerConnectionLost` or `RequestTimedOut`."""
         with self._lock:
             self._check_open()
             if len(self._requests) >= MAX_IN_FLIGHT:

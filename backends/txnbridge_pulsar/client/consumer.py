@@ -25,7 +25,7 @@ from .inbox import Inbox
 from .incoming import ReceivedEntry
 from .lookup import Lookup
 from .responses import Response
-from .retry import opening_attempt, retry
+from .retry import retry
 
 # Permits before the size of messages is known: so few that even the largest messages fit into memory.
 FIRST_PERMITS = 16
@@ -146,7 +146,7 @@ class PulsarConsumer:
         deadline = ClientDeadline(timeout)
         self._leave(deadline)
         self._epoch += 1
-        retry(deadline, lambda: self._open(opening_attempt(deadline)))
+        retry(deadline, lambda: self._open(self._lookup.opening_attempt(deadline)))
 
     def _open(self, deadline: ClientDeadline) -> None:
         connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)

@@ -27,10 +27,13 @@ _CONNECTION_KEY = ""
 class Lookup:
     """Lookup requests, which any broker of the cluster answers. After a failure the next broker of the URL is asked."""
 
-    def __init__(self, pool: ConnectionPool, service: ServiceUrl, listener: str | None) -> None:
+    def __init__(
+        self, pool: ConnectionPool, service: ServiceUrl, listener: str | None, opening_attempt_seconds: float
+    ) -> None:
         self._pool = pool
         self._service = service
         self._listener = listener
+        self._opening_attempt_seconds = opening_attempt_seconds
         self._next_addresses = itertools.cycle(service.addresses)
         self._current = next(self._next_addresses)
 
@@ -39,6 +42,10 @@ class Lookup:
         topic has moved: the caller repeats the lookup and the request.
         """
         return self._pool.get(self._target(full_topic_name(topic), deadline), connection_key, deadline)
+
+    def opening_attempt(self, deadline: ClientDeadline) -> ClientDeadline:
+        """Return the deadline of one attempt to open a producer or consumer, which is repeated until `deadline`."""
+        return ClientDeadline(min(deadline.left, self._opening_attempt_seconds))
 
     def partitions(self, topic: str, deadline: ClientDeadline) -> int:
 

@@ -33,7 +33,7 @@ from .errors import (
 from .frames import command, send_command
 from .ids import MessageId, TxnId, message_id
 from .lookup import Lookup
-from .retry import opening_attempt, retry
+from .retry import retry
 from .sending import Budget, Content, Receipt, Send
 
 
@@ -122,7 +122,7 @@ class PulsarProducer:
             self._leave(self._connection)
         self._epoch += 1
         deadline = ClientDeadline(timeout)
-        retry(deadline, lambda: self._open(opening_attempt(deadline)))
+        retry(deadline, lambda: self._open(self._lookup.opening_attempt(deadline)))
 
     def _open(self, deadline: ClientDeadline) -> None:
         connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)

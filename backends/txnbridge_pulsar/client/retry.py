@@ -15,10 +15,6 @@ T = TypeVar("T")
 # The first pause lets a broker finish its work; the longest limits requests without delaying a retry much.
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
-# Seconds for one attempt to open a producer or consumer. A broker that was cut off from the cluster may never answer
-# for a topic that another broker serves by then. A healthy broker loads a topic in less time; if not, the next attempt
-# waits for the same loading.
-_OPENING_ATTEMPT_SECONDS = 15.0
 
 
 def backoff_pauses() -> Iterator[float]:
@@ -50,8 +46,3 @@ def retry(deadline: ClientDeadline, attempt: Callable[[], T]) -> T:
             refusal = error
         time.sleep(pause)
     raise AssertionError("pauses never end")
-
-
-def opening_attempt(deadline: ClientDeadline) -> ClientDeadline:
-    """Return the deadline of one attempt to open a producer or consumer: `deadline`, or 15 seconds from now."""
-    return ClientDeadline(min(deadline.left, _OPENING_ATTEMPT_SECONDS))

@@ -36,8 +36,7 @@ _KEEP_SECONDS = 5.0
 _UNLOAD_CHECK_SECONDS = 0.05
 # Seconds for one delivery. Topics of a killed broker are retried until the other brokers notice its death.
 _DELIVERY_SECONDS = 2.0
-# A writer that closes right after a commit waits this long until brokers have closed producers on unloaded topics.
-_UNLOAD_NOTICE_SECONDS = 0.02
+
 # Limit for the participants in a token, which has 4,096 characters in all.
 _MAX_TOKEN_CHARACTERS = 1800
 _PARALLEL_DELIVERIES = 8
@@ -251,7 +250,8 @@ class EndDelivery:
         """Wait until the broker has had time to close producers on topics that were unloaded during the last end. A
         writer calls this before it closes its producers, because a closed producer is not informed.
         """
-        time.sleep(max(0.0, self._last_at + _UNLOAD_NOTICE_SECONDS - time.monotonic()))
+        seconds = self._cluster.settings.timing.unload_notice_seconds
+        time.sleep(max(0.0, self._last_at + seconds - time.monotonic()))
 
     def close(self, deadline: Deadline) -> None:
         """Stop the thread, and deliver ends to unloaded topics once more."""

@@ -26,9 +26,7 @@ class InDoubt:
         self._transactions: dict[TxnId, AnnouncedTransaction] = {}
 
     def resolve(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-        """Find a transaction's outcome, and deliver a commit to all its topics again. Return whether the outcome is
-        known; otherwise the transaction is in doubt from now on.
-        """
+        """Find an outcome, and deliver a commit to all topics again. Without outcome, the transaction is in doubt."""
         clear = confirm_by_proof(self._cluster, ended, deadline)
         with self._lock:
             if clear:

@@ -26,9 +26,7 @@ from txnbridge_pulsar.write.fence_records import ProofLocation
 
 VERSION = 1
 PRESENCE, PROOF, PROBE = "here", "mark", "probe"
-# A presence record serves the transactions that begin within this time. The record states until when any of them can be
-# open, and the cleanup drops the record long after that. Writing a record takes ten milliseconds.
-PRESENCE_SECONDS = 300.0
+
 # The most entries that are received at once; each is small.
 _MAX_ENTRIES_PER_RECEIVE = 1000
 # Seconds without an entry after which all stored ones count as read; stored entries arrive within milliseconds.
@@ -175,12 +173,13 @@ def write_presence(
     cluster: ClusterAccess, topic: str, transaction: str, owned: bool, deadline: Deadline
 ) -> ProofLocation:
     """Write a presence record, after which the proof messages of a writer's next transactions are looked for. A writer
-    calls this before the first transaction on the topic, and again after `PRESENCE_SECONDS`.
+    calls this before the first transaction on the topic, and again after `Timing.presence_seconds`.
 
     All earlier transactions on this topic must have ended.
     """
     nonce = new_nonce()
-    until = int((time.time() + PRESENCE_SECONDS + cluster.settings.longest_transaction) * 1000)
+    settings = cluster.settings
+    until = int((time.time() + settings.timing.presence_seconds + settings.longest_transaction) * 1000)
     since = write_plain(cluster, topic, ProofRecord(PRESENCE, nonce, transaction, until, owned), deadline)
     return ProofLocation(topic, since, nonce)
 

@@ -16,22 +16,19 @@ from urllib.parse import quote
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, PositionLost
 from txnbridge.spi import Context, Deadline, LedgerValue
 from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of
+from txnbridge_pulsar.settings.timing import Timing
 
 _log = logging.getLogger("txnbridge")
-
-# Seconds to wait for a REST answer, on which reading does not depend.
-_REST_SECONDS = 3.0
-# After a REST timeout no request is sent for this long: there would be one for each partition.
-_NO_REST_SECONDS = 30.0
 
 
 class GroupRegistry:
     """The decision log's record of which partitions one group reads, and REST requests about them. Thread-safe."""
 
-    def __init__(self, rest: Rest | None, group: str | None, context: Context) -> None:
+    def __init__(self, rest: Rest | None, group: str | None, context: Context, timing: Timing) -> None:
         self._rest = rest
         self._group = group or ""
         self._context = context
+        self._timing = timing
         self._is_disabled = rest is None or group is None
         self._no_rest_until = 0.0
 
@@ -97,9 +94,9 @@ class GroupRegistry:
         if time.monotonic() < self._no_rest_until:
             raise BrokerUnavailable("REST did not answer a moment ago")
         try:
-            return rest.get(path, Deadline(min(_REST_SECONDS, deadline.left())))
+            return rest.get(path, Deadline(min(self._timing.rest_seconds, deadline.left())))
         except DeadlineExceeded:
-            self._no_rest_until = time.monotonic() + _NO_REST_SECONDS
+            self._no_rest_until = time.monotonic() + self._timing.no_rest_seconds
             raise
 
     def _value(self, topic: str) -> LedgerValue:

@@ -14,7 +14,7 @@ from txnbridge_pulsar.write.message_format import to_headers
 
 # The position before all messages of a topic: no ledger has the number 0.
 BEGIN: Position = (0, 0, 0)
-_MAX_DELIVERY_COUNTS = 1000  # the most delivery counts that are kept for one partition
+
 
 _EntryId = tuple[int, int]  # ledger and entry
 _Bits = dict[_EntryId, int]  # batch indexes as bits, by entry
@@ -51,7 +51,9 @@ class PulsarPartition:
     redelivers all unacknowledged messages.
     """
 
-    def __init__(self, key: Partition, topic: str, consumer: wire.PulsarConsumer, grouped: bool) -> None:
+    def __init__(
+        self, key: Partition, topic: str, consumer: wire.PulsarConsumer, grouped: bool, max_delivery_counts: int
+    ) -> None:
         self.key = key
         self.topic = topic  # concrete topic
         self.consumer = consumer
@@ -82,6 +84,7 @@ class PulsarPartition:
         self._skipped: list[tuple[Position, Position]] = []  # ranges that seeks have skipped
         self._handed: _EntryId = (-1, -1)
         self._delivery_counts: dict[Position, int] = {}
+        self._max_delivery_counts = max_delivery_counts
 
     # --- assignments ----------------------------------------------------------------------------------------------
 
@@ -210,8 +213,8 @@ class PulsarPartition:
             return 1 + entry.redeliveries
         # Brokers count no deliveries on subscriptions that keep the order.
         count = self._delivery_counts[entry_id] = self._delivery_counts.get(entry_id, 1) + 1
-        if len(self._delivery_counts) > _MAX_DELIVERY_COUNTS:
-            for oldest in sorted(self._delivery_counts)[: _MAX_DELIVERY_COUNTS // 2]:  # probably acknowledged by now
+        if len(self._delivery_counts) > self._max_delivery_counts:
+            for oldest in sorted(self._delivery_counts)[: self._max_delivery_counts // 2]:  # probably acknowledged
                 del self._delivery_counts[oldest]
         return max(count, 1 + entry.redeliveries)
 
@@ -311,9 +314,7 @@ class PulsarPartition:
         return [id for entry_id, indexes in self._by_entry(positions) for id in self._release_entry(entry_id, indexes)]
 
     def acknowledge(self, positions: Sequence[Position]) -> tuple[list[wire.MessageId], AckedMessages]:
-        """Mark messages as acknowledged in a transaction. Return their ids for an ACK command, and a record of the
-        messages for `acknowledged` or `not_acknowledged`.
-        """
+        """Mark messages as acknowledged in a transaction. Return their ids for an ACK command, and a record of them."""
         entry_ids = {(ledger, entry) for ledger, entry, _ in positions}
         before = {entry_id: self._outstanding[entry_id] for entry_id in entry_ids}
         ids = self.release(positions)

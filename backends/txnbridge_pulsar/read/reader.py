@@ -45,10 +45,8 @@ _DELETED_TOPIC_SECONDS = 0.5
 # together: a member that stops when all its partitions are read would else stop after the first one. A broker usually
 # says so at once, but a second later if it takes the partition from another member, and even later if it is busy.
 _ASSIGN_TOGETHER_SECONDS = 10.0
-# Seconds between two checks for pending acks of open transactions; seconds by which brokers time transactions out late.
-_PENDING_ACKS_CHECK_SECONDS, _TIMEOUT_DELAY_SECONDS = 0.1, 5.0
-# Bytes that the inbox may hold; entries that were taken from the inbox may have as much again.
-READ_BYTES = 32 * 1024 * 1024
+# Seconds between two checks for pending acks of open transactions.
+_PENDING_ACKS_CHECK_SECONDS = 0.1
 # The most entries that are taken from the inbox at once.
 _MAX_ENTRIES_PER_TAKE = 500
 # Bytes, about, that one poll returns at most: 10,000 large messages at once would not fit into memory.
@@ -83,8 +81,9 @@ class PulsarReader(Reader):
         self._listener = listener
         self._timeout = context.timeout
         self._connection_key = f"reader {next(_numbers)}"
-        self._inbox = wire.Inbox(READ_BYTES)
-        self._registry = GroupRegistry(cluster.rest, subscription.group, context)
+        self._timing = cluster.settings.timing
+        self._inbox = wire.Inbox(self._timing.reader_bytes)
+        self._registry = GroupRegistry(cluster.rest, subscription.group, context, self._timing)
         self._mode = mode_of(cluster.client, subscription, self._inbox, self._connection_key)
         self._guard = threading.Lock()  # other threads acknowledge
         self._partitions: dict[Partition, PulsarPartition] = {}
@@ -126,7 +125,9 @@ class PulsarReader(Reader):
             if key[1] < begun[key[0]]:
                 self._registry.check(concrete, deadline)
             consumer = self._mode.open(concrete, first, deadline)
-            opened.append(PulsarPartition(key, concrete, consumer, self._mode.grouped))
+            opened.append(
+                PulsarPartition(key, concrete, consumer, self._mode.grouped, self._timing.max_delivery_counts)
+            )
 
         try:
             if len(missing) < 2:
@@ -290,7 +291,7 @@ class PulsarReader(Reader):
         if not self._mode.in_order or not self._registry.is_held(partition.topic, deadline):
             return False
         if partition.waits_until is None:
-            partition.waits_until = time.monotonic() + self._timeout + _TIMEOUT_DELAY_SECONDS
+            partition.waits_until = time.monotonic() + self._timeout + self._timing.timeout_delay_seconds
         return time.monotonic() < partition.waits_until
 
     def _check_exists(self, partition: PulsarPartition, deadline: Deadline) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Option, Url
+from txnbridge_pulsar.settings.timing import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace, encoded
 
 if TYPE_CHECKING:  # the options are read without connecting, which needs no client
@@ -45,6 +46,7 @@ class PulsarSettings:
     tls_key: str = ""
     tls_verify: bool = True
     tls_verify_hostname: bool = True
+    timing: Timing = field(default_factory=Timing, repr=False)
 
     @property
     def tls(self) -> bool:

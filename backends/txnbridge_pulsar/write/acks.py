@@ -110,9 +110,7 @@ class SentAcks:
 
     @property
     def has_lost_partition(self) -> bool:
-        """Return whether the reader has lost a partition of the acknowledged messages. If a transaction has ended for
-        an unknown reason, this is a likely cause.
-        """
+        """Return whether the reader has lost a partition of these messages: a likely cause of an unexpected abort."""
         return any(
             each.partition.assignment is not each.assignment
             or not each.partition.is_assigned
@@ -141,9 +139,7 @@ class SentAcks:
                     each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
 
     def redeliver_rest(self) -> None:
-        """Have the broker redeliver the messages that `drop_rest_of_entries` dropped. The writer calls this if its
-        abort request came after the transaction's end.
-        """
+        """Have dropped entries redelivered, because the writer's abort request came after the transaction's end."""
         for each in self._sent:
             if each.given_up:
                 with suppress(wire.BrokerConnectionLost):

@@ -326,8 +326,8 @@ class TopicBatcher:
         return buffer
 
     def take(self, topic: object, value: bytes, key: bytes | None) -> None:
-        """Add a value without key and headers: the fast path of `send`. Raise `NotBareValue` if there is a key or the
-        value is large, `TypeError` if the value has no length.
+        """Add a value (fast path of `send`). Raise `NotBareValue` for a key or a large value, `TypeError` for no
+        length.
         """
         size = len(value)
         if key is not None or size > ENTRY_BYTES:

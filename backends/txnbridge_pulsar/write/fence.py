@@ -172,9 +172,7 @@ class Fence:
                 self._trim(before)
 
     def _check_sole_producer(self, receipt: wire.Receipt) -> None:
-        """Raise `Fenced` if entry numbers grow faster than our sequence ids: then another producer also writes to the
-        topic (hazard H39).
-        """
+        """Raise `Fenced` if entry numbers grow faster than sequence ids, as with another producer (hazard H39)."""
         gap = receipt.message_id.entry - receipt.sequence_id
         ledger, known = self._gap
         if receipt.message_id.ledger != ledger or gap < known:  # the gap shrinks with each record that was not stored
@@ -184,9 +182,7 @@ class Fence:
             raise self._fresh_copy(self._fenced)
 
     def _reopen(self, generation: int, deadline: Deadline) -> None:
-        """Reopen the producer after a lost connection, once for all threads that wait for it. Raise `Fenced` if another
-        owner has taken the topic.
-        """
+        """Reopen a lost producer, once for all waiting threads. Raise `Fenced` if another owner has the topic."""
         self._acquire(deadline)
         try:
             if self._fenced is not None:

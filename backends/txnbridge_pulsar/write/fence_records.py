@@ -43,9 +43,7 @@ class ProofLocation:
 
 @dataclass(frozen=True)
 class AnnouncedTransaction:
-    """A transaction in a fence record, with all data by which another process can end the transaction and have brokers
-    refuse its late messages.
-    """
+    """A transaction in a fence record, with all that other processes need to end it and to refuse its late messages."""
 
     transaction: str
     txn: TxnId
@@ -130,9 +128,7 @@ class FenceRecord:
 
     @classmethod
     def unpack(cls, data: bytes | None) -> FenceRecord:
-        """Return the record in a message. Raise `EvidenceLost` if the message is not a record of a known version,
-        because the unresolved transactions are then not known.
-        """
+        """Parse a record. Raise `EvidenceLost` if it is invalid: then unresolved transactions are not known."""
         try:
             fields = json.loads(data or b"")
             if fields["v"] != VERSION:

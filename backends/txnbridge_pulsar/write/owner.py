@@ -34,8 +34,7 @@ _CLOSE_SECONDS = 3.0
 # Seconds to wait for the answer to a begin request. A coordinator at its limit of open transactions never answers, not
 # even after a transaction has ended.
 _BEGIN_SECONDS = 3.0
-# Half of a broker's default entry size: the next owner's first record repeats this one, and adds transactions at risk.
-_MAX_FENCE_RECORD_BYTES = 2_500_000
+
 _MIN_RETRY_SECONDS = 0.05  # with fewer seconds left, a request is not repeated
 
 
@@ -148,9 +147,7 @@ class PulsarOwner:
         return True
 
     def _resolve(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
-        """Find the outcome of a transaction that its coordinator has forgotten, and deliver a commit to all its topics
-        again. Return whether the outcome is known.
-        """
+        """Find a forgotten outcome, and deliver a commit to all topics again. Return whether the outcome is known."""
         if self.in_doubt.resolve(announced, deadline):
             return True
         _log.error(
@@ -161,9 +158,7 @@ class PulsarOwner:
         return False
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
-        """Return a writer for one transaction that will be prepared. Raise `DeadlineExceeded` if unresolved
-        transactions occupy all slots until the deadline.
-        """
+        """Return a writer for one prepared transaction. Raise `DeadlineExceeded` while all slots are occupied."""
         return PulsarPreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
 
     # --- transactions ---------------------------------------------------------------------------------------------
@@ -191,9 +186,7 @@ class PulsarOwner:
                         raise
 
     def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None:
-        """Raise `BrokerUnavailable` if a transaction in doubt used one of these topics: ending another transaction
-        there could take back its commit.
-        """
+        """Raise `BrokerUnavailable` while a transaction in doubt used a topic: an end there could undo its commit."""
         self._refuse_late_writes(self.in_doubt.require(topics, deadline), deadline)
 
     def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None:
@@ -221,11 +214,11 @@ class PulsarOwner:
     def _require_room(self) -> None:
         record = self._fence_record()
         size = len(record.pack())
-        if size > _MAX_FENCE_RECORD_BYTES:
+        if size > (limit := self._cluster.settings.timing.max_fence_record_bytes):
             raise DeliveryFailed(
                 f"the fence record of the {len(record.under_way)} transactions of {self.name} that have not ended would"
-                f" have {size} bytes; the limit is {_MAX_FENCE_RECORD_BYTES}. Write to fewer topics in one transaction,"
-                " or commit or abort prepared ones first (`txnbridge transactions` lists them)"
+                f" have {size} bytes; the limit is {limit}. Write to fewer topics in one transaction, or end prepared"
+                " ones first (`txnbridge transactions` lists them)"
             )
 
     def _fence_record(self, at_risk: Sequence[AnnouncedTransaction] = ()) -> FenceRecord:
@@ -278,8 +271,6 @@ class PulsarOwner:
                 self._fence.close(deadline)
 
     def _remove(self, writer: PulsarWriter, deadline: Deadline) -> None:
-        """Delete a writer's proof topic in a bridge without a transactional id. Keep the topic if a token may exist
-        whose outcome only this topic shows.
-        """
+        """Delete a proof topic in a bridge without an id, unless only this topic shows the outcome of some token."""
         if writer.proof is not None and not writer.unknown:
             remove(self._cluster, writer.proof.topic, deadline)

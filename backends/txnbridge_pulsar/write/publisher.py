@@ -247,9 +247,7 @@ class _PartitionProducer:
         return max(self._stored, self._producer.last_sequence_id)
 
     def send(self, message: wire.Single, sequence: int | None, deadline: Deadline) -> None:
-        """Send a message without waiting for its receipt; wait only while the producer's queue is full. Raise
-        `_SendFailed` if this message or an earlier one cannot be stored.
-        """
+        """Send without waiting for the receipt; wait only while the queue is full. Raise `_SendFailed`."""
         while True:
             if self._is_interrupted:
                 self._recover(deadline)
@@ -287,9 +285,7 @@ class _PartitionProducer:
         self._stored = max(self._stored, send.highest_sequence_id)
 
     def settle(self, deadline: Deadline) -> None:
-        """Return when all messages are stored. Raise `_SendFailed` if a message cannot be stored, `DeadlineExceeded` if
-        receipts are missing at the deadline.
-        """
+        """Return when all messages are stored. Raise `_SendFailed`, or `DeadlineExceeded` if receipts are missing."""
         while True:
             if self._is_interrupted:
                 self._recover(deadline)

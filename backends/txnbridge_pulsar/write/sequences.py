@@ -20,9 +20,7 @@ _RECORD_SECONDS = 3.0
 
 
 class SequenceRecord:
-    """The highest sequence in the decision log for a publisher's name on a topic. After a publisher's death the broker
-    may have stored higher sequences.
-    """
+    """The highest recorded sequence of a publisher's name on a topic. A dead publisher may have stored higher ones."""
 
     def __init__(self, name: str, topic: str, ledger: Ledger) -> None:
         self._name = name
@@ -48,9 +46,7 @@ class SequenceRecord:
             )
 
     def record_stored(self, stored: int, deadline: Deadline) -> None:
-        """Record that all messages up to this sequence are stored. Errors are logged, not raised, because the next
-        publisher of this name records its sequence.
-        """
+        """Record that all messages up to this sequence are stored. Only log errors: the next publisher records it."""
         deadline = Deadline(min(_RECORD_SECONDS, deadline.left()))
         try:
             if not self._is_disabled and self._last < stored:

@@ -30,7 +30,7 @@ from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, coordinator_state, end, outcome_by_proof
-from txnbridge_pulsar.outcome.proof import PRESENCE_SECONDS, PROOF, ProofRecord, proof_topic, write_presence
+from txnbridge_pulsar.outcome.proof import PROOF, ProofRecord, proof_topic, write_presence
 from txnbridge_pulsar.write.acks import PulsarAckContext, SentAcks
 from txnbridge_pulsar.write.batching import (
     ENTRY_BYTES,
@@ -50,9 +50,7 @@ _MIN_ABORT_SECONDS = 2.0
 # Seconds that an abort waits for the receipts of entries that were sent. An entry that arrives after the abort may
 # block its topic, unless the broker is made to refuse the entry.
 _ABORT_SETTLE_SECONDS = 0.5
-# A writer writes a new presence record after this many transactions. To find an outcome, a proof topic is read from the
-# last presence record on, so the distance must stay short.
-_TRANSACTIONS_PER_PRESENCE = 1000
+
 # If the last transaction wrote to at most this many partitions, they are registered in advance with the next
 # transaction's first topic.
 _MAX_REGISTERED_IN_ADVANCE = 16
@@ -185,9 +183,7 @@ class PulsarWriter(Writer):
                 self.send(topic, value, key, headers, None, None)
 
     def _batcher(self, topic: str, partition: int | None) -> TopicBatcher:
-        """Return the transaction's batcher for a topic. The first call looks up the topic's partitions. Raise
-        `NotFound` if the topic or the partition does not exist.
-        """
+        """Return the transaction's batcher for a topic. Raise `NotFound` if the topic or the partition is missing."""
         batcher = self._batchers.get(topic)
         if batcher is None or (partition is not None and not 0 <= partition < len(batcher.concrete)):
             concrete = self._cluster.topics.require(topic, partition, self._begin.deadline)
@@ -272,8 +268,9 @@ class PulsarWriter(Writer):
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
         self._since_presence += 1
-        is_old = time.monotonic() - self._presence_at > PRESENCE_SECONDS
-        if self.proof is None or is_old or self._since_presence > _TRANSACTIONS_PER_PRESENCE:
+        timing = self._cluster.settings.timing
+        is_old = time.monotonic() - self._presence_at > timing.presence_seconds
+        if self.proof is None or is_old or self._since_presence > timing.transactions_per_presence:
             self._since_presence, self._presence_at = 1, time.monotonic()
             return self._write_presence("", deadline)
         return self.proof
@@ -304,9 +301,7 @@ class PulsarWriter(Writer):
         return producer
 
     def _recover_lost(self, deadline: Deadline) -> None:
-        """Send entries without a receipt again after a lost connection. Raise `DeliveryFailed` if the broker has
-        refused an entry, or is not known to drop duplicates.
-        """
+        """Send entries without a receipt again. Raise `DeliveryFailed` if one was refused, or may be duplicated."""
         if isinstance(self._receipts.failure, wire.NotAllowed) and self._has_ended(deadline):
             raise self._clean_up_after_foreign_end(deadline) from self._receipts.failure
         if self._receipts.failure is not None:
@@ -508,9 +503,7 @@ class PulsarWriter(Writer):
             sent.redeliver_rest()
 
     def _settle(self, deadline: Deadline) -> bool:
-        """Wait for the receipts of entries and the answers to acknowledgements. Return whether no entry or
-        acknowledgement of the transaction can reach a broker any more.
-        """
+        """Wait for receipts and answers. Return whether nothing of the transaction can reach a broker any more."""
         settled = self._receipts.wait(deadline) and self._receipts.settled
         for sent in self._acks:
             try:
