@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from txnbridge_pulsar.admin import open_transactions, repair
+from txnbridge_pulsar.admin.rest import Rest
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.client.rest import Rest
 from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.settings.timing import Timing
 
 from tests.in_time import within
 from tests.pulsar.kit import SOON, settings_for
@@ -65,7 +66,9 @@ class Asked:
 
     def __init__(self, server: Any) -> None:
         settings = settings_for(
-            "pulsar://127.0.0.1:1/public/default", admin_url=f"http://127.0.0.1:{server.server_port}"
+            "pulsar://127.0.0.1:1/public/default",
+            admin_url=f"http://127.0.0.1:{server.server_port}",
+            timing=Timing(listing_seconds=0.5, coordinator_seconds=0.5),
         )
         self.asked: list[str] = server.asked
         self.loaded: list[str] = []
@@ -107,8 +110,7 @@ def test_a_topic_that_is_not_loaded_is_loaded_and_the_question_asked_again(refus
         assert asked.loaded == [UNLOADED] * 2
 
 
-def test_where_brokers_say_nothing_all_topics_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_transactions, "_PATIENCE", 0.5)
+def test_where_brokers_say_nothing_all_topics_are_loaded() -> None:
     with answering(slowTransactions=[SILENCE, LISTED]) as asked:
         assert [found.txn for found in open_transactions.list_open(asked.cluster, Deadline(SOON))] == [TXN]
         assert sorted(asked.loaded) == [HELD, UNLOADED]
@@ -177,10 +179,7 @@ def holding(*answers: Any) -> Iterator[Asked]:
     [(ENDED, [(HELD, TXN)]), (OPEN, []), (NOT_LOADED, []), (SILENCE, [])],
     ids=["ended", "open", "not loaded", "silence"],
 )
-def test_a_topic_is_held_back_for_good_only_by_what_its_coordinator_says_to_have_ended(
-    answer: Any, found: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(repair, "_PATIENCE", 0.5)
+def test_a_topic_is_held_back_for_good_only_by_what_its_coordinator_says_to_have_ended(answer: Any, found: Any) -> None:
     with holding(answer) as asked:
         with within(0.5):
             assert list(repair.held_back(asked.cluster, asked.rest, Deadline(100))) == found
