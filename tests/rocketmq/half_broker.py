@@ -14,7 +14,7 @@ from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.records import OffsetId, decode_records, unpack_properties
 from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.client.sending import CheckBack, HalfHandle
+from txnbridge_rocketmq.client.send_requests import CheckBack, HalfAddress
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
@@ -159,7 +159,7 @@ class HalfBroker:
             half = self._keep(old.topic, old.queue, {**old.properties, Property.CHECKS: str(times)}, old.body)
             (record,) = decode_records(self._record(half))
             group = half.properties[Property.GROUP]
-            place = HalfHandle(half.topic, group, half.queue_offset, half.log_offset, half.key)
+            place = HalfAddress(half.topic, group, half.queue_offset, half.log_offset, half.key)
             asked.append(CheckBack(place, record, HOME))
         return asked
 

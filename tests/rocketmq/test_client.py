@@ -19,7 +19,7 @@ from txnbridge_rocketmq.client.errors import (
 )
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Membership, members
-from txnbridge_rocketmq.client.sending import CheckBack
+from txnbridge_rocketmq.client.send_requests import CheckBack
 
 from tests.in_time import within
 from tests.rocketmq.kit import ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads, pairs, stored

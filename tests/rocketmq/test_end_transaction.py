@@ -80,7 +80,7 @@ def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
 
 
 def answer_all(process: Process, broker: HalfBroker) -> None:
-    """The broker asks until nothing is open: what is not decided is aborted when its time is over."""
+    """The broker asks until nothing is open: what is not decided is aborted after its deadline."""
     until = Deadline(30)
     while broker.open:
         assert not until.expired, "halves are still open"
@@ -179,7 +179,7 @@ def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(
     send(writer, "a", *VALUES)
     writer.flush(Deadline(60))
     log.append = refuse
-    with pytest.raises(OutcomeUnknown, match="when its time is over"):
+    with pytest.raises(OutcomeUnknown, match="after its deadline"):
         writer.abort(Deadline(1))
     assert len(broker.open) == len(VALUES), "it may have been committed, as far as its owner can tell"
     del log.append
@@ -346,7 +346,7 @@ def test_where_the_evidence_is_gone_nothing_is_decided_or_answered_and_that_is_s
     assert broker.published == []
     assert log.records == stood
     (warned,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert f"nobody can tell what became of transaction {owner.id}/x/1" in warned.getMessage()
+    assert f"the outcome of transaction {owner.id}/x/1 is lost" in warned.getMessage()
 
 
 @pytest.mark.parametrize("asked", ["the broker", "a status"])
