@@ -43,9 +43,6 @@ from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over,
 
 _log = logging.getLogger("txnbridge")
 
-# The broker sends a check-back for each half of a transaction in each round. While a resolver decides the transaction,
-# further check-backs about it wait; for this long if the resolver does not answer.
-_IN_WORK_SECONDS = 30.0
 # The maximum number of transactions that wait for a resolver. Brokers repeat the check-backs of dropped ones.
 _MOST_WAITING = 10_000
 
@@ -56,6 +53,7 @@ class RocketMQHalfStore(HalfStore):
     def __init__(self, ender: HalfEnder) -> None:
         self._ender = ender
         self._cluster = ender.cluster
+        self._timing = ender.cluster.settings.timing
         self._changed = threading.Condition()
         # By group and transaction: the newest check-back about each half.
         self._check_backs: dict[str, OrderedDict[str, dict[str, CheckBack]]] = {}
@@ -116,7 +114,7 @@ class RocketMQHalfStore(HalfStore):
             taken = self._take(group, limit, deadline)
             for transaction, checks in taken:
                 # Divide the time: a transaction whose broker or log is down must leave time for the others.
-                patience = Deadline(_IN_WORK_SECONDS / len(taken))
+                patience = Deadline(self._timing.resolver_timeout / len(taken))
                 half = self._half_logged(group, transaction, checks, patience)
                 if half is not None:
                     halves.append(half)
@@ -188,7 +186,7 @@ class RocketMQHalfStore(HalfStore):
                     break
             for transaction, _ in free:
                 del asked[transaction]
-                self._being_resolved[transaction] = now + _IN_WORK_SECONDS
+                self._being_resolved[transaction] = now + self._timing.resolver_timeout
             return [(transaction, list(checks.values())) for transaction, checks in free]
 
     def _release(self, transaction: str) -> None:
@@ -208,7 +206,7 @@ class RocketMQHalfStore(HalfStore):
         ledger = self._ledger_in(transaction, origin)
         # Check the deadline before reading the log: if it is past, and the log then has no prepare record, none was
         # written in time, so the application has done no work (hazard H83).
-        was_over = is_over(origin.deadline)
+        was_over = is_over(origin.deadline, self._timing.clocks_differ)
         claim = ledger.decided(transaction, deadline, log=origin.log)
         prepared = _prepare_record(ledger, transaction, origin, deadline)
         if claim is None and prepared is None and was_over:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,16 +12,17 @@ from txnbridge_rocketmq.client.errors import Disconnected, ErrorResponse
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.read_requests import PullResult, PullStatus
 from txnbridge_rocketmq.client.records import MessageExt, decode_records
-from txnbridge_rocketmq.read import partition as module
-from txnbridge_rocketmq.read import pull
 from txnbridge_rocketmq.read.partition import QueueReader
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, VerifiableOffset
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
 from tests.rocketmq.kit import batched, pairs, stored
 from txnbridge.errors import AccessDenied, NotFound, NotSupported, PositionLost
 
 pytestmark = pytest.mark.offline
+
+QUICK = RocketMQTiming(pull_pause=0.0, missing_timeout=0.05)
 
 
 def record(offset: int, body: bytes = b"x", properties: str = "", **more: Any) -> MessageExt:
@@ -81,8 +82,9 @@ class Broker:
         return [int(each.fields["queueOffset"]) for each in self.asked if each.code == RequestCode.PULL_MESSAGE]
 
 
-def reading(*pulls: Any, at: int = 0, lookups: Any = ()) -> tuple[QueueReader, Broker]:
-    cursor, broker = QueueReader(("orders", 0), Queue("orders", "broker-1", 0)), Broker(list(pulls), list(lookups))
+def reading(*pulls: Any, at: int = 0, lookups: Any = (), timing: RocketMQTiming = QUICK) -> tuple[QueueReader, Broker]:
+    cursor = QueueReader(("orders", 0), Queue("orders", "broker-1", 0), timing)
+    broker = Broker(list(pulls), list(lookups))
     cursor.continue_at(VerifiableOffset(at))
     return cursor, broker
 
@@ -96,12 +98,6 @@ def go(cursor: QueueReader, broker: Broker, rounds: int = 20) -> list[Any]:
         while cursor.has_message and (message := cursor.hand_out()) is not None:
             messages.append((message.position[0], message.value, message.deliveries))
     return messages
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(module, "_REST_SECONDS", 0.0)
-    monkeypatch.setattr(module, "SURE_SECONDS", 0.05)
 
 
 def test_several_requests_are_under_way_while_more_is_waiting_than_one_brings():
@@ -156,11 +152,10 @@ def test_of_large_messages_no_more_is_asked_for_than_an_answer_has_room_for():
     assert RequestCode.QUERY_MESSAGE not in [each.code for each in broker.asked]  # as if something were missing
 
 
-def test_more_is_asked_for_again_when_messages_are_small_again(monkeypatch):
-    monkeypatch.setattr(module, "_FULL_ANSWERS", 3)
+def test_more_is_asked_for_again_when_messages_are_small_again():
     rooms = iter([2, 2, *[32] * 1000])
     broker = Bounded(lambda: next(rooms))
-    cursor, _ = reading()
+    cursor, _ = reading(timing=replace(QUICK, full_responses=3))
     assert [offset for offset, *_ in go(cursor, broker, rounds=200)] == list(range(300))
     assert len(broker.before_the_end()) < 100
 
@@ -267,9 +262,9 @@ def test_a_broker_that_does_not_know_the_last_message_is_believed_when_it_stays_
     assert isinstance(cursor.fault, PositionLost) and cursor.next == 1
 
 
-def test_of_what_was_handed_out_the_place_in_the_log_is_kept_with_the_position(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_REFERENCES", 8)
-    cursor, broker = reading(found(*(record(offset) for offset in range(32)), end=32))
+def test_of_what_was_handed_out_the_place_in_the_log_is_kept_with_the_position():
+    pulled = found(*(record(offset) for offset in range(32)), end=32)
+    cursor, broker = reading(pulled, timing=replace(QUICK, references=8))
     go(cursor, broker)
     assert cursor.position_at(32) == VerifiableOffset(32, ReferenceRecord(31, 1031))
     for end in range(1, 33):
@@ -322,13 +317,13 @@ def test_a_message_is_held_back_until_the_broker_has_told_whether_it_was_there_b
     assert [offset for offset, *_ in go(cursor, broker)] == [6]
 
 
-def test_a_look_up_that_does_not_find_the_message_itself_proves_nothing(monkeypatch):
-    monkeypatch.setattr(pull, "_LOOK_AGAIN_SECONDS", 0.0)
+def test_a_look_up_that_does_not_find_the_message_itself_proves_nothing():
+    at_once = replace(QUICK, read_look_up_pause=0.0)
     copy, original = record(5, properties=OWN), record(2, properties=OWN)
-    cursor, broker = reading(found(copy, end=6), at=5, lookups=[[], [], [original, copy]])
+    cursor, broker = reading(found(copy, end=6), at=5, lookups=[[], [], [original, copy]], timing=at_once)
     assert go(cursor, broker) == [] and cursor.next == 6 and not broker.lookups
-    monkeypatch.setattr(pull, "_INDEX_SECONDS", -1.0)
-    cursor, broker = reading(found(copy, end=6), at=5, lookups=[[], []])
+    never = replace(at_once, index_timeout=-1.0)
+    cursor, broker = reading(found(copy, end=6), at=5, lookups=[[], []], timing=never)
     assert go(cursor, broker) == []
     assert isinstance(cursor.fault, NotSupported) and "messageIndexEnable" in str(cursor.fault)
 

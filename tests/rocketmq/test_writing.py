@@ -242,10 +242,10 @@ def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
 
 
 def test_more_messages_than_a_transaction_may_have_are_refused_and_the_others_commit(
-    bridge: Bridge, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
+    open_bridge: Open, client: RemotingClient, one: str, with_timing: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("txnbridge_rocketmq.write.writer._MOST_MESSAGES", 3)
-    with bridge.transaction() as txn:
+    with_timing(transaction_messages=3)
+    with open_bridge().transaction() as txn:
         for value in numbered(3):
             txn.send(one, value)
         with pytest.raises(InvalidOption, match="at most 3"):

@@ -50,10 +50,6 @@ _CLOSE_SECONDS = 5.0
 _LEAVE_SECONDS = 1.0
 # The maximum age of a cached route, as in the Java client.
 _ROUTE_SECONDS = 30.0
-# Limits of the queue of notifications for the callbacks. A notification for which there is no room is dropped, and the
-# broker sends it again. Check-backs carry whole messages, hence the limit in bytes.
-_MOST_NOTIFICATIONS = 1000
-_MOST_NOTIFICATION_BYTES = 64 << 20
 
 
 class RemotingClient:
@@ -367,7 +363,10 @@ class RemotingClient:
 class _NotificationQueue:
     """Check-backs and other notifications that wait for the callback thread, bounded in number and in bytes."""
 
-    def __init__(self) -> None:
+    # A notification for which there is no room is dropped, and the broker sends it again. Check-backs carry whole
+    # messages, hence the limit in bytes.
+    def __init__(self, most: int = 1000, most_bytes: int = 64 << 20) -> None:
+        self._most, self._most_bytes = most, most_bytes
         self._changed = threading.Condition()
         self._waiting: list[RemotingCommand] = []
         self._bytes = 0
@@ -376,7 +375,7 @@ class _NotificationQueue:
     def put(self, command: RemotingCommand) -> bool:
         """Add a notification. Return False if there is no room."""
         with self._changed:
-            if len(self._waiting) >= _MOST_NOTIFICATIONS or self._bytes + len(command.body) > _MOST_NOTIFICATION_BYTES:
+            if len(self._waiting) >= self._most or self._bytes + len(command.body) > self._most_bytes:
                 return False
             self._waiting.append(command)
             self._bytes += len(command.body)

@@ -30,9 +30,6 @@ _log = logging.getLogger(__name__)
 MOST_IN_FLIGHT = 1024
 # How often the reading thread looks for expired calls. A call that no thread waits for may end that much late.
 _EXPIRY_CHECK_SECONDS = 0.25
-# A connection on which no byte arrived for this long while a response was due counts as dead. TCP alone needs a quarter
-# of an hour to find out. A live broker responds, or says that it is busy, well before.
-_SILENCE_SECONDS = 5.0
 # Timeout of sending a response to the broker's own request. It has about a hundred bytes.
 _RESPONSE_SECONDS = 1.0
 
@@ -44,6 +41,9 @@ class ConnectionSettings:
     tls: ssl.SSLContext | None = None
     credentials: Credentials | None = None
     most_in_flight: int = MOST_IN_FLIGHT
+    # A connection on which no byte arrived for this long while a response was due counts as dead. TCP alone needs a
+    # quarter of an hour to find out. A live broker responds, or says that it is busy, well before.
+    silence_seconds: float = 5.0
 
 
 class Call(Generic[T]):
@@ -207,7 +207,7 @@ class RemotingConnection:
         waited = time.monotonic() - call.sent_at
         text = f"{call.request.action}: {self.address} did not answer within {waited:.3g} s"
         self._finish(call, ResponseTimeout(text, may_have_had_effect=True))
-        if time.monotonic() - max(self._heard_at, call.sent_at) >= _SILENCE_SECONDS:
+        if time.monotonic() - max(self._heard_at, call.sent_at) >= self._settings.silence_seconds:
             self._end(Disconnected(f"{self.address} sends nothing any more", may_have_had_effect=True))
 
     def _finish(self, call: Call[Any], answer: RemotingCommand | RemotingError) -> None:

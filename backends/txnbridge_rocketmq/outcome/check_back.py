@@ -28,11 +28,6 @@ _log = logging.getLogger("txnbridge")
 _RESPONSE_SECONDS = 30.0
 # The number of settled and of lost transactions that are remembered: brokers send a check-back for each half of them.
 _MOST_REMEMBERED = 10_000
-# The wait before discarded halves that could not be ended are tried again: by then the decision log may be available,
-# or another process may have ended them.
-_AGAIN_SECONDS = 60.0
-# The least wait between two reads of the discarded halves, for brokers that discard halves soon.
-_LEAST_PAUSE = 1.0
 
 
 class CheckBackHandler:
@@ -45,6 +40,7 @@ class CheckBackHandler:
     def __init__(self, ender: HalfEnder) -> None:
         self._ender = ender
         self._cluster = ender.cluster
+        self._timing = ender.cluster.settings.timing
         self._group = ender.cluster.settings.producer_group
         self._lock = threading.Lock()
         self._settled: OrderedDict[str, None] = OrderedDict()
@@ -135,7 +131,7 @@ class CheckBackHandler:
         claim = ledger.decided(transaction, deadline, log=origin.log)
         if claim is not None or not self._is_own(half):
             return claim
-        if is_over(origin.deadline) or _is_abandoned(ledger, transaction, origin, deadline):
+        if is_over(origin.deadline, self._timing.clocks_differ) or _is_abandoned(ledger, transaction, origin, deadline):
             with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
                 claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)
         return claim
@@ -164,7 +160,7 @@ class CheckBackHandler:
         never the discarded record: the broker would end the half that has the same offset in the half topic. Undecided
         half messages of applications wait until they are resumed or ended by hand.
         """
-        pause = _AGAIN_SECONDS
+        pause = self._timing.discarded_retry
         try:
             with self._in_time() as deadline:
                 brokers = self._cluster.brokers.names(deadline)
@@ -181,7 +177,7 @@ class CheckBackHandler:
                 pause = patience / 3
         except Exception as error:  # after any error the next call may succeed
             _log.debug("discarded halves are tried again later: %s", error)
-        return max(_LEAST_PAUSE, pause)
+        return max(self._timing.discarded_pause, pause)
 
     def _discarded(self, broker: str) -> Iterator[tuple[str, MessageExt]]:
         """Yield one discarded half of each transaction, if the half is in a producer group of this bridge."""

@@ -33,6 +33,7 @@ from txnbridge_rocketmq.client.retry import MOST_AT_ONCE, look_up_by_key, retry_
 from txnbridge_rocketmq.client.send_requests import HalfAddress, HalfEnd, end
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 from txnbridge_rocketmq.write.half_batch import TopicHalves
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 
@@ -40,20 +41,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger("txnbridge")
 
-# A published message can be looked up after a millisecond mostly, and after 67 on a busy machine. If another process
-# may have sent the commit just now, a second look-up follows after this time.
-_INDEX_SECONDS = 0.25
-# Seconds for which a message is looked up that the broker claims to have published.
-_SURELY_INDEXED = 10.0
-_LOOK_SECONDS = 0.01
-# How long a look-up stays valid. A process may be suspended while it publishes, and others take over from a process
-# that publishes nothing for some seconds. Therefore a process repeats a look-up that is older than this before it sends
-# a commit (hazard H63).
-_LOOK_HOLDS = 1.0
-# The number of messages published after one look-up, which takes much less time than a look-up stays valid.
-_PUBLISHED_AT_ONCE = 64
-# The time before a request is repeated to a broker that is down or busy.
-_PAUSE = 0.05
 # The group of the locks that keep two resolvers from publishing the same transaction at once. The locks are hints: a
 # broker forgets them a minute after the last renewal, and when it restarts (hazard H64).
 _LOCK_GROUP = "txnbridge-resolver"
@@ -90,6 +77,10 @@ class HalfEnder:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _being_ended: set[str] = field(default_factory=set)
     _verified_brokers: set[str] = field(default_factory=set)  # a look-up found a message that they published
+
+    @property
+    def _timing(self) -> RocketMQTiming:
+        return self.cluster.settings.timing
 
     # --- locks --------------------------------------------------------------------------------------------------------
 
@@ -136,7 +127,7 @@ class HalfEnder:
         """Send a lock request without waiting for its response."""
         try:
             self.cluster.client.submit(
-                queue.broker, action(_LOCK_GROUP, self.cluster.client.client_id, [queue]), _SURELY_INDEXED
+                queue.broker, action(_LOCK_GROUP, self.cluster.client.client_id, [queue]), self._timing.index_timeout
             )
         except RemotingError as error:
             _log.debug("a request about a lock was not sent: %s", error)
@@ -209,7 +200,7 @@ class HalfEnder:
                 paused |= not self._receive(sequence, deadline)
             going = [sequence for sequence in going if sequence.halves and sequence.stopped is None]
             if paused and going:
-                time.sleep(_PAUSE)
+                time.sleep(self._timing.end_pause)
 
     def _submit(self, sequence: EndSequence, request: RpcRequest[None], deadline: Deadline) -> bool:
         try:
@@ -234,7 +225,8 @@ class HalfEnder:
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
         """Stop a sequence, unless the broker did not carry the request out, and the same request may succeed soon."""
         passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
-        if not passing or type(translate(error, "")) is not BrokerUnavailable or deadline.left() <= _PAUSE:
+        passing = passing and type(translate(error, "")) is BrokerUnavailable
+        if not passing or deadline.left() <= self._timing.end_pause:
             sequence.stopped = error
 
     # --- publishing after a look-up -----------------------------------------------------------------------------------
@@ -251,15 +243,15 @@ class HalfEnder:
         missing = _expected(transaction, topics)
         if not first and (missing := self._unpublished(missing, deadline)):
             # Another process may have committed a half just now, and the index does not have the message yet.
-            time.sleep(min(_INDEX_SECONDS, deadline.left()))
+            time.sleep(min(self._timing.index_delay, deadline.left()))
         missing.sort(key=lambda each: each.number)  # publish all topics in parallel
-        at_once = _PUBLISHED_AT_ONCE
+        at_once = most = self._timing.published_at_once
         while missing:
             self._keep_locked(transaction)
             some, others = missing[:at_once], missing[at_once:]
             left = self._publish_some(some, deadline)
             # If none of them was published, their look-up took longer than a look-up stays valid: look fewer up.
-            at_once = max(1, at_once // 2) if len(left) == len(some) else min(2 * at_once, _PUBLISHED_AT_ONCE)
+            at_once = max(1, at_once // 2) if len(left) == len(some) else min(2 * at_once, most)
             missing = left + others
             if missing:
                 deadline.check("publishing a transaction")
@@ -271,7 +263,7 @@ class HalfEnder:
         left = {each.key for each in self._still_missing(missing, deadline)}
         for sequence in sequences:
             sequence.halves = deque(half for half in sequence.halves if half.unique_key in left)
-        self._commit_halves(sequences, True, deadline, looked + _LOOK_HOLDS)
+        self._commit_halves(sequences, True, deadline, looked + self._timing.look_up_valid)
         _require_rights(sequences)
         self._wait_until_expired(sequences, deadline)
         left = {half.unique_key or "" for sequence in sequences for half in sequence.halves}
@@ -282,7 +274,7 @@ class HalfEnder:
         """Return the messages that are not published. Wait while another process is publishing some of them."""
         while len(left := self._unpublished(missing, deadline)) < len(missing):
             deadline.check("waiting for another process that publishes the same transaction")
-            time.sleep(min(_INDEX_SECONDS, deadline.left()))
+            time.sleep(min(self._timing.index_delay, deadline.left()))
             missing = left
         return left
 
@@ -296,12 +288,12 @@ class HalfEnder:
         The transaction was decided `age` seconds ago. Soon after that, the broker's index may lack published messages,
         so repeat the look-up. A message without a half counts as published, and as dropped by retention since.
         """
-        until = Deadline(min(max(0.0, _SURELY_INDEXED - age), deadline.left() / 2))
+        until = Deadline(min(max(0.0, self._timing.index_timeout - age), deadline.left() / 2))
         wanted = _expected(transaction, topics)
         while waiting := self._copies(wanted := self._unpublished(wanted, deadline), deadline):
             if until.expired:
                 break
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(self._timing.publish_look_up_pause)
         return len(waiting)
 
     def withdraw(self, transaction: str, topics: Sequence[TopicHalves], deadline: Deadline) -> None:
@@ -340,7 +332,7 @@ class HalfEnder:
 
     def _sequences(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[EndSequence]:
         """Look up the halves of messages to publish, by queue and in order. Raise `EvidenceLost` if a half is gone."""
-        until = Deadline(min(_SURELY_INDEXED, deadline.left()))
+        until = Deadline(min(self._timing.index_timeout, deadline.left()))
         while len(copies := self._copies(wanted, deadline)) < len(wanted):
             if until.expired:
                 deadline.check("looking for halves")
@@ -349,7 +341,7 @@ class HalfEnder:
                     " transaction nor their halves: they were dropped by age (fileReservedTime) or by an administrator,"
                     " or the broker was killed and its index has lost them (messageIndexSafe)"
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(self._timing.publish_look_up_pause)
         sequences: dict[Queue, EndSequence] = {}
         for each, record in sorted(copies, key=lambda item: item[0].number):
             queue = Queue(each.topic, each.broker, int(record.properties.get(_REAL_QUEUE_PROPERTY, record.queue)))
@@ -358,7 +350,7 @@ class HalfEnder:
 
     def _wait_for(self, published: Sequence[_Expected], deadline: Deadline) -> None:
         """Wait until a look-up finds these published messages. Raise `PublishedMessageMissing` after some seconds."""
-        until = Deadline(min(_SURELY_INDEXED, deadline.left() / 2))
+        until = Deadline(min(self._timing.index_timeout, deadline.left() / 2))
         left = published
         while left := self._unpublished(left, deadline):
             if until.expired:
@@ -368,7 +360,7 @@ class HalfEnder:
                     " message is not there. If that is the address of a proxy, use the broker's own address: a proxy"
                     " answers so without publishing"
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(self._timing.publish_look_up_pause)
         self._verified_brokers.update(each.broker for each in published)
 
     def _wait_until_expired(self, sequences: Sequence[EndSequence], deadline: Deadline) -> None:
@@ -379,10 +371,10 @@ class HalfEnder:
         deadline.check("publishing a transaction")
         known = [self.cluster.brokers.config(broker, deadline) for broker in doubtful]
         longest = max(each.number("waitTimeMillsInTransactionQueue", 3_000) for each in known)
-        until = Deadline(longest / 1000 + _INDEX_SECONDS)
+        until = Deadline(longest / 1000 + self._timing.index_delay)
         while not until.expired:
             deadline.check("publishing a transaction")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(self._timing.publish_look_up_pause)
 
 
 def _require_rights(sequences: Sequence[EndSequence]) -> None:

@@ -25,10 +25,8 @@ from txnbridge_rocketmq.write.transaction_properties import is_over
 
 # The kind of the ledger record that makes a transaction independent of its owner.
 PREPARE = "prepare"
-# While another process publishes a transaction: the wait between two look-ups of its messages, and the time without a
-# newly published message after which that process counts as dead. A live broker publishes a message in milliseconds.
+# While another process publishes a transaction: the wait between two look-ups of its messages.
 _PROGRESS_POLL_SECONDS = 0.05
-_STALLED_SECONDS = 5.0
 # The assumed difference of clocks: brokers judge a half's age by its born time, which the sender's clock gave.
 _BORN_TIME_SKEW_SECONDS = 1.0
 
@@ -99,7 +97,8 @@ def publish_exclusively(
 
     Take over from a process that holds the lock and publishes nothing for some seconds.
     """
-    left, patience = -1, Deadline(_STALLED_SECONDS)
+    stalled = ender.cluster.settings.timing.publisher_stalled
+    left, patience = -1, Deadline(stalled)
     while True:
         with ender.exclusively(transaction, deadline) as holder:
             if holder is LockHolder.CALLER or (holder is LockHolder.OTHER_PROCESS and patience.expired):
@@ -107,7 +106,7 @@ def publish_exclusively(
                 return
         first = False  # the holder of the lock may be about to publish
         if (missing := ender.missing(transaction, topics, deadline)) != left:
-            left, patience = missing, Deadline(_STALLED_SECONDS)
+            left, patience = missing, Deadline(stalled)
         deadline.check("waiting for another process that publishes the same transaction")
         time.sleep(_PROGRESS_POLL_SECONDS)
 
@@ -172,7 +171,8 @@ def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline
     """Return the status of a token's transaction, and abort it if it has expired. Decide nothing else."""
     try:
         claim = ledger.decided(token.transaction, deadline, log=_log_of(token))
-        if claim is None and token.expires_at is not None and is_over(token.expires_at):
+        clocks_differ = ender.cluster.settings.timing.clocks_differ
+        if claim is None and token.expires_at is not None and is_over(token.expires_at, clocks_differ):
             # Without halves no check-back follows, so perhaps no other process ever aborts it (hazard H73).
             data = halves_as_json([])
             claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=_log_of(token))

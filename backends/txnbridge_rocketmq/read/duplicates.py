@@ -13,10 +13,6 @@ from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, slot_of
 
-# The filter remembers messages in two generations of this size, and then forgets the older generation. A message takes
-# some 200 bytes.
-_REMEMBERED = 10_000
-
 
 class DuplicateFilter:
     """Filter for duplicates among the messages of one queue, with memory of recently read messages.
@@ -28,7 +24,8 @@ class DuplicateFilter:
     copy of a half that the broker made in a round of check-backs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, remembered: int) -> None:
+        self._remembered = remembered
         self._forget(-1, 0)
 
     def _forget(self, at: int, since: int) -> None:
@@ -46,7 +43,7 @@ class DuplicateFilter:
         at = records[0].queue_offset
         if not self._begin <= at <= self._end:
             self._forget(at, records[0].log_offset if at > first_offset else 0)
-        if len(self._newer) >= _REMEMBERED and self._since_newer is not None:
+        if len(self._newer) >= self._remembered and self._since_newer is not None:
             self._older, self._newer = self._newer, {}
             self._since, self._since_newer = self._since_newer, None
         return [record for record in records if self._is_suspect(record)]

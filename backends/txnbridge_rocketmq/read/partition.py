@@ -19,6 +19,7 @@ from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 from txnbridge_rocketmq.read.pull import LONG_POLL_SECONDS, NotIndexed, QueuePull, SameQueueCheck, Submit
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, VerifiableOffset, topic_recreated
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 from txnbridge_rocketmq.write.message_format import from_wire
 
 _log = logging.getLogger("txnbridge.rocketmq.client")
@@ -28,16 +29,6 @@ _log = logging.getLogger("txnbridge.rocketmq.client")
 _MOST_READ_AHEAD = 500
 _MOST_READ_AHEAD_BYTES = 4 * 2**20
 _MOST_PULLS = 8
-# A response holds fewer large messages, and further requests sent ahead are wasted. After this many full responses the
-# reader requests more messages at once again.
-_FULL_ANSWERS = 100
-# The time before a failed or incomplete request is repeated.
-_REST_SECONDS = 0.1
-# Seconds for which a missing record is requested again. A broker that has just started, or is dropping old messages,
-# may briefly report wrong bounds.
-SURE_SECONDS = 3.0
-# The number of handed-out messages that are kept as reference records. Beyond it, half of the older ones are dropped.
-_MOST_REFERENCES = 2000
 # The number of redelivered messages whose delivery counts are kept.
 _MOST_DELIVERY_COUNTS = 1000
 
@@ -59,7 +50,8 @@ class QueueReader:
     Only the polling thread uses this object, except `claims` (with the reader's guard) and `position_at` (any thread).
     """
 
-    def __init__(self, partition: Partition, queue: Queue) -> None:
+    def __init__(self, partition: Partition, queue: Queue, timing: RocketMQTiming) -> None:
+        self._timing = timing
         self.partition = partition
         self.queue = queue
         self.source: object = None
@@ -72,7 +64,7 @@ class QueueReader:
         self.claims: list[tuple[int, int]] = []
         self.overtaken = False  # another member has moved the group's position
         self.is_cut_off = False  # the broker is unreachable; nothing is sent until the background task reaches it
-        self._duplicates = DuplicateFilter()
+        self._duplicates = DuplicateFilter(timing.remembered_messages)
         self._pulls: deque[QueuePull] = deque()
         self._ready: deque[MessageExt] = deque()
         self._bytes = 0
@@ -165,7 +157,7 @@ class QueueReader:
                 at = self._pulls[-1].at + self._pulls[-1].count if self._pulls else self._read
                 # Only one request waits at the broker for new messages. Several would all return the same message.
                 wait = 0.0 if self._pulls or at < self._end or self._gap_since else LONG_POLL_SECONDS
-                self._pulls.append(QueuePull(submit, self.queue, at, self._pull_size, wait))
+                self._pulls.append(QueuePull(submit, self.queue, at, self._pull_size, wait, self._timing))
             if self._needs_check and self._check is None and self.reference is not None:
                 self._check = SameQueueCheck(submit, self.queue, self.reference), self._read, self._last
                 self._needs_check = False
@@ -248,8 +240,8 @@ class QueueReader:
         self._needs_check = True
         now = time.monotonic()
         self._missing_since = self._missing_since or now
-        self._paused_until = now + _REST_SECONDS
-        if is_same_queue is False or now - self._missing_since >= SURE_SECONDS:
+        self._paused_until = now + self._timing.pull_pause
+        if is_same_queue is False or now - self._missing_since >= self._timing.missing_timeout:
             assert self.reference is not None
             self.fail_until_seek(topic_recreated("the position", self.partition, self.next, self.reference))
 
@@ -257,7 +249,7 @@ class QueueReader:
         """Request as many messages at once as this response had; after many full responses, twice as many."""
         if len(pull.records) >= pull.count:
             self._full_answers += 1
-            if self._full_answers >= _FULL_ANSWERS:
+            if self._full_answers >= self._timing.full_responses:
                 self._pull_size, self._full_answers = min(2 * self._pull_size, read_requests.PULL_MOST), 0
         elif self._read < self._end:
             self._pull_size, self._full_answers = len(pull.records), 0
@@ -266,9 +258,9 @@ class QueueReader:
         """Request a missing record again for some seconds, then set `fault`. Never skip a record."""
         now = time.monotonic()
         self._gap_since = self._gap_since or now
-        self._paused_until = now + _REST_SECONDS
+        self._paused_until = now + self._timing.pull_pause
         self._pulls.clear()
-        if self._read < pulled.min_offset or now - self._gap_since >= SURE_SECONDS:
+        if self._read < pulled.min_offset or now - self._gap_since >= self._timing.missing_timeout:
             text = out_of_range("the position", self.partition, self._read, pulled.min_offset, pulled.max_offset)
             self.fail_until_seek(PositionLost(text))
 
@@ -280,7 +272,7 @@ class QueueReader:
         else:
             refused.__cause__ = error
             self.fault = refused
-        self._paused_until = time.monotonic() + _REST_SECONDS
+        self._paused_until = time.monotonic() + self._timing.pull_pause
 
     # --- handing out --------------------------------------------------------------------------------------------------
 
@@ -310,8 +302,9 @@ class QueueReader:
 
     def _note_reference(self, record: MessageExt) -> None:
         self._references.append(ReferenceRecord(record.queue_offset, record.log_offset))
-        if len(self._references) > _MOST_REFERENCES:
-            self._references = self._references[: _MOST_REFERENCES // 2 : 2] + self._references[_MOST_REFERENCES // 2 :]
+        if len(self._references) > self._timing.references:
+            half = self._timing.references // 2
+            self._references = self._references[:half:2] + self._references[half:]
 
     def _cannot_read(self, at: int, error: CannotDecompress) -> TxnBridgeError:
         topic, number = self.partition

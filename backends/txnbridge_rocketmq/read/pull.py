@@ -18,6 +18,7 @@ from txnbridge_rocketmq.client.records import MessageExt, unwrap
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 
 # The consumer group in the reader's requests. It has no members.
 GROUP = "txnbridge-reader"
@@ -26,10 +27,6 @@ GROUP = "txnbridge-reader"
 LONG_POLL_SECONDS = 15.0
 # The time for the response in addition to that: brokers hold it back for up to five seconds longer.
 _RESPONSE_SECONDS = 15.0
-# The wait between two look-ups of the same message. Brokers index a message within about a millisecond.
-_LOOK_AGAIN_SECONDS = 0.05
-# For this long, a message that the broker has is looked up. Not found by then, the broker has no working index.
-_INDEX_SECONDS = 10.0
 
 Submit = Callable[[str, RpcRequest[Any], float], Call[Any]]  # to the broker of this name
 
@@ -41,12 +38,13 @@ class NotIndexed(Exception):
 class QueuePull:
     """A pull request in flight, and then the look-ups by key for the records that it returned."""
 
-    def __init__(self, submit: Submit, queue: Queue, at: int, count: int, wait: float) -> None:
+    def __init__(self, submit: Submit, queue: Queue, at: int, count: int, wait: float, timing: RocketMQTiming) -> None:
         self.at = at
         self.count = count
         self.pulled: PullResult | None = None
         self._submit = submit
         self._queue = queue
+        self._timing = timing
         request = read_requests.pull(queue.topic, queue.queue, at, GROUP, count, wait)
         self._call = submit(queue.broker, request, wait + _RESPONSE_SECONDS)
         self._records: list[MessageExt] = []
@@ -65,7 +63,7 @@ class QueuePull:
             self.pulled = self._call.result()
             self._records = _consecutive(self.at, self.pulled.records)
             suspects = duplicates.suspects(self._records, self.pulled.min_offset)
-            self._lookups = [_KeyLookUp(self._submit, self._queue, suspect) for suspect in suspects]
+            self._lookups = [_KeyLookUp(self._submit, self._queue, suspect, self._timing) for suspect in suspects]
         is_done = [lookup.is_done() for lookup in self._lookups]  # call all of them: `is_done` also repeats look-ups
         return all(is_done)
 
@@ -112,13 +110,14 @@ class SameQueueCheck:
 class _KeyLookUp:
     """A look-up in flight of the published copies of a record, by unique key, repeated until it finds the record."""
 
-    def __init__(self, submit: Submit, queue: Queue, record: MessageExt) -> None:
+    def __init__(self, submit: Submit, queue: Queue, record: MessageExt, timing: RocketMQTiming) -> None:
         self.record = record
         self.copies: Sequence[MessageExt] = ()
         self._submit = submit
         self._queue = queue
+        self._pause = timing.read_look_up_pause
         self._ask_at = 0.0
-        self._until = time.monotonic() + _INDEX_SECONDS
+        self._until = time.monotonic() + timing.index_timeout
         self._call: Call[list[MessageExt]] | None = None
         self.is_done()
 
@@ -139,7 +138,7 @@ class _KeyLookUp:
             return True
         if time.monotonic() > self._until:
             raise NotIndexed
-        self._ask_at = time.monotonic() + _LOOK_AGAIN_SECONDS
+        self._ask_at = time.monotonic() + self._pause
         return False
 
 

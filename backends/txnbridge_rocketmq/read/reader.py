@@ -98,7 +98,7 @@ class RocketMQReader(Reader):
             )
             self._client = self._rebalancer.client
         try:
-            self._offsets = QueueOffsets(self._client)
+            self._offsets = QueueOffsets(self._client, cluster.settings.timing.missing_timeout)
             self._starts = InitialPositions(self._offsets, subscription, queues, deadline)
             if subscription.group is None:
                 self._add_all(queues, self._starts, deadline)
@@ -117,7 +117,7 @@ class RocketMQReader(Reader):
             self._add(partition, queues[partition]).continue_at(at)
 
     def _add(self, partition: Partition, queue: Queue) -> QueueReader:
-        reader = QueueReader(partition, queue)
+        reader = QueueReader(partition, queue, self._cluster.settings.timing)
         reader.paused = partition in self._paused
         reader.source = self._listener.assigned(partition)
         with self._guard:

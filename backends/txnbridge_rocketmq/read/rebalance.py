@@ -40,8 +40,6 @@ HEARTBEAT_SECONDS = 5.0
 REFRESH_SECONDS = 1.0
 # The wait between two attempts to get a lock.
 _LOCK_RETRY_SECONDS = 0.1
-# Seconds that a member waits for a lock. The lock's holder may be dead, or in a long transaction.
-_LOCKED_SECONDS = 10.0
 # Interval and timeout of probes of another member. For a member that is asleep, the broker answers after ten seconds.
 _PROBE_INTERVAL_SECONDS = 3.0
 _PROBE_TIMEOUT_SECONDS = 15.0
@@ -90,6 +88,7 @@ class Rebalancer:
         self._group = group_name(encoded(group))
         self._topics = topics
         self._application = _short_hash(settings.application)
+        self._lock_timeout = settings.timing.lock_timeout
         self._changed = threading.Event()
         self._changed.set()
         self._on_change = on_change
@@ -200,7 +199,7 @@ class Rebalancer:
 
     def _has_waited(self, queue: Queue) -> bool:
         since = self._waits.setdefault(_partition(queue), time.monotonic())
-        return time.monotonic() - since >= _LOCKED_SECONDS
+        return time.monotonic() - since >= self._lock_timeout
 
     def _call(self, broker: str, request: RpcRequest[T], deadline: Deadline) -> T:
         action = f"looking at group {self._user_group!r}"

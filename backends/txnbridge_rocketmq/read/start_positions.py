@@ -19,7 +19,7 @@ from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import publish_decided
-from txnbridge_rocketmq.read.partition import SURE_SECONDS, SeekTarget
+from txnbridge_rocketmq.read.partition import SeekTarget
 from txnbridge_rocketmq.read.pull import GROUP
 from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, VerifiableOffset, topic_recreated
 from txnbridge_rocketmq.settings.names import encoded
@@ -41,8 +41,9 @@ _OFFSET_COMMIT_SECONDS = 5.0
 class QueueOffsets:
     """Requests about the offsets of queues. Safe for use by several threads."""
 
-    def __init__(self, client: RemotingClient) -> None:
+    def __init__(self, client: RemotingClient, missing_timeout: float) -> None:
         self._client = client
+        self._missing_timeout = missing_timeout
 
     def begin(self, queue: Queue, deadline: Deadline) -> int:
         """Return the offset of the first message that the queue still has."""
@@ -82,7 +83,7 @@ class QueueOffsets:
         Otherwise the topic was recreated. Request a missing record again for some seconds: the broker may just have
         started.
         """
-        sure = time.monotonic() + SURE_SECONDS
+        sure = time.monotonic() + self._missing_timeout
         while (log_offset := self._log_offset(queue, reference.offset, deadline)) is None:
             if self.begin(queue, deadline) > reference.offset:
                 return True

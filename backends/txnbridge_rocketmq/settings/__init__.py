@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Option, Url
 from txnbridge_rocketmq.settings.names import decoded, encoded, group_name, topic_name
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 
 if TYPE_CHECKING:  # the options are read by every process, the client only by processes that connect
     import ssl
@@ -38,6 +39,7 @@ class RocketMQSettings:
     tls_key: str = ""
     tls_verify: bool = True
     tls_verify_hostname: bool = True
+    timing: RocketMQTiming = field(default_factory=RocketMQTiming)
 
     def log_topic(self, application: str) -> str:
         """Return the name of an application's decision log topic. Raise `InvalidOption` if the name is too long."""

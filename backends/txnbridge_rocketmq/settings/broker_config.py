@@ -13,7 +13,7 @@ from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC
 from txnbridge_rocketmq.client.retry import retry, retry_call
-from txnbridge_rocketmq.write.transaction_properties import CLOCKS_DIFFER_SECONDS
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 
 # How long settings are cached. An administrator may change them at any time, but no timing here depends on seconds.
 _SETTINGS_CACHE_SECONDS = 60.0
@@ -70,7 +70,7 @@ class BrokerConfig:
         which a half is too young for a check-back (hazard H69).
         """
         last_asked = self.discarded_after - self.check_interval
-        return max(0.0, last_asked - CLOCKS_DIFFER_SECONDS) if last_asked > self.transaction_timeout else 0.0
+        return max(0.0, last_asked - RocketMQTiming.clocks_differ) if last_asked > self.transaction_timeout else 0.0
 
     @property
     def retention(self) -> float:

@@ -18,9 +18,6 @@ _LOG, _DEADLINE, _OPENING = f"{OWN}log", f"{OWN}deadline", f"{OWN}opening"
 
 # Brokers accept 32 KB of properties. The values here are short.
 _DIGITS = re.compile(r"\d{1,18}")
-# The assumed difference between the clocks of hosts (hazard H67). A host whose clock is ahead by more would abort
-# transactions that their owners can still commit. Clocks under NTP differ by milliseconds.
-CLOCKS_DIFFER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,9 @@ def origin_of(record: MessageExt) -> HalfOrigin | None:
     return HalfOrigin(log, int(deadline), record.properties.get(_OPENING))
 
 
-def is_over(deadline: int) -> bool:
+def is_over(deadline: int, clocks_differ: float) -> bool:
     """Return whether a transaction's deadline is past on every host, even if clocks differ (hazard H67)."""
-    return time.time() >= deadline / 1000 + CLOCKS_DIFFER_SECONDS
+    return time.time() >= deadline / 1000 + clocks_differ
 
 
 def properties(slot: TransactionSlot, origin: HalfOrigin) -> dict[str, str]:

@@ -38,7 +38,6 @@ from txnbridge.spi import (
     Writer,
     encode_item,
 )
-from txnbridge_rocketmq.capabilities import LIMITS
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, PublishedMessageMissing
 from txnbridge_rocketmq.outcome.outcome import publish_exclusively
@@ -49,7 +48,6 @@ from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, Transact
 
 _log = logging.getLogger("txnbridge")
 
-_MOST_MESSAGES = LIMITS.transaction_messages or 0
 # The least time for an abort, so that an expired transaction is still aborted in the decision log.
 _LEAST_ABORT_SECONDS = 2.0
 # An abort waits this long for outstanding responses, which have the addresses of the halves to drop. The broker sends
@@ -114,10 +112,9 @@ class RocketMQWriter(Writer):
         partition: int | None,
         timestamp: int | None,
     ) -> None:
-        if self.messages >= _MOST_MESSAGES:
+        if self.messages >= (most := self._cluster.settings.timing.transaction_messages):
             raise InvalidOption(
-                f"a transaction on RocketMQ has at most {_MOST_MESSAGES} messages, which are ended one by one; commit"
-                " more often"
+                f"a transaction on RocketMQ has at most {most} messages, which are ended one by one; commit more often"
             )
         deadline = self._begun.deadline
         deadline.check("the transaction")
