@@ -1,4 +1,4 @@
-"""The plug-in that adds `txnbridge brokers`. Every bridge loads this module, so it imports others only at use."""
+"""The plug-in for `txnbridge brokers` and `txnbridge demo`. Every bridge loads it, so it imports others only at use."""
 
 from __future__ import annotations
 

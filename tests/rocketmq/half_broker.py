@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, Property, RequestCode, ResponseCode
@@ -14,12 +14,13 @@ from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.records import OffsetId, decode_records, unpack_properties
 from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.client.sending import CheckBack, HalfHandle
+from txnbridge_rocketmq.client.send_requests import CheckBack, HalfAddress
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.producer_groups import CheckBackRouter, ProducerGroups
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 from txnbridge_rocketmq.write.owner import RocketMQOwner
 from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
 from txnbridge_rocketmq.write.writer import RocketMQWriter
@@ -30,6 +31,10 @@ from txnbridge._decisions import Decisions
 from txnbridge.spi import Begin, Deadline, Identity
 
 HOME = "broker-1"
+# This broker does at once what it does, and there is one clock.
+FAST = RocketMQTiming(
+    clocks_differ=0.0, index_delay=0.0005, index_timeout=0.05, publish_look_up_pause=0.0005, end_pause=0.0005
+)
 # Long enough for whatever is not meant to wait, short enough for what is.
 TOLD = {"transactionTimeOut": "60000", "waitTimeMillsInTransactionQueue": "1"}
 
@@ -159,7 +164,7 @@ class HalfBroker:
             half = self._keep(old.topic, old.queue, {**old.properties, Property.CHECKS: str(times)}, old.body)
             (record,) = decode_records(self._record(half))
             group = half.properties[Property.GROUP]
-            place = HalfHandle(half.topic, group, half.queue_offset, half.log_offset, half.key)
+            place = HalfAddress(half.topic, group, half.queue_offset, half.log_offset, half.key)
             asked.append(CheckBack(place, record, HOME))
         return asked
 
@@ -242,13 +247,13 @@ class _Brokers:
 class Process:
     """One process of an application, with all of the writing side but the connection."""
 
-    def __init__(self, broker: HalfBroker, log: MemoryLog, name: str, id: str | None = None) -> None:
+    def __init__(self, broker: HalfBroker, log: MemoryLog, name: str, id: str | None = None, **timing: float) -> None:
         self.decisions = Decisions(log, timeout=5, name="tests", host=name)
         client = cast(Any, HalfClient(broker, name))
         context = context_for(ledger=lambda application, id: self.decisions.ledger(id))
         self.cluster = RocketMQCluster(
             "cluster",
-            settings_for("rocketmq://x:1"),
+            settings_for("rocketmq://x:1", timing=replace(FAST, **cast(Any, timing))),
             client,
             cast(Any, _Topics()),
             cast(Any, _Brokers(broker)),

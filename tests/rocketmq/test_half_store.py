@@ -13,7 +13,6 @@ from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.plugin import RunChild
 from txnbridge_rocketmq.admin import open_halves
 from txnbridge_rocketmq.client.codes import Property
-from txnbridge_rocketmq.outcome import check_back
 from txnbridge_rocketmq.settings import RocketMQSettings
 
 from tests.half_chaos import attack
@@ -220,14 +219,14 @@ def test_what_was_decided_before_it_was_put_aside_is_published_by_the_next_resol
     open_bridge: OpenBridge,
     client: Any,
     topic: str,
-    monkeypatch: pytest.MonkeyPatch,
+    with_timing: Callable[..., None],
 ) -> None:
     group = unique("halves")
     run(sell, rocketmq_broker.url, topic, group, kill="step:publish/before").stopped()
     settings(transactionCheckMax=2)
     cluster = broker_of(open_bridge(application="observers"))._cluster
     eventually(lambda: len(discarded(cluster, group)) == 2, "the broker asks about neither any more")
-    monkeypatch.setattr(check_back, "_AGAIN_SECONDS", 1.0)
+    with_timing(discarded_retry=1.0)
     with open_bridge().resolver(group, check=says(Decision.UNDECIDED)):
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "both are published")
 

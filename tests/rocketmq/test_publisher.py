@@ -107,12 +107,12 @@ def test_a_key_has_its_partition_and_messages_without_one_are_spread(publisher, 
 
 
 def everything(publisher, topic, queue):
-    from txnbridge_rocketmq.client import reading
+    from txnbridge_rocketmq.client import read_requests
 
     client, at, bodies = publisher._cluster.client, 0, []
-    end = client.call("broker-1", reading.max_offset(topic, queue), LONG)
+    end = client.call("broker-1", read_requests.max_offset(topic, queue), LONG)
     while at < end:
-        pulled = client.call("broker-1", reading.pull(topic, queue, at, "tests"), LONG)
+        pulled = client.call("broker-1", read_requests.pull(topic, queue, at, "tests"), LONG)
         bodies += [record.payload() for record in pulled.records]
         at = pulled.next_offset
     return bodies
@@ -176,7 +176,7 @@ def test_a_message_that_is_not_as_safe_as_it_should_be_is_a_failure(publisher, t
     plain = publisher()
     settings(brokerRole="SYNC_MASTER", inSyncReplicas=2, minInSyncReplicas=1, slaveTimeout=200)
     send(plain, topic, b"1")
-    with pytest.raises(DeliveryFailed, match="not as safely"):
+    with pytest.raises(DeliveryFailed, match="not flushed or replicated"):
         plain.flush(Deadline(LONG))
 
 

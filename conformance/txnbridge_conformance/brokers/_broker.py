@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.02
 # The time for a process to end after SIGKILL (a disk may be busy), and after SIGTERM before SIGKILL follows.
 _KILL_SECONDS = 60.0
 _STOP_SECONDS = 30.0
-# An error of a broker that did not start shows so many last lines of its log file, which mostly have the cause.
+# The number of last lines of a broker's log file in the error if it did not start. They mostly have the cause.
 _LOG_LINES = 3
 
 
@@ -42,7 +42,7 @@ class CannotStart(BrokerUnavailable):
 
 
 class PortTaken(CannotStart):
-    """Raised if another process took one of a broker's ports before the broker started to listen."""
+    """Raised if another process took a port before the broker could listen on it. Start the broker again."""
 
 
 class Broker(ABC):
@@ -250,7 +250,7 @@ def _end_of(log: Path) -> str:
 
 
 class _Processes:
-    """Processes that a supervisor starts, and kills when this process ends. Any thread may call."""
+    """The processes of a broker. A supervisor process starts them, and kills them when this process ends."""
 
     def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()
@@ -304,7 +304,7 @@ class _Processes:
             except BrokenPipeError:
                 line = b""
         if not line:
-            raise BrokerUnavailable("the process that holds this broker is gone, and the broker with it")
+            raise BrokerUnavailable("the supervisor of this broker has ended, and the broker with it")
         answer = json.loads(line)
         if "error" in answer:
             raise CannotStart(answer["error"])
