@@ -205,7 +205,7 @@ class PulsarConsumer:
         return entries
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None:
-        """Parse an entry for the inbox, and grant new permits. Return None if it is dropped, or an incomplete chunk."""
+        """Parse an entry for the inbox, and grant new permits. Return None for a dropped entry, or for one chunk."""
         entry = ReceivedEntry(self, generation, fields, tail)
         with self._state:
             if generation != self.generation:
@@ -242,7 +242,7 @@ class PulsarConsumer:
         self._grant()
 
     def request_messages(self, messages: int) -> None:
-        """Grant permits until the broker may send this many. A consumer opened with 0 `permits` gets no others."""
+        """Grant permits for this many messages in all. A consumer that was opened with 0 `permits` gets no others."""
         self._grant_up_to(lambda: messages, 1)
 
     def _grant(self) -> None:
