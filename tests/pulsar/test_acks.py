@@ -198,8 +198,8 @@ def test_the_next_member_does_not_wait_for_a_prepared_transaction_longer_than_fo
     txn = reader.begin((topic, 0))
     reader.ack(txn, held)
     reader.leave()
-    other = member(topic, admin_url=pulsar_broker.admin_url, timing=Timing(timeout_delay_seconds=0))
-    other.reader._timeout = 0.5  # once it is open, which may take longer
+    # It waits for its timeout and this delay: half a second.
+    other = member(topic, admin_url=pulsar_broker.admin_url, timing=Timing(timeout_delay_seconds=0.5 - SOON))
     assert values(other.take(1)) == [b"2"]
     other.end(txn, False)
     assert values(other.take(1)) == [b"1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -307,12 +308,9 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateWriteGuard]:
 
 
 def test_closing_waits_for_no_longer_than_it_may(hanging: LateWriteGuard) -> None:
-    waited: list[float] = []
-    thread = hanging._thread
-    assert thread is not None
-    thread.join = lambda timeout=None: waited.append(timeout or 0.0)  # type: ignore[method-assign]
+    started = time.monotonic()
     hanging.close(Deadline(0.5))
-    assert len(waited) == 1 and waited[0] <= 0.5
+    assert time.monotonic() - started < 8  # its thread would take 10 seconds
 
 
 # --- sequences --------------------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class PulsarClient:
         connection_key: str = "",
         create: bool = True,
     ) -> PulsarConsumer:
-        """Open a reader: a consumer from `start` on whose subscription ends with it. `create` is as in `subscribe`."""
+        """Open a reader: a consumer from `start` on, with a temporary subscription. `create` is as in `subscribe`."""
         return self.subscribe(
             topic,
             f"reader-{uuid.uuid4().hex[:12]}",

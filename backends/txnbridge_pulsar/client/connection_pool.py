@@ -13,7 +13,7 @@ from .errors import Closed, RequestTimedOut
 
 
 class ConnectionTarget(NamedTuple):
-    """The address to connect to: a broker's, or a proxy's with the `logical` address of the broker behind it."""
+    """The address to connect to: a broker's, or a proxy's with the `logical` address of the broker that is meant."""
 
     address: Address
     logical: Address | None = None

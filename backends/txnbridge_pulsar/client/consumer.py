@@ -205,7 +205,7 @@ class PulsarConsumer:
         return entries
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None:
-        """Parse an entry for the inbox, and grant new permits. Return None if it is dropped, or an incomplete chunk."""
+        """Parse an entry for the inbox, and grant new permits. Return None for a dropped or incomplete message."""
         entry = ReceivedEntry(self, generation, fields, tail)
         with self._state:
             if generation != self.generation:
@@ -227,7 +227,7 @@ class PulsarConsumer:
         return whole
 
     def _is_after_start(self, entry: ReceivedEntry) -> bool:
-        """Return whether the entry has messages after `start`. Skip the others, which the broker sends with them."""
+        """Return whether the entry has messages after `start`; skip its earlier ones, which the broker also sends."""
         start = self._start
         if (start.ledger, start.entry) != (entry.id.ledger, entry.id.entry):
             return True
@@ -242,7 +242,7 @@ class PulsarConsumer:
         self._grant()
 
     def request_messages(self, messages: int) -> None:
-        """Grant permits until the broker may send this many. A consumer opened with 0 `permits` gets no others."""
+        """Grant permits for this many messages in all. A consumer that was opened with 0 `permits` gets no others."""
         self._grant_up_to(lambda: messages, 1)
 
     def _grant(self) -> None:

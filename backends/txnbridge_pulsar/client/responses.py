@@ -41,7 +41,7 @@ class Response:
             raise RequestTimedOut(f"no answer to {self._what} in {timeout:g} s") from None
 
     def when_done(self, call: Callable[[], object]) -> None:
-        """Call `call` at the answer, on the reading thread, so without blocking; at once if it has arrived."""
+        """Call `call` when the answer has arrived: on the reading thread, so `call` may not block."""
         self._future.add_done_callback(lambda _: call())
 
     def resolve(self, outcome: Fields | PulsarError) -> None:

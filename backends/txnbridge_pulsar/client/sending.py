@@ -26,7 +26,7 @@ class Content(Protocol):
 
 
 class Receipt(NamedTuple):
-    """The broker's receipt for an entry. `duplicate`: the broker dropped it, because it had its sequence ids."""
+    """The broker's receipt for an entry. If `duplicate`, the broker dropped the entry because of its sequence ids."""
 
     sequence_id: int
     message_id: MessageId
@@ -45,7 +45,7 @@ class Budget:
         self._changed = threading.Condition()
 
     def take(self, size: int, deadline: ClientDeadline) -> None:
-        """Count bytes as sent once they fit; a larger entry is sent alone. Raise `RequestTimedOut` at the deadline."""
+        """Wait until `size` bytes fit, and count them; a larger entry is sent alone. Raise `RequestTimedOut`."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit, deadline.left):
                 text = f"no room for another entry in {deadline.seconds:g} s: the broker confirms too slowly"
@@ -93,7 +93,7 @@ class Send:
             raise RequestTimedOut(f"no receipt for sequence id {self.sequence_id} in {timeout:g} s") from None
 
     def when_done(self, call: Callable[[Send], None]) -> None:
-        """Call `call` at the result, on the reading thread, so without blocking; at once if there is a result."""
+        """Call `call` when this send has a result: on the reading thread, so `call` may not block."""
         self._receipt.add_done_callback(lambda _: call(self))
 
     def resolve(self, outcome: Receipt | PulsarError) -> None:

@@ -54,7 +54,7 @@ class Transactions:
         raise AssertionError("pauses never end")
 
     def connect(self, timeout: float) -> int:
-        """Connect to every coordinator; return their number. After a restart no transaction times out before."""
+        """Connect to every coordinator; return their number. After a restart this starts transactions' timeouts."""
         deadline = ClientDeadline(timeout)
         count = self._coordinators(deadline)
         for coordinator in range(count):

@@ -26,7 +26,9 @@ class InDoubt:
         self._transactions: dict[TxnId, AnnouncedTransaction] = {}
 
     def resolve(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-        """Find an outcome, and deliver a commit to all topics again. Without outcome, the transaction is in doubt."""
+        """Find a transaction's outcome, and deliver a commit to all its topics again. Return whether the outcome is
+        known; if it is not, the transaction is in doubt from now on.
+        """
         clear = confirm_by_proof(self._cluster, ended, deadline)
         with self._lock:
             if clear:

@@ -197,7 +197,7 @@ def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _reading(
     cluster: ClusterAccess, topic: str, since: tuple[int, int], deadline: Deadline
 ) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
-    """Yield an iterator of entries from a position on, with None where none arrived, until `DeadlineExceeded`."""
+    """Yield an iterator of a topic's entries from a position on, which yields None while no entry arrives."""
     start = start_before(wire.MessageId(*since))
     reader = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
     try:

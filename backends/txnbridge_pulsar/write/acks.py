@@ -139,7 +139,7 @@ class SentAcks:
                     each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
 
     def redeliver_rest(self) -> None:
-        """Have dropped entries redelivered, because the writer's abort request came after the transaction's end."""
+        """Have the broker redeliver dropped entries, because the writer's abort came after the transaction's end."""
         for each in self._sent:
             if each.given_up:
                 with suppress(wire.BrokerConnectionLost):

@@ -326,9 +326,7 @@ class TopicBatcher:
         return buffer
 
     def take(self, topic: object, value: bytes, key: bytes | None) -> None:
-        """Add a value (fast path of `send`). Raise `NotBareValue` for a key or a large value, `TypeError` for no
-        length.
-        """
+        """Add a value (fast path). Raise `NotBareValue` for a key or large value, `TypeError` if it has no length."""
         size = len(value)
         if key is not None or size > ENTRY_BYTES:
             raise NotBareValue

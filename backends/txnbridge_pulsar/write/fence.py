@@ -172,7 +172,7 @@ class Fence:
                 self._trim(before)
 
     def _check_sole_producer(self, receipt: wire.Receipt) -> None:
-        """Raise `Fenced` if entry numbers grow faster than sequence ids, as with another producer (hazard H39)."""
+        """Raise `Fenced` if entry numbers grow faster than sequence ids: another producer writes, too (hazard H39)."""
         gap = receipt.message_id.entry - receipt.sequence_id
         ledger, known = self._gap
         if receipt.message_id.ledger != ledger or gap < known:  # the gap shrinks with each record that was not stored

@@ -147,7 +147,9 @@ class PulsarOwner:
         return True
 
     def _resolve(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
-        """Find a forgotten outcome, and deliver a commit to all topics again. Return whether the outcome is known."""
+        """Find the outcome of a transaction that its coordinator has forgotten, and deliver a commit to all its topics
+        again. Return whether the outcome is known.
+        """
         if self.in_doubt.resolve(announced, deadline):
             return True
         _log.error(
@@ -186,7 +188,9 @@ class PulsarOwner:
                         raise
 
     def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None:
-        """Raise `BrokerUnavailable` while a transaction in doubt used a topic: an end there could undo its commit."""
+        """Raise `BrokerUnavailable` if a transaction in doubt used one of these topics: the end of another transaction
+        there could take back its commit.
+        """
         self._refuse_late_writes(self.in_doubt.require(topics, deadline), deadline)
 
     def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None:
