@@ -23,9 +23,6 @@ from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over,
 
 _log = logging.getLogger("txnbridge")
 
-# The time to settle one transaction, which may have thousands of messages to publish. The bridge settles one at a time,
-# and brokers repeat a check-back without a response.
-_RESPONSE_SECONDS = 30.0
 # The number of settled and of lost transactions that are remembered: brokers send a check-back for each half of them.
 _MOST_REMEMBERED = 10_000
 
@@ -62,7 +59,7 @@ class CheckBackHandler:
 
     @contextmanager
     def _in_time(self) -> Iterator[Deadline]:
-        deadline = Deadline(_RESPONSE_SECONDS)
+        deadline = Deadline(self._timing.settle_timeout)
         with self._lock:
             self._deadlines.add(deadline)
             if self._closed.is_set():

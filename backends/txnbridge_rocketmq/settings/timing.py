@@ -42,6 +42,9 @@ class RocketMQTiming:
 
     # --- check-backs --------------------------------------------------------------------------------------------------
 
+    # The time to settle one transaction, which may have thousands of messages to publish. The bridge settles one at a
+    # time, and brokers repeat a check-back without a response.
+    settle_timeout: float = 30.0
     # The wait before discarded halves that could not be ended are tried again: by then the decision log may be
     # available, or another process may have ended them.
     discarded_retry: float = 60.0
