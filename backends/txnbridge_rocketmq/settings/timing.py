@@ -14,8 +14,7 @@ class RocketMQTiming:
     # The assumed difference between the clocks of hosts (hazard H67). A host whose clock is ahead by more would abort
     # transactions that their owners can still commit. Clocks under NTP differ by milliseconds.
     clocks_differ: float = 5.0
-    # Each message of a transaction is ended by itself, and the process keeps all of them in memory until the last has
-    # ended.
+    # Each message of a transaction is ended by itself, and its process keeps all of them in memory until then.
     transaction_messages: int = LIMITS.transaction_messages or 0
 
     # --- publishing ---------------------------------------------------------------------------------------------------
