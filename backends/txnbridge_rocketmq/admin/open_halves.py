@@ -130,7 +130,7 @@ def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Itera
 
 
 def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """Yield discarded halves whose messages are not published, as they may be later by a token."""
+    """Yield discarded halves, except those whose messages were published afterwards, by a token."""
     records = _records(cluster, broker, DISCARDED_TOPIC, 0, deadline)
     discarded = _newest([PendingHalf(broker, replace(record, body=b""), discarded=True) for record in records])
     asked = [(broker, half.partition[0], half.record.unique_key or "") for half in discarded]
@@ -161,7 +161,7 @@ def _ask(cluster: RocketMQCluster, broker: str, request: RpcRequest[T], deadline
 
 
 def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], deadline: Deadline) -> OpenHalves | None:
-    """Return a transaction with its state; None if it has ended, and its op messages are only not written yet."""
+    """Return a transaction with its state; None if it has ended, and only the broker's op messages are missing."""
     origin = origin_of(halves[0].record)
     discarded = all(half.discarded for half in halves)
     listed = OpenHalves(name, "discarded" if discarded else "open", halves, origin)
@@ -193,7 +193,7 @@ def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, d
 
 
 def ledger_of(cluster: RocketMQCluster, listed: OpenHalves) -> Ledger:
-    """Return the ledger in which a transaction is decided. It must not be another client's half."""
+    """Return the ledger that decides a transaction of a bridge, not of another client."""
     assert listed.origin is not None
     application = str(listed.origin.log.get("log") or cluster.settings.application)
     return cluster.context.ledger(application, listed.owner)

@@ -35,7 +35,7 @@ _MOST_DELIVERY_COUNTS = 1000
 
 @dataclass(frozen=True)
 class SeekTarget:
-    """The offset to continue at after a seek, rewind or nack. `chosen` by a seek, it is valid in a recreated topic."""
+    """The offset to continue at. If the user has `chosen` it by a seek, it is also valid in a recreated topic."""
 
     at: int
     chosen: bool

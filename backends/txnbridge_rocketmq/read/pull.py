@@ -70,7 +70,7 @@ class QueuePull:
 
 
 class SameQueueCheck:
-    """A check in flight whether a queue still has the reference record, so that its topic was not recreated."""
+    """A request in flight for the reference record: if the queue still has it, the topic was not recreated."""
 
     def __init__(self, submit: Submit, queue: Queue, reference: ReferenceRecord) -> None:
         self._submit = submit

@@ -62,7 +62,7 @@ class _RefreshResult:
 
 
 class RocketMQReader(Reader):
-    """Reader with connections of its own. A background task finds out assignment and positions while `poll` goes on."""
+    """Reader with connections of its own. A background task finds assignment and positions: `poll` does not wait."""
 
     def __init__(
         self, ender: HalfEnder, subscription: Subscription, listener: ReaderListener, deadline: Deadline

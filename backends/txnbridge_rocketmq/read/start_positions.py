@@ -122,7 +122,7 @@ class InitialPositions:
             self._latest[each] = offsets.verifiable(queue, offsets.end(queue, deadline), deadline)
 
     def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> VerifiableOffset:
-        """Return the position at which a partition begins. With "latest", a later partition begins at its begin."""
+        """Return where a partition begins. With "latest", a partition added later begins at its first message."""
         if partition in self._latest:
             return self._latest[partition]
         if isinstance(self._start, int):
@@ -134,7 +134,7 @@ class InitialPositions:
 
 @dataclass(frozen=True)
 class ResolvedPositions:
-    """The positions at which partitions continue. The user must seek where it is `lost`: old offset and error."""
+    """Where partitions continue (`known`), and old offset and error of those whose position is `lost` until a seek."""
 
     known: Mapping[Partition, VerifiableOffset] = field(default_factory=dict)
     lost: Mapping[Partition, tuple[int, PositionLost]] = field(default_factory=dict)
