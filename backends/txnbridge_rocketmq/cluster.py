@@ -90,7 +90,8 @@ def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadlin
     every broker repeats the id and the home broker's name. While the home broker is down, any other broker shows that
     the cluster has an id already (hazard H82).
 
-    Raise `StorageFailed` if the id is lost or the brokers have several, and `InvalidOption` if no name server answers.
+    Raise `StorageFailed` if the id is lost or the brokers have several, and `InvalidOption` if the address is not that
+    of a name server.
     """
     try:
         brokers = _brokers(settings, client, deadline)

@@ -11,7 +11,7 @@ from typing import Any, cast
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, Property, RequestCode, ResponseCode
 from txnbridge_rocketmq.client.errors import Disconnected
 from txnbridge_rocketmq.client.frames import RemotingCommand
-from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.groups import Membership, Queue
 from txnbridge_rocketmq.client.records import OffsetId, decode_records, unpack_properties
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.send_requests import CheckBack, HalfAddress
@@ -89,12 +89,12 @@ class HalfBroker:
     def _store(self, request: RpcRequest[Any]) -> RemotingCommand:
         assert request.fields["f"] == "4", "only halves are sent here"
         properties = unpack_properties(request.fields["i"])
-        self._keep(request.fields["b"], int(request.fields["e"]), dict(properties), request.body)
+        self.keep(request.fields["b"], int(request.fields["e"]), dict(properties), request.body)
         half = self.halves[-1]
         offset_id = OffsetId("127.0.0.1", 1, half.log_offset)
         return _ok(msgId=str(offset_id), queueId=half.queue, queueOffset=half.queue_offset)
 
-    def _keep(self, topic: str, queue: int, properties: dict[str, str], body: bytes) -> Kept:
+    def keep(self, topic: str, queue: int, properties: dict[str, str], body: bytes) -> Kept:
         number = len(self.halves)
         self.halves.append(Kept(topic, queue, properties, body, number, 1000 + number))
         self.open.add(number)
@@ -161,7 +161,7 @@ class HalfBroker:
             old = self.halves[number]
             times = int(old.properties.get(Property.CHECKS, 0)) + 1
             self.open.discard(number)
-            half = self._keep(old.topic, old.queue, {**old.properties, Property.CHECKS: str(times)}, old.body)
+            half = self.keep(old.topic, old.queue, {**old.properties, Property.CHECKS: str(times)}, old.body)
             (record,) = decode_records(self._record(half))
             group = half.properties[Property.GROUP]
             place = HalfAddress(half.topic, group, half.queue_offset, half.log_offset, half.key)
@@ -196,6 +196,9 @@ class HalfClient:
     def __init__(self, broker: HalfBroker, client_id: str) -> None:
         self.broker, self.client_id = broker, client_id
         self.is_member = True
+
+    def join(self, membership: Membership, timeout: float) -> None:
+        """Nothing to do: who is asked is up to the test."""
 
     def submit(self, broker: str, request: RpcRequest[Any], timeout: float) -> Any:
         return _Call(self.broker, request)

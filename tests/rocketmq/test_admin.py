@@ -13,7 +13,7 @@ from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 
 from tests.rocketmq.kit import LONG, bodies, cluster_for, settings_for
 from tests.rocketmq.reading_kit import connect_to
-from tests.rocketmq.writing_kit import broker_of
+from tests.rocketmq.writing_kit import broker_of, cluster_of
 from txnbridge.errors import InvalidOption, NotFound, NotSupported
 from txnbridge.spi import Deadline, OpenTransaction, Token
 
@@ -32,7 +32,7 @@ def name():
 @pytest.fixture
 def admin(rocketmq_broker):
     with connect_to(rocketmq_broker.url) as bridge:
-        yield bridge._connection.broker.admin
+        yield broker_of(bridge).admin
 
 
 def named(admin, name):
@@ -350,7 +350,7 @@ def test_a_topic_on_two_brokers_is_refused_by_name(start_rocketmq):
     broker.create_topic("spread", queues=2)
     with connect_to(broker.url) as bridge:
         admin = broker_of(bridge).admin
-        topics = broker_of(bridge)._cluster.topics
+        topics = cluster_of(bridge).topics
         for call in (topics.queues, lambda topic, deadline: topics.require(topic, 0, deadline)):
             with pytest.raises(NotSupported, match=r"spread.*broker-1, broker-2"):
                 call("spread", soon())

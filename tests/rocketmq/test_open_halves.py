@@ -254,7 +254,7 @@ def test_what_the_broker_has_given_up_is_listed_and_still_ends_as_it_is_decided(
 def test_the_broker_asks_again_about_what_it_has_given_up(rocketmq_broker, observer, client, topic, settings):
     name = die_with_an_open_one(rocketmq_broker, topic)
     discard(observer, settings, name)
-    assert observer.repair(name) == f"the broker asks again about 1 halves of {name}"
+    assert observer.repair(name) == f"the broker sends check-backs again for 1 halves of {name}"
     assert becomes_true(lambda: any(each.state != "discarded" for each in listed(observer, name)))
     with pytest.raises(InvalidState, match="has not discarded"):
         observer.repair(name)

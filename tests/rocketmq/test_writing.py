@@ -26,7 +26,7 @@ from tests.rocketmq import writing_kit
 from tests.rocketmq.half_broker import same_hash
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
-from tests.rocketmq.writing_kit import broker_of, copies, flush, numbered, prepare, times_asked
+from tests.rocketmq.writing_kit import cluster_of, copies, flush, numbered, prepare, times_asked
 from txnbridge import (
     AccessDenied,
     Bridge,
@@ -519,7 +519,7 @@ def decision(bridge: Bridge, client: RemotingClient, topic: str, transaction: st
     """What stands in the log about a transaction, found by what its half says."""
     origin = origin_of(copies(client, topic, transaction)[0])
     assert origin is not None
-    ledger = broker_of(bridge)._cluster.context.ledger(writing_kit.APPLICATION, transaction.rsplit("/", 2)[0])
+    ledger = cluster_of(bridge).context.ledger(writing_kit.APPLICATION, transaction.rsplit("/", 2)[0])
     claim = ledger.decided(transaction, Deadline(30), log=origin.log)
     return claim.decision.value if claim else None
 

@@ -9,6 +9,7 @@ from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import HALF_TOPIC, Property
 from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 from txnbridge_rocketmq.write.writer import RocketMQWriter
 
@@ -56,6 +57,10 @@ def times_asked(client: RemotingClient, topic: str, transaction: str) -> int:
 def broker_of(bridge: Bridge) -> RocketMQBroker:
     assert isinstance(bridge._connection.broker, RocketMQBroker)
     return bridge._connection.broker
+
+
+def cluster_of(bridge: Bridge) -> RocketMQCluster:
+    return broker_of(bridge)._cluster
 
 
 # --- programs -----------------------------------------------------------------------------------------------------

@@ -121,9 +121,8 @@ def _check_patience(config: BrokerConfig, settings: RocketMQSettings) -> Iterato
         yield Advice(
             "problem",
             f"broker {config.name}",
-            f"{asked}, also if no bridge was running to answer. Discarded halves in RocksDB cannot be listed: a"
-            " transaction that its owner decided and did not publish stays unpublished, unless its transactional id is"
-            " opened again",
+            f"{asked}, also if no bridge was running to answer. Discarded halves in RocksDB cannot be listed: what an"
+            " owner decided and did not publish stays unpublished, unless its transactional id is opened again",
             f"{_SETTING_COMMAND.format(key='transactionCheckMax', value=value)}. After a restart with that setting the"
             " broker sends check-backs again for the halves that it has discarded",
         )
@@ -171,8 +170,7 @@ def _check_copies(config: BrokerConfig) -> Iterator[Advice]:
     if config.values.get("flushDiskType") == "ASYNC_FLUSH":
         yield _warning(
             config,
-            "flushDiskType is ASYNC_FLUSH: a loss of power loses the last moments of what was committed; kill -9 does"
-            " not",
+            "flushDiskType is ASYNC_FLUSH: kill -9 loses no committed message, but a loss of power loses the latest",
             "SYNC_FLUSH where that matters",
         )
     if config.values.get("brokerRole") == "ASYNC_MASTER":

@@ -20,15 +20,14 @@ from txnbridge_rocketmq.client.send_requests import HalfEnd, end
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, address_of_copy
 from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared, publish_exclusively
-from txnbridge_rocketmq.write.half_batch import TopicHalves, halves_as_json, halves_from_json, seconds_since
+from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, seconds_since
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, origin_of, slot_of
 
 T = TypeVar("T")
 
 _log = logging.getLogger("txnbridge")
 
-# The consumer group of the broker's check-back service, and the topic of op messages, which name halves that have
-# ended.
+# The consumer group of the broker's check-back service, and the topic of its op messages, which name ended halves.
 _BROKERS_GROUP, _OP_TOPIC = "CID_RMQ_SYS_TRANS", "RMQ_SYS_TRANS_OP_HALF_TOPIC"
 # The consumer group in pull requests. It has no members.
 _GROUP = "txnbridge-listing"
@@ -131,7 +130,7 @@ def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Itera
 
 
 def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """Yield discarded halves whose messages are not published, as they may be later by a token."""
+    """Yield discarded halves, except those whose messages were published afterwards, by a token."""
     records = _records(cluster, broker, DISCARDED_TOPIC, 0, deadline)
     discarded = _newest([PendingHalf(broker, replace(record, body=b""), discarded=True) for record in records])
     asked = [(broker, half.partition[0], half.record.unique_key or "") for half in discarded]
@@ -162,7 +161,7 @@ def _ask(cluster: RocketMQCluster, broker: str, request: RpcRequest[T], deadline
 
 
 def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], deadline: Deadline) -> OpenHalves | None:
-    """Return a transaction with its state; None if it has ended, and its op messages are only not written yet."""
+    """Return a transaction with its state; None if it has ended, and only the broker's op messages are missing."""
     origin = origin_of(halves[0].record)
     discarded = all(half.discarded for half in halves)
     listed = OpenHalves(name, "discarded" if discarded else "open", halves, origin)
@@ -194,7 +193,7 @@ def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, d
 
 
 def ledger_of(cluster: RocketMQCluster, listed: OpenHalves) -> Ledger:
-    """Return the ledger in which a transaction is decided. It must not be another client's half."""
+    """Return the ledger that decides a transaction of a bridge, not of another client."""
     assert listed.origin is not None
     application = str(listed.origin.log.get("log") or cluster.settings.application)
     return cluster.context.ledger(application, listed.owner)
@@ -292,7 +291,7 @@ def _end_unprepared(
     return Outcome.COMMITTED if claim.decision is Decision.COMMIT else Outcome.ABORTED
 
 
-def _known_topics(listed: OpenHalves) -> list[TopicHalves]:
+def _known_topics(listed: OpenHalves) -> list[HalfCount]:
     """Return the halves by topic, as far as the listed ones show: up to the highest number."""
     counts: dict[tuple[str, str], int] = {}
     for half in listed.halves:
@@ -300,7 +299,7 @@ def _known_topics(listed: OpenHalves) -> list[TopicHalves]:
         assert slot is not None
         place = half.partition[0], half.broker
         counts[place] = max(counts.get(place, 0), slot.number + 1)
-    return [TopicHalves(topic, broker, count) for (topic, broker), count in counts.items()]
+    return [HalfCount(topic, broker, count) for (topic, broker), count in counts.items()]
 
 
 def _end_foreign(cluster: RocketMQCluster, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:

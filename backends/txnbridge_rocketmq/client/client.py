@@ -363,8 +363,7 @@ class RemotingClient:
 class _NotificationQueue:
     """Check-backs and other notifications that wait for the callback thread, bounded in number and in bytes."""
 
-    # A notification for which there is no room is dropped, and the broker sends it again. Check-backs carry whole
-    # messages, hence the limit in bytes.
+    # Notifications beyond the limits are dropped, and sent again. Check-backs carry whole messages: hence the bytes.
     def __init__(self, most: int = 1000, most_bytes: int = 64 << 20) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._changed = threading.Condition()

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 # The maximum number of messages that a broker returns for one pull, with its default settings.
 PULL_MOST = 32
-# The maximum number of index entries that a broker examines for one look-up by key (`maxMsgsNumBatch`).
+# The maximum number of messages that a broker returns for one look-up by key (`maxMsgsNumBatch`).
 MOST_LOOKED_UP = 64
 
 _SUSPEND, _SUBSCRIPTION = 2, 4  # bits of a pull's flag

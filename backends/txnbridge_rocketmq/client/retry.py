@@ -1,7 +1,4 @@
-"""Repeats idempotent requests until they succeed, fail for good, or the deadline passes.
-
-This is the only module of the client that knows the bridge's errors and deadlines.
-"""
+"""Repeats idempotent requests. The only module of the client that knows the bridge's errors and deadlines."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from txnbridge_rocketmq.client.errors import ResponseTimeout, Unreachable
 
 # The size of one read. Pull responses have up to 256 KB.
 _READ_BYTES = 256 << 10
-# The wait for a socket that TLS could not write to. It is short, because the reading thread may have read meanwhile the
-# bytes that TLS waits for.
+# The wait for a socket to become writable. It is short: the reading thread may take the bytes that TLS waits for.
 _TLS_POLL_SECONDS = 0.05
 
 

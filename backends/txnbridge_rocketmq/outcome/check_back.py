@@ -18,14 +18,11 @@ from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.client.send_requests import CheckBack
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
 from txnbridge_rocketmq.outcome.outcome import PREPARE
-from txnbridge_rocketmq.write.half_batch import TopicHalves, halves_as_json, halves_from_json
+from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, slot_of
 
 _log = logging.getLogger("txnbridge")
 
-# The time to settle one transaction, which may have thousands of messages to publish. The bridge settles one at a time,
-# and brokers repeat a check-back without a response.
-_RESPONSE_SECONDS = 30.0
 # The number of settled and of lost transactions that are remembered: brokers send a check-back for each half of them.
 _MOST_REMEMBERED = 10_000
 
@@ -62,7 +59,7 @@ class CheckBackHandler:
 
     @contextmanager
     def _in_time(self) -> Iterator[Deadline]:
-        deadline = Deadline(_RESPONSE_SECONDS)
+        deadline = Deadline(self._timing.settle_timeout)
         with self._lock:
             self._deadlines.add(deadline)
             if self._closed.is_set():
@@ -200,7 +197,7 @@ class CheckBackHandler:
             return retry_call(self._cluster.client, broker, request, action, deadline)
 
 
-def _is_decided_half(topics: Sequence[TopicHalves], half: MessageExt) -> bool:
+def _is_decided_half(topics: Sequence[HalfCount], half: MessageExt) -> bool:
     """Return whether a half is one of those that the decision record counts in `topics`."""
     slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
     return any(slot is not None and each.topic == topic and slot.number < each.count for each in topics)

@@ -1,9 +1,8 @@
 """Ends halves by END_TRANSACTION: directly by their owner while they are fresh, by other processes after a look-up.
 
 A broker publishes a half each time it receives a commit, and keeps no record of that. Therefore a process that may not
-be the first to commit looks the message up by its unique key. It commits a half only if the message is not published,
-and then looks again (hazard H62). The broker writes a half again in each round of check-backs; the commit names the
-newest of these copies.
+be the first to commit looks the message up by its unique key, and commits a half only if its message is not published
+(hazard H62). The commit names the newest copy: a broker writes a half again in each round of check-backs.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from txnbridge_rocketmq.client.send_requests import HalfAddress, HalfEnd, end
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.settings.timing import RocketMQTiming
-from txnbridge_rocketmq.write.half_batch import TopicHalves
+from txnbridge_rocketmq.write.half_batch import HalfCount
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 
 T = TypeVar("T")
@@ -153,8 +152,7 @@ class HalfEnder:
     def confirm_published(self, halves: Mapping[Queue, Sequence[HalfAddress]], deadline: Deadline) -> None:
         """Look up one published message on each broker that was not verified before.
 
-        Raise `PublishedMessageMissing` if it is not found: a proxy may report success for END_TRANSACTION and do
-        nothing (hazard H74).
+        Raise `PublishedMessageMissing` if it is not found: proxies answer END_TRANSACTION and do nothing (hazard H74).
         """
         published: dict[str, _Expected] = {}
         for queue, handles in halves.items():
@@ -232,7 +230,7 @@ class HalfEnder:
     # --- publishing after a look-up -----------------------------------------------------------------------------------
 
     def publish(
-        self, transaction: str, topics: Sequence[TopicHalves], deadline: Deadline, *, first: bool = False
+        self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
     ) -> None:
         """Publish every message of a committed transaction that is not published yet.
 
@@ -278,11 +276,11 @@ class HalfEnder:
             missing = left
         return left
 
-    def missing(self, transaction: str, topics: Sequence[TopicHalves], deadline: Deadline) -> int:
+    def missing(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> int:
         """Return how many messages of the transaction a look-up does not find in their topics."""
         return len(self._unpublished(_expected(transaction, topics), deadline))
 
-    def unpublished(self, transaction: str, topics: Sequence[TopicHalves], age: float, deadline: Deadline) -> int:
+    def unpublished(self, transaction: str, topics: Sequence[HalfCount], age: float, deadline: Deadline) -> int:
         """Return how many messages of a committed transaction are not published, and still have a half.
 
         The transaction was decided `age` seconds ago. Soon after that, the broker's index may lack published messages,
@@ -296,12 +294,12 @@ class HalfEnder:
             time.sleep(self._timing.publish_look_up_pause)
         return len(waiting)
 
-    def withdraw(self, transaction: str, topics: Sequence[TopicHalves], deadline: Deadline) -> None:
+    def withdraw(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
         """Abort every half of an aborted transaction, on the brokers that are up."""
         copies = self._copies(_expected(transaction, topics), deadline)
         self.drop([(each.broker, address_of_copy(record)) for each, record in copies], deadline)
 
-    def copies(self, transaction: str, topics: Sequence[TopicHalves], deadline: Deadline) -> list[MessageExt]:
+    def copies(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> list[MessageExt]:
         """Return the newest copy of each half of the transaction that the broker has, with its body, in order."""
         wanted = _expected(transaction, topics)
         copies = dict(self._copies(wanted, deadline, bodies=True))
@@ -357,8 +355,7 @@ class HalfEnder:
                 deadline.check("looking for what is published")
                 raise PublishedMessageMissing(
                     f"broker {left[0].broker} answered that it has published a message to {left[0].topic}, but the"
-                    " message is not there. If that is the address of a proxy, use the broker's own address: a proxy"
-                    " answers so without publishing"
+                    " message is missing. Do not connect to a proxy: it answers so without publishing"
                 )
             time.sleep(self._timing.publish_look_up_pause)
         self._verified_brokers.update(each.broker for each in published)
@@ -395,7 +392,7 @@ class _Expected(NamedTuple):
     key: str
 
 
-def _expected(transaction: str, topics: Sequence[TopicHalves]) -> list[_Expected]:
+def _expected(transaction: str, topics: Sequence[HalfCount]) -> list[_Expected]:
     return [
         _Expected(each.topic, each.broker, number, unique_key(each.topic, TransactionSlot(transaction, number)))
         for each in topics

@@ -20,7 +20,7 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
-from txnbridge_rocketmq.write.half_batch import TopicHalves, halves_as_json, halves_from_json, immunity, seconds_since
+from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, immunity, seconds_since
 from txnbridge_rocketmq.write.transaction_properties import is_over
 
 # The kind of the ledger record that makes a transaction independent of its owner.
@@ -35,7 +35,7 @@ _BORN_TIME_SKEW_SECONDS = 1.0
 class PrepareRecord:
     """The content of a prepare record: all that a process with the token needs to end the transaction."""
 
-    topics: Sequence[TopicHalves]
+    topics: Sequence[HalfCount]
     acks: Sequence[Ack]
     expires_at: int
 
@@ -91,7 +91,7 @@ def _as_decided(token: Token, outcome: str) -> Iterator[None]:
 
 
 def publish_exclusively(
-    ender: HalfEnder, transaction: str, topics: Sequence[TopicHalves], deadline: Deadline, *, first: bool = False
+    ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
 ) -> None:
     """Publish a committed transaction, with its lock, or wait until another process has published it.
 
@@ -119,7 +119,7 @@ def publish_decided(ender: HalfEnder, transaction: str, claim: LedgerClaim, dead
         publish_exclusively(ender, transaction, topics, deadline)
 
 
-def _wait_out_immunity(ender: HalfEnder, transaction: str, topics: Sequence[TopicHalves], deadline: Deadline) -> None:
+def _wait_out_immunity(ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
     """Wait until the halves are published, or no owner may end them directly any more: the immunity time is past."""
     settings = [ender.cluster.brokers.config(each.broker, deadline) for each in topics]
     stale = Deadline(max((immunity(each) for each in settings), default=0) + _BORN_TIME_SKEW_SECONDS)

@@ -35,7 +35,7 @@ _MOST_DELIVERY_COUNTS = 1000
 
 @dataclass(frozen=True)
 class SeekTarget:
-    """The offset to continue at after a seek, rewind or nack. `chosen` by a seek, it is valid in a recreated topic."""
+    """The offset to continue at. If the user has `chosen` it by a seek, it is also valid in a recreated topic."""
 
     at: int
     chosen: bool
@@ -191,9 +191,8 @@ class QueueReader:
             except NotIndexed:
                 self._pulls.clear()
                 self.fault = NotSupported(
-                    f"broker {self.queue.broker} does not find messages by their unique keys, so it is not known which"
-                    " messages were published twice: set messageIndexEnable=true there, and messageIndexSafe=true if"
-                    " it was killed"
+                    f"broker {self.queue.broker} does not find messages by their unique keys, so duplicates are not"
+                    " recognized: set messageIndexEnable=true there, and messageIndexSafe=true if it was killed"
                 )
             except CannotDecompress as error:
                 self._pulls.clear()
@@ -342,6 +341,5 @@ def out_of_range(owner: str, partition: Partition, at: int, begin: int, end: int
         )
     return (
         f"{owner} is {at} in {topic}[{number}], and the broker has no message there although its queue goes from"
-        f" {begin} to {end}. Nothing was skipped: choose where to continue by"
-        f" seek({{({topic!r}, {number}): (offset,)}})"
+        f" {begin} to {end}. Nothing was skipped: seek({{({topic!r}, {number}): (offset,)}}) continues elsewhere"
     )

@@ -1,7 +1,4 @@
-"""Requests in flight for one queue: pulls, look-ups of duplicates, and the check for a recreated topic.
-
-The poll loop asks each of them with `is_done`, which never waits.
-"""
+"""Requests in flight for one queue: pulls, look-ups of duplicates, and checks for a recreated topic."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ class QueuePull:
 
 
 class SameQueueCheck:
-    """A check in flight whether a queue still has the reference record, so that its topic was not recreated."""
+    """A request in flight for the reference record: if the queue still has it, the topic was not recreated."""
 
     def __init__(self, submit: Submit, queue: Queue, reference: ReferenceRecord) -> None:
         self._submit = submit
@@ -96,10 +93,7 @@ class SameQueueCheck:
         return self._begin.done()
 
     def is_same_queue(self) -> bool | None:
-        """Return True if the queue has the reference record, or retention has dropped it; False if it has another.
-
-        Return None if the offset has no record, which a broker that has just started may report wrongly.
-        """
+        """Return whether the queue has the reference record, or dropped it by age; None if the record is missing."""
         log_offset: int | None = self._lookup.result()
         if log_offset is not None:
             return log_offset == self._reference.log_offset

@@ -36,8 +36,7 @@ _log = logging.getLogger("txnbridge.rocketmq.client")
 
 # Timeout of `seek`, which gets no deadline from its caller.
 SEEK_SECONDS = 10.0
-# The longest wait in `poll`. Responses and notifications end the wait early, but not signals, and not the end of a
-# pause (`QueueReader.needs_early_poll`), for which the wait is shorter.
+# The longest wait in `poll`, and if `QueueReader.needs_early_poll`. Responses end the wait early; signals do not.
 _IDLE_WAIT_SECONDS, _EARLY_POLL_SECONDS = 0.25, 0.05
 # The interval of checks for partitions that were added to the reader's topics.
 _NEW_PARTITIONS_SECONDS = 3.0
@@ -53,8 +52,7 @@ _CLOSE_SECONDS = 1.0
 class _RefreshResult:
     """The result of a reader's background task: queues, the assignment of partitions, and resolved positions.
 
-    `moves` are the values of `QueueReader.moves` when the task began. A position is not used if its partition was moved
-    again meanwhile.
+    `moves` has `QueueReader.moves` of when the task began: the position of a partition that moved since is not used.
     """
 
     queues: Mapping[Partition, Queue]
@@ -64,7 +62,7 @@ class _RefreshResult:
 
 
 class RocketMQReader(Reader):
-    """Reader with connections of its own. A background task finds out assignment and positions while `poll` goes on."""
+    """Reader with connections of its own. A background task finds assignment and positions: `poll` does not wait."""
 
     def __init__(
         self, ender: HalfEnder, subscription: Subscription, listener: ReaderListener, deadline: Deadline
@@ -352,9 +350,7 @@ class RocketMQReader(Reader):
         lags = {}
         for partition, reader in self._readers.items():
             at = positions.get(partition, reader.next)
-            if (
-                at >= reader.delivered_end
-            ):  # all handed-out messages are acknowledged, so skipped duplicates count as read
+            if at >= reader.delivered_end:  # nothing is unacknowledged, so skipped duplicates count as read
                 at = max(at, reader.next)
             lags[partition] = max(0, self._offsets.end(reader.queue, deadline) - at)
         return lags

@@ -51,10 +51,7 @@ _MEMBER = re.compile(r".*@txnbridge-[0-9a-f]+\.([0-9a-f]{8})((?:\.[0-9a-f]{8})+)
 
 @dataclass(frozen=True)
 class QueueAssignment:
-    """The partitions of a member (`mine`), and which of them it may read now (`free`).
-
-    The others wait for a lock. `taken` are those that the member held until another member got the lock.
-    """
+    """A member's partitions: all (`mine`), those it may read now (`free`), those that another has `taken` since."""
 
     mine: frozenset[Partition] = frozenset()
     free: frozenset[Partition] = frozenset()

@@ -80,8 +80,7 @@ class QueueOffsets:
     def is_same_queue(self, queue: Queue, reference: ReferenceRecord, deadline: Deadline) -> bool:
         """Return whether the queue still has the reference record, or has dropped it by retention.
 
-        Otherwise the topic was recreated. Request a missing record again for some seconds: the broker may just have
-        started.
+        Request a missing record again for some seconds: the broker may just have started.
         """
         sure = time.monotonic() + self._missing_timeout
         while (log_offset := self._log_offset(queue, reference.offset, deadline)) is None:
@@ -123,7 +122,7 @@ class InitialPositions:
             self._latest[each] = offsets.verifiable(queue, offsets.end(queue, deadline), deadline)
 
     def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> VerifiableOffset:
-        """Return the position at which a partition begins. With "latest", a later partition begins at its begin."""
+        """Return where a partition begins. With "latest", a partition added later begins at its first message."""
         if partition in self._latest:
             return self._latest[partition]
         if isinstance(self._start, int):
@@ -135,10 +134,7 @@ class InitialPositions:
 
 @dataclass(frozen=True)
 class ResolvedPositions:
-    """The positions at which partitions continue, and the partitions whose position is lost.
-
-    For those, `lost` has the old offset and the error. Only the user can choose where to continue, by a seek.
-    """
+    """Where partitions continue (`known`), and old offset and error of those whose position is `lost` until a seek."""
 
     known: Mapping[Partition, VerifiableOffset] = field(default_factory=dict)
     lost: Mapping[Partition, tuple[int, PositionLost]] = field(default_factory=dict)
@@ -252,13 +248,10 @@ class GroupPositions:
         self, current: Mapping[Partition, VerifiableOffset], queues: Queues, deadline: Deadline
     ) -> dict[Partition, tuple[int, PositionLost]]:
         """Return offset and error for each partition whose topic was recreated since the group read it."""
-        errors = {}
+        errors, owner = {}, f"the position of group {self._group!r}"
         for partition, (at, reference) in current.items():
             if reference is not None and not self._offsets.is_same_queue(queues[partition], reference, deadline):
-                errors[partition] = (
-                    at,
-                    topic_recreated(f"the position of group {self._group!r}", partition, at, reference),
-                )
+                errors[partition] = at, topic_recreated(owner, partition, at, reference)
         return errors
 
     def _publish_before(self, partitions: Collection[Partition], deadline: Deadline) -> None:

@@ -14,8 +14,7 @@ class RocketMQTiming:
     # The assumed difference between the clocks of hosts (hazard H67). A host whose clock is ahead by more would abort
     # transactions that their owners can still commit. Clocks under NTP differ by milliseconds.
     clocks_differ: float = 5.0
-    # Each message of a transaction is ended by itself, and the process keeps all of them in memory until the last has
-    # ended.
+    # Each message of a transaction is ended by itself, and its process keeps all of them in memory until then.
     transaction_messages: int = LIMITS.transaction_messages or 0
 
     # --- publishing ---------------------------------------------------------------------------------------------------
@@ -42,6 +41,9 @@ class RocketMQTiming:
 
     # --- check-backs --------------------------------------------------------------------------------------------------
 
+    # The time to settle one transaction, which may have thousands of messages to publish. The bridge settles one at a
+    # time, and brokers repeat a check-back without a response.
+    settle_timeout: float = 30.0
     # The wait before discarded halves that could not be ended are tried again: by then the decision log may be
     # available, or another process may have ended them.
     discarded_retry: float = 60.0

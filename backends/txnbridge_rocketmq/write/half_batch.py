@@ -28,24 +28,24 @@ _RESPONSE_POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
-class TopicHalves:
-    """The halves of a transaction in one topic, all on one broker: those with numbers from 0 to below `count`."""
+class HalfCount:
+    """The number of halves that a transaction has in one topic, on one broker. They are numbered from 0."""
 
     topic: str
     broker: str
     count: int
 
 
-def halves_as_json(topics: Sequence[TopicHalves]) -> dict[str, Any]:
+def halves_as_json(topics: Sequence[HalfCount]) -> dict[str, Any]:
     """Return the content of a decision log record: the halves by topic, and the current time."""
     halves = [[each.topic, each.broker, each.count] for each in topics]
     return {"halves": halves, "at": int(time.time() * 1000)}
 
 
-def halves_from_json(data: Mapping[str, Any]) -> list[TopicHalves]:
+def halves_from_json(data: Mapping[str, Any]) -> list[HalfCount]:
     """Decode the halves by topic in a decision log record. Raise `InvalidToken` if there are none."""
     try:
-        return [TopicHalves(str(topic), str(broker), int(count)) for topic, broker, count in data["halves"]]
+        return [HalfCount(str(topic), str(broker), int(count)) for topic, broker, count in data["halves"]]
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidToken("the record in the decision log does not name this transaction's messages") from error
 
@@ -93,9 +93,9 @@ class HalfBatch:
     _sent: list[_HalfInFlight] = field(default_factory=list)
 
     @property
-    def topics(self) -> list[TopicHalves]:
+    def topics(self) -> list[HalfCount]:
         return [
-            TopicHalves(topic, target.queues[0].broker, target.count)
+            HalfCount(topic, target.queues[0].broker, target.count)
             for topic, target in self.targets.items()
             if target.count
         ]

@@ -42,7 +42,7 @@ from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, PublishedMessageMissing
 from txnbridge_rocketmq.outcome.outcome import publish_exclusively
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
-from txnbridge_rocketmq.write.half_batch import HalfBatch, HalfTarget, TopicHalves, halves_as_json, halves_from_json
+from txnbridge_rocketmq.write.half_batch import HalfBatch, HalfCount, HalfTarget, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.message_format import partition_of, to_wire
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
@@ -76,7 +76,7 @@ class RocketMQWriter(Writer):
     def __init__(self, owner: WriterOwner, number: int) -> None:
         self._owner = owner
         self._number = number
-        self._unpublished: tuple[str, Sequence[TopicHalves]] | None = None  # committed before, perhaps unpublished
+        self._unpublished: tuple[str, Sequence[HalfCount]] | None = None  # committed before, perhaps unpublished
         self._cluster = owner.cluster
         self._round_robin = itertools.count(secrets.randbelow(1 << 16))
         self._begun = Begin("", Deadline(0), False, None)

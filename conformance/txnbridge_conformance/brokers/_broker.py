@@ -26,9 +26,8 @@ _Self = TypeVar("_Self", bound="Broker")
 
 # The interval at which `wait_until` checks its condition.
 _POLL_SECONDS = 0.02
-# The time for a process to end after SIGKILL (a disk may be busy), and after SIGTERM before SIGKILL follows.
+# The time for a process to end after SIGKILL: a disk may be busy.
 _KILL_SECONDS = 60.0
-_STOP_SECONDS = 30.0
 # The number of last lines of a broker's log file in the error if it did not start. They mostly have the cause.
 _LOG_LINES = 3
 
@@ -118,13 +117,14 @@ class Broker(ABC):
 class ProcessBroker(Broker):
     """A broker whose nodes are processes of this machine, each with its own folder and log file.
 
-    A subclass prepares the nodes' files, names the command that starts a node, and checks that a node answers.
+    A subclass prepares the nodes' files, names the command that starts a node, and checks that a node answers. After
+    `stop_timeout`, `stop` kills a node that has not ended.
     """
 
-    def __init__(self, folder: Path | None, start_timeout: float) -> None:
+    def __init__(self, folder: Path | None, start_timeout: float, stop_timeout: float = 30.0) -> None:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="txnbridge-broker-"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._start_timeout = start_timeout
+        self._start_timeout, self._stop_timeout = start_timeout, stop_timeout
         self._processes = _Processes(self.folder)
 
     @abstractmethod
@@ -162,7 +162,7 @@ class ProcessBroker(Broker):
     def stop(self, node: int | None = None) -> None:
         self.resume(node)  # a frozen process does not handle SIGTERM
         self._signal(node, signal.SIGTERM)
-        if not self._wait_for_end(node, _STOP_SECONDS):
+        if not self._wait_for_end(node, self._stop_timeout):
             self.kill(node)
 
     def pause(self, node: int | None = None) -> None:
