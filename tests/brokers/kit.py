@@ -30,7 +30,7 @@ with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
 
 
 class Toy(brokers.ProcessBroker):
-    """Starts in milliseconds and does what all brokers do."""
+    """A broker that starts in milliseconds and does what all brokers do."""
 
     version = "1"
     nodes = (1, 2)

@@ -1,4 +1,4 @@
-"""Brokers in a container, up to what the engine is asked for: there is an engine of a few lines, and no container."""
+"""Tests of brokers in containers, with an engine of a few lines that records its requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("testcontainers"), 
 
 
 class Engine(ThreadingHTTPServer):
-    """Agrees to everything, and remembers what it was asked to create and to do."""
+    """Answers success to all requests, and records what it is asked to create and to do."""
 
     daemon_threads = False  # so that closing it waits for them
 

@@ -1,4 +1,4 @@
-"""Tests of fetching, with a Maven that is a few lines of shell."""
+"""Tests of fetching, with a Maven of a few lines of shell."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def txnbridge_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def kill_broker() -> Callable[[], object]:
-    """There is no broker but in the processes that use it, and the tests kill those."""
+    """Do nothing: the embedded broker is only in the processes that use it, and the tests kill those."""
     return lambda: None
 
 
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def broker_of(item: pytest.Item) -> type[Broken] | None:
-    """The broken broker that an item runs on, if it does on one."""
+    """Return the broken broker on which an item runs, or None."""
     callspec = getattr(item, "callspec", None)
     broker = callspec.params.get("txnbridge_url") if callspec else None
     return broker if isinstance(broker, type) else None

@@ -1,4 +1,4 @@
-"""Tests of the frame splitter: its pieces are the stream, and no stream makes it wait, fail or grow."""
+"""Tests of the frame splitter: it changes no byte, and no stream makes it wait, fail or grow."""
 
 from __future__ import annotations
 

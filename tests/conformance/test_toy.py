@@ -1,4 +1,4 @@
-"""The toy backend that the docs begin with passes what needs no other process, and is shown as it is."""
+"""The toy backend of the docs passes the tests that need no other process, and the docs show it unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topics and the doctor: on a live broker, and on settings as brokers have them."""
+"""Tests of administration and doctor: on a live broker, and with settings that brokers have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client: brokers by name, name servers in turn, membership that survives lost connections, bounded questions."""
+"""Tests of the client: brokers by name, name servers in turn, memberships after lost connections, notifications."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHOP = Membership(frozenset({"shop"}))
 
 
 class Cluster:
-    """A name server and a broker of a few lines, which note what is asked."""
+    """A name server and a broker of a few lines, which record the requests."""
 
     def __init__(self) -> None:
         self.asked: list[RemotingCommand] = []
@@ -61,7 +61,7 @@ class Cluster:
             peer.answer(command, ResponseCode.TOPIC_NOT_EXIST, remark="No topic route info")
 
     def moves(self) -> None:
-        """The broker goes away and another one takes its name."""
+        """Close the broker and start another one under its name."""
         self.broker.close()
         self.broker = FakeBroker(self._answer)
 

@@ -1,4 +1,4 @@
-"""A connection: every call ends by its time, and says whether the request may have had effect."""
+"""Tests of a connection: every call ends in time, and says whether the request may have had effect."""
 
 from __future__ import annotations
 

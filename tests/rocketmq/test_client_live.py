@@ -1,4 +1,4 @@
-"""The client and a real broker: what the broker does with each request is what the client says that it does."""
+"""Tests of the client with a real broker: each request does what the client's docstring says."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def put_half(
 
 @pytest.fixture
 def half(client, topic) -> Iterator[HalfAddress]:
-    """An open half, ended after the test in any case: open ones are written again at each look."""
+    """Store an open half, which is ended after the test: the broker would write it again in each round."""
     half = put_half(client, topic, b"half")
     yield half
     close(client, half)
@@ -143,7 +143,7 @@ def test_a_pull_that_waits_is_answered_when_a_message_comes(client, topic):
 
 
 def test_a_message_is_found_by_its_key_by_whoever_has_a_clock_that_is_behind(client, topic, monkeypatch):
-    """Else it would be taken for one that is missing, and be published again."""
+    """Otherwise the message would count as missing, and would be published again."""
     stored = client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
     behind = time.time() - 600
     monkeypatch.setattr(time, "time", lambda: behind)
@@ -227,7 +227,7 @@ def test_an_aborted_half_is_never_seen(client, topic):
     ids=["commit twice", "abort after commit", "commit after abort", "abort twice"],
 )
 def test_the_broker_remembers_no_outcome(client, topic, ends, copies):
-    """Whoever ends a half twice must know what the broker does not."""
+    """A process that ends a half twice must know its outcome from elsewhere."""
     half = put_half(client, topic, b"half")
     for how in ends:
         client.call(BROKER, end(half, HalfEnd.COMMIT if how == "C" else HalfEnd.ABORT), LONG)
@@ -291,7 +291,7 @@ def test_any_process_ends_a_half_by_its_address_also_after_the_broker_was_killed
 
 
 class Asked:
-    """Notes what a broker asks, and what it is told if there is an answer."""
+    """Records check-backs, and answers them if the test gives an answer."""
 
     def __init__(self) -> None:
         self.checks: list[CheckBack] = []
@@ -314,7 +314,7 @@ def asked() -> Asked:
 
 @pytest.fixture
 def shop(rocketmq_broker, asked) -> Iterator[RemotingClient]:
-    """A member of the group "shop"."""
+    """Return a client that is a member of the producer group "shop"."""
     with new_client(rocketmq_broker, on_checks=asked) as client:
         client.join(Membership(frozenset({"shop"})), LONG)
         yield client

@@ -1,4 +1,4 @@
-"""What each request is on the wire, and what is refused before it gets there."""
+"""Tests of requests: their encoding, and the values that are refused before sending."""
 
 from __future__ import annotations
 

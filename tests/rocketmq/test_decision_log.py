@@ -1,4 +1,4 @@
-"""Decision logs on a live broker: the contract, and what faults make of it."""
+"""Tests of decision logs on a live broker: the contract, and behaviour under faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from txnbridge.spi import Deadline
 
 
 class OpenLog(RocketMQDecisionLog):
-    """With connections of its own, as another process has it."""
+    """Opens a log with connections of its own, as another process does."""
 
     def __init__(self, url, name, timeout=LONG, **given):
         self.cluster = cluster_for(url, timeout, **given)
@@ -57,7 +57,7 @@ class OpenLog(RocketMQDecisionLog):
 
 @pytest.fixture
 def topic(name):
-    """Its topic."""
+    """Return the name of the log's topic."""
     return f"_txnbridge-log-{name}"
 
 
@@ -156,7 +156,7 @@ def test_a_log_whose_topic_is_made_anew_begins_at_its_first_record(log, open_nam
 
 
 class Trimmed:
-    """A broker whose queue has lost records; `pulls` answers each pull by its offset."""
+    """A broker whose queue has lost records; `pulls` has the answer to a pull by its offset."""
 
     address = ""
 
@@ -230,7 +230,7 @@ def test_a_log_that_became_shorter_while_it_was_read_ends_early():
 
 
 def test_a_record_that_is_not_as_safe_as_the_broker_was_told_to_make_it_is_not_decided(log, settings):
-    """No replica is there: the broker stores the record, and says so."""
+    """Without its replica the broker stores the record, and answers that it is not replicated."""
     append(log, b"0")
     settings(brokerRole="SYNC_MASTER", inSyncReplicas=2, minInSyncReplicas=1, slaveTimeout=200)
     with pytest.raises(OutcomeUnknown, match=r"SLAVE_NOT_AVAILABLE|FLUSH_SLAVE_TIMEOUT|IN_SYNC"):
@@ -249,7 +249,7 @@ def test_a_log_outlives_kill_9_of_its_broker(start_rocketmq, opened):
 
 @pytest.mark.full
 def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
-    """As it comes, a broker drops what is older than three days; this one does so at once, file by file."""
+    """By default a broker drops records after three days; this broker drops them at once, file by file."""
     hours = ";".join(f"{hour:02}" for hour in range(24))
     broker = start_rocketmq(
         settings={
@@ -279,7 +279,7 @@ def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
 
 @contextmanager
 def forgetful():
-    """A log whose broker stores what it is sent, and then does not say any more where its queue ends."""
+    """Return a log whose broker stores records, and then does not answer where its queue ends."""
 
     def reply(peer, command):
         if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
@@ -297,7 +297,7 @@ def forgetful():
 
 
 def test_of_a_record_that_was_stored_nobody_says_that_nothing_was():
-    """Else a commit that stands would be taken for one that was never asked for, and be run again."""
+    """Otherwise a commit that counts would be taken for one that was never claimed, and would be run again."""
     with forgetful() as log:
         takes(0.5, OutcomeUnknown, lambda deadline: log.append(b"stored", deadline))
 
@@ -319,7 +319,7 @@ def test_a_log_whose_topic_is_deleted_is_empty_and_not_made_anew_by_a_record(log
 
 
 def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, name, topic, opened):
-    """Made anew, and the first record in it is of a process that still believes in the one before."""
+    """The first record in the new log is from a process that still uses the old one."""
     old = Decisions(log, timeout=20)
     begin = old.begin(opening=old.open("owner"))
     old.claim("token", Decision.COMMIT, begin=begin)
@@ -387,7 +387,7 @@ def write_foreign_name(rocketmq_broker, client):
 
 @pytest.fixture
 def of_the_prefix(rocketmq_broker, name):
-    """A cluster of its own, as long as nobody else uses the prefix."""
+    """Return a cluster under a prefix that no other test uses, so that it has an id of its own."""
     cluster = cluster_for(rocketmq_broker.url, prefix=f"{name}-")
     yield cluster
     cluster.client.close()

@@ -1,4 +1,4 @@
-"""Halves and their ends on a broker of a few lines: what is decided is published once, whatever is lost on the way."""
+"""Tests of ending halves, on a broker of a few lines: what is decided is published once, whatever fails."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def other(broker: HalfBroker, log: MemoryLog) -> Process:
 
 
 def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
-    """The `nth` request of a kind meets a fault."""
+    """Let the `nth` request of a kind meet a fault."""
     count = 0
 
     def found(request: RpcRequest[Any]) -> str | int | None:
@@ -71,7 +71,7 @@ def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
 
 
 def answer_all(process: Process, broker: HalfBroker) -> None:
-    """The broker asks until nothing is open: what is not decided is aborted after its deadline."""
+    """Run rounds of check-backs until no half is open: undecided transactions are aborted after their deadline."""
     until = Deadline(30)
     while broker.open:
         assert not until.expired, "halves are still open"
@@ -204,7 +204,7 @@ def test_what_became_of_a_commit_without_an_answer_is_decided_before_its_writer_
 
 
 def lose_answers(log: MemoryLog, stands: bool) -> None:
-    """From now on nobody hears whether a record was stored, which it was or was not."""
+    """From now on, lose the answer whether a record was stored, which it was or was not."""
     append = log.append
 
     def lose(record: bytes, deadline: Deadline | None = None) -> Any:
@@ -216,7 +216,7 @@ def lose_answers(log: MemoryLog, stands: bool) -> None:
 
 
 def stored_but(broker: HalfBroker) -> Any:
-    """Stores a half, and says that it was not flushed."""
+    """Store a half, and answer that it was not flushed."""
     answer = broker.answer
 
     def store(request):
@@ -595,7 +595,7 @@ def test_a_proxy_that_answers_and_does_nothing_is_found_out(owner, other, broker
 
 
 def swallow(broker: HalfBroker) -> None:
-    """From now on it says yes to the end of each half, and does nothing."""
+    """From now on, answer success to the end of each half, and do nothing."""
     broker.fault = lambda request: 0 if request.code == RequestCode.END_TRANSACTION else None
 
 
@@ -741,7 +741,7 @@ def half(number: int, seconds: float) -> Half:
 
 
 class Asker(RocketMQHalfStore):
-    """Asks an application, which is a member of the group."""
+    """The half store of an application, whose check-backs come from a `HalfBroker`."""
 
     def __init__(self, process: Process, broker: HalfBroker) -> None:
         super().__init__(process.ender)
@@ -749,7 +749,7 @@ class Asker(RocketMQHalfStore):
         self._check_backs["shop"] = OrderedDict()
 
     def ask(self) -> list[str]:
-        """The broker asks; those that the application is asked about."""
+        """Run a round of check-backs, and return the transactions that the application is asked about."""
         self._note_check_backs("shop", self._broker.ask())
         return [each.transaction for each in self.checks("shop", 4, Deadline(0.1))]
 
@@ -841,7 +841,7 @@ def test_without_the_log_a_transaction_is_torn(monkeypatch):
 
 
 def what_went_wrong(seed: int) -> list[str]:
-    """Processes that die, lose answers and take over from one another; in the end, when all is answered."""
+    """Return the broken promises after a random run: processes die, lose answers and take over from others."""
     chance = random.Random(seed)
     broker, log = HalfBroker(), MemoryLog()
     tokens: list[Token] = []
@@ -898,7 +898,7 @@ def live(process: Process, broker: HalfBroker, number: int, tokens: list[Token],
 
 
 def findings(broker: HalfBroker) -> list[str]:
-    """Of each transaction all or nothing is published, each message once and in its order."""
+    """Return the broken promises: of each transaction all or nothing is published, each message once and in order."""
     seen = broker.seen("a")
     found = [f"{body!r} came twice" for body in set(seen) if seen.count(body) > 1]
     sent: dict[bytes, set[int]] = {}

@@ -1,4 +1,4 @@
-"""Groups on a live broker: where they begin and stand, what acknowledges, and who reads which partition."""
+"""Tests of groups on a live broker: where they begin, their positions, acknowledgements, and assignment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def group() -> str:
 
 @pytest.fixture
 def join(bridge: Bridge) -> Iterator[Callable[..., Member]]:
-    """Members that are closed after the test."""
+    """Return a function that opens members, which are closed after the test."""
     with ExitStack() as stack:
         yield lambda *given, **how: stack.enter_context(member(how.pop("bridge", bridge), *given, **how))
 
@@ -54,7 +54,7 @@ Join = Callable[..., Member]
 
 
 def stands(reader: Member) -> dict[Any, Any]:
-    """Where the group is, by the decision log."""
+    """Return the group's offsets in the decision log."""
     assert reader.reader._group is not None
     return reader.reader._group.positions(Deadline(SOON))[0]
 
@@ -178,7 +178,7 @@ def test_a_group_whose_log_is_gone_does_not_begin_again(
 def test_a_group_that_cannot_go_on_behind_its_last_transaction_says_so(
     join: Join, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its halves are gone, or cannot be found: nobody would learn from a reader that hands out nothing, for ever."""
+    """Halves that are gone must be an error: a reader that returns no message for ever would hide it."""
     topic = new_topic(client)
     publish(client, topic, b"0", b"1")
     reader = join(topic, group)
@@ -209,7 +209,7 @@ def test_the_broker_is_told_where_a_group_stands(join: Join, client: RemotingCli
 def test_a_member_leaves_also_while_only_a_seek_can_say_where_a_partition_goes_on(
     join: Join, client: RemotingClient, group: str
 ) -> None:
-    """Else its connections would stay, and with them its part of the group, which nobody would read any more."""
+    """Otherwise its connections would stay, and no other member would read its partitions."""
     topic = new_topic(client, 2)
     publish(client, topic, b"0", queue=1)
     join(new_topic(client), group).has(1)  # so that the broker has a group of that name
@@ -229,7 +229,7 @@ def test_a_member_leaves_also_while_only_a_seek_can_say_where_a_partition_goes_o
 def test_members_leave_in_time_while_the_broker_is_silent(
     join: Join, client: RemotingClient, rocketmq_broker: brokers.RocketMQ, group: str
 ) -> None:
-    """A bridge closes all of its consumers, one after another, and may have no time left for the last ones."""
+    """A bridge closes its consumers one after another, so slow ones would leave no time for the last."""
     topic = new_topic(client, 4)
     publish(client, topic, b"0")
     members = [join(topic, group) for _ in range(4)]
@@ -247,7 +247,7 @@ def test_members_leave_in_time_while_the_broker_is_silent(
 
 
 def at_once(join: Join, topic: str, group: str) -> tuple[Member, Member]:
-    """Two members that both take all partitions for theirs, as when one of them was asleep."""
+    """Open two members that both take all partitions, as if one of them had been asleep."""
     members = join(topic, group), join(topic, group)
     for each in members:
         sharing: Any = each.sharing
@@ -462,7 +462,7 @@ def test_another_application_in_the_same_group_is_refused(
 
 
 def hold(url: str, topic: str, group: str) -> None:
-    """Be a member with all partitions until killed."""
+    """Be a member with all partitions until the process is killed."""
     with connect_to(url) as bridge, member(bridge, topic, group) as reader:
         reader.until(reader.positions)
         tell(sorted(reader.positions()))

@@ -1,4 +1,4 @@
-"""Half messages of applications on a live broker: whoever dies, each is published once or never, and none is lost."""
+"""Tests of half messages of applications on a live broker: each is published once or never, whoever dies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def says(decision: Decision) -> Callable[..., Decision]:
 
 
 def store(url: str, topic: str, group: str, timeout: float) -> None:
-    """Two half messages, about which nobody knows; to be killed before that is so."""
+    """Store two half messages that stay undecided. The test may kill the process before."""
     with writing_kit.open_bridge(url) as bridge:
         with bridge.half_messages(group, execute=says(Decision.UNDECIDED), check=says(Decision.UNDECIDED)) as halves:
             with halves.transaction(timeout=timeout) as txn:
@@ -47,7 +47,7 @@ def resolve(url: str, group: str) -> None:
 
 
 def waiting(cluster: Any, group: str) -> list[open_halves.PendingHalf]:
-    """The halves of a group that have not ended, and about which the broker asks."""
+    """Return the open halves of a group, for which the broker sends check-backs."""
     deadline = Deadline(60)
     found = [half for name in cluster.brokers.names(deadline) for half in open_halves._waiting(cluster, name, deadline)]
     return [half for half in found if half.record.properties[Property.GROUP].endswith(group)]

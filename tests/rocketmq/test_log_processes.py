@@ -1,4 +1,4 @@
-"""Processes that decide at once on one log of RocketMQ: they are killed, lose answers, and so does their broker."""
+"""Tests of processes that decide in one log at the same time while they and the broker are killed."""
 
 from __future__ import annotations
 

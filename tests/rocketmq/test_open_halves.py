@@ -1,4 +1,4 @@
-"""Transactions that nobody has ended, on a live broker: listed, ended by hand, asked about again."""
+"""Tests of open transactions on a live broker: they are listed, ended by hand, and their check-backs resumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from txnbridge.testing import Child, tell
 
 @pytest.fixture
 def observer(open_bridge):
-    """An administrator's bridge; nobody asks it about what others have left."""
+    """Return an administrator's bridge, whose application gets no check-backs of the tests' transactions."""
     return open_bridge(application="observers").admin
 
 
@@ -42,12 +42,12 @@ def gone(admin, name):
 
 
 def published(client, topic):
-    """In its first queue."""
+    """Return the bodies in a topic's first queue."""
     return bodies(client, topic)
 
 
 def prepare_and_go(open_bridge, topic):
-    """What names a prepared transaction of which no bridge is left, and its application."""
+    """Prepare a transaction, close its bridge, and return the transaction's id, its token and the application."""
     application = unique("gone")
     with open_bridge(application=application) as bridge:
         with bridge.transaction(prepare=True, hold=600) as txn:
@@ -56,7 +56,7 @@ def prepare_and_go(open_bridge, topic):
 
 
 def open_and_wait(url, topic, application, id=None):
-    """Tells the transaction's id; it is killed long before its deadline."""
+    """Tell the transaction's id, and wait; the test kills the process long before the deadline."""
     bridge = writing_kit.open_bridge(url, application=application, transactional_id=id)
     txn = bridge.transaction(timeout=600)
     txn.send(topic, b"left", partition=0)
@@ -66,7 +66,7 @@ def open_and_wait(url, topic, application, id=None):
 
 
 def die_with_an_open_one(broker, topic):
-    """The id of a transaction whose process is dead."""
+    """Return the id of a transaction whose process is dead."""
     with Child(open_and_wait, broker.url, topic, unique("gone")) as child:
         name = child.told()
         child.kill()
@@ -220,7 +220,7 @@ def test_a_topic_in_use_by_a_transaction_is_not_deleted(open_bridge, observer, t
 
 
 def discard(observer, settings, name):
-    """Let the broker give up, and go on as before."""
+    """Let the broker discard a transaction's open halves, and then allow many check-backs again."""
     settings(transactionCheckMax=1)
     assert becomes_true(lambda: [each.state for each in listed(observer, name)] == ["discarded"])
     settings(transactionCheckMax=1000)

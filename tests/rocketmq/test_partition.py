@@ -1,4 +1,4 @@
-"""One partition of a reader, against answers that a broker seldom gives."""
+"""Tests of a reader's partition with responses that a broker seldom gives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def nothing(at: int) -> PullResult:
 
 @dataclass
 class Answer:
-    """A call that is answered, or lost, or never ends."""
+    """A call with a response or an error, or one that never ends."""
 
     given: Any
     is_none: bool = False
@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass
 class Broker:
-    """Answers what it is asked, in order, and then no more."""
+    """Answers requests from lists, in order, and then no more."""
 
     pulls: list[Any]
     lookups: list[Any] = field(default_factory=list)
@@ -90,7 +90,7 @@ def reading(*pulls: Any, at: int = 0, lookups: Any = (), timing: RocketMQTiming 
 
 
 def go(cursor: QueueReader, broker: Broker, rounds: int = 20) -> list[Any]:
-    """Ask and take in what comes, and hand it out."""
+    """Send requests, process responses, and return the messages handed out."""
     messages = []
     for _ in range(rounds):
         cursor.send_pulls(broker.submit)
@@ -116,7 +116,7 @@ def test_only_one_request_waits_at_the_end_of_a_queue():
 
 
 class Bounded(Broker):
-    """Has 300 messages of one transaction, and gives some of what is asked for: as many as `room` says."""
+    """Has 300 messages of one transaction. A response has as many as `room` returns."""
 
     def __init__(self, room):
         super().__init__([])

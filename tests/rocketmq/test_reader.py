@@ -1,4 +1,4 @@
-"""Reading queues of a live broker, alone: order, repeats made for real, and messages of others."""
+"""Tests of reading on a live broker without a group: order, real duplicates, and other clients' messages."""
 
 from __future__ import annotations
 

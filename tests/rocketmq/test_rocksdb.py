@@ -1,4 +1,4 @@
-"""A broker that keeps halves in RocksDB: they are found by their keys there, and end as they are decided."""
+"""Tests of a broker that keeps halves in RocksDB: they are found by key, and end as decided."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def one(client: RemotingClient) -> str:
 
 
 def halves(client: RemotingClient, topic: str) -> int:
-    """How many were ever stored in a half topic."""
+    """Return how many halves were ever stored in a half topic."""
     return client.call(BROKER, read_requests.max_offset(topic, 0), LONG)
 
 
@@ -139,12 +139,12 @@ def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_pa
 
 
 def left_decided(*what: Any) -> str:
-    """A transaction whose owner died when it was committed, and before anything of it was published."""
+    """Return a transaction whose owner died after the commit and before it published a message."""
     with Child(writing_kit.commit_some, *what, kill="step:publish/before") as child:
         child.stopped()
     return str(child.told())
 
 
 def prepared(bridge: Bridge, client: RemotingClient) -> str:
-    """A transaction that the broker is going to ask about."""
+    """Return a prepared transaction, for which the broker is going to send check-backs."""
     return Token.parse(prepare(bridge, new_topic(client), b"1", hold=1)).transaction

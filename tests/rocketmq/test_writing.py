@@ -1,4 +1,4 @@
-"""A writer's transactions, as a live broker and a plain client see them."""
+"""Tests of a writer's transactions, as a live broker and another client see them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def proxy(rocketmq_broker: brokers.RocketMQ) -> Iterator[faults.Proxy]:
 
 @contextmanager
 def lost(proxy: faults.Proxy, **what: Any) -> Iterator[None]:
-    """The next request or answer of a kind never arrives, and all connections end."""
+    """Let the next request or response of a kind never arrive, and cut all connections."""
     held = proxy.hold(**what)
 
     def lose() -> None:
@@ -194,7 +194,7 @@ def test_a_large_half_is_published_however_often_the_broker_has_copied_it(
 
 
 class Neighbours:
-    """Transactions of other threads of the same bridge."""
+    """Transactions in other threads of the same bridge."""
 
     def __init__(self, bridge: Bridge, topic: str) -> None:
         self._bridge, self._topic = bridge, topic
@@ -211,7 +211,7 @@ class Neighbours:
         return outcomes
 
     def stop(self) -> set[Outcome | None]:
-        """The outcomes. Raises what a transaction raised."""
+        """Return the outcomes. Raise the error of a transaction."""
         self._stop.set()
         with self._pool:
             return self._outcomes.result()
@@ -516,7 +516,7 @@ def test_an_owner_that_dies_before_the_decision_has_published_nothing_and_never_
 
 
 def decision(bridge: Bridge, client: RemotingClient, topic: str, transaction: str) -> str | None:
-    """What stands in the log about a transaction, found by what its half says."""
+    """Return the decision in the log about a transaction, found by its half's properties."""
     origin = origin_of(copies(client, topic, transaction)[0])
     assert origin is not None
     ledger = cluster_of(bridge).context.ledger(writing_kit.APPLICATION, transaction.rsplit("/", 2)[0])
@@ -641,7 +641,7 @@ def test_tokens_are_prepared_after_a_kill_of_the_broker_and_end_as_decided(
 def test_what_a_killed_broker_asks_about_again_is_not_published_again(
     start_rocketmq: StartRocketMQ, open_bridge: Open
 ) -> None:
-    """Which halves have ended it notes only now and then; of the last ones it has forgotten that."""
+    """The broker writes op messages in batches, and has lost the last batch."""
     slow_notes = {
         "transactionOpMsgMaxSize": "4096",
         "transactionOpBatchInterval": "3000",
