@@ -25,14 +25,14 @@ from txnbridge.errors import TxnBridgeError
 
 HERE = Path(__file__).parent
 LONG = 30.0
-# Without --full: one of the suite's walks, some of the random worlds, and what does not take half a minute.
+# Only with --full: all but one of the suite's kill walks, most random runs, and tests that take half a minute.
 WALK = "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]"
 RARE = re.compile(r"test_demo\.py|test_whatever_is_lost.*\[([89]|\d\d)\]|what_does_not_count\[200|reads_stay_short")
 
 _numbers = count(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before those marked `full` are skipped
+@pytest.hookimpl(tryfirst=True)  # before the tests marked `full` are skipped
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         rare = RARE.search(item.nodeid) or ("wherever" in item.name and item.name != WALK)
@@ -116,7 +116,7 @@ def txnbridge_url(rocketmq_broker: brokers.RocketMQ) -> str:
 
 @pytest.fixture
 def side_by_side() -> int:
-    return 4  # the broker is small, and each process waits for it
+    return 4  # more processes would only wait for the small broker
 
 
 @pytest.fixture
@@ -152,5 +152,5 @@ def _nothing_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
     admin = request.getfixturevalue("administrator").admin
     yield
     for left in admin.transactions():
-        with contextlib.suppress(TxnBridgeError):  # it was ended meanwhile
+        with contextlib.suppress(TxnBridgeError):  # another process has ended it meanwhile
             admin.abort(left.transaction)

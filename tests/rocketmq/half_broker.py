@@ -31,11 +31,11 @@ from txnbridge._decisions import Decisions
 from txnbridge.spi import Begin, Deadline, Identity
 
 HOME = "broker-1"
-# This broker does at once what it does, and there is one clock.
+# The durations for this broker, which answers and indexes at once. All processes have one clock.
 FAST = RocketMQTiming(
     clocks_differ=0.0, index_delay=0.0005, index_timeout=0.05, publish_look_up_pause=0.0005, end_pause=0.0005
 )
-# Long enough for whatever is not meant to wait, short enough for what is.
+# The immunity time never ends in a test, and unanswered requests expire at once.
 TOLD = {"transactionTimeOut": "60000", "waitTimeMillsInTransactionQueue": "1"}
 
 
@@ -64,13 +64,13 @@ class HalfBroker:
     """Answers the requests of many clients. `fault` returns what goes wrong with a request, or None."""
 
     halves: list[Kept] = field(default_factory=list)
-    open: set[int] = field(default_factory=set)  # the offsets in the half topic of those that have not ended
+    open: set[int] = field(default_factory=set)  # the offsets in the half topic of open halves
     discarded: list[Kept] = field(default_factory=list)
     published: list[tuple[str, int, dict[str, str], bytes]] = field(default_factory=list)
     locks: dict[str, str] = field(default_factory=dict)
     told: dict[str, str] = field(default_factory=lambda: dict(TOLD))
     fault: Callable[[RpcRequest[Any]], str | int | None] = lambda request: None
-    late: bool = False  # whether all halves are older than their owner's time
+    late: bool = False  # whether the immunity time of all halves is past
 
     def answer(self, request: RpcRequest[Any]) -> RemotingCommand:
         match request.code:

@@ -39,7 +39,7 @@ class Official:
         self._consumer = rocketmq.SimpleConsumer(configuration, group, {topic: rocketmq.FilterExpression("*")}, AWAIT)
         self._consumer.startup()
         until = time.monotonic() + PATIENCE
-        while True:  # the proxy fails until it has taken in what a consumer has told it of itself
+        while True:  # the proxy fails until it has registered the consumer
             try:
                 self._consumer.receive(32, HIDDEN)
                 break

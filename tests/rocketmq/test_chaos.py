@@ -34,7 +34,7 @@ org.apache.rocketmq.client.consumer.PullStatus
 org.apache.rocketmq.common.message.MessageExt
 org.apache.rocketmq.common.message.MessageQueue
 """
-# Of each message its queue, its unique key and its body.
+# A message: its queue, its unique key and its body.
 READING = """
     DefaultMQPullConsumer consumer = new DefaultMQPullConsumer("independent");
     BufferedReader asked = new BufferedReader(new InputStreamReader(System.in));

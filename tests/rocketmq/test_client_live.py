@@ -34,7 +34,7 @@ from tests.rocketmq.kit import BROKER, batched, becomes_true, bodies, pairs, rea
 
 LONG = 30.0
 SHORT = 0.5
-# A group of producers that nobody is a member of: its halves are asked about and nobody answers.
+# A producer group without members, so that the check-backs of its halves get no response.
 ALONE = "alone"
 
 
@@ -109,7 +109,7 @@ def test_queues_have_bounds_and_are_searched_by_time(client, topic):
     at = [record.stored_time for record in read_all(client, topic)]
     assert client.call(BROKER, read_requests.offset_at(topic, 0, at[0] - 1), LONG) == 0
     assert client.call(BROKER, read_requests.offset_at(topic, 0, at[2]), LONG) <= 2
-    assert client.call(BROKER, read_requests.offset_at(topic, 0, at[2] + 60_000), LONG) == 4  # behind the marker
+    assert client.call(BROKER, read_requests.offset_at(topic, 0, at[2] + 60_000), LONG) == 4  # after the marker message
 
 
 def test_a_pull_beyond_the_end_says_where_to_go_on(client, topic):
@@ -125,7 +125,7 @@ def test_a_queue_tells_where_a_message_lies_in_the_commit_log(client, topic):
     def told(offset):
         return client.call(BROKER, read_requests.log_offset_at(topic, 0, offset), LONG)
 
-    assert told(0) is None  # nothing was ever there
+    assert told(0) is None  # the queue never had a message
     for number in range(3):
         client.call(BROKER, send(WireMessage(topic, b"%d" % number), ALONE, 0), LONG)
     records = read_all(client, topic)
@@ -137,7 +137,7 @@ def test_a_pull_that_waits_is_answered_when_a_message_comes(client, topic):
     waiting = client.submit(BROKER, read_requests.pull(topic, 0, 0, ALONE, wait=15), LONG)
     client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
     pulled = waiting.result()
-    while pulled.status is PullStatus.NOTHING_NEW:  # it came before the pull, and could not be read yet
+    while pulled.status is PullStatus.NOTHING_NEW:  # the message was stored, and is not readable yet
         pulled = client.call(BROKER, read_requests.pull(topic, 0, 0, ALONE, wait=15), LONG)
     assert [record.body for record in pulled.records] == [b"x"]
 
@@ -327,7 +327,7 @@ def test_the_broker_asks_a_member_of_the_group_and_takes_its_answer(client, shop
     assert (first.times, second.times) == (1, 2)
     assert (first.half.topic, first.half.group, first.broker) == (topic, "shop", BROKER)
     assert first.record.payload() == b"half"
-    # Each time it is another copy that has to be ended.
+    # Each round has written another copy, which the request must name.
     assert half.log_offset < first.half.log_offset < second.half.log_offset
     asked.answer = lambda check: client.call(BROKER, end(check.half, HalfEnd.COMMIT, from_check=True), LONG)
     assert becomes_true(lambda: bodies(client, topic) == [b"half"])
@@ -380,7 +380,7 @@ def test_a_half_that_nobody_answers_for_is_set_aside_and_can_be_resumed(rocketmq
     def discarded():
         try:
             return client.call(BROKER, read_requests.by_unique_key(DISCARDED_TOPIC, half.unique_key), LONG)
-        except ErrorResponse:  # its topic is made with its first message
+        except ErrorResponse:  # the broker creates this topic with its first message
             return []
 
     assert becomes_true(lambda: len(discarded()) == 1, 60)
@@ -474,7 +474,7 @@ def test_a_frozen_broker_holds_no_call_past_its_time_and_answers_when_it_goes_on
         assert caught.value.may_have_had_effect
     finally:
         rocketmq_broker.resume()
-    # It was true that it might have had effect.
+    # The error was right: the request has had effect.
     assert becomes_true(lambda: bodies(client, topic) == [b"late"])
 
 

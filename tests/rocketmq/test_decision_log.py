@@ -174,7 +174,7 @@ class Trimmed:
         elif command.code == RequestCode.QUERY_CONSUMER_OFFSET:
             peer.answer(command, int(ResponseCode.QUERY_NOT_FOUND))
         else:
-            at = int(command.fields["queueOffset"])  # some are asked for before they are needed
+            at = int(command.fields["queueOffset"])  # some requests are sent ahead
             code, following, offsets = self._pulls.get(at, (ResponseCode.PULL_NOT_FOUND, at, []))
             body = b"".join(stored(b"%d" % offset, "log", queue=0, queue_offset=offset) for offset in offsets)
             told = {"nextBeginOffset": following, "minOffset": self._first, "maxOffset": self._end}
@@ -241,7 +241,7 @@ def test_a_log_outlives_kill_9_of_its_broker(start_rocketmq, opened):
     broker = start_rocketmq(settings={"autoCreateTopicEnable": "true"})
     log = opened(broker.url, "kept")
     outlive_kill_9(broker, log, rounds=1)
-    # This broker makes topics for whoever sends, with many queues. A log that is gone is not made so.
+    # This broker creates topics at the first message, with many queues. It must not create a deleted log so.
     delete_topic(log, "_txnbridge-log-kept")
     takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"never", deadline))
     assert log.cluster.topics.existing_queues("_txnbridge-log-kept", Deadline(LONG)) == ()
@@ -262,7 +262,7 @@ def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
     log = opened(broker.url, "dropped")
     large = b"x" * 900_000
     at = append(log, b"first", *[large] * 40)
-    deadline = Deadline(200)  # the first look is after a minute
+    deadline = Deadline(200)  # the broker first drops files after a minute
     while log.begin(Deadline(LONG)) == at[0]:
         deadline.check("waiting for the broker to drop the first file")
         time.sleep(0.5)
@@ -272,7 +272,7 @@ def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
     assert at[0] < begin <= end == at[-1]
     left = read(log)
     assert [position for position, _ in left] == at[at.index(begin) :]
-    # Nobody takes it for a new one.
+    # No process takes the log for a new one.
     with pytest.raises((EvidenceLost, OutcomeUnknown)):
         Decisions(log, timeout=20).claim("id", Decision.COMMIT)
 
@@ -335,7 +335,7 @@ def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, nam
     assert done.exit_code == ExitCode.OK, done.output
     young = Decisions(opened(rocketmq_broker.url, name), timeout=20)
     opening = young.open("owner")
-    for number in range(9):  # it grows beyond what the old one has read
+    for number in range(9):  # more records than a reader of the old log has read
         new = young.begin(opening=opening)
         assert young.claim(f"new-{number}", Decision.COMMIT, begin=new, opening=opening).mine
     with pytest.raises(EvidenceLost, match="began it anew"):
@@ -423,7 +423,7 @@ def test_with_two_brokers_a_log_stays_on_one_and_is_not_begun_anew_on_the_other(
     log = opened(broker.url, "home")
     assert log.cluster.topics.home == "broker-1"
     append(log, b"0")
-    # The same log on both: refused by name.
+    # The topic of the log is on both brokers, which is refused.
     broker.create_topic("_txnbridge-log-both", queues=1)
     with pytest.raises(InvalidOption, match=r"_txnbridge-log-both must have one queue.*broker-1\[0\], broker-2\[0\]"):
         OpenLog(broker.url, "both")
@@ -433,7 +433,7 @@ def test_with_two_brokers_a_log_stays_on_one_and_is_not_begun_anew_on_the_other(
         while "broker-1" in client.brokers(LONG):
             deadline.check("waiting until the name server forgets the broker")
             time.sleep(0.1)
-    # Whoever comes now knows where it was, and finds it there when it is back.
+    # A bridge that connects now knows the home broker, and uses it once it is up again.
     takes(1, DeadlineExceeded, lambda deadline: OpenLog(broker.url, "home", deadline.seconds))
     broker.start(1)
     again = opened(broker.url, "home", 90)

@@ -23,7 +23,9 @@ class Queue:
 
     records: list[MessageExt] = field(default_factory=list)
     log: int = 0
-    halves: dict[int, list[int]] = field(default_factory=dict)  # where the copies of each half stand, oldest first
+    halves: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # the commit log offsets of each half's copies, oldest first
 
     def store(self, number: int) -> None:
         self.log += 1
@@ -151,7 +153,7 @@ def test_who_starts_in_the_middle_looks_up_what_was_under_way_then():
     queue.publish(2)
     reading = Reading(queue)
     assert reading.read(1, 200) == list(range(1, 100))
-    assert reading.looked_up == 2  # the second and the third: their halves stand before the first that was read
+    assert reading.looked_up == 2  # messages 1 and 2: their halves are before the first message that was read
 
 
 def test_a_copy_that_comes_much_later_is_a_repeat_also_where_the_first_one_is_forgotten():

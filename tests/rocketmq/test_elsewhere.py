@@ -58,7 +58,7 @@ def test_what_is_read_and_what_is_sent_is_decided_there_together(
     with bridge.consumer(topic, group=group) as consumer:
         assert not consumer.poll(timeout=1)
     assert bodies(client, results) == [b"10", b"20"]
-    # Who looks for decisions elsewhere neither skips nor repeats what it does not know of.
+    # A reader with another decision log neither skips nor repeats messages of which it knows no acknowledgement.
     with open_bridge(application=application).consumer(topic, group=group) as consumer:
         with pytest.raises(PositionLost, match="not in this application's decision log"):
             consumer.poll(timeout=SOON)

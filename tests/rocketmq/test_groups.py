@@ -279,7 +279,7 @@ def test_who_was_overtaken_learns_it_and_goes_on_behind(join: Join, client: Remo
     two.acknowledge(two.take(1))
     with pytest.raises(Conflict, match="is not where these messages begin"):
         one.acks(late)
-    one.seek({(topic, 0): late[0].position})  # as the core does when the transaction has aborted
+    one.seek({(topic, 0): late[0].position})  # as the core does after an abort
     again = one.take(2)
     assert values(again) == [b"1", b"2"]
     one.acknowledge(again)
@@ -297,7 +297,7 @@ def test_an_earlier_transaction_that_is_undecided_is_not_passed_over(
     with pytest.raises(Conflict, match="undecided"):
         reader.acks(rest)
     reader.seek({(topic, 0): rest[0].position})
-    assert values(reader.take(3)) == [b"0", b"1", b"2"]  # it may never be committed
+    assert values(reader.take(3)) == [b"0", b"1", b"2"]  # the transaction may never be committed
     reader.seek({(topic, 0): rest[0].position})
     rest = reader.take(2)
     reader.claim(prepared)
@@ -345,7 +345,7 @@ def test_consume_transform_produce_of_two_members_at_once_happens_once(
         with bridge.consumer(source, group) as consumer:
             reader: Any = consumer._reader.reader
             me = reader._rebalancer.client.client_id
-            reader._rebalancer._members = lambda broker, deadline: [me]  # neither knows of the other
+            reader._rebalancer._members = lambda broker, deadline: [me]  # so that neither knows the other
             while len(done) < 30:
                 for message in consumer.poll(3, timeout=0.2):
                     try:
@@ -386,7 +386,7 @@ def test_a_consumer_goes_on_when_its_acknowledgement_never_came_to_the_log(
     with connect_to(rocketmq_broker.url) as bridge, bridge.consumer(topic, group) as consumer:
         (message,) = take(consumer, 1)
         with monkeypatch.context() as patched, pytest.raises(OutcomeUnknown), bridge.transaction(timeout=1) as txn:
-            txn.ack(message)  # and nothing else: of no half a broker could ask
+            txn.ack(message)  # only an ack: without halves, no check-back follows
             patched.setattr(RocketMQDecisionLog, "append", lose)
         assert txn.outcome is Outcome.UNKNOWN
         assert becomes_true(lambda: values_read() == [b"1", b"2"])
@@ -425,7 +425,7 @@ def test_a_new_member_gets_its_share_and_all_when_the_others_leave(
     two.has(2)
     assert sorted({*one.positions(), *two.positions()}) == [(topic, number) for number in range(4)]
     one.close()
-    two.has(4)  # within a minute: without being told, brokers keep a member for two
+    two.has(4)  # within a minute: brokers drop silent members after two
 
 
 def test_a_member_keeps_its_partitions_until_it_has_ended_its_transaction(
@@ -435,7 +435,7 @@ def test_a_member_keeps_its_partitions_until_it_has_ended_its_transaction(
     one = join(topic, group)
     one.has(2)
     two = join(topic, group)
-    two.until(lambda: bool(two.sharing._waits))  # it knows its share, and may not read it
+    two.until(lambda: bool(two.sharing._waits))  # it has its assignment, and waits for the lock
     assert two.positions() == {}
     one.has(1)
     two.has(1)
@@ -493,7 +493,7 @@ def test_the_partitions_of_a_killed_member_are_taken_over_at_once(
             reader.has(1)
             assert len(other.told()) == 1
             other.kill()
-            with within(0):  # it gave up the lock for the dead, which lasts a minute
+            with within(0):  # the lock of the dead member would last a minute; `reader` has unlocked it
                 reader.has(2)
 
 
@@ -560,7 +560,7 @@ def test_locks_of_a_member_that_is_gone_are_given_up_for_it(join: Join, client: 
     one.has(1)
     two.has(1)
     name = two.sharing.client.client_id
-    two.sharing.client.close()  # as if it had died: nothing is unlocked
+    two.sharing.client.close()  # as if it had died: it unlocks nothing
     one.has(2)
     assert client.call(BROKER, groups.lock(group, one.sharing.client.client_id, queues), LONG) == queues
     assert client.call(BROKER, groups.lock(group, name, queues), LONG) == set()

@@ -74,7 +74,7 @@ def test_a_resolver_killed_while_it_publishes_is_taken_over_and_nothing_is_there
         run(store, url, topic, group, SHORT).result()
         before = len(bodies(client, topic))
         run(resolve, url, group, kill=kill).stopped()
-        if kill != "step:publish/after":  # else it has ended, and nobody is asked any more
+        if kill != "step:publish/after":  # otherwise it has ended, and no check-back follows
             run(resolve, url, group).result()
         assert len(bodies(client, topic)) == before + 2, f"killed at {kill}"
     assert sorted(bodies(client, topic)) == [b"1"] * 4 + [b"2"] * 4
@@ -95,7 +95,7 @@ def test_nobody_is_asked_about_what_a_killed_process_had_not_wholly_stored(
     with open_bridge().resolver(group, check=check):
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "the one that is whole is published")
         cluster = cluster_of(open_bridge(application="observers"))
-        # Not by the list: for a moment that leaves out what was decided just now, dropped or not.
+        # `admin.transactions` would not do: it leaves out transactions that were decided just now.
         eventually(lambda: not waiting(cluster, group), "the other is dropped")
     assert len(set(asked)) == 1
     assert bodies(client, topic) == [b"1", b"2"]

@@ -24,7 +24,7 @@ from txnbridge.spi import Token
 
 _FILE_BYTES = 4 << 20
 _MESSAGE_BYTES = 60_000
-# What a broker stored so long before the time that it has noted is read again at its start.
+# When it starts, a broker reads again what it stored up to this long before the time in its checkpoint.
 _READ_AGAIN_MS = 3_000
 
 

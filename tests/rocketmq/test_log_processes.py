@@ -7,7 +7,7 @@ import pytest
 from tests.core.races import race
 from tests.rocketmq.test_decision_log import OpenLog
 
-SECONDS = 90  # a broker that was killed is back within twenty, also on a busy machine
+SECONDS = 90  # a killed broker restarts within twenty seconds, also on a busy machine
 
 
 @pytest.mark.parametrize(

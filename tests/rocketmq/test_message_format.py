@@ -183,7 +183,7 @@ def test_whatever_properties_there_are_a_message_is_read(properties):
 # --- partitions -------------------------------------------------------------------------------------------------------
 
 
-# The hash of the last one is the smallest number that Java has.
+# The hash of the last key is Java's smallest int.
 @pytest.mark.parametrize("key", ["", "a", "order-42", "\U0001d11eü", "polygenelubricants"])
 def test_a_keys_partition_is_the_one_that_java_picks_by_hash(key):
     for count in (1, 3, 8, 10):

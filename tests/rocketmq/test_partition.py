@@ -69,7 +69,7 @@ class Broker:
     def submit(self, broker, request, timeout):
         assert broker == "broker-1"
         self.asked.append(request)
-        if request.code == RequestCode.QUERY_CONSUME_QUEUE:  # as `record` has it, unless it is told otherwise
+        if request.code == RequestCode.QUERY_CONSUME_QUEUE:  # by default, the commit log offset that `record` gives
             return Answer(
                 self.references.pop(0) if self.references else 1000 + int(request.fields["index"]), is_none=True
             )
@@ -147,9 +147,9 @@ def test_of_large_messages_no_more_is_asked_for_than_an_answer_has_room_for():
     broker = Bounded(lambda: 10)
     cursor, _ = reading()
     assert [offset for offset, *_ in go(cursor, broker, rounds=200)] == list(range(300))
-    # What was under way behind the first answer is in vain.
+    # The requests that were in flight after the first are wasted.
     assert len(broker.before_the_end()) < 300 / 10 + 10
-    assert RequestCode.QUERY_MESSAGE not in [each.code for each in broker.asked]  # as if something were missing
+    assert RequestCode.QUERY_MESSAGE not in [each.code for each in broker.asked]  # no look-up, as for a gap
 
 
 def test_more_is_asked_for_again_when_messages_are_small_again():

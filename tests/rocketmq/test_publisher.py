@@ -140,7 +140,7 @@ def test_a_message_that_may_come_late_is_a_failure_and_not_sent_again(rocketmq_b
         hold = proxy.hold(requests="SEND_MESSAGE_V2")
         send(plain, topic, b"1")
         hold.wait()
-        send(plain, topic, b"2")  # behind it
+        send(plain, topic, b"2")  # after it
         proxy.cut()
         for _ in range(2):
             with pytest.raises(DeliveryFailed, match="not found"):

@@ -141,7 +141,7 @@ def test_what_was_read_before_a_topic_was_made_anew_moves_nobody_in_the_new_one(
         renew(topic)
         with bridge.transaction() as txn:
             txn.ack(old)
-        assert txn.outcome is Outcome.COMMITTED  # it has read them
+        assert txn.outcome is Outcome.COMMITTED  # the transaction has read the messages
         with pytest.raises(PositionLost, match="created again"):
             take(consumer, 1)
     with bridge.consumer(topic, group) as consumer:

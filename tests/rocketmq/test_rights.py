@@ -36,7 +36,7 @@ DISCARDED = "Topic:TRANS_CHECK_MAX_TIME_TOPIC"
 READ_LOG: list[Right] = [(OWN, "Sub"), (OWN, "Get"), ("Group:txnbridge-log", "Sub")]
 LOG: list[Right] = [(OWN, "Pub"), *READ_LOG]
 FINISH: list[Right] = [(TOPIC, "Sub"), (HALVES, "Sub"), ("Group:txnbridge-resolver", "Sub")]
-# Nothing was given up here; where something was, it takes Sub on its topic, and on the users' topics, too.
+# No half was discarded here. Otherwise Sub is needed on the topic of discarded halves, and on the users' topics.
 LIST: list[Right] = [
     *((topic, action) for topic in (HALVES, NOTES) for action in ("Sub", "Get")),
     (DISCARDED, "Get"),

@@ -20,7 +20,7 @@ from tests.rocketmq.reading_kit import unique
 from txnbridge import Bridge, BrokerUnavailable, DeliveryFailed, NotFound, Outcome, Transaction, UsageError
 
 Open = Callable[..., Bridge]
-HERE, AWAY = "broker-1", "broker-2"  # our own topics are on the first by its name
+HERE, AWAY = "broker-1", "broker-2"  # the bridge's own topics are on the first broker by name
 
 
 @dataclass
