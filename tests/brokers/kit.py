@@ -15,10 +15,10 @@ from txnbridge_conformance.brokers._ports import HOST, free_ports
 
 CREATE_TOPICS, METADATA = 19, 3
 
-# Where Linux says who listens.
+# Linux lists listening sockets here.
 LISTENERS = Path("/proc/self/net/tcp")
 
-# Answers whatever connects, and has a child of its own.
+# Answers every connection, and has a child process.
 TOY = """
 import socket, subprocess, sys
 child = subprocess.Popen(["sleep", "1000"])

@@ -133,7 +133,7 @@ def another() -> Iterator[brokers.RocketMQ]:
     """Start a broker with other settings."""
     with rocketmq_or_skip(
         port=free_ports(1)[0],
-        # A broker tells the name server every half minute, or as seldom as that is said to be.
+        # A broker registers with the name server every half minute.
         settings={"transactionTimeOut": "7777", "registerNameServerPeriod": "10000"},
         system_properties={"user.home": "/nowhere"},
     ) as broker:

@@ -211,7 +211,7 @@ class SaysCommittedTooEarly(Broken):
         def commit(self, deadline: Deadline) -> None:
             def really() -> None:
                 time.sleep(0.1)
-                with suppress(TxnBridgeError):  # it has told its lie already
+                with suppress(TxnBridgeError):  # the false outcome is already returned
                     self.inner.commit(deadline)
 
             self.late = threading.Thread(target=really)
@@ -262,7 +262,7 @@ class ShowsWhatIsOpen(Broken):
     class Writer(Remembering):
         def send(self, *message: Any) -> None:
             super().send(*message)
-            if not len(self.sent) % 100:  # only what is large, so that the tests need not wait
+            if not len(self.sent) % 100:  # large transactions only, so that other tests need not wait
                 self.elsewhere(self.sent[-100:])
 
 
@@ -491,7 +491,7 @@ class Reorders(Broken):
     class Writer(Remembering):
         def send(self, *message: Any) -> None:
             if message[-2] is not None and message[-2] > 900:
-                self.inner.send(*message)  # it is refused
+                self.inner.send(*message)  # the embedded broker refuses it
             self.sent.append(message)
 
         def commit(self, deadline: Deadline) -> None:

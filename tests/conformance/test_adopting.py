@@ -31,7 +31,7 @@ def project(tmp_path: Path) -> Path:
 
 def run(project: Path, *arguments: str) -> str:
     """Return pytest's result in that project."""
-    root = Path(__file__).parents[2]  # where the broken brokers are imported from
+    root = Path(__file__).parents[2]  # from where the project imports the broken brokers
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "--strict-markers", *arguments],
         cwd=project,
