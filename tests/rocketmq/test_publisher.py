@@ -143,7 +143,7 @@ def test_a_message_that_may_come_late_is_a_failure_and_not_sent_again(rocketmq_b
         send(plain, topic, b"2")  # after it
         proxy.cut()
         for _ in range(2):
-            with pytest.raises(DeliveryFailed, match="not found"):
+            with pytest.raises(DeliveryFailed, match="did not find"):
                 plain.flush(Deadline(LONG))
         with pytest.raises(DeliveryFailed):
             send(plain, topic, b"3")
