@@ -158,7 +158,7 @@ def test_of_which_nobody_knows_how_it_ended_nothing_is_touched_and_nothing_sent(
     held.admin._requests.fence(held.id, 60_000, Deadline(LONG))
     monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: [])
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
-        with pytest.raises(StorageFailed, match="nobody knows how it ended"):
+        with pytest.raises(StorageFailed, match="no record has its outcome"):
             send(bridge, held.topic, b"never")
     assert held.visible() == [b"before"]
 
