@@ -7,6 +7,7 @@ from txnbridge_kafka.broker import KafkaBroker
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.client.responses import TransactionDescription
+from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.write.producer import TransactionalProducer
 from txnbridge_kafka.write.writer import KafkaWriter
 
@@ -30,9 +31,13 @@ def flush(txn: Transaction) -> None:
     writer_of(txn).flush(txn._begin.deadline)
 
 
-def requests_of(bridge: Bridge) -> Requests:
+def cluster_of(bridge: Bridge) -> KafkaCluster:
     assert isinstance(bridge._connection.broker, KafkaBroker)
-    return bridge._connection.broker._cluster.requests
+    return bridge._connection.broker._cluster
+
+
+def requests_of(bridge: Bridge) -> Requests:
+    return cluster_of(bridge).requests
 
 
 def without_epoch_bumps(monkeypatch: pytest.MonkeyPatch) -> None:

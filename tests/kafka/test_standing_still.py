@@ -23,7 +23,7 @@ from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.outcome import hanging_transaction_monitor, hanging_transactions
 
 import txnbridge
-from tests.kafka.kit import describe, requests_of
+from tests.kafka.kit import cluster_of, describe, requests_of
 from tests.kafka.test_admin import LONG, producer_of, visible, write
 from tests.kafka.test_missing_markers import unverified  # noqa: F401
 from txnbridge import Bridge
@@ -144,7 +144,7 @@ def test_without_the_rights_it_is_told_and_nothing_is_touched(
         assert len(asked) == 1, "a producer that lives would be shut out again and again"
         assert visible(unverified, one.target) == [b"before"]
     # As after a death between the opening of its id and the markers: whoever comes next can finish it still.
-    cluster = bridge._connection.broker._cluster  # type: ignore[attr-defined]
+    cluster = cluster_of(bridge)
     assert hanging_transactions.write_missing_markers_of_group(cluster, one.group, Deadline(LONG))
     assert wait_until(lambda: visible(unverified, one.target) == [b"before", b"behind"], LONG)
 

@@ -13,7 +13,7 @@ import pytest
 from txnbridge_conformance.observing import seen, send, values
 from txnbridge_conformance.plugin import Connect
 
-from tests.kafka.kit import flush, writer_of
+from tests.kafka.kit import flush, requests_of, writer_of
 from txnbridge import Bridge, Event, Fenced, Outcome, TransactionAborted, TxnBridgeError
 from txnbridge.testing import listening
 
@@ -141,7 +141,7 @@ def test_a_commit_that_an_administrators_abort_came_too_late_for_is_told_to_both
     connect: Connect, bridge: Bridge, halves: str, owner: str
 ) -> None:
     own = connect(transactional_id=owner, writers=1)
-    requests = bridge._connection.broker._cluster.requests  # type: ignore[attr-defined]
+    requests = requests_of(bridge)
     describe = requests.describe
     with own.transaction() as txn:
         txn.send(halves, b"1")
