@@ -16,6 +16,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 from txnbridge_embedded.settings import Settings, Timing
 from txnbridge_embedded.write.writer import EmbeddedWriter
 
+from txnbridge import Bridge
 from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import (
     Begin,
@@ -55,6 +56,12 @@ def open_broker(
         if timing is not None:
             patch.setattr("txnbridge_embedded.backend.Settings", partial(Settings, timing=timing))
         return backend.open(Url("embedded", (), str(path), f"embedded:{path}"), complete, context, Deadline(timeout))
+
+
+def broker_of(bridge: Bridge) -> EmbeddedBroker:
+    """The connection of a bridge to its file."""
+    assert isinstance(bridge._connection.broker, EmbeddedBroker)
+    return bridge._connection.broker
 
 
 def identity(name: str | None = None, host: str = "here pid 1") -> Identity:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from txnbridge_embedded.settings import Timing
 
-from tests.embedded.kit import open_broker, rows
+from tests.embedded.kit import broker_of, open_broker, rows
 from tests.embedded.test_writer import failing
 from txnbridge import Decision, connect
 from txnbridge.errors import EvidenceLost, OutcomeUnknown, PositionLost
@@ -153,7 +153,7 @@ def test_a_long_log_is_read_in_passing(broker):
 def test_a_log_whose_records_are_all_gone_is_not_taken_for_a_new_one(path):
     with connect(f"embedded:{path}") as bridge:
         bridge.decisions("l").claim("x", Decision.COMMIT)
-        log = bridge._connection.broker.decision_log("l", Deadline(5))
+        log = broker_of(bridge).decision_log("l", Deadline(5))
         log.trim((10,), Deadline(5))
         with pytest.raises(EvidenceLost):
             bridge.decisions("l").claim("x", Decision.ABORT)

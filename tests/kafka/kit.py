@@ -28,7 +28,7 @@ def producer_of(txn: Transaction) -> TransactionalProducer:
 
 def flush(txn: Transaction) -> None:
     """Let the broker have all of it, and the transaction stay open."""
-    writer_of(txn).flush(txn._begin.deadline)
+    writer_of(txn).flush(Deadline(60))
 
 
 def cluster_of(bridge: Bridge) -> KafkaCluster:
