@@ -42,7 +42,7 @@ def without_log(denied: str) -> Mapping[Capability, Support]:
         ),
         Capability.PREPARE: absent(f"it needs the decision log, and {denied}"),
         Capability.STATUS_LOOKUP: emulated(
-            "the coordinator has the outcome until the writer's id is opened again; then only the decision log has it"
+            "the coordinator has it until a writer is opened again; after that it is unknown without the decision log"
         ),
     }
 

@@ -687,7 +687,7 @@ def test_forgotten_markers_are_proven_told_and_written_as_the_coordinator_decide
     kept = [b"before", b"held", b"later"] if commit else [b"later"]
     assert wait_until(lambda: one.visible() == kept, LONG)
     assert problems(one.admin, f"transaction {one.id}") == []
-    assert "nothing of" in one.admin.repair(one.id, Deadline(LONG))
+    assert "no missing markers" in one.admin.repair(one.id, Deadline(LONG))
 
 
 @pytest.mark.full
@@ -796,7 +796,7 @@ def test_what_a_later_transaction_of_the_same_id_came_to_elsewhere_decides_nothi
 def test_what_the_coordinators_log_does_not_tell_any_more_nobody_guesses(hold, monkeypatch):
     one = hold(True)
     monkeypatch.setattr(
-        hanging_transactions, "recorded_ends", lambda *_: []
+        hanging_transactions, "recorded_decisions", lambda *_: []
     )  # compaction leaves an id's last state only
     with pytest.raises(InvalidState, match="log any more"):
         one.admin.repair(one.id, Deadline(LONG))

@@ -199,13 +199,13 @@ REFUSALS: list[tuple[str, int, type[TxnBridgeError] | None, str]] = [
     ("Produce", K.KAFKA_STORAGE_ERROR, COMMITTED, ""),
     ("Produce", K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
     ("Produce", K.PRODUCER_FENCED, TransactionAborted, SHUT_OUT),
-    ("Produce", K.OUT_OF_ORDER_SEQUENCE_NUMBER, TransactionAborted, f"could not go on.*{AGAIN}"),
+    ("Produce", K.OUT_OF_ORDER_SEQUENCE_NUMBER, TransactionAborted, f"the client failed.*{AGAIN}"),
     ("Produce", K.INVALID_TXN_STATE, DeliveryFailed, f"INVALID_TXN_STATE.*{AGAIN}"),
     ("Produce", K.INVALID_PRODUCER_ID_MAPPING, DeliveryFailed, f"INVALID_PRODUCER_ID_MAPPING.*{AGAIN}"),
     ("Produce", K.UNKNOWN_PRODUCER_ID, DeliveryFailed, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
     ("Produce", K.CONCURRENT_TRANSACTIONS, DeliveryFailed, f"CONCURRENT_TRANSACTIONS.*{AGAIN}"),
     ("Produce", K.TRANSACTION_ABORTABLE, DeliveryFailed, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
-    ("Produce", K.MSG_SIZE_TOO_LARGE, DeliveryFailed, r"larger than its topic takes \(max\.message\.bytes\)"),
+    ("Produce", K.MSG_SIZE_TOO_LARGE, DeliveryFailed, r"larger than its topic's max\.message\.bytes"),
     ("Produce", K.TOPIC_AUTHORIZATION_FAILED, AccessDenied, "needs Write on every topic that it sends to"),
     ("Produce", K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, WRITE_ON_ID),
     (ACKS, K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
@@ -401,7 +401,7 @@ def test_a_commit_refused_when_its_time_was_over_says_so(world: World) -> None:
     writer_of(txn).flush(Deadline(TIMEOUT))
     world.coordinator.becomes("CompleteAbort", epochs=1)
     time.sleep(SHORT)
-    with pytest.raises(TransactionTimedOut, match=f"its time was over.*{AGAIN}"):
+    with pytest.raises(TransactionTimedOut, match=f"the transaction timed out.*{AGAIN}"):
         writer_of(txn).commit(Deadline(TIMEOUT))
     txn.abort()
 

@@ -957,7 +957,7 @@ def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
     """One that knows only older versions of a request, as a newer client sees it."""
     newer = messages.api_versions_request()
     newer._min_version, newer._max_version = 99, 99
-    monkeypatch.setattr(messages, "features", lambda: newer)
+    monkeypatch.setattr(messages, "api_versions_request", lambda: newer)
     with pytest.raises(NotSupported, match=r"Kafka 3\.0"):
         world.requests.transaction_version(Deadline(LONG))
 
