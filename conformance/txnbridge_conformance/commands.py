@@ -1,0 +1,116 @@
+"""The command `txnbridge conformance`: runs the hunt against a broker, and judges histories."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from txnbridge.commands import json_and_debug
+from txnbridge.errors import TxnBridgeError
+from txnbridge_conformance.checker import check
+from txnbridge_conformance.history import HistoryError, read_history
+from txnbridge_conformance.run import report
+from txnbridge_conformance.run.hunt import RunFailed, hunt
+from txnbridge_conformance.run.plan import Plan
+from txnbridge_conformance.run.verdict import FLOOR, judge
+
+# The exit code of a run that could not judge; codes 0 to 2 are those of `Verdict`.
+_COULD_NOT_RUN = 3
+
+command = click.Group("conformance", help="Attack a broker, and say which promises it keeps.")
+
+
+class _Seconds(click.ParamType[float]):
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value)
+        unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
+        try:
+            seconds = float(text[:-1]) * unit if unit else float(text)
+        except ValueError:
+            seconds = 0.0
+        if not 1 <= seconds <= 7 * 24 * 3600:
+            self.fail(f"{text!r} is no time from 1 second to a week, such as 60, 90s, 30m or 2h", param, ctx)
+        return seconds
+
+
+def _floor(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, int]:
+    floor = dict(FLOOR)
+    for text in given:
+        name, _, number = text.partition("=")
+        if name not in floor or not number.isdecimal():
+            raise click.BadParameter(f"{text!r} is not NAME=NUMBER with one of {', '.join(floor)}")
+        floor[name] = int(number)
+    return floor
+
+
+_FLOOR = click.option(
+    "--floor", multiple=True, callback=_floor, metavar="NAME=NUMBER", help="Below it the run is too thin to say."
+)
+
+
+@command.command("run")
+@click.argument("url")
+@click.option("--time", "seconds", type=_Seconds(), default="60", show_default=True, help="How long processes work.")
+@click.option("--seed", type=int, help="Choose the same faults and transactions as a run with this seed.")
+@click.option("--out", type=click.Path(file_okay=False), help="Keep histories and report in this new folder.")
+@_FLOOR
+@json_and_debug
+def run(url: str, seconds: float, seed: int | None, out: str | None, floor: dict[str, int], as_json: bool) -> None:
+    """Run transactions on the broker at URL from many processes, kill and pause them, and judge the result.
+
+    Everything that the run creates at the broker has a name of its own, and is deleted at the end. Exit code 0: all
+    promises were kept, 1: findings, 2: too little was tried, 3: the run failed.
+    """
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+    name = secrets.token_hex(3)
+    folder = Path(out or f"conformance-{name}")
+    if folder.exists():
+        raise click.BadParameter(f"{folder} exists already; name a new folder", param_hint="--out")
+    plan = Plan(url, name, seed, seconds, str(folder))
+    click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
+    try:
+        hunt(plan, _progress())
+    except (RunFailed, TxnBridgeError) as error:
+        click.echo(f"the run failed: {error}", err=True)
+        sys.exit(_COULD_NOT_RUN)
+    _judge([str(folder)], floor, as_json, folder)
+
+
+@command.command("check")
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True))
+@_FLOOR
+@json_and_debug
+def check_files(files: tuple[str, ...], floor: dict[str, int], as_json: bool) -> None:
+    """Judge the histories in these files or folders, whoever has recorded them."""
+    _judge(files, floor, as_json)
+
+
+def _judge(paths: Any, floor: dict[str, int], as_json: bool, folder: Path | None = None) -> None:
+    try:
+        history = read_history(paths)
+    except HistoryError as error:
+        click.echo(f"not judged: {error}", err=True)
+        sys.exit(_COULD_NOT_RUN)
+    findings = check(history)
+    judgement = judge(history, findings, floor)
+    text, document = (write(history, findings, judgement) for write in (report.text, report.to_json))
+    if folder:
+        (folder / "report.txt").write_text(text)
+        (folder / "report.json").write_text(document)
+    click.echo(document if as_json else text, nl=False)
+    sys.exit(judgement.verdict.value)
+
+
+def _progress() -> Callable[[str], None]:
+    """Return a function that shows the progress on one line of a terminal, and nowhere else."""
+    if not sys.stderr.isatty():
+        return lambda text: None
+    return lambda text: click.echo(f"\r\x1b[K{text}", nl=False, err=True)

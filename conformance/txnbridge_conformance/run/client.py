@@ -1,0 +1,178 @@
+"""The program of one process of a run: `python -m txnbridge_conformance.run.client PLAN ROLE PROCESS KILL_AT`.
+
+The process works until SIGTERM, and records each call in its history. With KILL_AT above 0 it kills itself at this
+event of txnbridge, counted from its start, so that a run visits one event after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import txnbridge
+from txnbridge import Bridge, Consumer, Message, Transaction, hookimpl
+from txnbridge._events import Event
+from txnbridge._plugins import plugins
+from txnbridge.errors import Abort, OutcomeUnknown, TxnBridgeError
+from txnbridge_conformance.history import Call, Recorder
+from txnbridge_conformance.run.plan import PARTITIONS, Plan
+
+Sends = Mapping[tuple[str, int], Sequence[str]]  # values by topic and partition
+
+
+class KillAt:
+    """A plug-in that kills its process at the n-th event of txnbridge, and records the event as a fault before."""
+
+    def __init__(self, number: int, recorder: Recorder, process: str) -> None:
+        self._left = number
+        self._recorder = recorder
+        self._process = process
+        self._lock = threading.Lock()
+
+    @hookimpl
+    def txnbridge_event(self, event: Event) -> None:
+        with self._lock:  # other threads' events wait while this one kills the process
+            self._left -= 1
+            if self._left == 0:
+                self._recorder.fault(f"kill at {event.name}/{event.phase}", self._process, "begin")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class Client:
+    """The recording client of one process: calls on bridges, and their lines in the history."""
+
+    plan: Plan
+    process: str
+    recorder: Recorder
+    random: random.Random
+    stop: threading.Event = field(default_factory=threading.Event)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @contextmanager
+    def bridge(self, **settings: Any) -> Iterator[Bridge]:
+        wanted = {"timeout": self.plan.timeout, "hold": self.plan.hold, **self.plan.settings, **settings}
+        with txnbridge.connect(self.plan.url, **wanted) as bridge:
+            yield bridge
+
+    def values(self, count: int) -> list[str]:
+        """Return values that no other message of the run has."""
+        return [f"{self.process}.{next(self._numbers)}" for _ in range(count)]
+
+    def sends(self, *topics: str) -> dict[tuple[str, int], list[str]]:
+        """Return random values for random partitions of these topics."""
+        keys = [(topic, partition) for topic in topics for partition in range(PARTITIONS)]
+        chosen = self.random.sample(keys, self.random.randint(1, len(keys)))
+        return {key: self.values(self.random.choice((1, 1, 2, 5, 20))) for key in chosen}
+
+    def transact(
+        self,
+        bridge: Bridge,
+        sends: Sends,
+        *,
+        abort: bool = False,
+        prepare: bool = False,
+        ack: tuple[str, Sequence[Message]] | None = None,
+    ) -> bool:
+        """Run one transaction and record it; return whether it was committed or prepared.
+
+        A transaction that was prepared puts its token into the run's file of tokens.
+        """
+        call = self.recorder.start("transaction", deadline=self.plan.timeout)
+        if ack is not None:
+            group, messages = ack
+            call.poll([read_of(message) for message in messages], group)
+        try:
+            with bridge.transaction(prepare=prepare) as txn:
+                call.note(transaction=txn.id)
+                self._fill(txn, call, sends)
+                if ack is not None:
+                    call.ack(group, [text_of(message) for message in messages])
+                    txn.ack(messages)
+                if abort:
+                    raise Abort
+        except OutcomeUnknown as error:
+            call.end("unknown", error="OutcomeUnknown", token=error.token and str(error.token))
+        except TxnBridgeError as error:
+            call.end("fail", error=type(error).__name__)
+        else:
+            if abort:
+                call.end("fail", error="Abort")
+            elif prepare:
+                call.end("ok", outcome="prepared", token=str(txn.token))
+                self._publish_token(str(txn.token), txn.id)
+            else:
+                call.end("ok", outcome="committed")
+            return not abort
+        return False
+
+    def _fill(self, txn: Transaction, call: Call, sends: Sends) -> None:
+        for (topic, partition), values in sends.items():
+            call.send(topic, partition, values)
+            for value in values:
+                txn.send(topic, value.encode(), partition=partition)
+
+    def _publish_token(self, token: str, transaction: str) -> None:
+        with open(self.plan.tokens, "ab", buffering=0) as file:
+            file.write(f"{transaction} {token}\n".encode())
+
+    def finish(self, bridge: Bridge, transaction: str, token: str, wish: str) -> bool:
+        """Commit or abort a prepared transaction, or ask for its status; record it, and return whether it answered."""
+        call = self.recorder.start("status" if wish == "status" else "finish", transaction=transaction, wish=wish)
+        try:
+            if wish == "status":
+                outcome = bridge.status(token).state.name.lower()
+            else:
+                outcome = (bridge.commit if wish == "commit" else bridge.abort)(token).name.lower()
+        except TxnBridgeError as error:
+            call.end("unknown", error=type(error).__name__)
+            return False
+        call.end("ok", outcome=outcome)
+        return True
+
+    def note_assignment(self, call: Call, consumer: Consumer, known: list[object]) -> None:
+        """Record the consumer's partitions if they are not those in `known`."""
+        if (now := consumer.assignment) != known:
+            known[:] = now
+            call.assign(now)
+
+
+def text_of(message: Message) -> str:
+    """Return a message's value as it is in the history."""
+    return bytes(message.value or b"").decode(errors="replace")
+
+
+def read_of(message: Message) -> tuple[str, int, Sequence[int], str]:
+    """Return a received message as a history has it."""
+    return message.topic, message.partition, message.position, text_of(message)
+
+
+def main(text: str, role: str, process: str, kill_at: str) -> None:
+    from txnbridge_conformance.run.workloads import WORKLOADS
+
+    plan = Plan.from_json(text)
+    recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, f"txnbridge {txnbridge.__version__}")
+    with closing(recorder):
+        client = Client(plan, process, recorder, random.Random(f"{plan.seed} {process}"))
+        signal.signal(signal.SIGTERM, lambda *_: client.stop.set())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the shell reaches the run, which ends its processes
+        if int(kill_at):
+            plugins.register(KillAt(int(kill_at), recorder, process), "kill-at")
+        while not client.stop.is_set():
+            try:
+                WORKLOADS[role](client)
+            except TxnBridgeError:  # fenced, or the broker is away: begin again with a new bridge
+                client.stop.wait(0.2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

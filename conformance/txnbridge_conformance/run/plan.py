@@ -1,0 +1,62 @@
+"""`Plan`: what a run creates at the broker, and which processes take part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+PARTITIONS = 3
+
+# The number of processes by role. Two owners share one transactional id, so each takes it over from the other.
+ROLES = {"write": 2, "own": 2, "feed": 1, "copy": 3, "finish": 2, "watch": 1}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run against one broker. All names that it creates at the broker begin with `prefix`."""
+
+    url: str
+    name: str
+    seed: int
+    seconds: float
+    folder: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    # The deadline of calls and transactions: short, so that paused processes resume after it.
+    timeout: float = 8.0
+    # The time for which prepared transactions wait for a process that finishes them.
+    hold: float = 60.0
+
+    @property
+    def prefix(self) -> str:
+        return f"txnbridge-run-{self.name}"
+
+    def topic(self, what: str) -> str:
+        return f"{self.prefix}-{what}"
+
+    @property
+    def topics(self) -> list[str]:
+        """The topics of the run: `left` and `right` for transactions, `source` and `target` for copiers."""
+        return [self.topic(what) for what in ("left", "right", "source", "target")]
+
+    @property
+    def group(self) -> str:
+        return f"{self.prefix}-copiers"
+
+    @property
+    def owner(self) -> str:
+        return f"{self.prefix}-owner"
+
+    @property
+    def tokens(self) -> Path:
+        """The file into which processes write the tokens of prepared transactions, for those that finish them."""
+        return Path(self.folder) / "tokens.txt"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        return cls(**json.loads(text))
