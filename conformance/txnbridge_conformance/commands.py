@@ -61,9 +61,18 @@ _FLOOR = click.option(
 @click.option("--time", "seconds", type=_Seconds(), default="60", show_default=True, help="How long processes work.")
 @click.option("--seed", type=int, help="Choose the same faults and transactions as a run with this seed.")
 @click.option("--out", type=click.Path(file_okay=False), help="Keep histories and report in this new folder.")
+@click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
 @_FLOOR
 @json_and_debug
-def run(url: str, seconds: float, seed: int | None, out: str | None, floor: dict[str, int], as_json: bool) -> None:
+def run(
+    url: str,
+    seconds: float,
+    seed: int | None,
+    out: str | None,
+    plugins: tuple[str, ...],
+    floor: dict[str, int],
+    as_json: bool,
+) -> None:
     """Run transactions on the broker at URL from many processes, kill and pause them, and judge the result.
 
     Everything that the run creates at the broker has a name of its own, and is deleted at the end. Exit code 0: all
@@ -74,11 +83,12 @@ def run(url: str, seconds: float, seed: int | None, out: str | None, floor: dict
     folder = Path(out or f"conformance-{name}")
     if folder.exists():
         raise click.BadParameter(f"{folder} exists already; name a new folder", param_hint="--out")
-    plan = Plan(url, name, seed, seconds, str(folder))
+    plan = Plan(url, name, seed, seconds, str(folder), plugins=plugins)
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     try:
+        plan.register_plugins()
         hunt(plan, _progress())
-    except (RunFailed, TxnBridgeError) as error:
+    except (RunFailed, TxnBridgeError, ImportError) as error:
         click.echo(f"the run failed: {error}", err=True)
         sys.exit(_COULD_NOT_RUN)
     _judge([str(folder)], floor, as_json, folder)

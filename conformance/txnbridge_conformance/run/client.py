@@ -160,6 +160,7 @@ def main(text: str, role: str, process: str, kill_at: str) -> None:
     from txnbridge_conformance.run.workloads import WORKLOADS
 
     plan = Plan.from_json(text)
+    plan.register_plugins()
     recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, f"txnbridge {txnbridge.__version__}")
     with closing(recorder):
         client = Client(plan, process, recorder, random.Random(f"{plan.seed} {process}"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from txnbridge._plugins import plugins
 
 PARTITIONS = 3
 
@@ -24,6 +27,7 @@ class Plan:
     seconds: float
     folder: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    plugins: Sequence[str] = ()  # modules that add backends, for those without an entry point
     # The deadline of calls and transactions: short, so that paused processes resume after it.
     timeout: float = 8.0
     # The time for which prepared transactions wait for a process that finishes them.
@@ -53,6 +57,11 @@ class Plan:
     def tokens(self) -> Path:
         """The file into which processes write the tokens of prepared transactions, for those that finish them."""
         return Path(self.folder) / "tokens.txt"
+
+    def register_plugins(self) -> None:
+        """Register the plan's plug-ins in this process. Raise `ImportError` if one does not exist."""
+        for name in self.plugins:
+            plugins.register(importlib.import_module(name), name)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

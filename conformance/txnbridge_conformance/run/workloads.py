@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from txnbridge import Bridge
 from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance.run.client import Client, read_of
 
@@ -23,7 +24,8 @@ def own(client: Client) -> None:
                 return  # open the id again
 
 
-def _one(client: Client, bridge) -> bool:  # type: ignore[no-untyped-def]
+def _one(client: Client, bridge: Bridge) -> bool:
+    """Run one random transaction; return whether it was committed or prepared."""
     way = client.random.choices(("commit", "abort", "prepare"), (5, 2, 2))[0]
     sends = client.sends(client.plan.topic("left"), client.plan.topic("right"))
     return client.transact(bridge, sends, abort=way == "abort", prepare=way == "prepare")

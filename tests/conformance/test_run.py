@@ -1,0 +1,99 @@
+"""A run on a sound broker finds nothing, on broken ones it finds the right names, and it says when it was too thin."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance.checker import MEANINGS
+
+from tests.conformance import broken
+from tests.conformance.broken import Broken, scheme_of
+from txnbridge import connect
+
+ROOT = Path(__file__).parents[2]
+
+
+def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "txnbridge.cli", "conformance", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def run(url: str, out: Path, *more: str, seconds: int = 5) -> subprocess.CompletedProcess[str]:
+    return conformance("run", url, "--time", str(seconds), "--seed", "1", "--out", str(out), *more)
+
+
+def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(tmp_path):
+    url = f"embedded:{tmp_path / 'broker.db'}"
+    # How much a loaded machine does in five seconds is not the point.
+    done = run(url, tmp_path / "out", "--floor", "committed=1", "--floor", "aborted=0", "--floor", "read=1")
+    assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr
+    with connect(url) as bridge:
+        assert bridge.admin.topics() == []
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["verdict"], report["findings"]) == ("kept", [])
+    again = conformance("check", str(tmp_path / "out"), "--floor", "committed=1000000")
+    assert again.returncode == 2
+    assert "instead of 1,000,000" in again.stdout
+    lost = cut(tmp_path / "out")
+    found = conformance("check", str(tmp_path / "out"))
+    assert found.returncode == 1
+    assert re.search(r"(lost-write|unseen), \d", found.stdout), found.stdout
+    assert lost in found.stdout
+
+
+def cut(folder: Path) -> str:
+    """Take one committed message out of what the last reader has read."""
+    history = folder / "run.jsonl"
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    last = next(line for line in reversed(lines) if line.get("poll") is not None and line["messages"])
+    *_, value = last["messages"].pop()
+    history.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(value)
+
+
+# Each is found in a few seconds; the full table is in docs/conformance.md.
+QUICK = {
+    broken.SaysCommittedTooEarly: {"unseen", "outcome-lie", "G0-realtime", "nonmonotonic-send"},
+    broken.AcknowledgesOutsideTheTransaction: {"half-ack"},
+    broken.StoresTwice: {"duplicate"},
+}
+
+
+@pytest.mark.parametrize("broker", QUICK, ids=lambda broker: broker.__name__)
+def test_a_broken_broker_is_found_under_its_name(broker: type[Broken], tmp_path):
+    url = f"{scheme_of(broker)}:{tmp_path / 'broker.db'}"
+    done = run(url, tmp_path / "out", "--plugin", "tests.conformance.broken")
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    found = {finding["name"] for finding in report["findings"]}
+    assert found & QUICK[broker], done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["run", "embedded:{tmp}/b.db", "--time", "soon"], 2, "no time from 1 second to a week"),
+        (["run", "embedded:{tmp}/b.db", "--floor", "wonders=1"], 2, "one of committed"),
+        (["run", "embedded:{tmp}/b.db", "--out", "{tmp}"], 2, "exists already"),
+        (["run", "nothing:here", "--out", "{tmp}/out"], 3, "no backend"),
+        (["run", "embedded:{tmp}/b.db", "--plugin", "no.such", "--out", "{tmp}/out"], 3, "No module named"),
+        (["check", "{tmp}"], 3, "no history"),
+        (["check", __file__], 3, "line 1: not JSON"),
+    ],
+)
+def test_a_wrong_call_says_what_is_wrong(arguments, code, text, tmp_path):
+    done = conformance(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert (done.returncode, text in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_page_explains_every_finding():
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    assert [name for name, meaning in MEANINGS.items() if f"| `{name}` | {meaning} |" not in page] == []
