@@ -300,6 +300,8 @@ def _fields(line: dict[str, Any]) -> dict[str, Any]:
             _text(line[name])
     if "topics" in line:
         _texts(line["topics"])
+    if "deadline" in line and type(line["deadline"]) not in (int, float):
+        raise ValueError(f"a deadline is a number of seconds, not {line['deadline']!r}")
     return line
 
 

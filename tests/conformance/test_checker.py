@@ -231,6 +231,36 @@ def test_a_prepared_transaction_that_nobody_ended_may_be_there_or_not():
         assert story.found() == []
 
 
+@pytest.mark.parametrize(
+    ("decided", "log", "name"), [("committed", "1", "orphan-half"), ("aborted", "", "phantom-commit")]
+)
+def test_half_messages_are_published_if_and_only_if_their_local_work_was_done(decided, log, name):
+    for read in (log.split(), [] if log else ["1"]):
+        story = Story()
+        call = story.begin("a", "half", transaction="x")
+        story.send("a", call, "1")
+        story.end("a", call, "unknown")
+        told = story.begin("run", "decided", transaction="x")
+        story.end("run", told, outcome=decided)
+        story.read(*read)
+        assert (name in story.found()) is (read != log.split())
+
+
+def test_a_call_that_takes_longer_than_its_deadline_hangs_unless_its_process_was_paused():
+    for paused in (False, True):
+        story = Story()
+        story._write("a", start=0, what="transaction", mono=0, wall=0, deadline=8)
+        if paused:
+            for phase, mono in (("begin", 10**9), ("end", 15 * 10**9)):
+                story._write("run", fault="pause", target="a", phase=phase, mono=mono, wall=0)
+        story._write("a", end=0, result="ok", mono=20 * 10**9, wall=0)
+        assert story.found() == ([] if paused else ["hang"])
+    story = Story()
+    call = story.begin("run", "settle", condition="transactions are still open")
+    story.end("run", call, "fail")
+    assert story.found() == ["hang"]
+
+
 def test_a_reading_that_does_not_come_to_the_end_is_stuck_and_proves_nothing_missing():
     story = Story()
     story.txn("a", "1", "2")

@@ -90,10 +90,12 @@ def check_full_read(tables: Tables, fate: Numbers, read: FullRead, findings: Fin
         findings.add("torn-transaction", text, [writer, read.operation])
     for writer in map(int, np.flatnonzero(atoms & (found == 0) & (fate == COMMITTED))):
         text = f"{tables.name(writer)} was said to be committed; {reader} read none of its messages"
-        findings.add("outcome-lie", text, [writer, read.operation])
+        half = tables.operations[writer].what == "half"
+        findings.add("orphan-half" if half else "outcome-lie", text, [writer, read.operation])
     for writer in map(int, np.flatnonzero(atoms & (found == total) & (fate == ABORTED))):
         text = f"{tables.name(writer)} was said to be aborted; {reader} read all of its messages"
-        findings.add("outcome-lie", text, [writer, read.operation])
+        half = tables.operations[writer].what == "half"
+        findings.add("phantom-commit" if half else "outcome-lie", text, [writer, read.operation])
 
 
 def _find_missing(tables: Tables, read: FullRead, rows: Numbers, findings: Findings) -> None:

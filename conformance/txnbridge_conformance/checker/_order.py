@@ -78,9 +78,9 @@ def _check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
 
 def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
     sends = tables.sends
-    # Messages of a prepared transaction may be stored when it is committed, in a later call.
-    prepared = np.array([operation.outcome == "prepared" for operation in tables.operations], bool)
-    live = (fate[sends.operation] != ABORTED) & ~prepared[sends.operation]
+    # Messages of a prepared transaction, and half messages, may be stored when a later call commits them.
+    later = np.array([each.outcome == "prepared" or each.what == "half" for each in tables.operations], bool)
+    live = (fate[sends.operation] != ABORTED) & ~later[sends.operation]
     one = np.zeros(int(live.sum()), np.int64)
     steps = _steps(tables, rank, sends.operation[live], sends.key[live], sends.value[live], one)
     _report(tables, steps, steps.inside & (steps.delta > 1), "int-send-skip", "sent", findings)

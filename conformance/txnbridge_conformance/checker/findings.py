@@ -38,6 +38,8 @@ MEANINGS = {
     # about outcomes
     "split-decision": "two calls returned different outcomes of one transaction",
     "outcome-lie": "a transaction's returned outcome is contradicted by what readers read",
+    "orphan-half": "a half message whose local work succeeded was not published",
+    "phantom-commit": "a half message whose local work was not done was published",
     "hang": "a call took longer than its deadline allows",
     "stuck-reader": "a reader could not read up to the end of a partition in the time it had",
 }

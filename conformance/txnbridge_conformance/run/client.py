@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import txnbridge
-from txnbridge import Bridge, Consumer, Message, Transaction, hookimpl
+from txnbridge import Bridge, Consumer, HalfMessages, Message, Outcome, Transaction, hookimpl
 from txnbridge._events import Event
 from txnbridge._plugins import plugins
-from txnbridge.errors import Abort, OutcomeUnknown, TxnBridgeError
-from txnbridge_conformance.history import Call, Recorder
+from txnbridge.errors import Abort, OutcomeUnknown, TransactionAborted, TxnBridgeError
+from txnbridge_conformance.history import Call, Recorder, Result
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
 
 Sends = Mapping[tuple[str, int], Sequence[str]]  # values by topic and partition
+
+_RESULTS: dict[Outcome, Result] = {Outcome.COMMITTED: "ok", Outcome.ABORTED: "fail", Outcome.UNKNOWN: "unknown"}
 
 
 class KillAt:
@@ -124,6 +126,23 @@ class Client:
     def _publish_token(self, token: str, transaction: str) -> None:
         with open(self.plan.tokens, "ab", buffering=0) as file:
             file.write(f"{transaction} {token}\n".encode())
+
+    def sell(self, halves: HalfMessages) -> None:
+        """Run one transaction of half messages, and record it."""
+        call = self.recorder.start("half", deadline=self.plan.timeout)
+        try:
+            with halves.transaction(call) as txn:
+                for (topic, partition), values in self.sends(self.plan.topic("sold")).items():
+                    call.send(topic, partition, values)
+                    for value in values:
+                        txn.send(topic, value.encode(), partition=partition)
+        except TransactionAborted as error:
+            call.end("fail", error=type(error).__name__)
+        except (TxnBridgeError, RuntimeError) as error:  # a check-back decides
+            call.end("unknown", error=type(error).__name__)
+        else:
+            outcome = txn.outcome or Outcome.UNKNOWN
+            call.end(_RESULTS[outcome], outcome=outcome.name.lower())
 
     def finish(self, bridge: Bridge, transaction: str, token: str, wish: str) -> bool:
         """Commit or abort a prepared transaction, or ask for its status; record it, and return whether it answered."""

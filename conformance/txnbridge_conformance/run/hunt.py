@@ -14,18 +14,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import txnbridge
-from txnbridge import Bridge, Capability
+from txnbridge import Bridge, Capability, Decision
 from txnbridge.errors import NotFound, TxnBridgeError
 from txnbridge_conformance.history import Recorder, read_history
-from txnbridge_conformance.run.client import Client, read_of
+from txnbridge_conformance.run.client import Client, read_of, text_of
 from txnbridge_conformance.run.plan import PARTITIONS, ROLES, Plan
+from txnbridge_conformance.run.sales import Sales
 
 # The share of the time without faults at its end, in which processes recover and copiers catch up.
 _QUIET_SHARE = 0.25
 # The longest time for which the hunt waits for open transactions and for the copiers after the work.
 _SETTLING_SECONDS = 60.0
 # Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
-_SOURCES = ("write", "own", "feed")
+_SOURCES = ("write", "own", "feed", "sell")
 
 Progress = Callable[[str], None]
 
@@ -101,6 +102,7 @@ class Hunt:
         self._processes: list[Process] = []
         self.deeds: Counter[str] = Counter()
         self._next_point: Counter[str] = Counter()
+        self._sells = False  # whether the broker has half messages
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
@@ -117,11 +119,14 @@ class Hunt:
                     with suppress(TxnBridgeError):
                         bridge.admin.delete_topic(topic)
 
-    def work(self) -> None:
+    def work(self, bridge: Bridge) -> None:
         """Let the processes work for the plan's time, and attack them for the first part of it."""
         begin = time.monotonic()
         faults_until = begin + self._plan.seconds * (1 - _QUIET_SHARE)
+        self._sells = bool(bridge.capabilities[Capability.HALF_MESSAGES])
         for role, count in ROLES.items():
+            if role == "sell" and not self._sells:
+                continue
             self._processes += [Process(self._plan, role, number) for number in range(count)]
         while (now := time.monotonic()) < begin + self._plan.seconds:
             if now < faults_until:
@@ -178,6 +183,8 @@ class Hunt:
         self._stop(_SOURCES)
         self._stop(("finish",))
         self._finish_all(bridge)
+        if self._sells:
+            self._publish_sales(bridge)
         self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
         call = self._recorder.start("drained", group=self._plan.group, topics=[self._plan.topic("source")])
         drained = self._await(lambda: not self._lag(bridge), "the copiers have not read everything")
@@ -204,6 +211,29 @@ class Hunt:
                     ),
                     f"transaction {operation.transaction} gives no outcome",
                 )
+
+    def _publish_sales(self, bridge: Bridge) -> None:
+        """Answer check-backs until all half messages are published whose local work was done; record all decisions."""
+        sales = Sales(self._plan.sales)
+        with bridge.resolver(self._plan.sellers, check=lambda id, messages: sales.decide(id, Decision.ABORT)):
+            self._await(lambda: self._sold(bridge) >= self._wanted(sales), "half messages are not published")
+        for transaction, decision in sales.all().items():
+            call = self._recorder.start("decided", transaction=transaction)
+            call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
+
+    def _sold(self, bridge: Bridge) -> set[str]:
+        return {text_of(message) for message in bridge.read(self._plan.topic("sold"), 100_000_000)}
+
+    def _wanted(self, sales: Sales) -> set[str]:
+        """Return the values of all half messages whose local work was done."""
+        history, decisions = read_history([self._plan.folder]), sales.all()
+        return {
+            value
+            for order, _, values in history.sends
+            if history.operations[order].what == "half"
+            and decisions.get(history.operations[order].transaction or "") is Decision.COMMIT
+            for value in values
+        }
 
     def _nothing_open(self, bridge: Bridge) -> bool:
         """Return whether no transaction on the run's topics is open, as far as the broker can list them."""
@@ -261,7 +291,7 @@ def hunt(plan: Plan, progress: Progress) -> None:
         running = Hunt(plan, progress)
         stack.callback(running.close)
         bridge = stack.enter_context(running.topics())
-        running.work()
+        running.work(bridge)
         running.settle(bridge)
         running.read_back()
 

@@ -14,7 +14,7 @@ from txnbridge._plugins import plugins
 PARTITIONS = 3
 
 # The number of processes by role. Two owners share one transactional id, so each takes it over from the other.
-ROLES = {"write": 2, "own": 2, "feed": 1, "copy": 3, "finish": 2, "watch": 1}
+ROLES = {"write": 2, "own": 2, "feed": 1, "copy": 3, "finish": 2, "watch": 1, "sell": 2}
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,22 @@ class Plan:
 
     @property
     def topics(self) -> list[str]:
-        """The topics of the run: `left` and `right` for transactions, `source` and `target` for copiers."""
-        return [self.topic(what) for what in ("left", "right", "source", "target")]
+        """The run's topics: two for transactions, the copiers' source and target, and one for half messages."""
+        return [self.topic(what) for what in ("left", "right", "source", "target", "sold")]
 
     @property
     def group(self) -> str:
         return f"{self.prefix}-copiers"
+
+    @property
+    def sellers(self) -> str:
+        """The group of the half messages."""
+        return f"{self.prefix}-sellers"
+
+    @property
+    def sales(self) -> Path:
+        """The SQLite database whose commits decide over half messages."""
+        return Path(self.folder) / "sales.db"
 
     @property
     def owner(self) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from txnbridge import Bridge
+from txnbridge import Bridge, Decision, HalfTransaction
 from txnbridge.errors import TxnBridgeError
+from txnbridge_conformance.history import Call
 from txnbridge_conformance.run.client import Client, read_of
+from txnbridge_conformance.run.sales import Sales
 
 
 def write(client: Client) -> None:
@@ -90,6 +92,27 @@ def watch(client: Client) -> None:
             call.end("ok")
 
 
+def sell(client: Client) -> None:
+    """Send half messages with every answer of the local work, and answer check-backs of other sellers."""
+    sales = Sales(client.plan.sales)
+
+    def execute(txn: HalfTransaction, call: Call) -> Decision:
+        call.note(transaction=txn.id)
+        way = client.random.random()
+        if way < 0.1:
+            raise RuntimeError("the local work failed")
+        decision = sales.decide(txn.id, Decision.COMMIT if way < 0.7 else Decision.ABORT)
+        return Decision.UNDECIDED if client.random.random() < 0.2 else decision
+
+    def check(transaction: str, messages: object) -> Decision:
+        return sales.decide(transaction, Decision.ABORT)
+
+    with client.bridge(writers=1) as bridge:
+        with bridge.half_messages(client.plan.sellers, execute=execute, check=check) as halves:
+            while not client.stop.wait(client.random.uniform(0, 0.1)):
+                client.sell(halves)
+
+
 WORKLOADS: dict[str, Callable[[Client], None]] = {
     "write": write,
     "own": own,
@@ -97,4 +120,5 @@ WORKLOADS: dict[str, Callable[[Client], None]] = {
     "copy": copy,
     "finish": finish,
     "watch": watch,
+    "sell": sell,
 }
