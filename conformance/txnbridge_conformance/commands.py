@@ -13,12 +13,8 @@ import click
 
 from txnbridge.commands import json_and_debug
 from txnbridge.errors import TxnBridgeError
-from txnbridge_conformance.checker import check
-from txnbridge_conformance.history import HistoryError, read_history
-from txnbridge_conformance.run import report
 from txnbridge_conformance.run.hunt import RunFailed, hunt
-from txnbridge_conformance.run.plan import Plan
-from txnbridge_conformance.run.verdict import FLOOR, judge
+from txnbridge_conformance.run.plan import FLOOR, Plan
 
 # The exit code of a run that could not judge; codes 0 to 2 are those of `Verdict`.
 _COULD_NOT_RUN = 3
@@ -104,6 +100,12 @@ def check_files(files: tuple[str, ...], floor: dict[str, int], as_json: bool) ->
 
 
 def _judge(paths: Any, floor: dict[str, int], as_json: bool, folder: Path | None = None) -> None:
+    # Imported here, because numpy would double the time of every other command.
+    from txnbridge_conformance.checker import check
+    from txnbridge_conformance.history import HistoryError, read_history
+    from txnbridge_conformance.run import report
+    from txnbridge_conformance.run.verdict import judge
+
     try:
         history = read_history(paths)
     except HistoryError as error:
