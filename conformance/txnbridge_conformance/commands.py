@@ -6,6 +6,7 @@ import random
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,17 @@ import click
 
 from txnbridge.commands import json_and_debug
 from txnbridge.errors import TxnBridgeError
-from txnbridge_conformance.run.hunt import RunFailed, hunt
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers import Broker
+from txnbridge_conformance.run.hunt import hunt
 from txnbridge_conformance.run.plan import FLOOR, Plan
+from txnbridge_conformance.run.processes import RunFailed
 
 # The exit code of a run that could not judge; codes 0 to 2 are those of `Verdict`.
 _COULD_NOT_RUN = 3
+
+_FAULTS = frozenset({"client", "network", "broker"})
+_BROKERS = frozenset({"kafka", "pulsar", "rocketmq"})
 
 command = click.Group("conformance", help="Attack a broker, and say which promises it keeps.")
 
@@ -52,11 +59,21 @@ _FLOOR = click.option(
 )
 
 
+def _kinds(ctx: click.Context, param: click.Parameter, given: str | None) -> frozenset[str] | None:
+    kinds = None if given is None else frozenset(given.split(","))
+    if kinds is not None and not kinds <= _FAULTS:
+        raise click.BadParameter(f"{given!r} is not a list of {', '.join(sorted(_FAULTS))}")
+    return kinds
+
+
 @command.command("run")
 @click.argument("url")
 @click.option("--time", "seconds", type=_Seconds(), default="60", show_default=True, help="How long processes work.")
 @click.option("--seed", type=int, help="Choose the same faults and transactions as a run with this seed.")
 @click.option("--out", type=click.Path(file_okay=False), help="Keep histories and report in this new folder.")
+@click.option(
+    "--faults", callback=_kinds, metavar="KINDS", help="A list of client, network, broker; else all possible."
+)
 @click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
 @_FLOOR
 @json_and_debug
@@ -65,29 +82,46 @@ def run(
     seconds: float,
     seed: int | None,
     out: str | None,
+    faults: frozenset[str] | None,
     plugins: tuple[str, ...],
     floor: dict[str, int],
     as_json: bool,
 ) -> None:
-    """Run transactions on the broker at URL from many processes, kill and pause them, and judge the result.
+    """Run transactions on a broker from many processes, inject faults, and judge the result.
 
-    Everything that the run creates at the broker has a name of its own, and is deleted at the end. Exit code 0: all
-    promises were kept, 1: findings, 2: too little was tried, 3: the run failed.
+    URL names the broker. With kafka, pulsar or rocketmq instead, the run starts a broker of its own, which it kills and
+    cuts off, too; at a URL it attacks only its own processes. Everything that a run creates at the broker has a name of
+    its own, and is deleted at the end. Exit code 0: all promises were kept, 1: findings, 2: too little was tried, 3:
+    the run failed.
     """
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     name = secrets.token_hex(3)
     folder = Path(out or f"conformance-{name}")
     if folder.exists():
         raise click.BadParameter(f"{folder} exists already; name a new folder", param_hint="--out")
-    plan = Plan(url, name, seed, seconds, str(folder), plugins=plugins)
+    starts = url in _BROKERS
+    if faults and not starts and faults - {"client"}:
+        raise click.BadParameter(f"these faults need a broker that the run starts: {', '.join(sorted(_BROKERS))}")
+    kinds = faults or (_FAULTS if starts else frozenset({"client"}))
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     try:
-        plan.register_plugins()
-        hunt(plan, _progress())
+        with _started(url) if starts else nullcontext() as broker:
+            plan = Plan(_url_of(broker) if broker else url, name, seed, seconds, str(folder), plugins=plugins)
+            plan.register_plugins()
+            hunt(plan, _progress(), broker, kinds)
     except (RunFailed, TxnBridgeError, ImportError) as error:
         click.echo(f"the run failed: {error}", err=True)
         sys.exit(_COULD_NOT_RUN)
     _judge([str(folder)], floor, as_json, folder)
+
+
+def _started(name: str) -> AbstractContextManager[Broker]:
+    broker: AbstractContextManager[Broker] = getattr(brokers, name)()
+    return broker
+
+
+def _url_of(broker: Broker) -> str:
+    return f"{broker.url}?admin_url={broker.admin_url}" if broker.admin_url else broker.url
 
 
 @command.command("check")

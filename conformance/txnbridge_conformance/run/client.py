@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import txnbridge
-from txnbridge import Bridge, Consumer, HalfMessages, Message, Outcome, Transaction, hookimpl
+from txnbridge import Bridge, Consumer, HalfMessages, Message, Outcome, TokenState, Transaction, hookimpl
 from txnbridge._events import Event
 from txnbridge._plugins import plugins
-from txnbridge.errors import Abort, OutcomeUnknown, TransactionAborted, TxnBridgeError
+from txnbridge.errors import Abort, EvidenceLost, OutcomeUnknown, TransactionAborted, TxnBridgeError
 from txnbridge_conformance.history import Call, Recorder, Result
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
 
 Sends = Mapping[tuple[str, int], Sequence[str]]  # values by topic and partition
 
 _RESULTS: dict[Outcome, Result] = {Outcome.COMMITTED: "ok", Outcome.ABORTED: "fail", Outcome.UNKNOWN: "unknown"}
+
+_FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 
 
 class KillAt:
@@ -145,18 +147,22 @@ class Client:
             call.end(_RESULTS[outcome], outcome=outcome.name.lower())
 
     def finish(self, bridge: Bridge, transaction: str, token: str, wish: str) -> bool:
-        """Commit or abort a prepared transaction, or ask for its status; record it, and return whether it answered."""
+        """Commit or abort a prepared transaction, or ask for its status; record it.
+
+        Return whether the answer is final: asking again cannot give another outcome.
+        """
         call = self.recorder.start("status" if wish == "status" else "finish", transaction=transaction, wish=wish)
         try:
             if wish == "status":
-                outcome = bridge.status(token).state.name.lower()
+                status = bridge.status(token)
+                outcome, final = status.state.name, status.permanent or status.state in _FINAL
             else:
-                outcome = (bridge.commit if wish == "commit" else bridge.abort)(token).name.lower()
+                outcome, final = (bridge.commit if wish == "commit" else bridge.abort)(token).name, True
         except TxnBridgeError as error:
             call.end("unknown", error=type(error).__name__)
-            return False
-        call.end("ok", outcome=outcome)
-        return True
+            return isinstance(error, EvidenceLost)
+        call.end("ok", outcome=outcome.lower())
+        return final
 
     def note_assignment(self, call: Call, consumer: Consumer, known: list[object]) -> None:
         """Record the consumer's partitions if they are not those in `known`."""

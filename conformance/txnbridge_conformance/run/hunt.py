@@ -2,104 +2,58 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import txnbridge
 from txnbridge import Bridge, Capability, Decision
 from txnbridge.errors import NotFound, TxnBridgeError
+from txnbridge_conformance import faults
+from txnbridge_conformance.brokers import Broker
+from txnbridge_conformance.faults import Proxy
 from txnbridge_conformance.history import Recorder, read_history
 from txnbridge_conformance.run.client import Client, read_of, text_of
+from txnbridge_conformance.run.faults import BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
 from txnbridge_conformance.run.plan import PARTITIONS, ROLES, Plan
+from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.sales import Sales
 
 # The share of the time without faults at its end, in which processes recover and copiers catch up.
 _QUIET_SHARE = 0.25
 # The longest time for which the hunt waits for open transactions and for the copiers after the work.
-_SETTLING_SECONDS = 60.0
+_SETTLING_SECONDS = 90.0
 # Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
 _SOURCES = ("write", "own", "feed", "sell")
 
 Progress = Callable[[str], None]
 
 
-class RunFailed(Exception):
-    """Raised if a run cannot go on; the text says why and what to do."""
-
-
-class Process:
-    """A process of the run, which is started again under a new name whenever it dies."""
-
-    def __init__(self, plan: Plan, role: str, number: int) -> None:
-        self._plan = plan
-        self.role = role
-        self._name = f"{role}{number}"
-        self._starts = 0
-        self.paused = False
-        self.kill_at = 0
-        self.start()
-
-    @property
-    def name(self) -> str:
-        return f"{self._name}-{self._starts}"
-
-    def start(self) -> None:
-        self._starts += 1
-        command = [sys.executable, "-m", "txnbridge_conformance.run.client", self._plan.to_json()]
-        self._errors = Path(self._plan.folder) / f"{self.name}.err"
-        with open(self._errors, "wb") as errors:
-            arguments = [*command, self.role, self.name, str(self.kill_at)]
-            self._process = subprocess.Popen(arguments, stderr=errors, stdin=subprocess.DEVNULL)
-
-    def replace_dead(self) -> bool:
-        """Start the process again if it was killed; return whether it was. Raise `RunFailed` if it ended by itself."""
-        code = self._process.poll()
-        if code is None:
-            return False
-        if code != -signal.SIGKILL:
-            raise RunFailed(f"process {self.name} ended with {code}: {self._last_error()}")
-        self.start()
-        return True
-
-    def _last_error(self) -> str:
-        return "\n".join(self._errors.read_text(errors="replace").splitlines()[-15:]) or "it said nothing"
-
-    def signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            self._process.send_signal(number)
-
-    def stop(self, timeout: float) -> None:
-        """Ask the process to end, and wait; kill it if it takes longer. A call that it was in is then unknown."""
-        self.signal(signal.SIGCONT)
-        self.signal(signal.SIGTERM)
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        self._process.wait()
-
-
 class Hunt:
     """One run: `work`, `settle` and `read_back`, in this order."""
 
-    def __init__(self, plan: Plan, progress: Progress) -> None:
+    def __init__(
+        self, plan: Plan, progress: Progress, broker: Broker | None, proxy: Proxy | None, clients: bool
+    ) -> None:
         self._plan = plan
+        self._through = plan.at(proxy.url) if proxy else None
         self._progress = progress
         self._random = random.Random(plan.seed)
         self._recorder = Recorder(Path(plan.folder) / "run.jsonl", "run", f"txnbridge {txnbridge.__version__}")
         self._client = Client(plan, "run", self._recorder, self._random)
         self._processes: list[Process] = []
+        self._faults: list[Faults] = [ClientFaults(self._processes, plan.timeout * 2)] if clients else []
+        if proxy:
+            self._faults.append(NetworkFaults(proxy, urlsplit(plan.url).scheme))
+        if broker:
+            self._faults.append(BrokerFaults(broker))
+        self._injected: list[tuple[float, Injected]] = []  # with the time at which each is healed
         self.deeds: Counter[str] = Counter()
         self._next_point: Counter[str] = Counter()
         self._sells = False  # whether the broker has half messages
@@ -121,65 +75,54 @@ class Hunt:
 
     def work(self, bridge: Bridge) -> None:
         """Let the processes work for the plan's time, and attack them for the first part of it."""
+        self._start(bridge)
         begin = time.monotonic()
         faults_until = begin + self._plan.seconds * (1 - _QUIET_SHARE)
-        self._sells = bool(bridge.capabilities[Capability.HALF_MESSAGES])
-        for role, count in ROLES.items():
-            if role == "sell" and not self._sells:
-                continue
-            self._processes += [Process(self._plan, role, number) for number in range(count)]
         while (now := time.monotonic()) < begin + self._plan.seconds:
+            self._heal(now)
             if now < faults_until:
-                self._attack()
+                self._attack(now)
+            else:
+                self._heal(math.inf)
             self._replace_dead()
             self._progress(f"{now - begin:.0f} of {self._plan.seconds:g} s: {_counted(self.deeds)}")
             time.sleep(self._random.uniform(0.1, 0.6))
-        for process in self._processes:
-            self._resume(process)
+        self._heal(math.inf)
+
+    def _start(self, bridge: Bridge) -> None:
+        self._sells = bool(bridge.capabilities[Capability.HALF_MESSAGES])
+        for role, count in ROLES.items():
+            for number in range(count if role != "sell" or self._sells else 0):
+                # With a proxy one process of each role goes through it; the others reach the broker directly.
+                url = self._through if self._through and number == 0 else self._plan.url
+                self._processes.append(Process(self._plan, role, number, url))
+
+    def _attack(self, now: float) -> None:
+        faults = self._random.choice(self._faults)
+        if injected := faults.inject(self._random):
+            self._recorder.fault(injected.kind, injected.target, "begin")
+            self.deeds[injected.kind] += 1
+            self._injected.append((now + injected.seconds, injected))
+
+    def _heal(self, now: float) -> None:
+        """Heal the faults whose time has passed."""
+        for until, injected in list(self._injected):
+            if until <= now:
+                self._injected.remove((until, injected))
+                injected.heal()
+                self._recorder.fault(injected.kind, injected.target, "end")
 
     def _replace_dead(self) -> None:
         for process in self._processes:
-            if self._random.random() < 0.5:
-                process.kill_at = self._next_point[process.role] + 1
-            else:
-                process.kill_at = 0
-            if process.replace_dead() and process.kill_at:
-                self._next_point[process.role] += 1
-
-    def _attack(self) -> None:
-        process = self._random.choice(self._processes)
-        match self._random.choice(("kill", "pause", "pause", "resume", "resume", "leave")):
-            case "kill":
-                self._recorder.fault("kill", process.name, "begin")
-                process.kill()
-                self.deeds["kills"] += 1
-            case "pause" if not process.paused:
-                self._recorder.fault("pause", process.name, "begin")
-                process.signal(signal.SIGSTOP)
-                process.paused = True
-                self.deeds["pauses"] += 1
-            case "resume":
-                for paused in [each for each in self._processes if each.paused][:1]:
-                    self._resume(paused)
-            case "leave" if not process.paused:
-                self._recorder.fault("restart", process.name, "begin")
-                process.stop(self._plan.timeout * 2)
-                process.start()
-                self.deeds["restarts"] += 1
-
-    def _resume(self, process: Process) -> None:
-        if process.paused:
-            process.signal(signal.SIGCONT)
-            process.paused = False
-            self._recorder.fault("pause", process.name, "end")
+            point = self._next_point[process.role] + 1 if self._random.random() < 0.5 else 0
+            if process.replace_dead(point) and point:
+                self._next_point[process.role] = point
 
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def settle(self, bridge: Bridge) -> None:
         """Stop the processes, and end each transaction that they left open or prepared."""
         self._progress("stopping")
-        for process in self._processes:
-            process.kill_at = 0
         self._stop(_SOURCES)
         self._stop(("finish",))
         self._finish_all(bridge)
@@ -198,19 +141,23 @@ class Hunt:
             self._processes.remove(process)
 
     def _finish_all(self, bridge: Bridge) -> None:
-        """Ask for each outcome that is unknown, and abort what is still prepared."""
+        """Ask for each outcome that is unknown, and commit or abort what is still prepared."""
         history = read_history([self._plan.folder])
         known = {each.transaction for each in history.operations if each.outcome in ("committed", "aborted")}
-        for operation in history.operations:
-            token = operation.fields.get("token")
-            if token and operation.transaction and operation.transaction not in known:
-                wish = self._random.choice(("commit", "abort")) if operation.outcome == "prepared" else "status"
-                self._await(
-                    lambda operation=operation, token=token, wish=wish: self._client.finish(  # type: ignore[misc]
-                        bridge, operation.transaction, token, wish
-                    ),
-                    f"transaction {operation.transaction} gives no outcome",
-                )
+        left = {
+            each.transaction: (each.fields["token"], each.outcome == "prepared")
+            for each in history.operations
+            if each.transaction and each.fields.get("token") and each.transaction not in known
+        }
+
+        def finish_left() -> bool:
+            for transaction, (token, prepared) in list(left.items()):
+                wish = self._random.choice(("commit", "abort")) if prepared else "status"
+                if self._client.finish(bridge, transaction, token, wish):
+                    del left[transaction]
+            return not left
+
+        self._await(finish_left, "transactions have no outcome")
 
     def _publish_sales(self, bridge: Bridge) -> None:
         """Answer check-backs until all half messages are published whose local work was done; record all decisions."""
@@ -284,11 +231,16 @@ class Hunt:
         self._recorder.close()
 
 
-def hunt(plan: Plan, progress: Progress) -> None:
-    """Run a plan to its end; its histories are then in the plan's folder."""
+def hunt(plan: Plan, progress: Progress, broker: Broker | None, kinds: Collection[str]) -> None:
+    """Run a plan to its end; its histories are then in the plan's folder.
+
+    `kinds` are the kinds of faults: "client"; and for a `broker` that belongs to the run "network", for which some
+    processes reach it through a proxy, and "broker".
+    """
     os.makedirs(plan.folder, exist_ok=True)
     with ExitStack() as stack:
-        running = Hunt(plan, progress)
+        proxy = stack.enter_context(faults.proxy(broker)) if broker and "network" in kinds else None
+        running = Hunt(plan, progress, broker if "broker" in kinds else None, proxy, "client" in kinds)
         stack.callback(running.close)
         bridge = stack.enter_context(running.topics())
         running.work(bridge)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,15 @@ class Plan:
     def tokens(self) -> Path:
         """The file into which processes write the tokens of prepared transactions, for those that finish them."""
         return Path(self.folder) / "tokens.txt"
+
+    def at(self, address: str) -> str:
+        """Return the plan's URL with its options at another address of the broker."""
+        _, mark, options = self.url.partition("?")
+        return address + mark + options
+
+    def through(self, url: str) -> Plan:
+        """Return this plan for a process that reaches the broker at another URL, such as that of a proxy."""
+        return replace(self, url=url)
 
     def register_plugins(self) -> None:
         """Register the plan's plug-ins in this process. Raise `ImportError` if one does not exist."""
