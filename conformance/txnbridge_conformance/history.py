@@ -23,7 +23,7 @@ VERSION = 1
 Result = Literal["ok", "fail", "unknown"]
 Key = tuple[str, int]  # a topic and the number of a partition
 Position = tuple[int, ...]
-Read = tuple[str, int, Sequence[int], "str | None"]  # topic, partition, position, value
+Read = tuple[str, int, "Sequence[int] | None", "str | None"]  # topic, partition, position (None: unknown), value
 
 
 class HistoryError(ValueError):
@@ -312,7 +312,8 @@ def _key(value: Sequence[Any]) -> Key:
 
 def _read(message: Sequence[Any]) -> Read:
     topic, partition, position, value = message
-    return _text(topic), _number(partition), _position(position), None if value is None else _text(value)
+    place = None if position is None else _position(position)
+    return _text(topic), _number(partition), place, None if value is None else _text(value)
 
 
 def _texts(values: Any) -> Sequence[str]:

@@ -152,6 +152,15 @@ def test_a_message_at_two_positions_is_a_duplicate_and_two_messages_at_one_are_i
     assert "inconsistent-offsets" in story.found()
 
 
+def test_a_reader_without_positions_finds_what_is_missing_and_what_comes_twice():
+    story = Story()
+    story.txn("a", "1", "2", "3")
+    call = story.begin("official", "read", topics=["t"])
+    story._write("official", poll=call, group=None, messages=[["t", 0, None, value] for value in ("1", "2", "1")])
+    story.end("official", call)
+    assert story.found() == ["unseen", "duplicate", "torn-transaction"]
+
+
 def test_a_message_that_nobody_sent_is_a_phantom():
     story = Story()
     story.txn("a", "1")

@@ -17,7 +17,8 @@ def check_positions(tables: Tables, findings: Findings) -> None:
     key = np.concatenate([tables.reads.key, tables.stored.key])
     place = np.concatenate([tables.reads.place, tables.stored.place])
     value = np.concatenate([tables.reads.value, tables.stored.value])
-    by_place = np.unique(np.stack([key, place, value], axis=1)[value != NONE], axis=0)
+    known = (value != NONE) & (place != NONE)
+    by_place = np.unique(np.stack([key, place, value], axis=1)[known], axis=0)
     for rows in _repeated(by_place[:, :2]):
         values = [tables.value(number) for number in by_place[rows, 2]]
         text = f"one position of {tables.key(by_place[rows[0], 0])} holds {_list(values)}"
@@ -79,6 +80,7 @@ def check_full_read(tables: Tables, fate: Numbers, read: FullRead, findings: Fin
     covered = np.array([tables.key_of(number)[0] in read.topics for number in range(len(tables.keys))], bool)
     rows = np.flatnonzero(covered[sends.key])
     seen = read.seen[sends.value[rows]]
+    _find_repeated(tables, read, findings)
     _find_missing(tables, read, rows[~seen & (fate[sends.operation[rows]] == COMMITTED)], findings)
     total = np.bincount(sends.operation[rows], minlength=len(tables.operations))
     found = np.bincount(sends.operation[rows][seen], minlength=len(tables.operations))
@@ -98,6 +100,16 @@ def check_full_read(tables: Tables, fate: Numbers, read: FullRead, findings: Fin
         findings.add("phantom-commit" if half else "outcome-lie", text, [writer, read.operation])
 
 
+def _find_repeated(tables: Tables, read: FullRead, findings: Findings) -> None:
+    """Find messages that a reader without positions received more than once."""
+    reads = tables.reads
+    rows = (reads.operation == read.operation) & (reads.value != NONE) & (reads.place == NONE)
+    values, counts = np.unique(reads.value[rows], return_counts=True)
+    for number, times in zip(values[counts > 1], counts[counts > 1], strict=True):
+        text = f"{tables.name(read.operation)} read {tables.value(number)} {times} times"
+        findings.add("duplicate", text, [*_known(tables.writer[number]), read.operation], [tables.value(number)])
+
+
 def _find_missing(tables: Tables, read: FullRead, rows: Numbers, findings: Findings) -> None:
     place = _lowest_places(tables)
     for row in rows:
@@ -112,7 +124,7 @@ def _lowest_places(tables: Tables) -> Numbers:
     """Return by value the lowest place at which it is known to be stored, or `NONE`."""
     unknown = np.iinfo(np.int64).max
     place = np.full(len(tables.values), unknown)
-    read = tables.reads.value != NONE
+    read = (tables.reads.value != NONE) & (tables.reads.place != NONE)
     np.minimum.at(place, tables.reads.value[read], tables.reads.place[read])
     np.minimum.at(place, tables.stored.value, tables.stored.place)
     return np.where(place == unknown, NONE, place)

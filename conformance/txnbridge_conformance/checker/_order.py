@@ -25,7 +25,7 @@ def ranks(tables: Tables, fate: Numbers) -> Numbers:
     key = np.concatenate([tables.reads.key, stored.key[committed]])
     place = np.concatenate([tables.reads.place, stored.place[committed]])
     rows = np.lexsort((value, place, key))
-    rows = rows[value[rows] != NONE]
+    rows = rows[(value[rows] != NONE) & (place[rows] != NONE)]
     key, place, value = key[rows], place[rows], value[rows]
     found = np.full(len(tables.values), NONE, np.int64)
     if not len(rows):

@@ -47,7 +47,7 @@ class Sends:
 
 @dataclass(frozen=True)
 class Placed:
-    """One row for each message whose position is known. `place` is the position's rank among those of its key."""
+    """One row for each message in a partition. `place` is its position's rank among those of the key, or `NONE`."""
 
     key: Numbers
     value: Numbers
@@ -91,7 +91,7 @@ class Tables:
         operations: list[int] = []
         keys: list[int] = []
         values: list[int] = []
-        positions: list[Sequence[int]] = []
+        positions: list[Sequence[int] | None] = []
         for operation, _, messages in self.history.polls:
             for topic, partition, position, value in messages:
                 operations.append(operation)
@@ -131,24 +131,28 @@ def _numbers(values: Iterable[int]) -> Numbers:
     return np.fromiter(values, np.int64)
 
 
-def _places(keys: Numbers, positions: Sequence[Sequence[int]]) -> Numbers:
-    """Return each position's rank among the different positions of its key."""
-    if not len(keys):
-        return keys
-    width = max(map(len, positions))
-    table = np.full((len(keys), width + 1), -1, np.int64)
-    table[:, 0] = keys
-    if all(len(position) == width for position in positions):
-        table[:, 1:] = np.array(positions, np.int64)
+def _places(keys: Numbers, positions: Sequence[Sequence[int] | None]) -> Numbers:
+    """Return each position's rank among the different positions of its key; `NONE` for an unknown position."""
+    places = np.full(len(keys), NONE, np.int64)
+    known = [position for position in positions if position is not None]
+    if not known:
+        return places
+    rows = np.array([position is not None for position in positions], bool)
+    width = max(map(len, known))
+    table = np.full((len(known), width + 1), NONE, np.int64)
+    table[:, 0] = keys[rows]
+    if all(len(position) == width for position in known):
+        table[:, 1:] = np.array(known, np.int64).reshape(len(known), width)
     else:
-        for row, position in zip(table, positions, strict=True):
+        for row, position in zip(table, known, strict=True):
             row[1 : len(position) + 1] = position
     order = np.lexsort(table.T[::-1])
     ranked = table[order]
     new = np.any(ranked[1:] != ranked[:-1], axis=1)
     ranks = np.concatenate(([0], np.cumsum(new)))
-    places = np.empty(len(keys), np.int64)
-    places[order] = ranks - _first_of_each(ranked[:, 0], ranks)
+    found = np.empty(len(known), np.int64)
+    found[order] = ranks - _first_of_each(ranked[:, 0], ranks)
+    places[rows] = found
     return places
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -19,6 +22,7 @@ from txnbridge_conformance import faults
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.faults import Proxy
 from txnbridge_conformance.history import Recorder, read_history
+from txnbridge_conformance.run import official
 from txnbridge_conformance.run.client import Client, read_of, text_of
 from txnbridge_conformance.run.faults import BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
 from txnbridge_conformance.run.plan import PARTITIONS, ROLES, Plan
@@ -29,6 +33,8 @@ from txnbridge_conformance.run.sales import Sales
 _QUIET_SHARE = 0.25
 # The longest time for which the hunt waits for open transactions and for the copiers after the work.
 _SETTLING_SECONDS = 90.0
+# The time in which a reader reads a whole topic.
+_READING_SECONDS = 300.0
 # Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
 _SOURCES = ("write", "own", "feed", "sell")
 
@@ -225,6 +231,24 @@ class Hunt:
             else:
                 call.end("ok")
 
+    def read_back_officially(self) -> None:
+        """Read every topic with the broker's official client, if it is installed, in a process of its own."""
+        if (name := official.name_of(self._plan.url)) is None:
+            return
+        self._progress(f"reading everything back with {name}")
+        recorder = Recorder(Path(self._plan.folder) / "official.jsonl", "official", name)
+        for topic in self._plan.topics:
+            call = recorder.start("read", topics=[topic])
+            command = [sys.executable, "-m", official.__name__, self._plan.url, topic]
+            try:
+                done = subprocess.run(command, capture_output=True, timeout=_READING_SECONDS, check=True)
+            except subprocess.SubprocessError as error:
+                call.end("unknown", error=type(error).__name__)
+            else:
+                call.poll(json.loads(line) for line in done.stdout.splitlines())
+                call.end("ok")
+        recorder.close()
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()
@@ -246,6 +270,7 @@ def hunt(plan: Plan, progress: Progress, broker: Broker | None, kinds: Collectio
         running.work(bridge)
         running.settle(bridge)
         running.read_back()
+        running.read_back_officially()
 
 
 def _counted(deeds: Counter[str]) -> str:
