@@ -112,7 +112,8 @@ def run(
     except (RunFailed, TxnBridgeError, ImportError) as error:
         click.echo(f"the run failed: {error}", err=True)
         sys.exit(_COULD_NOT_RUN)
-    _judge([str(folder)], floor, as_json, folder)
+    command = f"txnbridge conformance run {url} --time {seconds:g} --seed {seed} --faults {','.join(sorted(kinds))}"
+    _judge([str(folder)], floor, as_json, folder, command)
 
 
 def _started(name: str) -> AbstractContextManager[Broker]:
@@ -133,11 +134,11 @@ def check_files(files: tuple[str, ...], floor: dict[str, int], as_json: bool) ->
     _judge(files, floor, as_json)
 
 
-def _judge(paths: Any, floor: dict[str, int], as_json: bool, folder: Path | None = None) -> None:
+def _judge(paths: Any, floor: dict[str, int], as_json: bool, folder: Path | None = None, command: str = "") -> None:
     # Imported here, because numpy would double the time of every other command.
     from txnbridge_conformance.checker import check
     from txnbridge_conformance.history import HistoryError, read_history
-    from txnbridge_conformance.run import report
+    from txnbridge_conformance.report import Report
     from txnbridge_conformance.run.verdict import judge
 
     try:
@@ -147,11 +148,12 @@ def _judge(paths: Any, floor: dict[str, int], as_json: bool, folder: Path | None
         sys.exit(_COULD_NOT_RUN)
     findings = check(history)
     judgement = judge(history, findings, floor)
-    text, document = (write(history, findings, judgement) for write in (report.text, report.to_json))
+    report = Report(history, findings, judgement, command)
     if folder:
-        (folder / "report.txt").write_text(text)
-        (folder / "report.json").write_text(document)
-    click.echo(document if as_json else text, nl=False)
+        (folder / "report.txt").write_text(report.text())
+        (folder / "report.json").write_text(report.json())
+        (folder / "report.html").write_text(report.html())
+    click.echo(report.json() if as_json else report.text(), nl=False)
     sys.exit(judgement.verdict.value)
 
 

@@ -63,14 +63,20 @@ def count(history: History) -> dict[str, int]:
         for operation in history.operations
         if operation.what == "transaction"
     )
+    calls = Counter(operation.what for operation in history.operations)
+    begun = [fault.kind for fault in history.faults if fault.phase == "begin"]
     return {
         "committed": results["committed"],
         "aborted": results["aborted"],
         "prepared": results["prepared"],
         "unknown": results["unknown"],
+        "finished": calls["finish"],
+        "fenced": sum(operation.fields.get("error") == "Fenced" for operation in history.operations),
+        "half messages": calls["half"],
         "sent": sum(len(values) for _, _, values in history.sends),
         "read": sum(len(messages) for _, _, messages in history.polls),
-        "faults": sum(fault.phase == "begin" for fault in history.faults),
-        "crash points": len({fault.kind for fault in history.faults if fault.kind.startswith("kill at ")}),
+        "faults": len(begun),
+        "broker kills": begun.count("broker kill"),
+        "crash points": len({kind for kind in begun if kind.startswith("kill at ")}),
         "processes": len(history.processes),
     }

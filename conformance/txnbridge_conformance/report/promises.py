@@ -1,0 +1,98 @@
+"""The promises of txnbridge in a report: which findings break each, and what a run must have tried to judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from txnbridge_conformance.checker import Findings
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One promise, the findings that break it, and the counts of a run without which it is not tested."""
+
+    name: str
+    text: str
+    findings: tuple[str, ...]
+    needs: tuple[str, ...]
+
+
+PROMISES = (
+    Promise(
+        "atomic",
+        "Messages to any topics and partitions, and acknowledgements, become visible together or not at all.",
+        ("torn-transaction", "half-ack"),
+        ("committed", "aborted"),
+    ),
+    Promise(
+        "isolated",
+        "Nobody reads a message of a transaction before its commit, or of an aborted one.",
+        ("G1a", "precommitted-read", "phantom-message", "G1c-realtime"),
+        ("aborted", "read"),
+    ),
+    Promise(
+        "in order",
+        "Each partition has one order, the same for every reader.",
+        (
+            "inconsistent-offsets",
+            "int-poll-skip",
+            "int-nonmonotonic-poll",
+            "poll-skip",
+            "nonmonotonic-poll",
+            "int-nonmonotonic-send",
+            "nonmonotonic-send",
+            "G0-realtime",
+        ),
+        ("committed", "read"),
+    ),
+    Promise(
+        "exactly once",
+        "Each committed message is stored once, and a group processes it in one committed transaction.",
+        ("lost-write", "unseen", "duplicate", "replay-duplicate"),
+        ("committed", "read"),
+    ),
+    Promise("durable", "Committed messages survive a kill of the broker.", ("lost-write", "unseen"), ("broker kills",)),
+    Promise(
+        "fenced", "A fenced owner of a transactional id publishes nothing any more.", ("zombie-write",), ("fenced",)
+    ),
+    Promise(
+        "resolvable",
+        "Any process ends a prepared transaction by its token, and all are told one outcome.",
+        ("split-decision",),
+        ("prepared", "finished"),
+    ),
+    Promise("honest", "A returned outcome is the true one.", ("outcome-lie",), ("committed", "aborted")),
+    Promise(
+        "half messages",
+        "A half message is published if and only if its local work was done.",
+        ("orphan-half", "phantom-commit"),
+        ("half messages",),
+    ),
+    Promise("bounded", "Each call ends by its deadline, and no transaction stays open.", ("hang", "stuck-reader"), ()),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a run says of one promise: "kept", "broken" or "not tested", with the evidence in words."""
+
+    promise: Promise
+    verdict: str
+    evidence: str
+
+
+def rows(findings: Findings, counts: Mapping[str, int]) -> list[Row]:
+    """Return one row for each promise."""
+    found = []
+    for promise in PROMISES:
+        tried = ", ".join(f"{counts[name]:,} {name}" for name in promise.needs)
+        broken = [f"{findings.counts[name]:,} {name}" for name in promise.findings if name in findings.counts]
+        missing = [name for name in promise.needs if not counts[name]]
+        if broken:
+            found.append(Row(promise, "broken", ", ".join(broken)))
+        elif missing:
+            found.append(Row(promise, "not tested", f"no {', no '.join(missing)}"))
+        else:
+            found.append(Row(promise, "kept", tried or "all calls"))
+    return found
