@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from txnbridge_conformance.checker import MEANINGS
+from txnbridge_conformance.checker import MEANINGS, check
+from txnbridge_conformance.history import History
+from txnbridge_conformance.report import Report
+from txnbridge_conformance.run.verdict import judge
 
 from tests.conformance import broken
 from tests.conformance.broken import Broken, scheme_of
@@ -46,6 +51,48 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     assert found.returncode == 1
     assert re.search(r"(lost-write|unseen), \d", found.stdout), found.stdout
     assert lost in found.stdout
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+# The page is asked to show the first finding in its timeline, and to tell what it then has.
+CLICK = """<script>document.querySelector("[data-orders]").click();
+document.body.dataset.seen = [lanes.width > 100, chosen.size > 0, told.textContent].join("|");</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="the report is looked at in Chromium, which is not installed")
+def test_the_page_draws_itself_and_a_finding_opens_its_witness(tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text(broken_report().html().replace("</body>", CLICK))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--virtual-time-budget=2000"]
+    command = [str(CHROMIUM), *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert 'data-seen="true|true|a: committed, 0 to 1 ms"' in shown, shown[-2000:]
+
+
+def test_a_report_names_what_was_broken_and_what_was_not_tested():
+    report = broken_report()
+    document = report.document()
+    verdicts = {row["name"]: row["verdict"] for row in document["promises"]}
+    assert (verdicts["exactly once"], verdicts["honest"]) == ("broken", "broken")
+    assert (verdicts["durable"], verdicts["half messages"]) == ("not tested", "not tested")
+    assert json.loads(report.json()) == document
+    assert "Not tested: " in report.text()
+    assert "<script>alert" not in report.html()
+
+
+def broken_report() -> Report:
+    """The report of a committed transaction that nobody can read, by a process with a hostile name."""
+    history = History()
+    for process in ("a", "<script>alert(1)</script>"):
+        lines: list[dict[str, Any]] = [{"history": 1, "process": process, "client": "c", "host": "h", "pid": 1}]
+        lines.append({"start": 0, "what": "transaction", "mono": 0})
+        lines.append({"send": 0, "to": ["t", 0], "values": [f"{process}.1"]})
+        lines.append({"end": 0, "result": "ok", "outcome": "committed", "mono": 10**6})
+        lines.append({"start": 1, "what": "read", "topics": ["t"], "mono": 2 * 10**6})
+        lines.append({"end": 1, "result": "ok", "mono": 3 * 10**6})
+        history.add([json.dumps(line).encode() + b"\n" for line in lines], __file__)
+    findings = check(history)
+    return Report(history, findings, judge(history, findings))
 
 
 def cut(folder: Path) -> str:

@@ -21,6 +21,7 @@ from txnbridge_conformance.run.verdict import Judgement
 
 _COLOURS = {"committed": 0, "aborted": 1, "prepared": 2, "unknown": 3}
 _RESULTS = {"ok": "committed", "fail": "aborted", "unknown": "unknown"}
+_OF_PROCESSES = ("kill", "pause", "restart")
 _BARS = ("transaction", "half", "finish")  # the calls that the timeline shows
 
 
@@ -141,8 +142,10 @@ class Report:
                 begun[key] = fault.mono
             start = begun.get(key, fault.mono)
             if fault.phase == "end" or fault.kind.startswith("kill at"):
-                lane = names.get(fault.target, -1)
-                bands.append([fault.kind, lane, (start - zero) / 1e6, (fault.mono - zero) / 1e6])
+                # A process that was killed while it started has no history, and no lane; other targets concern all.
+                lane = names.get(fault.target, None if fault.kind in _OF_PROCESSES else -1)
+                if lane is not None:
+                    bands.append([fault.kind, lane, (start - zero) / 1e6, (fault.mono - zero) / 1e6])
         return {
             "lanes": [process.name for process in self.history.processes],
             "bars": bars,
@@ -152,18 +155,20 @@ class Report:
         }
 
     def _unread(self, zero: int) -> list[list[float]]:
-        """Return over time how many committed messages no reader without a group had received yet."""
+        """Return over time how many committed messages no watching reader had received yet."""
         events: list[tuple[int, int]] = []
         operations = self.history.operations
+        watched = [(operations[order], messages) for order, _, messages in self.history.polls]
+        watched = [(operation, messages) for operation, messages in watched if operation.what == "poll"]
+        topics = {topic for _, messages in watched for topic, *_ in messages}
         unseen: set[str] = set()
-        for order, _, values in self.history.sends:
+        for order, (topic, _), values in self.history.sends:
             operation = operations[order]
-            if operation.end is not None and operation.outcome == "committed":
+            if topic in topics and operation.end is not None and operation.outcome == "committed":
                 events.append((operation.end, len(values)))
                 unseen.update(values)
-        for order, group, messages in self.history.polls:
-            operation = operations[order]
-            if group is None and (new := {value for *_, value in messages if value is not None} & unseen):
+        for operation, messages in watched:
+            if new := {value for *_, value in messages if value is not None} & unseen:
                 unseen -= new
                 events.append((operation.end or operation.start, -len(new)))
         level, points = 0, []

@@ -84,15 +84,16 @@ class Row:
 
 def rows(findings: Findings, counts: Mapping[str, int]) -> list[Row]:
     """Return one row for each promise."""
-    found = []
-    for promise in PROMISES:
-        tried = ", ".join(f"{counts[name]:,} {name}" for name in promise.needs)
-        broken = [f"{findings.counts[name]:,} {name}" for name in promise.findings if name in findings.counts]
-        missing = [name for name in promise.needs if not counts[name]]
-        if broken:
-            found.append(Row(promise, "broken", ", ".join(broken)))
-        elif missing:
-            found.append(Row(promise, "not tested", f"no {', no '.join(missing)}"))
-        else:
-            found.append(Row(promise, "kept", tried or "all calls"))
-    return found
+    return [Row(promise, *_judged(promise, findings, counts)) for promise in PROMISES]
+
+
+def _judged(promise: Promise, findings: Findings, counts: Mapping[str, int]) -> tuple[str, str]:
+    broken = [name for name in promise.findings if name in findings.counts]
+    missing = [name for name in promise.needs if not counts[name]]
+    others = {name for other in PROMISES if other is not promise for name in other.findings}
+    # A finding that breaks another promise, too, does not show that an untested one is broken.
+    if broken and not (missing and others.issuperset(broken)):
+        return "broken", ", ".join(f"{findings.counts[name]:,} {name}" for name in broken)
+    if missing:
+        return "not tested", f"no {', no '.join(missing)}"
+    return "kept", ", ".join(f"{counts[name]:,} {name}" for name in promise.needs) or "all calls"
