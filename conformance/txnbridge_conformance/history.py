@@ -44,9 +44,9 @@ class Recorder:
         host = socket.gethostname()
         self.write(history=VERSION, process=process, client=client, host=host, pid=os.getpid(), **_now())
 
-    def start(self, what: str, **fields: Any) -> Call:
+    def start(self, what: str, **fields: Any) -> RecordedCall:
         """Record the begin of a call; its methods record the rest. Call this before the call's first request."""
-        call = Call(self, next(self._numbers))
+        call = RecordedCall(self, next(self._numbers))
         self.write(start=call.number, what=what, **fields, **_now())
         return call
 
@@ -64,7 +64,7 @@ class Recorder:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One recorded call, such as a transaction with all that is sent, polled and acknowledged in it."""
 
     _recorder: Recorder
@@ -135,7 +135,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Process:
+class RecordedProcess:
     """A process of a history, by the first line of its file. Monotonic times of one `host` can be compared."""
 
     name: str
@@ -160,7 +160,7 @@ class Fault:
 class History:
     """The merged histories of all processes of a run."""
 
-    processes: list[Process] = field(default_factory=list)
+    processes: list[RecordedProcess] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     sends: list[tuple[int, Key, Sequence[str]]] = field(default_factory=list)  # operation's order, key, values
@@ -226,7 +226,7 @@ class _Lines:
         if line["history"] != VERSION:
             raise ValueError(f"this is format {line['history']}; this version of txnbridge reads format {VERSION}")
         process, client, host = (_text(line[name]) for name in ("process", "client", "host"))
-        head = Process(process, client, host, _number(line["pid"]), self._name)
+        head = RecordedProcess(process, client, host, _number(line["pid"]), self._name)
         self._history.processes.append(head)
 
     def _start(self, line: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """A conformance run: processes work on a broker while faults are injected, and the checker judges their histories.
 
 - `plan`: what a run creates at the broker, and which processes take part.
-- `client`: the program of one process; it records each call in the process's history.
-- `workloads`: what the processes do, by role.
-- `hunt`: starts and attacks the processes, ends what they left open, and reads everything back.
+- `program`: one process. Its `client`, which records each call in a history, does the work of a role (`workloads`,
+  `sales`).
+- `hunt`: starts the `processes`, injects `faults`, ends what is left open, and reads everything back, also by the
+  broker's `official` client.
 - `verdict`: the judgement of a history: kept, broken, or too thin to say.
 """

@@ -1,8 +1,4 @@
-"""The program of one process of a run: `python -m txnbridge_conformance.run.client PLAN ROLE PROCESS KILL_AT`.
-
-The process works until SIGTERM, and records each call in its history. With KILL_AT above 0 it kills itself at this
-event of txnbridge, counted from its start, so that a run visits one event after the other.
-"""
+"""`Client`: the recording client of one process of a run, and `KillAt`, by which a process kills itself."""
 
 from __future__ import annotations
 
@@ -10,20 +6,16 @@ import itertools
 import os
 import random
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import txnbridge
-from txnbridge import Bridge, Consumer, HalfMessages, Message, Outcome, TokenState, Transaction, hookimpl
-from txnbridge._events import Event
-from txnbridge._plugins import plugins
+from txnbridge import Bridge, Consumer, Event, HalfMessages, Message, Outcome, TokenState, Transaction, hookimpl
 from txnbridge.errors import Abort, EvidenceLost, OutcomeUnknown, TransactionAborted, TxnBridgeError
-from txnbridge_conformance.history import Call, Recorder, Result
+from txnbridge_conformance.history import RecordedCall, Recorder, Result
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
 
 Sends = Mapping[tuple[str, int], Sequence[str]]  # values by topic and partition
@@ -119,7 +111,7 @@ class Client:
             return not abort
         return False
 
-    def _fill(self, txn: Transaction, call: Call, sends: Sends) -> None:
+    def _fill(self, txn: Transaction, call: RecordedCall, sends: Sends) -> None:
         for (topic, partition), values in sends.items():
             call.send(topic, partition, values)
             for value in values:
@@ -164,7 +156,7 @@ class Client:
         call.end("ok", outcome=outcome.lower())
         return final
 
-    def note_assignment(self, call: Call, consumer: Consumer, known: list[object]) -> None:
+    def note_assignment(self, call: RecordedCall, consumer: Consumer, known: list[object]) -> None:
         """Record the consumer's partitions if they are not those in `known`."""
         if (now := consumer.assignment) != known:
             known[:] = now
@@ -179,26 +171,3 @@ def text_of(message: Message) -> str:
 def read_of(message: Message) -> tuple[str, int, Sequence[int], str]:
     """Return a received message as a history has it."""
     return message.topic, message.partition, message.position, text_of(message)
-
-
-def main(text: str, role: str, process: str, kill_at: str) -> None:
-    from txnbridge_conformance.run.workloads import WORKLOADS
-
-    plan = Plan.from_json(text)
-    plan.register_plugins()
-    recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, f"txnbridge {txnbridge.__version__}")
-    with closing(recorder):
-        client = Client(plan, process, recorder, random.Random(f"{plan.seed} {process}"))
-        signal.signal(signal.SIGTERM, lambda *_: client.stop.set())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the shell reaches the run, which ends its processes
-        if int(kill_at):
-            plugins.register(KillAt(int(kill_at), recorder, process), "kill-at")
-        while not client.stop.is_set():
-            try:
-                WORKLOADS[role](client)
-            except TxnBridgeError:  # fenced, or the broker is away: begin again with a new bridge
-                client.stop.wait(0.2)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

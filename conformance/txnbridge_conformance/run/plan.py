@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from txnbridge._plugins import plugins
+from txnbridge import plugins
 
 PARTITIONS = 3
 

@@ -36,7 +36,7 @@ class Process:
     def start(self) -> None:
         self._starts += 1
         self._errors = Path(self._plan.folder) / f"{self.name}.err"
-        command = [sys.executable, "-m", "txnbridge_conformance.run.client", self._plan.through(self._url).to_json()]
+        command = [sys.executable, "-m", "txnbridge_conformance.run.program", self._plan.through(self._url).to_json()]
         with open(self._errors, "wb") as errors:
             arguments = [*command, self.role, self.name, str(self.kill_at)]
             self._process = subprocess.Popen(arguments, stderr=errors, stdin=subprocess.DEVNULL)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from txnbridge import Bridge, Decision, HalfTransaction
 from txnbridge.errors import TxnBridgeError
-from txnbridge_conformance.history import Call
+from txnbridge_conformance.history import RecordedCall
 from txnbridge_conformance.run.client import Client, read_of
 from txnbridge_conformance.run.sales import Sales
 
@@ -96,7 +96,7 @@ def sell(client: Client) -> None:
     """Send half messages with every answer of the local work, and answer check-backs of other sellers."""
     sales = Sales(client.plan.sales)
 
-    def execute(txn: HalfTransaction, call: Call) -> Decision:
+    def execute(txn: HalfTransaction, call: RecordedCall) -> Decision:
         call.note(transaction=txn.id)
         way = client.random.random()
         if way < 0.1:
