@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import random
 import secrets
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from txnbridge import Capability, connect
 from txnbridge.commands import json_and_debug
 from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import FLOOR, Plan
+from txnbridge_conformance.run.plan import FLOOR, PARTITIONS, ROLES, Plan
 from txnbridge_conformance.run.processes import RunFailed
 
 # The exit code of a run that could not judge; codes 0 to 2 are those of `Verdict`.
@@ -132,6 +135,63 @@ def _url_of(broker: Broker) -> str:
 def check_files(files: tuple[str, ...], floor: dict[str, int], as_json: bool) -> None:
     """Judge the histories in these files or folders, whoever has recorded them."""
     _judge(files, floor, as_json)
+
+
+@command.command("plan")
+@click.argument("url")
+@json_and_debug
+def plan(url: str, as_json: bool) -> None:
+    """Say what a run on the broker at URL creates, needs and risks. It connects, and changes nothing."""
+    planned = Plan(url, "NAME", 0, 60, "FOLDER")
+    with connect(url) as bridge:
+        absent = [each.value for each in (Capability.TOPIC_ADMIN, Capability.PREPARE) if not bridge.capabilities[each]]
+        half = bool(bridge.capabilities[Capability.HALF_MESSAGES])
+    roles = {role: count for role, count in ROLES.items() if half or role != "sell"}
+    document = {
+        "topics": planned.topics,
+        "partitions": PARTITIONS,
+        "groups": [planned.group, *([planned.sellers] if half else [])],
+        "transactional ids": [planned.owner],
+        "processes": roles,
+        "missing": absent,
+    }
+    lines = [
+        f"topics, each with {PARTITIONS} partitions, deleted at the end: {', '.join(planned.topics)}",
+        f"groups, which stay: {', '.join(document['groups'])}",  # type: ignore[arg-type]
+        f"transactional ids: {planned.owner}, and made-up ones",
+        f"processes on this machine: {', '.join(f'{count} {role}' for role, count in roles.items())}",
+        "rights: to create and delete these topics, to read and write them, to list and end their transactions",
+        "risk: only processes of the run are killed; the broker gets some thousand small messages a minute",
+    ]
+    lines += [f"not possible: this broker has no {name}" for name in absent]
+    click.echo(json.dumps(document) if as_json else "\n".join(lines))
+    sys.exit(_COULD_NOT_RUN if absent else 0)
+
+
+@command.command("contract")
+@click.argument("url")
+@click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
+@click.option("--only", default="", metavar="EXPRESSION", help="Only tests whose names match it, as for pytest -k.")
+@json_and_debug
+def contract(url: str, plugins: tuple[str, ...], only: str, as_json: bool) -> None:
+    """Run the contract suite on the broker at URL: one line a promise, kept, broken or declared absent."""
+    from txnbridge_conformance.contract import run_contract
+
+    Plan(url, "", 0, 0, "", plugins=plugins).register_plugins()
+    try:
+        promises = run_contract(url, only)
+    except RuntimeError as error:
+        click.echo(f"the suite could not run: {error}", err=True)
+        sys.exit(_COULD_NOT_RUN)
+    if as_json:
+        click.echo(json.dumps([asdict(promise) for promise in promises]))
+    else:
+        for promise in promises:
+            tests = "1 test" if promise.tests == 1 else f"{promise.tests} tests"
+            click.echo(f"{promise.name:24} {promise.verdict:16} {tests}")
+            for name in promise.failed:
+                click.echo(f"    failed: {name}")
+    sys.exit(any(promise.verdict == "broken" for promise in promises))
 
 
 def _judge(paths: Any, floor: dict[str, int], as_json: bool, folder: Path | None = None, command: str = "") -> None:

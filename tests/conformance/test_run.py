@@ -123,6 +123,27 @@ def test_a_broken_broker_is_found_under_its_name(broker: type[Broken], tmp_path)
     assert found & QUICK[broker], done.stdout
 
 
+def test_the_contract_says_of_each_promise_whether_it_is_kept(tmp_path):
+    only = ["--only", "test_an_aborted_message_is_never_seen", "--json"]
+    verdicts = {}
+    for name in ("Sound", "ShowsWhatIsAborted"):
+        url = f"{scheme_of(getattr(broken, name))}:{tmp_path / name}.db"
+        done = conformance("contract", url, "--plugin", "tests.conformance.broken", *only)
+        verdicts[name] = {each["name"]: each["verdict"] for each in json.loads(done.stdout)}
+        assert done.returncode == (name != "Sound"), done.stdout + done.stderr
+    assert "broken" not in verdicts["Sound"].values()
+    assert "kept" in verdicts["Sound"].values()
+    assert "broken" in verdicts["ShowsWhatIsAborted"].values()
+
+
+def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
+    url = f"embedded:{tmp_path / 'broker.db'}"
+    done = conformance("plan", url, "--json")
+    assert (done.returncode, len(json.loads(done.stdout)["topics"])) == (0, 5), done.stderr
+    with connect(url) as bridge:
+        assert bridge.admin.topics() == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
