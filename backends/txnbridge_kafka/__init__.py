@@ -2,32 +2,33 @@
 
 The parts of Kafka's model on which the guarantees of this backend depend:
 
-- A transactional id belongs to a coordinator, which remembers the id's last transaction. Opening the id
-  (InitProducerId) aborts an open transaction and raises the producer epoch, which fences older owners: `write.opening`,
-  `write.writer`.
+- A transactional id belongs to a coordinator. The coordinator remembers only the last transaction of the id. Opening
+  the id (InitProducerId) aborts its open transaction and raises the producer epoch, so older owners are fenced:
+  `write.opening`, `write.writer`.
 - A transaction begins at the coordinator with the first partition that is added to it, never earlier. From then on its
   start time distinguishes it from every other transaction of its id: `client.responses.TransactionDescription`, and the
   tokens in `outcome.outcome`.
-- EndTxn makes the decision durable. Only then the coordinator writes control markers to each partition, and readers
-  with `read_committed`, as all of ours are, wait at a partition until its marker is there. A broker that is killed
-  between the two may forget markers, and the producer's next transaction in such a partition would include the messages
-  of the previous one. So a writer begins its next transaction when the last is certainly complete
+- EndTxn makes the decision durable. Then the coordinator writes a control marker to each partition. A reader with
+  `read_committed`, as all of ours are, waits in a partition until the marker is written. A broker that is killed before
+  it has written a marker may never write it, and the producer's next transaction in that partition would include the
+  messages of the last one. So a writer begins a transaction only when the last one is certainly complete
   (`client.coordinator_session`), and hanging transactions are found and ended (`outcome.hanging_transactions`,
   `outcome.hanging_transaction_monitor`).
-- Any process that has the producer id and epoch of a transactional id may end its transaction. So a prepared
-  transaction is one that its writer leaves open while it drops the producer. Each has a transactional id that no other
-  transaction uses meanwhile: `write.prepared`.
-- The coordinator forgets a transaction when its id is opened again. An outcome that a token's holder may still ask for
-  is recorded in the decision log before (`write.owner`). The coordinator's own topic is the last evidence
+- Any process that has the producer id and epoch of a transactional id may end its transaction. So a writer prepares a
+  transaction by leaving it open and freeing its producer. Until the transaction is ended, no other transaction uses its
+  transactional id: `write.prepared`.
+- The coordinator forgets a transaction when its id is opened again. If a token's holder may still ask for its outcome,
+  the outcome is first recorded in the decision log (`write.owner`). The topic __transaction_state is the last evidence
   (`outcome.transaction_state_log`).
-- Acknowledgements are positions of a group, written in the transaction with a proof of membership: `write.acks`.
+- Acknowledgements are committed offsets of a group, written in the transaction with the member's id and generation:
+  `write.acks`.
 
 The path of a message: `broker` makes a `write.writer`, which gives the message to a `write.producer`. The commit waits
-until every message is stored, sends the acknowledgements, and ends the transaction. `read.reader` takes the message
-from its partition (`read.partition`), whose first offset `read.start_positions` has looked up. The path of a token:
+until every message is stored, sends the acknowledgements, and ends the transaction. `read.start_positions` looks up the
+first offset of a partition, and `read.reader` reads the message from there (`read.partition`). The path of a token:
 `write.prepared` prepares its transaction, `outcome.outcome` ends it.
 
-`cluster` holds the objects that all these modules share: the settings, the `topics`, and the protocol client
+`cluster` holds the objects that all modules share: the settings, the `topics`, and the protocol client
 (`client`). `capabilities` and `backend` declare what is guaranteed, `settings` reads URLs and options, `decision_log`
 keeps decision logs, `errors` translates the client's errors into ours, and `admin` is for administrators.
 """

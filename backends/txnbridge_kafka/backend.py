@@ -1,4 +1,4 @@
-"""The backend that the core loads for `kafka://` URLs: it opens a connection to a Kafka cluster from a URL."""
+"""The backend that the core loads for `kafka://` URLs. It declares its capabilities and opens connections."""
 
 from __future__ import annotations
 

@@ -44,12 +44,12 @@ from txnbridge_kafka.write.publisher import KafkaPublisher
 from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
-# If nothing listens at the URL for so long, connecting fails, long before the deadline: the port may be mistyped.
-_NOBODY_SECONDS = 1.0
+# If nothing listens at the URL for this time, connecting fails, long before the deadline: the port may be mistyped.
+_NO_LISTENER_SECONDS = 1.0
 
 
 class KafkaBroker(Broker):
-    """A bridge's connection to a Kafka cluster, which makes its writers, readers and publishers."""
+    """A bridge's connection to a Kafka cluster. It makes the bridge's writers, readers and publishers."""
 
     def __init__(self, settings: KafkaSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
@@ -58,7 +58,7 @@ class KafkaBroker(Broker):
         requests = Requests(settings)
         self._cluster = KafkaCluster(settings, requests, KafkaTopics(settings, requests), context.events)
         try:
-            self.cluster = self._cluster.requests.cluster_id(deadline, nobody_for=_NOBODY_SECONDS)
+            self.cluster = self._cluster.requests.cluster_id(deadline, no_listener_for=_NO_LISTENER_SECONDS)
             overview = self._cluster.topics.overview(deadline)
             self._longest_ms = longest_transaction_ms(self._cluster.topics, overview.brokers, deadline)
             self._check_times()
@@ -89,7 +89,7 @@ class KafkaBroker(Broker):
         for name in needed:
             if name in self._unwritable:
                 advice = self._unwritable[name]
-                raise NotSupported(f"nothing can be written here: {name} {advice.text}; {advice.remedy}")
+                raise NotSupported(f"this cluster can store no transaction: {name} {advice.text}; {advice.remedy}")
 
     def _owner_of(self, identity: Identity, ledger: Ledger) -> KafkaOwner:
         self._monitor.start()
@@ -108,7 +108,7 @@ class KafkaBroker(Broker):
             open_id(self._cluster, owner, writers, deadline)
             if owner.denied:
                 self.capabilities = self.capabilities.but(without_log(owner.denied))
-        # No other process has a transactional id that the bridge made up: each is opened when it is first used.
+        # No other process uses a transactional id that the bridge generated, so a writer opens it at its first use.
         return list(writers)
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
@@ -143,7 +143,7 @@ class KafkaBroker(Broker):
                 return prepared_status(self._cluster, token, ledger, deadline)
             return plain_status(self._cluster, ledger, token.how, deadline)
         except AccessDenied as error:
-            return Status(TokenState.UNKNOWN, reason=f"only the decision log can tell: {error}")
+            return Status(TokenState.UNKNOWN, reason=f"only the decision log may have the outcome: {error}")
 
     @property
     def admin(self) -> Admin:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from txnbridge.spi import NATIVE, Capabilities, Capability, Support, absent, emulated
 
-_ONE_POSITION = "a group has one position in each partition, so messages are acknowledged in order"
+_ONE_POSITION = "a group has one committed offset in each partition, so messages are acknowledged in order"
 _ONE_MEMBER = "a partition is read by one member of a group"
 
 CAPABILITIES = Capabilities(
@@ -21,28 +21,28 @@ CAPABILITIES = Capabilities(
         ),
         Capability.RESOLVE_ANYWHERE: emulated("EndTxn with the producer id and epoch that the token carries"),
         Capability.STATUS_LOOKUP: emulated(
-            "the coordinator's start time tells a transaction from others of its writer"
+            "the coordinator's start time distinguishes a transaction from others of its writer"
         ),
-        Capability.REDELIVERY: emulated("the reader goes back; what came after the message comes again too"),
+        Capability.REDELIVERY: emulated("the reader seeks back; the messages after that one are delivered again too"),
         Capability.DECISION_LOG: emulated("a topic with one partition in which the first record for an id counts"),
         Capability.INDIVIDUAL_ACK: absent(_ONE_POSITION),
         Capability.SHARE_MESSAGE: absent(_ONE_MEMBER),
         Capability.SHARE_KEY: absent(_ONE_MEMBER),
         Capability.RESUME_SEQUENCE: absent("a producer's sequence ends with its session"),
-        Capability.HALF_MESSAGES: absent("the broker asks nobody back"),
+        Capability.HALF_MESSAGES: absent("the broker sends no check-backs"),
     },
 )
 
 
 def without_log(denied: str) -> Mapping[Capability, Support]:
-    """Return the capabilities of an owner that has no right to its decision log; `denied` names the missing rights."""
+    """Return the reduced capabilities of an owner without access to its decision log; `denied` names the rights."""
     return {
         Capability.FENCING: emulated(
             "the broker fences each writer; without the decision log an owner that may use it can take the id back"
         ),
         Capability.PREPARE: absent(f"it needs the decision log, and {denied}"),
         Capability.STATUS_LOOKUP: emulated(
-            "the coordinator tells until a writer is opened again; after that nobody can without the decision log"
+            "the coordinator has the outcome until the writer's id is opened again; then only the decision log has it"
         ),
     }
 
@@ -50,15 +50,15 @@ def without_log(denied: str) -> Mapping[Capability, Support]:
 # The default of the broker's transaction.max.timeout.ms.
 DEFAULT_LONGEST_MS = 900_000
 
-# The client's default of message.max.bytes, and the bytes that it counts besides a message's key, value and headers.
+# librdkafka's default of message.max.bytes, and the overhead that it adds to the size of a message.
 _MESSAGE_BYTES, _MESSAGE_OVERHEAD = 1_000_000, 36
 
 
 def message_bytes(client: Mapping[str, object]) -> int:
-    """Return the largest total size of a message's key, value and headers with these settings of the client."""
+    """Return the largest total size of a message's key, value and headers with these librdkafka settings."""
     return int(str(client.get("message.max.bytes", _MESSAGE_BYTES))) - _MESSAGE_OVERHEAD
 
 
 def longest_ms(settings: Mapping[str, str]) -> int:
-    """Return a broker's longest transaction time-out by its settings; Kafka's default if this user may not see them."""
+    """Return the longest transaction time-out in a broker's settings; Kafka's default if the setting is not there."""
     return int(settings.get("transaction.max.timeout.ms", DEFAULT_LONGEST_MS))

@@ -20,7 +20,8 @@ class KafkaCluster:
     requests: Requests
     topics: KafkaTopics
     events: Emitter
-    watched_partitions: set[Partition] = field(default_factory=set)  # the partitions that this bridge writes and reads
+    # The partitions that this bridge writes and reads: `HangingTransactionMonitor` checks them.
+    watched_partitions: set[Partition] = field(default_factory=set)
 
     @cached_property
     def offsets(self) -> KafkaOffsets:

@@ -21,7 +21,7 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
-from txnbridge_kafka.client.librdkafka import PATIENCE, ConfluentConsumer, ConfluentProducer, ignore, seconds, settle
+from txnbridge_kafka.client.librdkafka import CALL_LIMIT, ConfluentConsumer, ConfluentProducer, ignore, seconds, warm_up
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import KEEP_ALL, LOG_GROUP, KafkaTopics
@@ -33,14 +33,13 @@ _log = logging.getLogger("txnbridge.kafka.client")
 _LONGEST_NAME = 249
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST_NAME}}}")
 _READ_AT_ONCE = 100  # records in memory at once, besides those that the client has fetched ahead
-# Several threads may wait for delivery reports, and one thread's poll may take the report for which another waits: the
-# other thread notices after so many seconds.
-_SLICE = 0.01
-# A partition's new leader learns its high watermark from the followers' fetches, two a second. Until then it shows
-# fewer records than the partition has: a reader waits so many seconds for them.
-_LATE = 2.0
-# A broker that has just started answers before it has loaded its topics: the pause before the request is repeated.
-_PAUSE = 0.05
+# The longest wait in one poll for a delivery report. Another thread's poll may have taken the report already.
+_POLL_SECONDS = 0.01
+# The wait for more records after the reported end of the partition. A new leader learns the high watermark from the
+# replicas' fetches, two a second, and until then reports an end that is too low.
+_HIGH_WATERMARK_SECONDS = 2.0
+# The pause before a call is repeated, such as one to a broker that has just started and has not loaded its topics yet.
+_RETRY_SECONDS = 0.05
 # With these error codes a record is certainly not stored. After any other code it may be stored.
 _NOT_STORED = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -51,9 +50,9 @@ _NOT_STORED = {
     KafkaError.POLICY_VIOLATION,
 }
 _TOO_LARGE = {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE}
-_GONE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
-# The client looks up the coordinator of a group that it never joins. It reads also without the right to that group.
-_NO_GROUP = KafkaError.GROUP_AUTHORIZATION_FAILED
+_TRIMMED = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
+# The error if this user has no right to the consumer's group. It is ignored: the consumer never joins the group.
+_GROUP_DENIED = KafkaError.GROUP_AUTHORIZATION_FAILED
 _NO_TOPIC = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
 
 
@@ -61,7 +60,7 @@ class KafkaDecisionLog(DecisionLog):
     """One decision log, stored in a topic with one partition. A position is a record's offset.
 
     The constructor creates a missing topic. It raises `InvalidOption` for a topic that would lose records or their
-    order (hazard H26), and `AccessDenied` if the user lacks rights, with what an administrator must create and grant.
+    order (hazard H26). If the user lacks rights it raises `AccessDenied`, with the commands for an administrator.
     """
 
     origin = (0,)
@@ -69,7 +68,7 @@ class KafkaDecisionLog(DecisionLog):
     def __init__(
         self, settings: KafkaSettings, name: str, deadline: Deadline, events: Emitter, topics: KafkaTopics | None = None
     ) -> None:
-        """Open the decision log of this name; with the caller's connected `topics` no new admin client is needed."""
+        """Open the decision log of an application; `topics` is given if the caller has a connected client already."""
         self._settings = settings
         self._topics = topics or KafkaTopics(settings)
         self._topic = settings.log_topic(name)
@@ -82,14 +81,14 @@ class KafkaDecisionLog(DecisionLog):
     def _open(self, deadline: Deadline) -> None:
         if not _NAME.fullmatch(self._topic):
             raise InvalidOption(
-                f"{self._topic!r} is no name of a topic: on Kafka an application has a name of letters, digits, '.',"
-                f" '_' and '-', and with the prefix {_LONGEST_NAME} of them at most"
+                f"{self._topic!r} is no valid topic name: on Kafka an application's name has letters, digits, '.', '_'"
+                f" and '-', and together with the prefix at most {_LONGEST_NAME} characters"
             )
         self._topics.create_internal_topic(self._topic, deadline)
         self._check_settings(deadline)
 
     def _check_settings(self, deadline: Deadline) -> bool:
-        """Raise `InvalidOption` if the topic would lose records. Return False if this user may not see its settings."""
+        """Raise `InvalidOption` if the topic's settings would lose records; return False if they cannot be seen."""
         config = self._topics.configs([self._topic], deadline)[self._topic]
         wrong = [
             f"{name}={config[name]} instead of {wanted}"
@@ -116,30 +115,30 @@ class KafkaDecisionLog(DecisionLog):
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
         reader = self._take_reader(deadline)
         try:
-            return self._ask(
+            return self._repeat(
                 lambda left: reader.get_watermark_offsets(self._at(-1), timeout=left, cached=False),
-                "asking where it begins and ends",
+                "looking up its first and last offset",
                 deadline,
             )
         finally:
             self._give_back(reader)
 
-    def _ask(self, question: Callable[[float], T], what: str, deadline: Deadline) -> T:
-        """Call the client with a time limit, and repeat the call while the broker cannot be reached."""
+    def _repeat(self, question: Callable[[float], T], what: str, deadline: Deadline) -> T:
+        """Call the client with a time limit; repeat the call while the broker cannot be reached, until the deadline."""
         while True:
             try:
-                return question(min(seconds(deadline), PATIENCE))
+                return question(min(seconds(deadline), CALL_LIMIT))
             except KafkaException as error:
                 self._wait_for_broker(error, what, deadline)
 
     def _wait_for_broker(self, error: KafkaException, what: str, deadline: Deadline) -> None:
-        """Sleep for a short pause if repeating the client's call may help; otherwise raise the translated error."""
+        """Sleep for a short pause if repeating the client's call may help; else raise the translated error."""
         refused = self._translate(error, what)
         if type(refused) not in (BrokerUnavailable, DeadlineExceeded):
             raise refused from error
-        if deadline.left() <= _PAUSE:
-            raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
-        time.sleep(_PAUSE)
+        if deadline.left() <= _RETRY_SECONDS:
+            raise DeadlineExceeded(f"{refused}; tried for {deadline.seconds:g} s") from error
+        time.sleep(_RETRY_SECONDS)
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
         report = self._send(record, deadline)
@@ -159,11 +158,10 @@ class KafkaDecisionLog(DecisionLog):
         ) from error
 
     def _send(self, record: bytes, deadline: Deadline) -> tuple[KafkaError | None, int] | None:
-        """Return a record's delivery report: the error or None, and the offset. None if no report came in time.
+        """Send a record; return its delivery report (the error or None, and the offset), or None if none came in time.
 
-        A producer that could not store a record is not used again. The last thread that waits on the producer frees
-        it, with its unsent records. So nothing is raised while the producer is in scope: the error's traceback would
-        keep the producer alive.
+        A producer that could not store a record is not used again. It is freed, with its unsent records, when the last
+        waiting thread returns. So no error is raised here: its traceback would keep the producer alive.
         """
         producer = self._take_producer(deadline)
         reports: list[tuple[KafkaError | None, int]] = []
@@ -174,7 +172,7 @@ class KafkaDecisionLog(DecisionLog):
         try:
             producer.produce(self._topic, record, partition=0, on_delivery=delivered)
             while not reports and not deadline.expired:
-                producer.poll(min(_SLICE, seconds(deadline)))
+                producer.poll(min(_POLL_SECONDS, seconds(deadline)))
         except KafkaException as error:
             reports.append((error.args[0], 0))  # after the record's own report, if there is one
         if not reports or reports[0][0] is not None:
@@ -184,10 +182,7 @@ class KafkaDecisionLog(DecisionLog):
         return reports[0] if reports else None
 
     def _take_producer(self, deadline: Deadline) -> ConfluentProducer:
-        """Return the current producer, or make one after a check that the broker and the topic exist.
-
-        An error of this method means that the record was not sent.
-        """
+        """Return the producer, or make one after a check of broker and topic. An error means that nothing was sent."""
         with self._lock:
             producer = self._producer
         if producer is not None:
@@ -197,8 +192,8 @@ class KafkaDecisionLog(DecisionLog):
             {
                 **self._client_settings(),
                 "acks": "all",
-                # A duplicate record does no harm, because the first one counts. An idempotent client would first have
-                # to get a producer id, which may take it half a second at the start and after each lost answer.
+                # A duplicate record is harmless, because the first one counts. An idempotent producer would first need
+                # a producer id, which may take half a second at the start and after each lost answer.
                 "enable.idempotence": False,
                 "linger.ms": 0,
                 "message.max.bytes": 1_000_000,  # a record has 900,000 bytes at most; the user's limit is for messages
@@ -229,7 +224,7 @@ class KafkaDecisionLog(DecisionLog):
     def _records(
         self, reader: ConfluentConsumer, at: int, stop: int, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        late: Deadline | None = None  # the deadline for another record after the end that the broker reported
+        late: Deadline | None = None  # until when to wait for more records after the broker has reported the end
         while messages := self._fetch(reader, late, deadline):
             for message in messages:
                 offset, error = message.offset() or 0, message.error()
@@ -242,14 +237,14 @@ class KafkaDecisionLog(DecisionLog):
                         at += 1
                     if at > stop:
                         return
-                    late = Deadline(_LATE) if error is not None else None
-                elif error.code() != _NO_GROUP:
+                    late = Deadline(_HIGH_WATERMARK_SECONDS) if error is not None else None
+                elif error.code() != _GROUP_DENIED:
                     self._wait_for_broker(KafkaException(error), f"reading record {at}", deadline)
                     reader.assign([self._at(at)])
                     break
 
     def _fetch(self, reader: ConfluentConsumer, late: Deadline | None, deadline: Deadline) -> list[Message]:
-        """Return at least one record or error; none if none came by `late`. Raise `DeadlineExceeded` at `deadline`."""
+        """Return the next records or errors; none if `late` passes first. Raise `DeadlineExceeded` at `deadline`."""
         while late is None or not late.expired:
             deadline.check(f"reading the decision log {self._topic}")
             first = reader.poll(seconds(deadline) if late is None else min(seconds(deadline), seconds(late)))
@@ -258,16 +253,17 @@ class KafkaDecisionLog(DecisionLog):
         return []
 
     def _check_gap(self, at: int, deadline: Deadline) -> None:
-        """Raise `PositionLost` if the record at this offset was trimmed or may have been compacted away.
+        """Raise `PositionLost` if the missing record at this offset was trimmed or may have been compacted away.
 
-        Otherwise the offset holds a control marker, which is no record.
+        Otherwise the offset has a control marker, which consumers do not return.
         """
         begin, _ = self._bounds(deadline)
         if at < begin:
             raise PositionLost(f"the decision log {self._topic} was trimmed while it was read, at record {at}")
         if not self._check_settings(deadline):
             raise PositionLost(
-                f"the decision log {self._topic} has no record {at}, and this user may not see whether it is compacted"
+                f"the decision log {self._topic} has no record {at}, and this user may not see whether the topic is"
+                " compacted; grant it DescribeConfigs on the topic"
             )
 
     def _take_reader(self, deadline: Deadline) -> ConfluentConsumer:
@@ -283,15 +279,14 @@ class KafkaDecisionLog(DecisionLog):
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
                 "enable.partition.eof": True,
-                # The last fetch of a reading finds no record, and the next request waits until the broker has answered
-                # it. With the client's default, half a second, each decision would take so long.
+                # The client's next request waits for the answer of the last fetch, by default for half a second.
                 "fetch.wait.max.ms": 1,
-                # Records may have nearly a megabyte: this bounds the memory for records that were fetched ahead.
+                # A bound for the memory of records fetched ahead, each of which may have nearly a megabyte.
                 "queued.max.messages.kbytes": 16 * 1024,
                 "fetch.queue.backoff.ms": 5,
             }
         )
-        settle(reader, self._topic, deadline)
+        warm_up(reader, self._topic, deadline)
         return reader
 
     def _give_back(self, reader: ConfluentConsumer) -> None:
@@ -316,17 +311,17 @@ class KafkaDecisionLog(DecisionLog):
         return TopicPartition(self._topic, 0, offset)
 
     def _client_settings(self) -> dict[str, Any]:
-        # The user's settings for producers and consumers are not taken: linger.ms, for example, would delay decisions.
+        # The user's settings for producers and consumers are not used: linger.ms, for example, would delay decisions.
         return {**self._settings.client, "log_level": self._settings.log_level, "logger": _log, "error_cb": ignore}
 
     def _translate(self, error: KafkaException, what: str) -> TxnBridgeError:
         cause = kafka_error(error)
         code = None if cause is None else cause.code()
         what = f"the decision log {self._topic}, {what}"
-        if code in _GONE:
-            return PositionLost(f"{what}: it is not there any more")
+        if code in _TRIMMED:
+            return PositionLost(f"{what}: the record was trimmed")
         if code in _NO_TOPIC:
-            return BrokerUnavailable(f"{what}: its topic is not there; it was deleted, or the broker has just started")
+            return BrokerUnavailable(f"{what}: the topic is missing; it was deleted, or the broker has just started")
         if code in _TOO_LARGE:
             return InvalidOption(f"{what}: the record is too large for the topic's max.message.bytes")
         ours = translate(error, what)

@@ -1,4 +1,4 @@
-"""The translation of the Kafka client's errors into the errors of the core, and the errors that pass by themselves."""
+"""The translation of confluent-kafka's errors into the errors of the core, and which errors are temporary."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ _PASSING = {
 
 
 def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
-    """Return the client's own error inside an exception of the client; None for any other exception."""
+    """Return the `KafkaError` in an exception of confluent-kafka; None for any other exception."""
     if isinstance(error, SystemError) and isinstance(error.__cause__, KafkaException):
-        # If a fatal error occurs in a delivery callback, the client raises SystemError from its own exception.
+        # confluent-kafka raises SystemError, from the KafkaException, if a fatal error occurs in a delivery callback.
         error = error.__cause__
     if isinstance(error, KafkaException):
         cause = error.args[0]
@@ -74,9 +74,9 @@ def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
 
 
 def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
-    """Return the core's error for an error of the client, to be raised `from` it; `what` names the failed action.
+    """Return the core's error for an error of confluent-kafka; `what` names the failed action in the error's text.
 
-    For calls that decide nothing about a transaction; `write.failures` translates the errors of a transaction.
+    It is for calls outside a transaction: `write.failures` translates the errors of a transaction's calls.
     """
     cause = kafka_error(error)
     if cause is None:
@@ -101,11 +101,11 @@ def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
 
 
 def too_late(error: KafkaError, what: str, deadline: Deadline) -> DeadlineExceeded:
-    """Return the error for a temporary error of the client that lasted until the deadline."""
-    return DeadlineExceeded(f"{what}: {error.str()} ({error.name()}); so it was for {deadline.seconds:g} s")
+    """Return the core's error for a temporary error of confluent-kafka that lasted until the deadline."""
+    return DeadlineExceeded(f"{what}: {error.str()} ({error.name()}) until the deadline of {deadline.seconds:g} s")
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Return whether an error is temporary: the client recovers from errors of group membership and coordinators."""
+    """Return whether the consumer's client recovers from an error by itself, as from errors of group coordination."""
     cause = None if error is None else kafka_error(error)
     return cause is not None and (cause.retriable() or cause.code() in _PASSING)

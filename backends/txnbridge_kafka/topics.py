@@ -30,21 +30,21 @@ KEEP_ALL: Mapping[str, str] = {
     "retention.bytes": "-1",
     "unclean.leader.election.enable": "false",
 }
-# The group name that a decision log's consumer must have. It looks up the group's coordinator and never joins.
+# The group id of the consumers that read decision logs. librdkafka requires one; they never join the group.
 LOG_GROUP = "txnbridge-log"
 # The rights to an internal topic: to read, to append, to describe, and to drop old records.
 _RIGHTS = ("Read", "Write", "Describe", "DescribeConfigs", "Delete")
 
-# The replicas of an internal topic, if there are as many brokers: Kafka's default for its transaction state.
-_COPIES = 3
+# The replicas of an internal topic, or one on each broker if there are fewer: Kafka's default for __transaction_state.
+_REPLICAS = 3
 # The prefix of Kafka's internal topics, which the brokers create themselves.
-_KAFKAS_OWN = "__"
+_KAFKA_INTERNAL_PREFIX = "__"
 
-# A broker that has just started answers before it has loaded its topics: so long "no such topic" is not believed.
-_SURE_SECONDS = 0.5
-_PAUSE_SECONDS = 0.02
-# The time for one broker's answer: a running broker answers within milliseconds.
-_BROKER_SECONDS = 2.0
+# A broker that has just started answers before it has loaded its topics: for this time a missing topic is asked again.
+_RECHECK_MISSING_SECONDS = 0.5
+_RETRY_SECONDS = 0.02
+# The longest wait for one broker's settings: a running broker answers within milliseconds.
+_BROKER_ANSWER_SECONDS = 2.0
 _DENIED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 
 
@@ -54,7 +54,7 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 
 class KafkaTopics:
-    """The topics of a cluster. Any thread may call; nothing is connected before the first call."""
+    """Looks up, creates, changes and deletes topics. Any thread may call. Connects at the first call."""
 
     def __init__(self, settings: KafkaSettings, requests: Requests | None = None) -> None:
         self._settings = settings
@@ -63,18 +63,18 @@ class KafkaTopics:
         self._client: ConfluentAdminClient | None = None
 
     def partitions(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> int:
-        """Return how many partitions a topic has; create a missing topic if the settings allow it, else `NotFound`.
+        """Return how many partitions a topic has. Create a missing topic if allowed, else raise `NotFound`.
 
         If there are fewer than `at_least`, ask again for half a second: partitions may have been added just now.
         """
         count = self.count(topic, deadline)
         # The half second begins after the first answer, which may itself take longer.
-        sure_at = time.monotonic() + _SURE_SECONDS
+        sure_at = time.monotonic() + _RECHECK_MISSING_SECONDS
         if not count and create and self._may_create(topic):
             self.create(topic, self._settings.create_topics, deadline)
             sure_at = deadline.at
         while count < at_least and time.monotonic() < sure_at and not deadline.expired:
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_RETRY_SECONDS)
             count = self.count(topic, deadline)
         if not count:
             raise NotFound(
@@ -93,7 +93,7 @@ class KafkaTopics:
         return count
 
     def _may_create(self, topic: str) -> bool:
-        return self._settings.create_topics > 0 and not topic.startswith(_KAFKAS_OWN)
+        return self._settings.create_topics > 0 and not topic.startswith(_KAFKA_INTERNAL_PREFIX)
 
     def count(self, topic: str, deadline: Deadline) -> int:
         """Return how many partitions a topic has by one broker's metadata; 0 if that broker has no such topic."""
@@ -108,11 +108,9 @@ class KafkaTopics:
         raise translate(error, what) from error
 
     def all(self, deadline: Deadline) -> dict[str, TopicMetadata]:
-        """Return every topic, with its partitions and their replicas."""
         return dict(self.overview(deadline).topics)
 
     def brokers(self, deadline: Deadline) -> list[int]:
-        """Return the numbers of the living brokers."""
         return sorted(self.overview(deadline).brokers)
 
     def overview(self, deadline: Deadline) -> ClusterMetadata:
@@ -132,7 +130,7 @@ class KafkaTopics:
         """Create a topic; return False if it exists. Raise `InvalidOption` if the broker refuses the settings."""
         copies, settings = replicas or self._settings.replicas, config or {}
         try:
-            self._administer(
+            self._repeat_until_done(
                 lambda requests: requests.create_topic(topic, partitions, copies, settings, deadline), deadline
             )
         except KafkaException as error:
@@ -144,34 +142,36 @@ class KafkaTopics:
     def create_internal_topic(
         self, name: str, deadline: Deadline, config: Mapping[str, str] = KEEP_ALL, partitions: int = 1
     ) -> None:
-        """Create an internal topic if it does not exist, and wait until it exists.
+        """Create an internal topic, such as a decision log, unless it exists, and wait until the brokers know it.
 
-        Raise `AccessDenied`, with what an administrator has to do, if the topic does not exist and this user may not
-        create it, and `InvalidOption` if it has another number of partitions.
+        Raise `AccessDenied`, with the commands for an administrator, if this user may not create or see the topic, and
+        `InvalidOption` if it has another number of partitions.
         """
         try:
             count = self.count(name, deadline)
             if not count:
-                copies = self._copies(deadline)
+                copies = self._replicas(deadline)
                 self.create(name, partitions, deadline, {**config, **_in_sync(copies)}, copies)
-            while not count:  # a broker may learn of the topic later than the one that created it
-                deadline.check(f"waiting for the topic {name!r} to be there")
-                time.sleep(_PAUSE_SECONDS)
+            while not count:  # other brokers learn of the topic a little later than the controller
+                deadline.check(f"waiting until the brokers know the topic {name!r}")
+                time.sleep(_RETRY_SECONDS)
                 count = self.count(name, deadline)
         except AccessDenied as error:
-            raise AccessDenied(self._for_the_administrator(name, config, partitions)) from error.__cause__
+            raise AccessDenied(self._creation_text(name, config, partitions)) from error.__cause__
         if count != partitions:
-            raise InvalidOption(f"topic {name!r} has {count} partitions and must have {partitions}: it is not ours")
+            raise InvalidOption(
+                f"topic {name!r} has {count} partitions and must have {partitions}: another program created it"
+            )
 
-    def _copies(self, deadline: Deadline) -> int:
-        """Return the replicas of an internal topic: by the settings, or 3 (a broker's default is 1 in any cluster)."""
+    def _replicas(self, deadline: Deadline) -> int:
+        """Return the number of replicas for a new internal topic: by the settings, else 3, or the number of brokers."""
         if self._settings.replicas > 0:
             return self._settings.replicas
-        return min(_COPIES, len(self.brokers(deadline)))
+        return min(_REPLICAS, len(self.brokers(deadline)))
 
-    def _for_the_administrator(self, name: str, config: Mapping[str, str], partitions: int) -> str:
+    def _creation_text(self, name: str, config: Mapping[str, str], partitions: int) -> str:
         server = f"--bootstrap-server {self._settings.bootstrap}"
-        copies = self._settings.replicas if self._settings.replicas > 0 else _COPIES
+        copies = self._settings.replicas if self._settings.replicas > 0 else _REPLICAS
         wanted = {**config, **_in_sync(copies)}
         settings = " ".join(f"--config {key}={value}" for key, value in wanted.items())
         return (
@@ -203,14 +203,14 @@ class KafkaTopics:
             self._change(lambda requests: requests.grow_topic(topic, partitions, deadline), deadline, what)
 
     def configs(self, topics: Sequence[str], deadline: Deadline) -> dict[str, dict[str, str]]:
-        """Return the effective settings of topics, by name; empty for a topic whose settings this user may not see."""
+        """Return each topic's effective settings; none for a topic whose settings this user may not see."""
         return self._settings_of(TOPIC, topics, deadline)
 
     def broker_configs(self, brokers: Iterable[int], deadline: Deadline) -> dict[str, dict[str, str]]:
-        """Return the effective settings of brokers, by number; empty for one whose settings this user may not see.
+        """Return each broker's effective settings, by its id; none for a broker whose settings this user may not see.
 
-        Brokers that do not answer within two seconds are left out, unless none answers: a cluster lists a dead broker
-        for some seconds.
+        A broker that does not answer within two seconds is left out, because a cluster lists a dead broker for some
+        seconds. If no broker answers, all are asked again until the deadline.
         """
         numbers = list(brokers)
         configs: dict[str, dict[str, str]] = {}
@@ -218,29 +218,29 @@ class KafkaTopics:
             deadline.check("asking brokers for their settings")
             for number in numbers:
                 with suppress(BrokerUnavailable):
-                    soon = Deadline(min(_BROKER_SECONDS, deadline.left()))
+                    soon = Deadline(min(_BROKER_ANSWER_SECONDS, deadline.left()))
                     configs.update(self._settings_of(BROKER, [str(number)], soon))
         return configs
 
     def _settings_of(self, kind: int, names: Sequence[str], deadline: Deadline) -> dict[str, dict[str, str]]:
         what = "asking for settings"
         configs: dict[str, dict[str, str]] = {}
-        with self._asking() as requests:
+        with self._raw_requests() as requests:
             answers = requests.configs(kind, names, deadline)
         for name, (answer, settings) in answers.items():
             if answer.code and answer.code not in (*_DENIED, *_MISSING):
-                error = _exception(answer)
+                error = _refusal_of(answer)
                 raise translate(error, what) from error
             configs[name] = dict(settings)
         return configs
 
     def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> None:
         """Drop the records of a partition before an offset. Raise `KafkaException` if the broker refuses."""
-        self._administer(lambda requests: requests.drop_records(partition, before, deadline), deadline)
+        self._repeat_until_done(lambda requests: requests.drop_records(partition, before, deadline), deadline)
 
     @contextmanager
-    def _asking(self) -> Iterator[Requests]:
-        """Yield raw requests: the client's own may crash the process if a broker dies meanwhile (hazard H21)."""
+    def _raw_requests(self) -> Iterator[Requests]:
+        """Yield the object for raw requests: confluent-kafka's admin client may crash the process (hazard H21)."""
         if self._requests is not None:
             yield self._requests
             return
@@ -250,54 +250,54 @@ class KafkaTopics:
     def _admin(self) -> ConfluentAdminClient:
         with self._lock:
             if self._client is None:
-                # This client is never polled, so its log lines would accumulate; its errors have the same text.
+                # Nobody polls this client, so its log lines would accumulate. The errors of calls have the same text.
                 config = {**self._settings.client, "log_level": 0, "logger": _log, "error_cb": ignore}
                 self._client = ConfluentAdminClient(config)
             return self._client
 
     def _call_client(self, ask: Callable[[], Any], deadline: Deadline, what: str) -> Any:
-        """Call the client; repeat the call after a temporary error, until the deadline."""
+        """Call confluent-kafka's admin client; repeat the call after a temporary error, until the deadline."""
         while True:
             try:
                 return ask()
             except KafkaException as error:
                 refused = translate(error, what)
-                if not _passes(error):
+                if not _is_temporary(error):
                     raise refused from error
-                if deadline.left() <= _PAUSE_SECONDS:
-                    raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
-            time.sleep(_PAUSE_SECONDS)
+                if deadline.left() <= _RETRY_SECONDS:
+                    raise DeadlineExceeded(f"{refused}; tried for {deadline.seconds:g} s") from error
+            time.sleep(_RETRY_SECONDS)
 
     def _change(self, ask: Callable[[Requests], RequestResult], deadline: Deadline, what: str) -> None:
         try:
-            self._administer(ask, deadline)
+            self._repeat_until_done(ask, deadline)
         except KafkaException as error:
             raise translate(error, what) from error
 
-    def _administer(self, ask: Callable[[Requests], RequestResult], deadline: Deadline) -> None:
-        """Send a request until it is carried out. Raise `KafkaException` if the broker refuses it for good."""
+    def _repeat_until_done(self, ask: Callable[[Requests], RequestResult], deadline: Deadline) -> None:
+        """Send a request until the broker has carried it out. Raise `KafkaException` after a permanent refusal."""
         while True:
-            with self._asking() as requests:
+            with self._raw_requests() as requests:
                 answer = ask(requests)
             if answer.code == DONE:
                 return
-            error = _exception(answer)
-            if not _passes(error) or deadline.left() <= _PAUSE_SECONDS:
+            error = _refusal_of(answer)
+            if not _is_temporary(error) or deadline.left() <= _RETRY_SECONDS:
                 raise error
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_RETRY_SECONDS)
 
 
 def longest_transaction_ms(topics: KafkaTopics, brokers: Iterable[int], deadline: Deadline) -> int:
-    """Return the longest transaction time-out that every one of these brokers allows, as far as they answer."""
+    """Return the longest transaction time-out that all of these brokers allow, by the settings of those that answer."""
     return min(map(longest_ms, topics.broker_configs(brokers, deadline).values()), default=DEFAULT_LONGEST_MS)
 
 
-def _exception(answer: RequestResult) -> KafkaException:
+def _refusal_of(answer: RequestResult) -> KafkaException:
     return KafkaException(KafkaError(answer.code, answer.text))
 
 
 def _in_sync(copies: int) -> dict[str, str]:
-    """Return min.insync.replicas for a number of replicas: with three it is 2, so that one broker may be down."""
+    """Return the setting min.insync.replicas for a number of replicas: 2 of 3, so that one broker may be down."""
     return {"min.insync.replicas": str(max(1, min(2, copies - 1)))}
 
 
@@ -307,8 +307,8 @@ def _code(error: KafkaException) -> int:
     return cause.code()
 
 
-def _passes(error: KafkaException) -> bool:
-    # The controller counts a broker that has just started, or was slow, as fenced for a moment.
+def _is_temporary(error: KafkaException) -> bool:
+    # For a moment the controller regards a broker as fenced that has just started or was slow.
     if _code(error) == KafkaError.INVALID_REPLICATION_FACTOR:
         return "currently fenced" in error.args[0].str()
     return _code(error) in (
@@ -322,11 +322,11 @@ def _passes(error: KafkaException) -> bool:
 
 
 def offsets_partition(group: str, partitions: int) -> Partition:
-    """Return the partition of `__consumer_offsets` with a group's positions, by Java's `String.hashCode`."""
+    """Return the partition of `__consumer_offsets` with a group's committed offsets, by Java's `String.hashCode`."""
     code = 0
     units = group.encode("utf-16-be", "surrogatepass")
     for at in range(0, len(units), 2):
         code = (31 * code + int.from_bytes(units[at : at + 2], "big")) & 0xFFFF_FFFF
     signed = code - (1 << 32) if code >> 31 else code
-    # Java's smallest integer has no absolute value; Kafka takes 0 for it.
+    # In Java the smallest integer has no absolute value, for which Kafka uses 0.
     return OFFSETS_TOPIC, 0 if signed == -(1 << 31) else abs(signed) % partitions

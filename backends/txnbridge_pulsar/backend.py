@@ -1,4 +1,4 @@
-"""The backend that the core finds by the URL schemes of Pulsar: its options and limits, and opening a connection."""
+"""The backend that the core finds by Pulsar's URL schemes: its options and limits, and the opening of a connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from txnbridge_pulsar.settings import OPTIONS, read
 
 
 class PulsarBackend(Backend):
-    """Apache Pulsar 4.0 and later, through our own client: the official one for Python has no transactions."""
+    """Apache Pulsar 4.0 and later."""
 
     name = "pulsar"
     schemes = ("pulsar", "pulsar+ssl")

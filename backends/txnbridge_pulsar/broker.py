@@ -1,4 +1,4 @@
-"""One bridge's connection to a Pulsar cluster."""
+"""`PulsarBroker`: one bridge's connection to a Pulsar cluster."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from txnbridge.spi import (
     Writer,
 )
 from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.admin.rest import Rest
 from txnbridge_pulsar.capabilities import (
     CAPABILITIES,
     LIMITS,
@@ -34,10 +35,9 @@ from txnbridge_pulsar.capabilities import (
     WITHOUT_REST,
     WITHOUT_TRANSACTIONS,
 )
-from txnbridge_pulsar.client.rest import Rest
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.decision_log import PulsarLog, cluster_id
-from txnbridge_pulsar.errors import again, needing, translate
+from txnbridge_pulsar.errors import needing, retry_translated, translate
 from txnbridge_pulsar.outcome.coordinator_keepalive import CoordinatorKeepalive
 from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.topics import PulsarTopics
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("txnbridge")
 
-# Seconds that connecting waits for the answer; each topic is checked again before a sequence is sent to it.
-_ASK_SECONDS = 1.0
-# Clients look up the transaction coordinators under this name, as if each were a partition of a topic.
+# Seconds that connecting waits for the deduplication status; each topic is checked before a sequence is sent to it.
+_DEDUPLICATION_SECONDS = 1.0
+# The namespace in whose rights clients look up transaction coordinators, as if each were a partition of a topic.
 COORDINATORS = "pulsar/system"
 
 
 class PulsarBroker(Broker):
-    """An open connection of one bridge; made by `PulsarBackend.open`."""
+    """An open connection of one bridge, made by `PulsarBackend.open`."""
 
     def __init__(self, settings: PulsarSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
@@ -84,7 +84,7 @@ class PulsarBroker(Broker):
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
-        """Connect to all coordinators: after a restart of the brokers, no transaction times out before this."""
+        """Connect to all coordinators: after a restart of the brokers, no transaction times out before."""
         what = f"connecting to {self._settings.service}"
 
         def load() -> None:
@@ -94,7 +94,7 @@ class PulsarBroker(Broker):
             except wire.NotAllowed:
                 self.capabilities = self.capabilities.but(WITHOUT_TRANSACTIONS)
 
-        again(load, lambda error: translate(error, what), deadline)
+        retry_translated(load, lambda error: translate(error, what), deadline)
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -172,19 +172,17 @@ class PulsarBroker(Broker):
 
 
 def _is_deduplication_off(settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> bool:
-    """Return whether brokers do not remove duplicates in the namespace. The status of an internal topic is requested,
-    because this takes no more rights than using the topic.
-    """
+    """Return whether brokers keep duplicates, by an internal topic's status: others might need more rights."""
     topic = settings.namespace.full_name(settings.cluster_topic)
     try:
-        return topics.deduplication(topic, Deadline(min(_ASK_SECONDS, deadline.left()))) == "Disabled"
+        return topics.deduplication(topic, Deadline(min(_DEDUPLICATION_SECONDS, deadline.left()))) == "Disabled"
     except TxnBridgeError as error:
-        _log.debug("whether %s removes duplicates: %s", settings.namespace, error)
+        _log.debug("whether %s removes duplicates is not known: %s", settings.namespace, error)
         return False
 
 
 def open_client(settings: PulsarSettings) -> wire.PulsarClient:
-    """Return a client of the cluster that has not connected yet. Raise `InvalidOption` for a wrong address."""
+    """Return a protocol client that has not connected yet. Raise `InvalidOption` for an invalid address."""
     try:
         return wire.PulsarClient(
             settings.service,

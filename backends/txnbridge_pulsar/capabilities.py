@@ -1,4 +1,4 @@
-"""The capabilities and limits of Pulsar through this backend, and capabilities that depend on a cluster's settings."""
+"""The capabilities and limits of Pulsar through this backend, and those that depend on a cluster's settings."""
 
 from __future__ import annotations
 
@@ -18,49 +18,48 @@ CAPABILITIES = Capabilities(
             " before they write; the opener aborts those of older owners"
         ),
         Capability.PREPARE: emulated(
-            "an open transaction that nobody needs any more; a record of it was kept before. In groups that share by"
-            " message or key it acknowledges only whole entries"
+            "a prepared transaction stays open at its coordinator, without its process, and a record says so. In groups"
+            " that share by message or key it acknowledges only whole entries"
         ),
-        Capability.RESOLVE_ANYWHERE: emulated("anybody may end a transaction whose number the token carries"),
+        Capability.RESOLVE_ANYWHERE: emulated("any process may end a transaction by the id in its token"),
         Capability.STATUS_LOOKUP: emulated(
             "each transaction has a message on a proof topic of its writer, which is visible if it was committed"
         ),
         Capability.SHARE_MESSAGE: Support(
             Level.NATIVE,
-            "messages that were sent as one entry go to one member together: those of one transaction that have no key,"
-            " or the same one",
+            "messages that were sent as one entry go to one member together: messages of one transaction without a key,"
+            " or with the same key",
         ),
         Capability.REPLAY: Support(
             Level.NATIVE,
-            "a position whose ledger is gone is PositionLost: by retention, or because the topic was deleted and made"
-            " anew. Without admin_url a group is not told of that, and reads such a topic from its beginning",
+            "a position is PositionLost if retention removed its ledger, or the topic was deleted and made anew."
+            " Without admin_url a group does not notice a new topic, and reads it from its beginning",
         ),
         Capability.BINARY_HEADERS: emulated("a value that is not text is kept in base64 under another name"),
-        Capability.BARE_HEADERS: absent("a message's properties are text with a name"),
-        Capability.GROUP_ADMIN: absent("it is not built; `pulsar-admin topics stats` and `reset-cursor` do it"),
+        Capability.BARE_HEADERS: absent("a property of a message needs a name and a value"),
+        Capability.GROUP_ADMIN: absent("not implemented; use `pulsar-admin topics stats` and `reset-cursor`"),
         Capability.RESUME_SEQUENCE: Support(
             Level.NATIVE,
-            "the broker forgets a name that nobody uses for 360 minutes, or as it is set"
-            " (brokerDeduplicationProducerInactivityTimeoutMinutes); then nothing is sent under it any more",
+            "the broker forgets a name that is unused for 360 minutes"
+            " (brokerDeduplicationProducerInactivityTimeoutMinutes); then the name cannot send any more",
         ),
         Capability.DECISION_LOG: emulated("a topic without partitions in which the first record for an id counts"),
-        Capability.HALF_MESSAGES: absent("the broker asks nobody back"),
+        Capability.HALF_MESSAGES: absent("the broker has no check-backs"),
     },
 )
 
-_NEEDS_REST = "it needs the option admin_url: without REST the broker does not tell"
+_NEEDS_REST = "it needs the option admin_url: only REST lists open transactions"
 WITHOUT_REST: Mapping[Capability, Support] = {
-    Capability.TOPIC_ADMIN: absent("it needs the option admin_url: topics are made and deleted by REST"),
+    Capability.TOPIC_ADMIN: absent("it needs the option admin_url: topics are created and deleted by REST"),
     Capability.LIST_OPEN: absent(_NEEDS_REST),
     Capability.END_OPEN: absent(_NEEDS_REST),
     Capability.RESUME_SEQUENCE: absent(
-        "it needs the option admin_url: only REST tells whether the broker removes duplicates, by which sequences are"
-        " kept"
+        "it needs the option admin_url: only REST says whether the broker removes duplicates, as sequences require"
     ),
 }
 WITHOUT_DEDUPLICATION: Mapping[Capability, Support] = {
     Capability.RESUME_SEQUENCE: absent(
-        "brokers do not remove duplicates in this namespace, and only where they do they keep sequences:"
+        "brokers keep sequences only where they remove duplicates, and in this namespace they do not: set"
         " brokerDeduplicationEnabled, or pulsar-admin namespaces set-deduplication --enable TENANT/NAMESPACE"
     )
 }

@@ -1,4 +1,4 @@
-"""The objects that all parts of a bridge to one cluster share."""
+"""`ClusterAccess`: the clients and settings by which all parts of one bridge reach its Pulsar cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from txnbridge.spi import Emitter
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.client.rest import Rest
+from txnbridge_pulsar.admin.rest import Rest
 from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.topics import PulsarTopics
 

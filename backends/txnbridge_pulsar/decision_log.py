@@ -12,7 +12,7 @@ from typing import TypeVar
 from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, PositionLost, StorageFailed, TxnBridgeError
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.errors import again, translate, translated
+from txnbridge_pulsar.errors import retry_translated, translate, translated
 from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.topics import PulsarTopics
@@ -20,7 +20,7 @@ from txnbridge_pulsar.topics import PulsarTopics
 T = TypeVar("T")
 
 # Bytes that a reader prefetches: a few records of 900,000 bytes at most.
-_AHEAD_BYTES = 4_000_000
+_PREFETCH_BYTES = 4_000_000
 # Seconds that closing waits: a broker that is not informed of a closed client notices the lost connection.
 _CLOSE_SECONDS = 1.0
 # After these answers a record is certainly not stored. After any other error the record may be stored.
@@ -41,7 +41,7 @@ class PulsarLog(DecisionLog):
         self._name = topic
         self._lock = threading.Lock()
         self._producer: wire.PulsarProducer | None = None
-        self._asker: wire.PulsarConsumer | None = None
+        self._end_reader: wire.PulsarConsumer | None = None
         with events.step("step:log", log=topic):
             self._topic = topics.internal(topic, deadline)
 
@@ -54,34 +54,36 @@ class PulsarLog(DecisionLog):
             return _position(self._next(reader, deadline))
 
     def end(self, deadline: Deadline) -> Position | None:
-        last = self._again(lambda: self._open_asker(deadline).last_message_id(deadline.left()), "its end", deadline)
+        last = self._retry(
+            lambda: self._open_end_reader(deadline).last_message_id(deadline.left()), "its end", deadline
+        )
         return None if last.entry < 0 else (last.ledger, last.entry)
 
-    def _open_asker(self, deadline: Deadline) -> wire.PulsarConsumer:
-        """Return a reader that is only used to request the end of the log."""
+    def _open_end_reader(self, deadline: Deadline) -> wire.PulsarConsumer:
+        """Return a reader that is only used to ask for the end of the log."""
         with self._lock:
-            if self._asker is None:
-                self._asker = self._client.read(self._topic, timeout=deadline.left(), start=wire.LATEST)
-            elif self._asker.lost is not None:
-                self._asker.reopen(deadline.left())
-            return self._asker
+            if self._end_reader is None:
+                self._end_reader = self._client.read(self._topic, timeout=deadline.left(), start=wire.LATEST)
+            elif self._end_reader.lost is not None:
+                self._end_reader.reopen(deadline.left())
+            return self._end_reader
 
     # --- appending ------------------------------------------------------------------------------------------------
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
-        send = self._again(lambda: self._start_send(record, deadline), "appending to it", deadline)
+        send = self._retry(lambda: self._start_send(record, deadline), "appending to it", deadline)
         try:
             receipt = send.result(deadline.left())
         except _NOT_STORED as error:
-            raise self._in_our_words(error, "appending to it") from error
+            raise self._as_bridge_error(error, "appending to it") from error
         except wire.PulsarError as error:
             raise self._unknown(str(error)) from error
         if receipt.duplicate:
-            raise self._unknown("the broker took it for one that it has already")
+            raise self._unknown("the broker dropped it as a duplicate")
         return receipt.message_id.ledger, receipt.message_id.entry
 
     def _start_send(self, record: bytes, deadline: Deadline) -> wire.Send:
-        """Start sending a record. Raise an error of the protocol client if nothing was sent, else `OutcomeUnknown`."""
+        """Send a record without waiting. Raise an error of the client if nothing was sent, else `OutcomeUnknown`."""
         producer = self._open_producer(deadline)
         try:
             return producer.send(wire.Single(record), timeout=deadline.left())
@@ -107,7 +109,7 @@ class PulsarLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """Yield records as `DecisionLog.read` says; stop at the end of the log if that is before `last`."""
+        """Yield records as `DecisionLog.read` says. Stop at the end of the log if that is before `last`."""
         end = self.end(deadline)
         at = first or self.begin(deadline)
         if end is None or at is None:
@@ -115,7 +117,7 @@ class PulsarLog(DecisionLog):
         stop = min(end, last or end)
         if at > stop:
             return
-        with self._reading(_before(at), deadline) as reader:
+        with self._reading(_start_before(at), deadline) as reader:
             yield from self._records(reader, at, stop, deadline)
 
     def _records(
@@ -137,9 +139,7 @@ class PulsarLog(DecisionLog):
             expected = position[0], position[1] + 1
 
     def _check_gap(self, expected: Position, position: Position, deadline: Deadline) -> None:
-        """Raise `PositionLost` if records are missing between two positions. Entries of a ledger have no gaps, and
-        brokers drop whole ledgers from the log's begin on.
-        """
+        """Raise `PositionLost` for missing records. A ledger has no gaps, and brokers drop only whole first ledgers."""
         if expected[1] > 0 and position[0] > expected[0] and position[1] == 0:
             before = expected[0], expected[1] - 1
             begin = self.begin(deadline)
@@ -151,7 +151,7 @@ class PulsarLog(DecisionLog):
         """Return the next entry, which is known to exist."""
         while True:
             deadline.check(f"reading the decision log {self._name}")
-            entries = self._again(lambda: self._receive(reader, deadline), "reading it", deadline)
+            entries = self._retry(lambda: self._receive(reader, deadline), "reading it", deadline)
             if entries:
                 return entries[0]
 
@@ -162,8 +162,8 @@ class PulsarLog(DecisionLog):
 
     @contextmanager
     def _reading(self, start: wire.MessageId, deadline: Deadline) -> Iterator[wire.PulsarConsumer]:
-        inbox = wire.Inbox(_AHEAD_BYTES)
-        reader = self._again(
+        inbox = wire.Inbox(_PREFETCH_BYTES)
+        reader = self._retry(
             lambda: self._client.read(self._topic, timeout=deadline.left(), start=start, inbox=inbox),
             "reading it",
             deadline,
@@ -178,10 +178,10 @@ class PulsarLog(DecisionLog):
 
     def trim(self, before: Position, deadline: Deadline) -> None:
         """Allow the broker to drop the records before a position. The broker drops whole ledgers, when it begins a new
-        ledger.
+        one.
 
-        A broker that unloads the topic, or dies, within milliseconds of its answer forgets the position; the next call
-        repeats it. The last record always stays, so that a trimmed log differs from a new one.
+        If a broker unloads the topic, or dies, within milliseconds of its answer, it forgets the position; the next
+        call repeats it. The last record always stays, so that a trimmed log differs from a new one.
         """
         end = self.end(deadline)
         if end is None:
@@ -201,19 +201,19 @@ class PulsarLog(DecisionLog):
 
     def close(self) -> None:
         with self._lock:
-            used, self._producer, self._asker = (self._producer, self._asker), None, None
+            used, self._producer, self._end_reader = (self._producer, self._end_reader), None, None
         for each in used:
             if each is not None:
                 with suppress(wire.PulsarError):
                     each.close(_CLOSE_SECONDS)
 
-    def _again(self, attempt: Callable[[], T], what: str, deadline: Deadline) -> T:
-        return again(attempt, lambda error: self._in_our_words(error, what), deadline)
+    def _retry(self, attempt: Callable[[], T], what: str, deadline: Deadline) -> T:
+        return retry_translated(attempt, lambda error: self._as_bridge_error(error, what), deadline)
 
-    def _in_our_words(self, error: wire.PulsarError, what: str) -> TxnBridgeError:
+    def _as_bridge_error(self, error: wire.PulsarError, what: str) -> TxnBridgeError:
         what = f"the decision log {self._name}, {what}"
         if isinstance(error, wire.TopicNotFound):
-            return BrokerUnavailable(f"{what}: its topic is not there; it was deleted, or the broker has just started")
+            return BrokerUnavailable(f"{what}: its topic is missing; it was deleted, or the broker has just started")
         return translate(error, what)
 
 
@@ -221,8 +221,8 @@ def _position(entry: wire.ReceivedEntry) -> Position:
     return entry.id.ledger, entry.id.entry
 
 
-def _before(position: Position) -> wire.MessageId:
-    """Return the id at which a reader starts so that the record at a position is the first that it receives."""
+def _start_before(position: Position) -> wire.MessageId:
+    """Return the id at which a reader has to start to receive the record at a position first."""
     ledger, entry = position
     return wire.MessageId(ledger, entry - 1)
 
@@ -248,7 +248,7 @@ def _read_name(log: PulsarLog, deadline: Deadline) -> str | None:
     try:
         return str(json.loads(record)["cluster"])
     except (ValueError, TypeError, KeyError) as error:
-        raise StorageFailed("the record that names this cluster is not one of ours: choose another prefix") from error
+        raise StorageFailed("the record that names this cluster is not of txnbridge: choose another prefix") from error
 
 
 def _write_name(log: PulsarLog, settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> str:
@@ -257,8 +257,8 @@ def _write_name(log: PulsarLog, settings: PulsarSettings, topics: PulsarTopics, 
         return named  # another process was quicker
     if others != [settings.cluster_topic]:
         raise StorageFailed(
-            f"the record that names this cluster is gone from {settings.cluster_topic}, and other topics with this"
-            " prefix are there: restore it, or choose another prefix"
+            f"the record that names this cluster was deleted from {settings.cluster_topic}, but other topics with this"
+            " prefix exist: restore it, or choose another prefix"
         )
     with suppress(OutcomeUnknown):
         log.append(json.dumps({"v": 1, "cluster": uuid.uuid4().hex}).encode(), deadline)

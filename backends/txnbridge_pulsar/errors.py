@@ -1,4 +1,4 @@
-"""The protocol client's errors as errors of `txnbridge.errors`."""
+"""Translation of the protocol client's errors to those of `txnbridge.errors`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from txnbridge_pulsar.settings.topic_names import whole_topic
 
 T = TypeVar("T")
 
-# Seconds between tries: a broker that has just started refuses requests for a moment.
-_PAUSE = 0.05
+# Seconds between attempts: a broker that has just started refuses requests for a moment.
+_RETRY_PAUSE_SECONDS = 0.05
 _REMEDIES: Mapping[type[wire.PulsarError], str] = {
     wire.NotAuthenticated: "; look at the options token, token_file, user, password and tls_certificate",
     wire.NotOwner: ": the user who began it has to do this, or a superuser",
@@ -38,7 +38,7 @@ def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
     """Return the `txnbridge` error for a client error; `what` describes the failed action. The caller raises the result
     `from` the client's error.
 
-    Use this function for reads, and for calls that decide nothing about a transaction.
+    Use this only for reads, and for requests that decide nothing about a transaction.
     """
     text = f"{what}: {error}"
     if isinstance(error, wire.NotAuthenticated | wire.NotAuthorized):
@@ -66,9 +66,7 @@ def _refusal(error: wire.ServerError, text: str) -> TxnBridgeError:
     if error.code == wire.ServerErrorCode.INVALID_TOPIC_NAME:
         return InvalidOption(text)
     if error.code == wire.ServerErrorCode.INCOMPATIBLE_SCHEMA:
-        return NotSupported(
-            f"{text}; messages of a bridge carry no schema: switch isSchemaValidationEnforced off there"
-        )
+        return NotSupported(f"{text}; messages of a bridge have no schema: switch isSchemaValidationEnforced off there")
     if error.code == wire.ServerErrorCode.PERSISTENCE or error.code in _QUOTA:
         return StorageFailed(text)
     return BrokerUnavailable(text)
@@ -84,24 +82,27 @@ def translated(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def needing(actions: str, place: str) -> Iterator[None]:
+def needing(actions: str, scope: str) -> Iterator[None]:
     """Raise `AccessDenied`, with the command that grants the right, if the block fails because a right is missing.
 
-    `place` is a topic's full name or a namespace; `actions` are named as in Pulsar.
+    `scope` is a topic's full name or a namespace; `actions` are named as in Pulsar.
     """
     try:
         yield
     except wire.NotAuthorized as error:
-        place, _ = whole_topic(place)
-        kind = "topics" if "://" in place else "namespaces"
+        scope, _ = whole_topic(scope)
+        kind = "topics" if "://" in scope else "namespaces"
         raise AccessDenied(
-            f"{place}: {error}; an administrator grants it to this user's role:"
-            f"\n  pulsar-admin {kind} grant-permission --role ROLE --actions {actions} {place}"
+            f"{scope}: {error}; an administrator grants it to this user's role:"
+            f"\n  pulsar-admin {kind} grant-permission --role ROLE --actions {actions} {scope}"
         ) from error
 
 
-def again(attempt: Callable[[], T], words: Callable[[wire.PulsarError], TxnBridgeError], deadline: Deadline) -> T:
-    """Repeat a call that may safely be made twice until it succeeds, fails for good, or the deadline passes.
+def retry_translated(
+    attempt: Callable[[], T], words: Callable[[wire.PulsarError], TxnBridgeError], deadline: Deadline
+) -> T:
+    """Call `attempt` until it returns, fails with an error that is not temporary, or the deadline passes. Return its
+    result. A repeated call must be harmless.
 
     Raise the error that `words` returns for the client's error, or `DeadlineExceeded` at the deadline.
     """
@@ -116,6 +117,6 @@ def again(attempt: Callable[[], T], words: Callable[[wire.PulsarError], TxnBridg
             if type(refused) is not BrokerUnavailable:
                 raise refused from error
             answer = refused
-            if deadline.left() <= _PAUSE:
-                raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
-        time.sleep(_PAUSE)
+            if deadline.left() <= _RETRY_PAUSE_SECONDS:
+                raise DeadlineExceeded(f"{refused}; repeated for {deadline.seconds:g} s") from error
+        time.sleep(_RETRY_PAUSE_SECONDS)

@@ -8,18 +8,17 @@ from contextlib import suppress
 from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable
-from txnbridge_pulsar.errors import again, needing, translate
+from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of, unavailable
+from txnbridge_pulsar.errors import needing, retry_translated, translate
 from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, namespace_of, partitions_of, whole_topic
 
-# Seconds for which a topic's number of partitions is cached: partitions may be added, and a request takes a
-# millisecond.
-_FRESH_SECONDS = 1.0
-# Seconds until a missing topic counts as missing: a broker that has just started answers before it has all topics.
-_SURE_SECONDS = 0.5
-_LOOK_SECONDS = 0.02
-NEEDS_REST = "it needs the option admin_url, because the binary protocol has no word for it"
+# Seconds for which a topic's partitions are cached: some may be added, and a request takes only a millisecond.
+_CACHE_SECONDS = 1.0
+# Seconds for which a missing topic is looked for: a broker that has just started does not know all topics.
+_MISSING_TOPIC_SECONDS = 0.5
+_CHECK_SECONDS = 0.02
+NEEDS_REST = "it needs the option admin_url, because the binary protocol has no request for it"
 
 
 class PulsarTopics:
@@ -35,23 +34,23 @@ class PulsarTopics:
         self._known: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._internal: set[str] = set()
 
-    # --- looking ---------------------------------------------------------------------------------------------------
+    # --- finding ---------------------------------------------------------------------------------------------------
 
     def concrete(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[str, ...]:
         """Return the full names of a topic's partitions. A missing topic is created where the settings allow it.
 
-        A cached answer, up to a second old, is returned if it has `at_least` so many partitions. Raise `NotFound` if
+        An answer that is at most a second old is reused if it has `at_least` this many partitions. Raise `NotFound` if
         the topic does not exist and is not created, `InvalidOption` if the name is invalid.
         """
         at, names = self._known.get(topic, (0.0, ()))
-        if len(names) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
+        if len(names) >= at_least and time.monotonic() - at < _CACHE_SECONDS:
             return names
         names = self._find_or_create(topic, deadline, at_least, create)
         self._known[topic] = time.monotonic(), names
         return names
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[str, ...]:
-        """Return `concrete` for a message to a partition (None: to any). Raise `NotFound` if either is missing."""
+        """Return `concrete` for a message to a partition, or to any (None). Raise `NotFound` if it is missing."""
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         names = self.concrete(topic, deadline, (partition or 0) + 1)
@@ -59,16 +58,16 @@ class PulsarTopics:
             raise NotFound(f"{topic} has {len(names)} partitions, so there is no partition {partition}")
         return names
 
-    def look(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
-        """Return the full names of a topic's partitions now, without creating the topic; empty if it is missing."""
+    def existing(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
+        """Return the full names of a topic's partitions now, without creating it; empty if it is missing."""
         full = self._settings.namespace.full_name(topic)
-        what = f"looking at topic {topic!r}"
+        what = f"looking up topic {topic!r}"
 
         def find() -> tuple[str, ...]:
             with needing("produce,consume", full):
                 return self._find(full, deadline)
 
-        return again(find, lambda error: translate(error, what), deadline)
+        return retry_translated(find, lambda error: translate(error, what), deadline)
 
     def _find(self, full: str, deadline: Deadline) -> tuple[str, ...]:
         if count := self._partitions(full, deadline):
@@ -76,7 +75,7 @@ class PulsarTopics:
         return (full,) if full in self._client.topics(namespace_of(full), deadline.left()) else ()
 
     def _partitions(self, full: str, deadline: Deadline) -> int:
-        """Return a topic's number of partitions; 0 if it has none or does not exist, as brokers answer the same."""
+        """Return a topic's number of partitions; 0 for a topic without, or a missing one: brokers answer the same."""
         try:
             return self._client.partitions(full, deadline.left())
         except wire.TopicNotFound:
@@ -86,36 +85,36 @@ class PulsarTopics:
         """Return the full names of all persistent concrete topics of the namespace."""
         namespace = str(self._settings.namespace)
         words = "listing topics"
-        return again(
+        return retry_translated(
             lambda: self._client.topics(namespace, deadline.left()), lambda error: translate(error, words), deadline
         )
 
     def all(self, deadline: Deadline) -> dict[str, int]:
-        """Return every persistent topic of the namespace by its short name, with the number of its partitions."""
+        """Return every persistent topic of the namespace by its short name, with its number of partitions."""
         counts: dict[str, int] = {}
         for concrete in self.all_concrete(deadline):
             full, _ = whole_topic(concrete)
             name = self._settings.namespace.short_name(full)
             if name not in counts:  # a broker may not list partitions that nobody uses
-                counts[name] = 1 if full == concrete else len(self.look(full, deadline))
+                counts[name] = 1 if full == concrete else len(self.existing(full, deadline))
         return counts
 
     def partition_of(self, concrete: str) -> Partition:
-        """Return a concrete topic as its topic's user name and its partition number."""
+        """Return the topic's short name and the partition number of a concrete topic."""
         full, number = whole_topic(concrete)
         return self._settings.namespace.short_name(full), number
 
     def _find_or_create(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> tuple[str, ...]:
-        sure_at = time.monotonic() + _SURE_SECONDS
+        sure_at = time.monotonic() + _MISSING_TOPIC_SECONDS
         while True:
-            names = self.look(topic, deadline)
+            names = self.existing(topic, deadline)
             if len(names) >= at_least:
                 return names
             if not names and create and self._settings.create_topics:
                 self.create(topic, self._settings.create_topics, deadline)
             elif time.monotonic() >= sure_at or deadline.expired:
                 break
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
         if not names:
             raise NotFound(
                 f"there is no topic {topic!r}; create it with: txnbridge topics create {topic} --partitions N"
@@ -133,31 +132,29 @@ class PulsarTopics:
         full = self._settings.namespace.full_name(topic)
         if partitions < 1:
             raise InvalidOption(f"a topic has at least one partition, not {partitions}")
-        if self.look(topic, deadline):
+        if self.existing(topic, deadline):
             return False
         if self._rest is None:
             if partitions > 1:
-                raise NotSupported(f"topic {topic!r} cannot be made with {partitions} partitions here: {NEEDS_REST}")
-            self._make_by_producing(full, deadline)
+                raise NotSupported(f"topic {topic!r} cannot be created with {partitions} partitions: {NEEDS_REST}")
+            self._create_by_producer(full, deadline)
             return True
         return self._changed("PUT", full, partitions, deadline, f"creating topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions. Raise `NotFound` if the topic does not exist, `NotSupported` without an `admin_url`, and
-        `InvalidOption` for fewer partitions than the topic has.
-        """
-        names = self.look(topic, deadline)
+        """Add partitions. Raise `NotFound`, `NotSupported` without an `admin_url`, `InvalidOption` for fewer ones."""
+        names = self.existing(topic, deadline)
         if not names:
             raise NotFound(f"there is no topic {topic!r}")
         if partitions < len(names):
-            raise InvalidOption(f"topic {topic!r} has {len(names)} partitions; they cannot become fewer")
+            raise InvalidOption(f"topic {topic!r} has {len(names)} partitions and cannot have fewer")
         if partitions == len(names):
             return
         full = self._settings.namespace.full_name(topic)
         if names == (full,):
-            raise NotSupported(f"topic {topic!r} was made without partitions, and Pulsar gives it none later")
+            raise NotSupported(f"topic {topic!r} was created without partitions, and Pulsar cannot add any")
         if self._rest is None:
-            raise NotSupported(f"topic {topic!r} cannot grow here: {NEEDS_REST}")
+            raise NotSupported(f"partitions cannot be added to topic {topic!r}: {NEEDS_REST}")
         self._changed("POST", full, partitions, deadline, f"growing topic {topic!r}")
         self._known.pop(topic, None)
 
@@ -172,14 +169,12 @@ class PulsarTopics:
         return True
 
     def delete(self, topic: str, deadline: Deadline, force: bool = True) -> None:
-        """Delete a topic. Raise `NotFound` if it does not exist, `NotSupported` without an `admin_url`, and
-        `InvalidState` if it is in use and `force` is False.
-        """
-        names = self.look(topic, deadline)
+        """Delete a topic. Raise `NotFound`, `NotSupported` without an `admin_url`, `InvalidState` if it is in use."""
+        names = self.existing(topic, deadline)
         if not names:
             raise NotFound(f"there is no topic {topic!r}")
         if self._rest is None:
-            raise NotSupported(f"topic {topic!r} cannot be deleted here: {NEEDS_REST}")
+            raise NotSupported(f"topic {topic!r} cannot be deleted: {NEEDS_REST}")
         full = self._settings.namespace.full_name(topic)
         kind = "" if names == (full,) else "/partitions"
         try:
@@ -190,10 +185,10 @@ class PulsarTopics:
             raise _refusal(refused, f"deleting topic {topic!r}") from refused
         self._known.pop(topic, None)
 
-    # --- our own ---------------------------------------------------------------------------------------------------
+    # --- internal ---------------------------------------------------------------------------------------------------
 
     def internal(self, name: str, deadline: Deadline) -> str:
-        """Return the full name of an internal topic; create the topic, with its subscription, if it does not exist.
+        """Return the full name of an internal topic. If it does not exist, create it with its subscription.
 
         A durable subscription is made before the first record. Without one a broker with default settings drops
         records, and deletes an idle topic (hazard H42). Raise `AccessDenied` with instructions for an administrator if
@@ -212,22 +207,22 @@ class PulsarTopics:
     def keep(self, full: str, deadline: Deadline) -> None:
         """Create an internal topic and its subscription again if they were deleted since `internal`."""
         what = f"opening the topic {self._settings.namespace.short_name(full)!r}"
-        again(lambda: self._keep(full, deadline), lambda error: translate(error, what), deadline)
+        retry_translated(lambda: self._keep(full, deadline), lambda error: translate(error, what), deadline)
 
     def _keep(self, full: str, deadline: Deadline) -> None:
         if self._partitions(full, deadline):
-            raise InvalidOption(f"topic {full} has partitions and must have none: it is not ours")
+            raise InvalidOption(f"topic {full} has partitions, which an internal topic must not have: choose a prefix")
         with suppress(wire.ConsumerBusy):  # another process holds the subscription, so it exists
             keeper = self._client.subscribe(full, SUBSCRIPTION, timeout=deadline.left(), start=wire.EARLIEST)
             keeper.close(deadline.left())
 
-    def _make_by_producing(self, full: str, deadline: Deadline) -> None:
-        """Have the broker create a topic by opening a producer, where its settings allow that."""
+    def _create_by_producer(self, full: str, deadline: Deadline) -> None:
+        """Have the broker create a topic by opening a producer, where the broker's settings allow that."""
         what = f"creating topic {full}"
         try:
             self._client.create_producer(full, timeout=deadline.left()).close(deadline.left())
         except wire.TopicNotFound as error:
-            raise NotSupported(f"{what}: this cluster makes no topics by itself, and {NEEDS_REST}") from error
+            raise NotSupported(f"{what}: this cluster creates no topics by itself, and {NEEDS_REST}") from error
         except wire.PulsarError as error:
             raise translate(error, what) from error
 
@@ -237,7 +232,7 @@ class PulsarTopics:
             f"this user may not create or use the topic {name!r}, which txnbridge needs, and others that begin with"
             f" {self._settings.prefix!r}. An administrator grants this user's role:"
             f"\n  pulsar-admin namespaces grant-permission --role ROLE --actions produce,consume {namespace}"
-            f"\nand where brokers make no topics by themselves, lets them in this namespace:"
+            f"\nand, if brokers create no topics by themselves, allows it in this namespace:"
             f"\n  pulsar-admin namespaces set-auto-topic-creation --enable --type non-partitioned {namespace}"
         )
 
@@ -246,7 +241,7 @@ class PulsarTopics:
         return self.deduplication(concrete, deadline) == "Enabled"
 
     def deduplication(self, concrete: str, deadline: Deadline) -> str:
-        """Return the broker's deduplication status, such as "Enabled" or "Disabled"; empty where it is not known."""
+        """Return the broker's deduplication status, such as "Enabled" or "Disabled"; empty if it is not known."""
         if self._rest is None:
             return ""
         try:

@@ -2,24 +2,24 @@
 
 RocketMQ's model, as far as the promises depend on it:
 
-- The broker knows transactions of one message: a half message, which no reader sees before its end, and which the
-  broker publishes again each time it receives a commit. A transaction here is many halves and one record in the
-  application's decision log. That record is the commit; the broker publishes the halves afterwards (hazard H66).
+- The broker knows transactions of one message, a half message. No reader sees a half before its producer commits it.
+  The broker publishes a half again each time it receives a commit. A transaction here is many halves and one record in
+  the application's decision log. That record is the commit; the broker publishes the halves afterwards (hazard H66).
 - So a decision cannot be undone, and readers may see some messages of a transaction before the others.
 - An owner ends its fresh halves directly. Every other process first looks up whether the message is published.
 - For a half that no process has ended the broker sends check-backs to any bridge of the application. The bridge answers
   from the decision log, and does not respond while nothing is decided.
-- The copy of a message with the lowest offset in its queue counts, so readers filter duplicates without stored state.
-- A group's position is the end of its last decision that acknowledges. The decision log
-  decides whose acknowledgement counts. The assignment of queues to members only saves them wasted work.
-- A topic has no id, but each record has an offset in the broker's commit log. This
-  offset distinguishes a queue from the queue of the same name in a recreated topic.
+- If a message was published twice, the one with the lower offset counts. So readers filter duplicates without state.
+- A group's position is in the decision log, not in the broker's offset store. The decision log decides whose
+  acknowledgement counts. The assignment of queues to members only saves them wasted work.
+- A topic has no id, but each record has an offset in the broker's commit log, by which readers notice that a topic was
+  deleted and created again.
 
 The rooms:
 
 - `broker` opens everything else; `cluster` finds the cluster's identity; `decision_log` and `half_store` are on topics.
 - `client/` is the protocol client, which is independent of bridges.
-- `write/`: `owner`, `writer` and `prepared`; `half_batch` sends halves, `transaction_properties` mark them, `acks`.
+- `write/`: `owner`, `writer`, `prepared` and `acks`; `half_batch` sends halves with their `transaction_properties`.
 - `read/`: a `reader` with a `partition` for each queue; `pull`, `duplicates`, `start_positions`, `rebalance`.
 - `outcome/`: `outcome` by tokens, `end_transaction` for halves, `check_back` with its `producer_groups`.
 - `admin/`: `admin`, `doctor` and `open_halves`. `settings/`: the options, `names`, and `broker_config` of brokers.

@@ -1,4 +1,4 @@
-"""The RocketMQ backend that the core finds by its URL schemes: its options and limits, and opening a connection."""
+"""The RocketMQ backend: its URL scheme, options and limits, and opening a connection."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _log = logging.getLogger("txnbridge")
 
 
 class RocketMQBroker(Broker):
-    """One bridge's open connection to a cluster, returned by `RocketMQBackend.open`."""
+    """The open connection of a bridge: creates its writers, readers and logs, and ends transactions by token."""
 
     def __init__(self, settings: RocketMQSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings

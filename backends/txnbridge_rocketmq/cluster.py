@@ -1,7 +1,7 @@
 """The connection to a cluster, and the cluster's identity.
 
-RocketMQ's own cluster names are the same everywhere. Therefore the bridge gives each cluster an id, and stores it
-together with the name of the broker that holds the bridge's own topics.
+RocketMQ's own cluster name is "DefaultCluster" almost everywhere. Therefore the bridge gives each cluster a random id.
+The bridge stores the id together with the name of the home broker, which holds the bridge's own topics.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from txnbridge_rocketmq.topics import RocketMQTopics, all_topics, create_topic_o
 _log = logging.getLogger("txnbridge")
 
 _VERSION = 1
-# Seconds between two requests for the list of brokers, while no broker is up.
-_PAUSE = 0.1
-_NAME = re.compile(r"([0-9a-f]{32})-(.+)")
+# The wait between two requests for the list of brokers, while no broker is up.
+_BROKER_LIST_PAUSE_SECONDS = 0.1
+_IDENTITY_SUFFIX = re.compile(r"([0-9a-f]{32})-(.+)")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RocketMQCluster:
 
 
 def open_cluster(settings: RocketMQSettings, context: Context, deadline: Deadline) -> RocketMQCluster:
-    """Connect to a cluster. Raise `InvalidOption` for wrong settings, `BrokerUnavailable`, or `AccessDenied`."""
+    """Connect to a cluster, and identify it. Raise `InvalidOption`, `BrokerUnavailable`, or `AccessDenied`."""
     router = CheckBackRouter()
     try:
         client = RemotingClient(
@@ -76,45 +76,46 @@ def open_cluster(settings: RocketMQSettings, context: Context, deadline: Deadlin
 
 @dataclass(frozen=True)
 class ClusterId:
-    """A cluster's id, stable and unique, and the home broker, which holds the bridge's own topics."""
+    """A cluster's id, and the name of its home broker, which holds the bridge's own topics."""
 
     id: str
     home: str
 
 
 def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterId:
-    """Return the identity of the cluster. Create an identity if the cluster has none.
+    """Return the id and home broker of the cluster. Choose them if the cluster has none.
 
-    The first record of the cluster topic holds the id, so that processes that connect at the same time agree. Brokers
-    keep records for days only, but topics for ever. Therefore id and home broker are repeated in the name of an empty
-    topic on every broker. While any broker is up, the home broker is known; if the home broker is down, no process
-    takes the cluster for a new one (hazard H82).
+    The first record of the topic `RocketMQSettings.cluster_topic` holds the id, so that processes that connect at the
+    same time agree. Brokers keep records for days only, but topics for ever. Therefore the name of an empty topic on
+    every broker repeats the id and the home broker's name. While the home broker is down, any other broker shows that
+    the cluster has an id already (hazard H82).
 
-    Raise `StorageFailed` if the identity is lost or ambiguous, and `InvalidOption` if no name server answers.
+    Raise `StorageFailed` if the id is lost or the brokers have several, and `InvalidOption` if the address is not that
+    of a name server.
     """
     try:
         brokers = _brokers(settings, client, deadline)
     except NotSupported as error:
         # Messages through a proxy would be lost: it reports success for END_TRANSACTION and does nothing.
         raise InvalidOption(
-            f"what answers at {', '.join(settings.name_servers)} is a broker or a proxy; a URL names the name servers,"
-            " which tell where the brokers are, and those must be reached themselves"
+            f"what answers at {', '.join(settings.name_servers)} is a broker or a proxy, not a name server. Put the"
+            " addresses of the name servers into the URL, and let this host reach the brokers themselves"
         ) from error.__cause__
     identity = _identity_on_brokers(settings, client, deadline)
     if identity is None:
         identity = _identity_in_log(settings, client, brokers[0], deadline)
         _store_on(identity, settings, client, identity.home, deadline)
         if _identity_on_brokers(settings, client, deadline) != identity:
-            raise BrokerUnavailable("this cluster was named a moment ago, and not everybody knows it yet")
+            raise BrokerUnavailable("this cluster got its id a moment ago, and not every broker has it yet; try again")
     _store_on_all(identity, settings, client, brokers, deadline)
     return identity
 
 
 def record_brokers(settings: RocketMQSettings, client: RemotingClient, home: str, deadline: Deadline) -> frozenset[str]:
-    """Record the cluster's brokers. Return the names of all brokers that the cluster has or had.
+    """Record the names of the running brokers. Return the names of all brokers that the cluster has or had.
 
-    A name server forgets a broker that is down, together with its topics. Therefore an empty topic on the broker `home`
-    records the name of each broker that a bridge has seen (hazard H81).
+    A name server forgets a broker that is down, together with the broker's topics. Therefore, for each broker that a
+    bridge has seen, the broker `home` gets an empty topic with the seen broker's name in the topic's name (hazard H81).
     """
     topics = all_topics(client, deadline)
     noted = {name for topic in topics if (name := settings.noted_broker(topic)) is not None}
@@ -123,28 +124,29 @@ def record_brokers(settings: RocketMQSettings, client: RemotingClient, home: str
         try:
             create_topic_on(client, home, settings.broker_topic(broker), 1, "NORMAL", deadline)
         except TxnBridgeError as error:
-            _log.warning("broker %s is not noted: while it is away its topics look as if deleted: %s", broker, error)
+            _log.warning("broker %s is not recorded: while it is down, its topics will look deleted: %s", broker, error)
     return frozenset({home} | noted | running)
 
 
 def _brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> list[str]:
     """Return the names of the brokers that are up. Wait until there is one: brokers may be restarting."""
     while not (names := BrokerConfigs(client).names(deadline)):
-        if deadline.left() <= _PAUSE:
+        if deadline.left() <= _BROKER_LIST_PAUSE_SECONDS:
             servers = ", ".join(settings.name_servers)
-            raise BrokerUnavailable(f"no broker was known to the name server {servers} for {deadline.seconds:g} s")
-        time.sleep(_PAUSE)
+            raise BrokerUnavailable(f"the name server {servers} knew no running broker for {deadline.seconds:g} s")
+        time.sleep(_BROKER_LIST_PAUSE_SECONDS)
     return names
 
 
 def _identity_on_brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterId | None:
+    """Return the identity in the names of empty topics on the brokers that are up; None if no broker has one."""
     begin = f"{settings.cluster_topic}-"
     suffixes = [name.removeprefix(begin) for name in all_topics(client, deadline) if name.startswith(begin)]
-    names = {ClusterId(match[1], decoded(match[2])) for text in suffixes if (match := _NAME.fullmatch(text))}
+    names = {ClusterId(match[1], decoded(match[2])) for text in suffixes if (match := _IDENTITY_SUFFIX.fullmatch(text))}
     if len(names) > 1:
         raise StorageFailed(
-            f"this cluster has several names, each in the name of a topic that begins with {begin}: brokers were used"
-            " apart before they came together. Choose another prefix, or delete the topics of those that nobody uses"
+            f"this cluster has several ids, in the names of topics that begin with {begin}: its brokers belonged to"
+            " several clusters before. Choose another prefix, or delete the topics of the ids that nobody uses"
         )
     return names.pop() if names else None
 
@@ -161,14 +163,14 @@ def _identity_in_log(settings: RocketMQSettings, client: RemotingClient, home: s
         return identity
     if used or any(name != queue.topic for name in others):
         raise StorageFailed(
-            f"the record that names this cluster is gone from {queue.topic}, and so is the topic that repeats it:"
-            f" create that again ({queue.topic}-ID-BROKER, with the ID in any token), or choose another prefix"
+            f"the record with this cluster's id is gone from {queue.topic}, and so is the topic that repeats the id:"
+            f" create that topic again ({queue.topic}-ID-BROKER, with the ID in any token), or choose another prefix"
         )
     with suppress(OutcomeUnknown):
         log.append(json.dumps({"v": _VERSION, "cluster": uuid.uuid4().hex}).encode(), deadline)
     identity = _first_record(log, home, deadline)
     if identity is None:
-        raise BrokerUnavailable(f"the record that names this cluster could not be written to {queue.topic}")
+        raise BrokerUnavailable(f"the record with this cluster's id could not be written to {queue.topic}")
     return identity
 
 
@@ -182,7 +184,7 @@ def _first_record(log: RocketMQDecisionLog, home: str, deadline: Deadline) -> Cl
     except (ValueError, TypeError, KeyError):
         cluster_id = ""
     if not re.fullmatch("[0-9a-f]{32}", cluster_id):
-        raise StorageFailed("the record that names this cluster is not one of ours: choose another prefix")
+        raise StorageFailed("the record with this cluster's id was not written by txnbridge: choose another prefix")
     return ClusterId(cluster_id, home)
 
 
@@ -198,7 +200,7 @@ def _store_on(
 def _store_on_all(
     identity: ClusterId, settings: RocketMQSettings, client: RemotingClient, brokers: list[str], deadline: Deadline
 ) -> None:
-    """Store the identity on all brokers that are up. The next bridge stores it on the others."""
+    """Store the identity on all brokers that are up. A bridge that connects later stores it on the others."""
     topic = f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}"
     route = route_of(client, topic, deadline)
     for broker in brokers:
@@ -206,4 +208,4 @@ def _store_on_all(
             try:
                 _store_on(identity, settings, client, broker, deadline)
             except TxnBridgeError as error:
-                _log.warning("broker %s does not repeat the cluster's name: %s", broker, error)
+                _log.warning("the cluster's id is not stored on broker %s: %s", broker, error)

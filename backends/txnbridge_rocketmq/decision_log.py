@@ -1,4 +1,4 @@
-"""Decision logs as topics with one queue, on one broker."""
+"""The decision log on RocketMQ: a topic with one queue, on one broker."""
 
 from __future__ import annotations
 
@@ -8,40 +8,39 @@ from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, PositionLost, TxnBridgeError
 from txnbridge.spi import Deadline, DecisionLog, Position
-from txnbridge_rocketmq.client import groups, reading
+from txnbridge_rocketmq.client import groups, read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.reading import PullResult
+from txnbridge_rocketmq.client.read_requests import PullResult
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.retry import retry
-from txnbridge_rocketmq.client.sending import SendResult, WireMessage, send
+from txnbridge_rocketmq.client.send_requests import SendResult, WireMessage, send
 from txnbridge_rocketmq.errors import translate, translated
 from txnbridge_rocketmq.write.message_format import pack_value, unpack_value
 
 T = TypeVar("T")
 
-# The group in the log's requests, which has no members. The broker stores the trim position as this group's offset.
+# The consumer group in the log's requests. It has no members; the broker stores the trim position as its offset.
 GROUP = "txnbridge-log"
-# Seconds between two reads while a record is not readable yet. A stored record becomes readable within about a
-# millisecond.
-_LOOK_SECONDS = 0.001
-# The number of pull requests sent ahead. Each response has 256 KB at most.
-_AHEAD = 8
-# Seconds for which a broker that has just started may report an end before existing records.
-_LATE = 2.0
+# The wait between two reads of a stored record that is not readable yet. It becomes readable after a millisecond.
+_VISIBLE_POLL_SECONDS = 0.001
+# The number of pull requests that `read` sends ahead. Each response has 256 KB at most.
+_PULLS_AHEAD = 8
+# For this long, a broker that has just started may report an end that is lower than the offsets of stored records.
+_RESTARTED_BROKER_SECONDS = 2.0
 
 
 class RocketMQDecisionLog(DecisionLog):
-    """A decision log in one queue. A record's position is its offset in the queue. Thread-safe."""
+    """A decision log in one queue: the position of a record is its queue offset. Thread-safe."""
 
     origin = (0,)
     numbered = True
 
     def __init__(self, client: RemotingClient, queue: Queue, keeps: float | None = None) -> None:
-        """Open the log in `queue`, the only queue of an existing topic (`RocketMQTopics.internal`)."""
+        """`queue` is the only queue of an existing topic. `keeps` is the broker's retention in seconds."""
         self._client = client
         self._queue = queue
         self.keeps = keeps
@@ -51,22 +50,21 @@ class RocketMQDecisionLog(DecisionLog):
     def begin(self, deadline: Deadline) -> Position | None:
         at, end_offset = self._bounds(deadline)
         trimmed = self._trimmed(deadline)
-        # A killed broker may remember an older trim position, and a broker that lost messages, a position after the
-        # log's end.
+        # A broker that was killed may return an older trim position; one that lost messages, a position after the end.
         at = max(at, trimmed) if trimmed < end_offset else at
         while at < end_offset:
-            # The broker corrects its first offset some time after it has dropped records, so the first record is read.
+            # After it has dropped records, the broker still reports the old first offset for a while. So read a record.
             pulled = self._pull(at, deadline, count=1)
             if pulled.records:
                 return (pulled.records[0].queue_offset,)
             at = self._next_offset(pulled, at)
-            deadline.check(f"looking for the begin of the decision log {self._queue.topic}")
+            deadline.check(f"looking for the first record of the decision log {self._queue.topic}")
         return None
 
     def _next_offset(self, pulled: PullResult, at: int) -> int:
         if pulled.next_offset > at:
             return pulled.next_offset
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_VISIBLE_POLL_SECONDS)
         return at
 
     def end(self, deadline: Deadline) -> Position | None:
@@ -74,22 +72,22 @@ class RocketMQDecisionLog(DecisionLog):
         return (end_offset - 1,) if first < end_offset else None
 
     def was_used(self, deadline: Deadline) -> bool:
-        """Return whether the log ever had a record, even if the broker has dropped all records."""
+        """Return whether the log has or had records, which the broker may have dropped."""
         return self._bounds(deadline)[1] > 0
 
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
-        """Return the first offset, as far as the broker knows, and the offset of the next record."""
-        ask = "asking where it begins and ends"
-        first = self._retry(lambda: self._call(reading.min_offset(self._queue.topic, 0), deadline), ask, deadline)
+        """Return the first offset, which the broker corrects late after a trim, and the offset after the last."""
+        request = read_requests.min_offset(self._queue.topic, 0)
+        first = self._retry(lambda: self._call(request, deadline), "asking for its first offset", deadline)
         return max(first, 0), self._end_offset(deadline)
 
     def _trimmed(self, deadline: Deadline) -> int:
         request = groups.committed_offset(GROUP, self._queue.topic, self._queue.queue)
-        return self._retry(lambda: self._call(request, deadline), "asking where it was trimmed", deadline) or 0
+        return self._retry(lambda: self._call(request, deadline), "asking for its trim position", deadline) or 0
 
     def _end_offset(self, deadline: Deadline) -> int:
-        action = "asking where it ends"
-        return self._retry(lambda: self._call(reading.max_offset(self._queue.topic, 0), deadline), action, deadline)
+        request = read_requests.max_offset(self._queue.topic, 0)
+        return self._retry(lambda: self._call(request, deadline), "asking for its end", deadline)
 
     # --- appending ----------------------------------------------------------------------------------------------------
 
@@ -98,19 +96,19 @@ class RocketMQDecisionLog(DecisionLog):
         message = WireMessage(self._queue.topic, body, properties)
         offset = self._retry(lambda: self._send(message, deadline), "appending to it", deadline).queue_offset
         try:
-            while self._end_offset(deadline) <= offset:  # a read before that would miss this record
+            while self._end_offset(deadline) <= offset:  # until then `read` would end before this record
                 deadline.check("reading it back")
-                time.sleep(_LOOK_SECONDS)
-        except TxnBridgeError as error:  # the record is stored, so the error must not say that it is not
+                time.sleep(_VISIBLE_POLL_SECONDS)
+        except TxnBridgeError as error:  # the record is stored, and the caller must not take it for not stored
             raise self._unknown(str(error)) from error
         return (offset,)
 
     def _send(self, message: WireMessage, deadline: Deadline) -> SendResult:
-        """Store a record. Raise the client's error if it was certainly not stored, and `OutcomeUnknown` otherwise."""
+        """Store a record. Raise the client's error if the record was not stored, `OutcomeUnknown` if it may be."""
         try:
             return self._call(send(message, GROUP, self._queue.queue), deadline)
         except RemotingError as error:
-            # Including a record that was stored, but not as safely as the broker is configured
+            # This includes `NotDurable`: the record is stored, but not flushed or replicated as configured.
             if error.may_have_had_effect:
                 raise self._unknown(str(error)) from error
             raise
@@ -123,12 +121,12 @@ class RocketMQDecisionLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """Yield the records from `first` to `last`, or to the end of the log if it ends before `last`."""
+        """Yield the records from `first` (or the log's begin) to `last` (or the end, if the log ends before)."""
         start = first or self.begin(deadline)
         if start is None:
             return
         at, stop = start[0], last[0] if last else self._end_offset(deadline) - 1
-        late: Deadline | None = None  # by when more records must be readable
+        late: Deadline | None = None  # after it, the log counts as ended although `stop` is not reached
         ahead = _ReadAhead(self._submit, stop)
         while at <= stop:
             deadline.check(f"reading the decision log {self._queue.topic}")
@@ -146,36 +144,33 @@ class RocketMQDecisionLog(DecisionLog):
                 late = None
                 continue
             stop = min(stop, self._end_offset(deadline) - 1)
-            late = late or Deadline(_LATE)
+            late = late or Deadline(_RESTARTED_BROKER_SECONDS)
             if late.expired:
                 return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_VISIBLE_POLL_SECONDS)
 
     def _check_gap(self, pulled: PullResult, at: int) -> None:
-        """Raise `PositionLost` if the broker skips offsets. Queues have no gaps, so records are lost (hazard H68)."""
+        """Raise `PositionLost` if the broker skips offsets: queues have no gaps, so it dropped records (hazard H68)."""
         if not pulled.records and pulled.next_offset > at:
             raise self._lost(at)
 
     def _lost(self, at: int) -> PositionLost:
-        return PositionLost(f"the decision log {self._queue.topic} was trimmed: there is no record {at} any more")
+        return PositionLost(f"the decision log {self._queue.topic} was trimmed: the broker has dropped record {at}")
 
     def _submit(self, at: int, deadline: Deadline) -> Call[PullResult]:
-        request = reading.pull(self._queue.topic, self._queue.queue, at, GROUP)
+        request = read_requests.pull(self._queue.topic, self._queue.queue, at, GROUP)
         return self._client.submit(self._queue.broker, request, deadline.left())
 
-    def _pull(self, at: int, deadline: Deadline, count: int = reading.PULL_MOST) -> PullResult:
-        request = reading.pull(self._queue.topic, self._queue.queue, at, GROUP, count)
+    def _pull(self, at: int, deadline: Deadline, count: int = read_requests.PULL_MOST) -> PullResult:
+        request = read_requests.pull(self._queue.topic, self._queue.queue, at, GROUP, count)
         return self._retry(lambda: self._call(request, deadline), "reading it", deadline)
 
     # --- trimming -----------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
-        """Store the position at which the log begins for all readers.
-
-        The broker drops records only by age, so records before the position may stay readable for days.
-        """
+        """Store the position at which the log begins from now on. Older records stay until the broker's retention."""
         request = groups.commit_offset(GROUP, self._queue.topic, self._queue.queue, before[0])
-        self._retry(lambda: self._call(request, deadline), "noting where it begins", deadline)
+        self._retry(lambda: self._call(request, deadline), "storing its trim position", deadline)
 
     def _call(self, request: RpcRequest[T], deadline: Deadline) -> T:
         return self._client.call(self._queue.broker, request, deadline.left())
@@ -185,19 +180,19 @@ class RocketMQDecisionLog(DecisionLog):
 
 
 class _ReadAhead:
-    """Pull requests sent ahead: a response has few records, and waiting for each would take most of the time."""
+    """Pull requests for the next offsets, sent before the current response has arrived, to read the log faster."""
 
     def __init__(self, submit: Callable[[int, Deadline], Call[PullResult]], stop: int) -> None:
         self._submit = submit
         self._stop = stop
         self._calls: dict[int, Call[PullResult]] = {}
-        self._stride = reading.PULL_MOST  # the number of records in a response, which is lower for large records
+        self._stride = read_requests.PULL_MOST  # the records in the last response; large records are fewer
 
     def take(self, at: int, deadline: Deadline) -> PullResult | None:
-        """Return the response for this offset; None if the offset has to be requested again."""
+        """Return the response for this offset, and send requests ahead. None means: request the offset again."""
         self._calls = {offset: call for offset, call in self._calls.items() if offset >= at}
         try:
-            for offset in range(at, min(self._stop + 1, at + _AHEAD * self._stride), self._stride):
+            for offset in range(at, min(self._stop + 1, at + _PULLS_AHEAD * self._stride), self._stride):
                 if offset not in self._calls:
                     self._calls[offset] = self._submit(offset, deadline)
             pulled = self._calls.pop(at).result()
@@ -210,5 +205,5 @@ class _ReadAhead:
 
 def _translate(error: RemotingError, action: str) -> TxnBridgeError:
     if isinstance(error, ErrorResponse) and error.code == ResponseCode.TOPIC_NOT_EXIST:
-        return BrokerUnavailable(f"{action}: its topic is not there; it was deleted, or the broker has just started")
+        return BrokerUnavailable(f"{action}: the topic is missing: it was deleted, or the broker has just started")
     return translate(error, action)

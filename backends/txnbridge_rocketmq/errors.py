@@ -32,12 +32,7 @@ _REFUSALS: Mapping[int, type[TxnBridgeError]] = {
 
 
 def translate(error: RemotingError, action: str) -> TxnBridgeError:
-    """Return the bridge's error for an error of the client; `action` says what failed.
-
-    The caller raises the result `from` the client's error.
-
-    Use this function for reads, and for requests that decide nothing about a transaction.
-    """
+    """Return the bridge's error for the error of a request that decides nothing; `action` says what failed."""
     text = f"{action}: {error}"
     if isinstance(error, ResponseTimeout):
         return DeadlineExceeded(text)
@@ -52,7 +47,7 @@ def translate(error: RemotingError, action: str) -> TxnBridgeError:
 
 @contextmanager
 def translated(action: str) -> Iterator[None]:
-    """Translate errors of the remoting client that are raised inside the block; `action` says what failed."""
+    """Translate errors of the remoting client that the block raises, as `translate` does."""
     try:
         yield
     except RemotingError as error:

@@ -1,8 +1,8 @@
-"""Half messages for applications, with producer groups of their own, so that the broker asks the application's group.
+"""The half messages of applications: each is stored as a prepared transaction, and ended by the application's answer.
 
-A half message is decided like a prepared transaction: a record in the decision log names its halves once all are
-stored, and the first decision in the log counts. Therefore a process that receives a check-back needs no state of the
-transaction, and of two decisions only one takes effect.
+Their halves have producer groups of their own, so that the broker sends their check-backs to the group's resolvers. A
+prepare record in the decision log names the halves once all are stored, and the first decision in the log counts. So a
+resolver needs no state of the transaction, and of two decisions only one takes effect.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from txnbridge.spi import (
 from txnbridge_rocketmq.admin.open_halves import OpenHalves, list_open, resume_check_backs
 from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.sending import CheckBack
+from txnbridge_rocketmq.client.send_requests import CheckBack
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared
-from txnbridge_rocketmq.write.half_batch import HalfBatch, parts_as_json, parts_from_json
+from txnbridge_rocketmq.write.half_batch import HalfBatch, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.message_format import from_wire
 from txnbridge_rocketmq.write.owner import RocketMQOwner
 from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
@@ -43,23 +43,21 @@ from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over,
 
 _log = logging.getLogger("txnbridge")
 
-# The broker asks about each half of a transaction in each round. While a resolver decides the transaction, or for this
-# long if it does not answer, further check-backs about it are only noted.
-_IN_WORK_SECONDS = 30.0
 # The maximum number of transactions that wait for a resolver. Brokers repeat the check-backs of dropped ones.
-_REMEMBERED = 10_000
+_MOST_WAITING = 10_000
 
 
 class RocketMQHalfStore(HalfStore):
-    """The half messages of one bridge, for all groups. Safe for use by several threads."""
+    """Stores, resolves and lists half messages for one bridge, in all groups. Safe for use by several threads."""
 
     def __init__(self, ender: HalfEnder) -> None:
         self._ender = ender
         self._cluster = ender.cluster
+        self._timing = ender.cluster.settings.timing
         self._changed = threading.Condition()
         # By group and transaction: the newest check-back about each half.
         self._check_backs: dict[str, OrderedDict[str, dict[str, CheckBack]]] = {}
-        self._in_work: dict[str, float] = {}  # transactions that a resolver is deciding, and until when
+        self._being_resolved: dict[str, float] = {}  # transaction: until when its check-backs wait
         self._owners: dict[str, RocketMQOwner] = {}
 
     def put(self, half: Half, deadline: Deadline) -> Half:
@@ -77,7 +75,7 @@ class RocketMQHalfStore(HalfStore):
         return replace(half, how={"log": dict(writer.evidence().log or {})})
 
     def _owner(self, half: Half) -> RocketMQOwner:
-        """Return the owner with whose name this process stores a half message. No other process opens this name."""
+        """Return the owner in whose name this process stores a half message: its name is unique to the process."""
         name = half.transaction.rsplit("/", 2)[0]
         with self._changed:
             if name not in self._owners:
@@ -116,24 +114,24 @@ class RocketMQHalfStore(HalfStore):
             taken = self._take(group, limit, deadline)
             for transaction, checks in taken:
                 # Divide the time: a transaction whose broker or log is down must leave time for the others.
-                patience = Deadline(_IN_WORK_SECONDS / len(taken))
-                half = self._try_half(group, transaction, checks, patience)
+                patience = Deadline(self._timing.resolver_timeout / len(taken))
+                half = self._half_logged(group, transaction, checks, patience)
                 if half is not None:
                     halves.append(half)
                 else:
                     self._release(transaction)
         if not halves and not self._cluster.client.is_member:
-            raise BrokerUnavailable(f"no broker can be reached that could ask about half messages of {group!r}")
+            raise BrokerUnavailable(f"no broker is reachable, so no check-backs arrive for half messages of {group!r}")
         return halves
 
-    def _try_half(self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline) -> Half | None:
-        """Return the half message; None, with a warning in the log file, if its state cannot be read, so that others
-        are resolved.
-        """
+    def _half_logged(
+        self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline
+    ) -> Half | None:
+        """Return the half message to resolve, as `_half` does; log an error as a warning and return None."""
         try:
             return self._half(group, transaction, checks, deadline)
         except TxnBridgeError as error:
-            _log.warning("half-message transaction %s is not asked about now: %s", transaction, error)
+            _log.warning("half message of transaction %s cannot be resolved now: %s", transaction, error)
             return None
 
     def _join(self, group: str, deadline: Deadline) -> None:
@@ -160,59 +158,59 @@ class RocketMQHalfStore(HalfStore):
             self._cluster.producer_groups.leave(self._producer_groups(group), deadline)
 
     def _note_check_backs(self, group: str, checks: Sequence[CheckBack]) -> None:
-        """Keep check-backs for resolvers. Brokers repeat check-backs that get no response."""
+        """Keep check-backs for the next call of `checks`. The broker repeats check-backs that are dropped here."""
         with self._changed:
             asked = self._check_backs.get(group, OrderedDict())
             for check in checks:
                 if (slot := slot_of(check.record)) is not None and self._is_own(check.record):
                     check = replace(check, record=replace(check.record, body=b""))  # thousands of check-backs may wait
                     asked.setdefault(slot.transaction, {})[check.half.unique_key] = check
-                    if len(asked) > _REMEMBERED:
+                    if len(asked) > _MOST_WAITING:
                         asked.popitem(last=False)
             self._changed.notify_all()
 
     def _is_own(self, record: MessageExt) -> bool:
-        """Return whether a half is this application's: shared producer groups have halves of others (hazard H84)."""
+        """Return whether this application stored a half. In a shared producer group others did, too (hazard H84)."""
         application, origin = self._cluster.settings.application, origin_of(record)
         return origin is not None and origin.log.get("log", application) == application
 
     def _take(self, group: str, limit: int, deadline: Deadline) -> list[tuple[str, list[CheckBack]]]:
-        """Return transactions that have check-backs and that no resolver is deciding. Wait until there is one."""
+        """Wait for check-backs about transactions that no resolver is deciding now. Return them by transaction."""
         with self._changed:
             while True:
                 now = time.monotonic()
-                self._in_work = {transaction: until for transaction, until in self._in_work.items() if until > now}
+                self._being_resolved = {name: until for name, until in self._being_resolved.items() if until > now}
                 asked = self._check_backs.get(group, OrderedDict())
-                free = [item for item in asked.items() if item[0] not in self._in_work][:limit]
+                free = [item for item in asked.items() if item[0] not in self._being_resolved][:limit]
                 if free or not self._changed.wait(deadline.left()):
                     break
             for transaction, _ in free:
                 del asked[transaction]
-                self._in_work[transaction] = now + _IN_WORK_SECONDS
+                self._being_resolved[transaction] = now + self._timing.resolver_timeout
             return [(transaction, list(checks.values())) for transaction, checks in free]
 
     def _release(self, transaction: str) -> None:
         with self._changed:
-            self._in_work.pop(transaction, None)
+            self._being_resolved.pop(transaction, None)
 
     def _half(self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline) -> Half | None:
-        """Return the half message to resolve; None if it is settled or was not completely stored.
+        """Return the half message to ask the application about; None if nothing is left to ask.
 
-        An incomplete half message has caused no work of the application. A settled half message may have copies that
-        the broker made before it was ended, with check-backs of their own.
+        A half message that was not completely stored is aborted after its deadline: the application has done no work
+        for it. After the decision, the broker may still ask about copies of the halves. These copies are dropped.
         """
         record = checks[0].record
         origin = origin_of(record)
         if origin is None:
             return None
         ledger = self._ledger_in(transaction, origin)
-        # Check the deadline before reading the log: a record written before the deadline may lead to work of the
-        # application (hazard H83)
-        was_over = is_over(origin.deadline)
+        # Check the deadline before reading the log: if it is past, and the log then has no prepare record, none was
+        # written in time, so the application has done no work (hazard H83).
+        was_over = is_over(origin.deadline, self._timing.clocks_differ)
         claim = ledger.decided(transaction, deadline, log=origin.log)
         prepared = _prepare_record(ledger, transaction, origin, deadline)
         if claim is None and prepared is None and was_over:
-            claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
+            claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)
         if claim is not None and not self._is_unpublished(transaction, claim, deadline):
             home = self._cluster.topics.home
             self._ender.drop([(check.broker or home, check.half) for check in checks], deadline)
@@ -223,7 +221,7 @@ class RocketMQHalfStore(HalfStore):
         """Return whether a transaction is committed and not completely published."""
         if claim.decision is Decision.ABORT:
             return False
-        return bool(self._ender.missing(transaction, parts_from_json(claim.data), deadline))
+        return bool(self._ender.missing(transaction, halves_from_json(claim.data), deadline))
 
     def _as_half(
         self,
@@ -234,7 +232,7 @@ class RocketMQHalfStore(HalfStore):
         prepared: PrepareRecord,
         deadline: Deadline,
     ) -> Half:
-        copies = self._ender.copies(transaction, prepared.parts, deadline)
+        copies = self._ender.copies(transaction, prepared.topics, deadline)
         return Half(
             group,
             transaction,
@@ -254,7 +252,7 @@ class RocketMQHalfStore(HalfStore):
         return [half for each in self._discarded(group, deadline) if (half := self._parked(group, each, deadline))]
 
     def _parked(self, group: str, parked: OpenHalves, deadline: Deadline) -> Half | None:
-        """Return a parked half message; None if it was not completely stored, because then it caused no work."""
+        """Return a parked half message; None if it was not completely stored."""
         record, origin = parked.halves[0].record, parked.origin
         prepared = (
             None
@@ -266,7 +264,7 @@ class RocketMQHalfStore(HalfStore):
         return self._as_half(group, parked.name, record, origin, prepared, deadline)
 
     def _discarded(self, group: str, deadline: Deadline) -> Iterator[OpenHalves]:
-        """Yield the discarded half messages of a group, of all applications."""
+        """Yield the half messages of a group, of all applications, for which the broker stopped its check-backs."""
         for listed in list_open(self._cluster, deadline):
             producer_group = listed.halves[0].record.properties.get(Property.GROUP, "")
             named = self._cluster.settings.group_of_halves(producer_group)
@@ -282,7 +280,7 @@ class RocketMQHalfStore(HalfStore):
 
 
 class _HalfMessageWriter(RocketMQPreparedWriter):
-    """Writer that prepares one half message. Its halves may stay undecided for as long as the broker keeps messages."""
+    """Writer that stores one half message. It has no deadline for the decision but the broker's retention."""
 
     def __init__(self, owner: RocketMQOwner, half: Half, group: str) -> None:
         self._half = half
@@ -303,14 +301,14 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
         self._origin = replace(self._origin, deadline=self._half.deadline_at)
 
     def give_up(self, deadline: Deadline) -> None:
-        """Abort after a failure, so that the half message is never published."""
-        # No prepare record names these halves, so they are dropped after the broker's check-back
+        """Abort a half message that could not be stored, and ignore errors."""
+        # If the abort fails, the next check-back aborts the halves, because no prepare record names them.
         with suppress(TxnBridgeError):
             self.abort(deadline)
 
 
 def _prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
-    """Return the prepare record, which is written once all halves of a transaction are stored; else None."""
+    """Return the prepare record of a transaction; None if not all of its halves were stored."""
     for entry in ledger.find(transaction, deadline, log=origin.log):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)

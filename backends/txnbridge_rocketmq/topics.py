@@ -1,4 +1,4 @@
-"""The cluster's topics: looked up, created, grown and deleted by requests to name servers and brokers."""
+"""The topics of a cluster: looks them up, creates and deletes them, and adds partitions."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from txnbridge_rocketmq.settings import RocketMQSettings
 from txnbridge_rocketmq.settings.names import topic_name
 
 # How long a route is cached. Other clients may add queues at any time, and a look-up takes a millisecond.
-_FRESH_SECONDS = 1.0
-# Seconds for which a topic is looked up before it counts as missing: a broker that has just started is not registered
-# yet.
-_SURE_SECONDS = 0.5
-_LOOK_SECONDS = 0.01
-# Seconds between two requests while a broker is down, and seconds that a live broker may take to respond.
-_AWAY_PAUSE = 0.1
-_ANSWER_SECONDS = 2.0
+_ROUTE_CACHE_SECONDS = 1.0
+# Seconds for which a topic is looked up before it counts as missing: a broker that has just started may not be
+# registered at the name server yet.
+_TOPIC_MISSING_SECONDS = 0.5
+_ROUTE_POLL_SECONDS = 0.01
+# The wait between two requests while a broker is down, and the time within which a live broker responds.
+_BROKER_DOWN_PAUSE_SECONDS = 0.1
+_RESPONSE_SECONDS = 2.0
 # The message types of topics. Brokers enforce them only for gRPC clients.
-_KIND, _OWN_KIND = "TRANSACTION", "NORMAL"
+_USER_TOPIC_TYPE, _OWN_TOPIC_TYPE = "TRANSACTION", "NORMAL"
 
 
 class RocketMQTopics:
@@ -48,7 +48,7 @@ class RocketMQTopics:
     def __init__(
         self, settings: RocketMQSettings, client: RemotingClient, home: str, brokers: Iterable[str] = ()
     ) -> None:
-        """Remember the names of all brokers that the cluster is known to have, including those that are down."""
+        """`brokers` are the names of all brokers that the cluster has or had, from `record_brokers`."""
         self._settings = settings
         self._client = client
         self.home = home
@@ -61,29 +61,27 @@ class RocketMQTopics:
     def queues(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[Queue, ...]:
         """Return the readable queues of a topic, by partition.
 
-        Create a missing topic if `create` and the settings allow that. The route is cached for a moment, unless it has
-        fewer than `at_least` queues. Raise `NotFound` if the topic is missing, `InvalidOption` if its name is invalid,
-        or `NotSupported` if it is on several brokers.
+        Create a missing topic if `create` and the settings allow that. Use the cached route of the last second, unless
+        that route has fewer than `at_least` queues. Raise `NotFound` if the topic is missing, `InvalidOption` if the
+        name is invalid, or `NotSupported` if the topic is on several brokers.
         """
         return self._route(topic, deadline, at_least, create).readable
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[Queue, ...]:
-        """Return a topic's writable queues. Raise the errors of `queues`, and `NotFound` if the partition is
-        missing.
-        """
+        """Return a topic's writable queues. Raise as `queues` does, and `NotFound` if the partition is missing."""
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         queues = self._route(topic, deadline, (partition or 0) + 1).writable
         if partition is not None and partition >= len(queues):
             raise NotFound(f"{topic} has {len(queues)} partitions, so there is no partition {partition}")
         if not queues:
-            raise NotFound(f"no queue of topic {topic!r} may be written")
+            raise NotFound(f"topic {topic!r} has no writable queue: its permission (perm) allows no writing")
         return queues
 
     def existing_queues(self, topic: str, deadline: Deadline) -> tuple[Queue, ...]:
-        """Return the readable queues of a topic without creating it; () if the topic certainly does not exist.
+        """Return the readable queues of a topic without creating it; () if the topic does not exist.
 
-        Raise `DeadlineExceeded` while a broker is down that may have the topic.
+        Raise `DeadlineExceeded` if a broker that may have the topic is down.
         """
         route = self._find_route(topic, deadline)
         return () if route is None else _on_one_broker(route).readable
@@ -96,10 +94,10 @@ class RocketMQTopics:
         return route_of(self._client, topic, deadline)
 
     def _find_route(self, topic: str, deadline: Deadline) -> TopicRoute | None:
-        """Return the route of a topic; None if the topic certainly does not exist. Wait for brokers that are down.
+        """Return the route of a topic; None if no broker has the topic. Wait for brokers that are down.
 
-        A name server forgets the topics of a broker moments after the broker has stopped, as if they had been deleted
-        (hazard H81).
+        A name server forgets the topics of a broker moments after the broker has stopped. So a topic without a route
+        may be deleted, or its broker may be down (hazard H81).
         """
         while (route := self._current_route(topic, deadline)) is None:
             running = retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline)
@@ -109,35 +107,35 @@ class RocketMQTopics:
             away = sorted(each for each in known if each not in running or self._may_have(each, topic, deadline))
             if not away:
                 break
-            if deadline.left() <= _AWAY_PAUSE:
+            if deadline.left() <= _BROKER_DOWN_PAUSE_SECONDS:
                 raise DeadlineExceeded(
-                    f"the name server knows no topic {topic!r} now, and broker {away[0]}, which may have it, is away;"
-                    f" so it was for {deadline.seconds:g} s. (Where that broker is gone for good, delete the topic"
+                    f"for {deadline.seconds:g} s the name server knew no topic {topic!r}, and broker {away[0]}, which"
+                    " may have the topic, was down. (If that broker is gone for good, delete the topic"
                     f" {self._settings.broker_topic(away[0])}, and open the bridge anew)"
                 )
-            time.sleep(_AWAY_PAUSE)
+            time.sleep(_BROKER_DOWN_PAUSE_SECONDS)
         return route
 
     def _may_have(self, broker: str, topic: str, deadline: Deadline) -> bool:
-        """Return whether a broker that the name server knows has a topic, or does not respond."""
+        """Return whether a broker has a topic, or does not respond, although the name server shows no route to it."""
         try:
             request = administration.topic_attributes(topic)
-            return self._client.call(broker, request, min(_ANSWER_SECONDS, deadline.left())) is not None
+            return self._client.call(broker, request, min(_RESPONSE_SECONDS, deadline.left())) is not None
         except RemotingError as error:
-            # The user has no right to ask the broker. The name server gets a broker and its topics in one registration,
-            # so its answer is used.
+            # Without the right to ask the broker, the name server's answer is used: a broker registers itself and its
+            # topics in one request, so a broker that the name server knows has no other topics.
             return not isinstance(translate(error, ""), AccessDenied)
 
     def _route(self, topic: str, deadline: Deadline, at_least: int, create: bool = True) -> TopicRoute:
         at, known = self._known.get(topic, (0.0, None))
-        if known is not None and len(known.readable) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
+        if known is not None and len(known.readable) >= at_least and time.monotonic() - at < _ROUTE_CACHE_SECONDS:
             return known
         route = _on_one_broker(self._find_or_create(topic, deadline, at_least, create))
         self._known[topic] = time.monotonic(), route
         return route
 
     def _find_or_create(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> TopicRoute:
-        sure_at = time.monotonic() + _SURE_SECONDS
+        sure_at = time.monotonic() + _TOPIC_MISSING_SECONDS
         while True:
             route = self._find_route(topic, deadline)
             if route is not None and len(route.readable) >= at_least:
@@ -146,7 +144,7 @@ class RocketMQTopics:
                 self.create(topic, self._settings.create_topics, deadline)
             elif time.monotonic() >= sure_at or deadline.expired:
                 break
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_ROUTE_POLL_SECONDS)
         if route is None:
             raise NotFound(
                 f"there is no topic {topic!r}; create it with: txnbridge topics create {topic} --partitions N"
@@ -157,19 +155,17 @@ class RocketMQTopics:
     # --- changing -----------------------------------------------------------------------------------------------------
 
     def create(self, topic: str, partitions: int, deadline: Deadline) -> bool:
-        """Create a topic. Return False if it exists already, with any number of partitions. Raise `InvalidOption` if a
-        value is invalid.
-        """
+        """Create a topic. Return False if a topic of this name exists. Raise `InvalidOption` for invalid values."""
         if partitions < 1:
             raise InvalidOption(f"a topic has at least one partition, not {partitions}")
         if self.existing_queues(topic, deadline):
             return False
-        created = create_topic_on(self._client, self.home, topic, partitions, _KIND, deadline)
+        created = create_topic_on(self._client, self.home, topic, partitions, _USER_TOPIC_TYPE, deadline)
         self._wait_until(topic, 1, deadline)
         return created
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions. Raise `NotFound` if the topic is missing, `InvalidOption` if it has more partitions."""
+        """Add partitions, so that the topic has `partitions`. Raise `NotFound`, or `InvalidOption` if it has more."""
         queues = self.existing_queues(topic, deadline)
         if not queues:
             raise NotFound(f"there is no topic {topic!r}")
@@ -181,7 +177,7 @@ class RocketMQTopics:
         self._known.pop(topic, None)
 
     def delete(self, topic: str, deadline: Deadline) -> None:
-        """Delete a topic from all its brokers. Raise `NotFound` if the topic is missing."""
+        """Delete a topic from its brokers and from the name servers. Raise `NotFound` if the topic is missing."""
         route = self._find_route(topic, deadline)
         if route is None:
             raise NotFound(f"there is no topic {topic!r}")
@@ -199,21 +195,17 @@ class RocketMQTopics:
         self._known.pop(topic, None)
         while self._current_route(topic, deadline) is not None:
             deadline.check(f"waiting until topic {topic!r} is gone")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_ROUTE_POLL_SECONDS)
 
     def _wait_until(self, topic: str, partitions: int, deadline: Deadline) -> None:
         while (route := self._current_route(topic, deadline)) is None or len(route.readable) < partitions:
             deadline.check(f"waiting until the name server knows {partitions} partitions of topic {topic!r}")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_ROUTE_POLL_SECONDS)
 
     # --- the bridge's own topics --------------------------------------------------------------------------------------
 
     def internal(self, topic: str, deadline: Deadline) -> Queue:
-        """Return the only queue of one of the bridge's own topics. Create a missing topic on the home broker.
-
-        Raise `InvalidOption` if the topic has more queues or is on another broker, and `AccessDenied`, with the command
-        for an administrator, if a right is missing.
-        """
+        """Return the only queue of one of the bridge's own topics, as `ensure_single_queue` does on the home broker."""
         queue = Queue(topic, self.home, 0)
         if topic not in self._internal:
             ensure_single_queue(self._client, queue, deadline)
@@ -232,27 +224,28 @@ def route_of(client: RemotingClient, topic: str, deadline: Deadline) -> TopicRou
 
 
 def ensure_single_queue(client: RemotingClient, queue: Queue, deadline: Deadline) -> None:
-    """Create a topic with this one queue if it is missing, and return when it exists.
+    """Create the topic of `queue` with this one queue if the topic is missing, and return when the topic exists.
 
-    Raise `InvalidOption` if the topic has other queues, and `AccessDenied`, with the command for an administrator, if a
-    right is missing.
+    Raise `InvalidOption` if the topic has other queues. Raise `AccessDenied`, with the command for an administrator, if
+    this user may not create topics.
     """
     topic, broker = topic_name(queue.topic), queue.broker
     route = route_of(client, topic, deadline)
     if route is None:
         try:
-            create_topic_on(client, broker, topic, 1, _OWN_KIND, deadline)
+            create_topic_on(client, broker, topic, 1, _OWN_TOPIC_TYPE, deadline)
         except AccessDenied as error:
-            raise AccessDenied(_for_the_administrator(client, topic, broker, deadline)) from error.__cause__
+            raise AccessDenied(_advice_to_create(client, topic, broker, deadline)) from error.__cause__
         while (route := route_of(client, topic, deadline)) is None:
             deadline.check(f"waiting until the name server knows topic {topic!r}")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_ROUTE_POLL_SECONDS)
     if {*route.readable, *route.writable} != {queue} or not (route.readable and route.writable):
         queues = sorted({*route.readable, *route.writable}, key=str)
         places = ", ".join(f"{each.broker}[{each.queue}]" for each in queues)
         raise InvalidOption(
-            f"the topic {topic} must have one queue, on broker {broker}, to read and to write: a log has one order. It"
-            f" has {places or 'none that may be used'}; let an administrator mend that, or choose another prefix"
+            f"the topic {topic} must have one queue, on broker {broker}, to read and to write: a log has one order."
+            f" Its queues are {places or 'neither readable nor writable'}; let an administrator change that, or choose"
+            " another prefix"
         )
 
 
@@ -283,13 +276,13 @@ def _on_one_broker(route: TopicRoute) -> TopicRoute:
     brokers = sorted({queue.broker for queue in (*route.readable, *route.writable)})
     if len(brokers) > 1:
         raise NotSupported(
-            f"topic {route.topic!r} is on the brokers {', '.join(brokers)}; only topics on one broker are read and"
-            " written here, because partitions would change their numbers while a broker is away"
+            f"topic {route.topic!r} is on the brokers {', '.join(brokers)}; txnbridge reads and writes only topics on"
+            " one broker, because partitions would change their numbers while a broker is down"
         )
     return route
 
 
-def _for_the_administrator(client: RemotingClient, topic: str, broker: str, deadline: Deadline) -> str:
+def _advice_to_create(client: RemotingClient, topic: str, broker: str, deadline: Deadline) -> str:
     address = retry(lambda: client.brokers(deadline.left()), "looking for brokers", deadline).get(broker, "ADDRESS")
     return (
         f"this user may not create the topic {topic}, which txnbridge needs. An administrator creates it:"

@@ -1,4 +1,4 @@
-"""Encodes and decodes protobuf messages of a broker's protocol as pairs of field number and value, without a schema."""
+"""Encodes and decodes protobuf messages without a schema, as pairs of field number and value."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Helpers of tests that read a topic and prove which messages it has, or does not have.
 
-A test never waits to show that a message is absent. It commits a marker message after the offset at which the other
-message would be: a reader that has read the marker message has read every message before the marker.
+A test does not wait for a while to show that a message is absent. It commits a marker message to the same partition:
+once a reader has read the marker, every earlier message of the partition has been read, too.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _MARKER = b"marker "
 
 
 def patience() -> float:
-    """Return the seconds after which a test fails that waits for an event: 60, or TXNBRIDGE_PATIENCE.
+    """Return how many seconds a test waits for an event before it fails: 60, or TXNBRIDGE_PATIENCE.
 
-    A loaded machine may need so long for work of milliseconds; a passing test never waits so long. The environment
-    variable shortens the time for tests that are expected to fail, and for their child processes.
+    A passing test does not wait so long, except on a very loaded machine. The environment variable shortens the time
+    for tests that are expected to fail, and for their child processes.
     """
     return float(os.environ.get("TXNBRIDGE_PATIENCE", "60"))
 
@@ -57,7 +57,7 @@ def up_to(consumer: Consumer, markers: Iterable[bytes]) -> list[Message]:
         messages += (batch := consumer.poll(timeout=min(1, patience())))
         missing -= {message.value for message in batch}
         if missing and time.monotonic() > deadline:
-            raise AssertionError(f"{len(missing)} markers are held back from {consumer!r} for {patience():g} s")
+            raise AssertionError(f"{len(missing)} markers did not reach {consumer!r} within {patience():g} s")
     return [message for message in messages if not is_marker(message)]
 
 

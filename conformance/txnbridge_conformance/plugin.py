@@ -31,7 +31,7 @@ class Connect(Protocol):
 
 
 class Much(Protocol):
-    """The fixture `much` returns more values than a client buffers."""
+    """The fixture `much` makes more values of a text than a client buffers."""
 
     def __call__(self, text: bytes) -> list[bytes]: ...
 
@@ -56,17 +56,17 @@ class RunChild(Protocol):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("txnbridge_url", "the broker that the suite runs against; {tmp} stands for a fresh folder")
-    parser.addoption("--txnbridge-url", help="the same, and stronger")
+    parser.addoption("--txnbridge-url", help="the broker's URL, instead of the setting txnbridge_url")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "proves(*capabilities, chance): what a test fails without")
-    config.addinivalue_line("markers", "needs(*capabilities): what a test uses to prove something else")
+    config.addinivalue_line("markers", "proves(*capabilities, chance): capabilities without which a test fails")
+    config.addinivalue_line("markers", "needs(*capabilities): capabilities that a test uses, but does not prove")
 
 
 @pytest.fixture(autouse=True)
 def _declared(request: pytest.FixtureRequest) -> None:
-    """Run, skip, or expect the failure of a test by its marks and the capabilities that the backend declares."""
+    """Skip a test, or expect its failure, if its marks name capabilities that the backend declares absent."""
     proved = [(c, mark.kwargs["chance"]) for mark in request.node.iter_markers("proves") for c in mark.args]
     needed = [c for mark in request.node.iter_markers("needs") for c in mark.args]
     if not proved and not needed:
@@ -96,7 +96,7 @@ def txnbridge_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     """Return the broker's URL: `--txnbridge-url`, else `txnbridge_url` in the pytest settings. May be overridden."""
     url: str = request.config.getoption("--txnbridge-url") or request.config.getini("txnbridge_url")
     if not url:
-        raise pytest.UsageError("say which broker to test: set txnbridge_url in the pytest settings")
+        raise pytest.UsageError("no broker is given: set txnbridge_url in the pytest settings, or --txnbridge-url")
     return url.replace("{tmp}", str(tmp_path_factory.mktemp("broker"))) if "{tmp}" in url else url
 
 
@@ -115,12 +115,12 @@ def _declared_by(url: str) -> Capabilities:
 @pytest.fixture
 def kill_broker() -> Callable[[], object]:
     """Return a function that kills the broker with SIGKILL and starts it again. Each backend overrides this fixture."""
-    pytest.skip("nobody said how this broker is killed: override the fixture kill_broker")
+    pytest.skip("this broker cannot be killed: override the fixture kill_broker with a way to kill and restart it")
 
 
 @pytest.fixture
 def side_by_side() -> int:
-    """Return how many processes of a kill walk run in parallel. Override this fixture for a slower broker."""
+    """Return how many processes a kill walk starts in parallel. Override this fixture for a slower broker."""
     return 10  # some processes only wait until a dead process's lease expires
 
 
@@ -153,7 +153,7 @@ def bridge(connect: Connect) -> Bridge:
 # --- names that no other test uses ------------------------------------------------------------------------------------
 
 _numbers = itertools.count(1)
-_run = secrets.token_hex(3)  # keeps the topics of several runs against one broker apart
+_run = secrets.token_hex(3)  # so that several test runs against one broker use different names
 
 
 @pytest.fixture

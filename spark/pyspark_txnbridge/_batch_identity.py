@@ -1,4 +1,4 @@
-"""The identity of a batch of a query at one of its sinks, and what each of its tasks reports to the driver."""
+"""The identity of a batch of a query at one of its sinks, and the report of each of the batch's tasks to the driver."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from txnbridge import TxnBridgeError
 
 
 class BatchInDoubt(TxnBridgeError):
-    """A batch was decided, but part of it can no longer be published. An operator has to solve this by hand."""
+    """A batch was decided, but some of its transactions cannot be published any more. An operator has to solve this."""
 
 
 @dataclass(frozen=True)
 class BatchId:
-    """Identify one batch of one query (or named job) at one sink, as one run of that query writes it.
+    """The identity of one batch of one query (or named job) at one sink, in one run of that query.
 
     `attempt` is the number of the attempt that is decided, where a run may write a batch several times
     (`foreachBatch`). `job` is True for a version of a named job, which is skipped if a later version is published.
@@ -34,7 +34,7 @@ class BatchId:
 
     @property
     def batch_path(self) -> tuple[str, str, int]:
-        """Return the common part of the ids of this batch's claims; an attempt's number (0, 1, …) completes each id."""
+        """Return the common beginning of the ids of this batch's claims. An attempt's number (0, 1, …) completes it."""
         return self.query, self.sink, self.batch
 
     def __str__(self) -> str:
@@ -43,11 +43,11 @@ class BatchId:
 
 @dataclass(frozen=True)
 class Written:
-    """Report what one attempt of a task wrote: a prepared transaction, or nothing.
+    """A task's report of one attempt: the transaction that it has prepared, or that it has written nothing.
 
     `attempt` is the number under which the driver may decide the batch. Earlier attempts were given up, and their
-    transactions are being ended. `settled` says that the batch was decided before the task began, so that nothing was
-    written. Times are milliseconds since 1970.
+    transactions are being ended. `settled` says that the batch was decided before the task began, so that the task has
+    written nothing. Times are milliseconds since 1970.
     """
 
     unit: BatchId

@@ -1,4 +1,4 @@
-"""The plug-in that adds `txnbridge spark` and `txnbridge pipeline`.
+"""The plug-in that adds `txnbridge spark` and `txnbridge pipeline` to the command line.
 
 Every bridge loads this module, so its functions import other modules only when a command runs.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def txnbridge_commands() -> list[click.Command]:
-    """Return the commands about Spark queries."""
+    """Return the commands about Spark queries and pipelines."""
     from pyspark_txnbridge._pipeline_command import command as pipeline
     from pyspark_txnbridge._query_command import command as query
 

@@ -1,4 +1,4 @@
-"""Decide, publish and mark a batch on the driver, when all tasks of the batch have succeeded.
+"""The driver's part of a batch: decide, publish and mark it done, when all its tasks have succeeded.
 
 The driver may die after any step. The next driver, or `txnbridge spark recover`, reads the decision log and continues.
 """
@@ -46,12 +46,11 @@ from txnbridge import (
 
 _log = logging.getLogger("txnbridge.spark")
 
-# Spark sets this environment variable if it collects log lines of Python workers; otherwise a worker logs warnings
-# only.
-_COLLECTED = "PYSPARK_SPARK_SESSION_UUID"
+# Spark sets this environment variable if it collects log lines of Python workers; else a worker logs only warnings.
+_LOGS_COLLECTED = "PYSPARK_SPARK_SESSION_UUID"
 
 _Result = TypeVar("_Result")
-# The JSON that the decision log stores for one part of a batch, or for its totals.
+# The JSON that the decision log stores for one transaction of a batch, or for the batch's totals.
 _Stored = Mapping[str, Any]
 
 # Spark creates a writer, which checks the broker, for each micro-batch. One connection for each sink serves all checks.
@@ -59,11 +58,12 @@ _checked: ClientPool[Bridge] = ClientPool()
 
 
 def commit(options: SinkOptions, messages: Sequence[Written | None], unit: BatchId | None = None) -> None:
-    """Publish a batch, and return when every part of it is committed, by this or another process. Safe to repeat.
+    """Publish a batch, and return when each of its transactions is committed, by this or another process. Safe to
+    repeat.
 
-    `unit` identifies the batch where it may have no task that reports its identity.
+    `unit` is the batch's identity, needed where no task may have reported it.
     """
-    if _COLLECTED in os.environ and _log.level == logging.NOTSET:
+    if _LOGS_COLLECTED in os.environ and _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
     unit, parts = _check(messages, unit)
     with_session(options, unit, lambda session: _commit(session, options, unit, parts))
@@ -72,7 +72,7 @@ def commit(options: SinkOptions, messages: Sequence[Written | None], unit: Batch
 def abort(options: SinkOptions, messages: Sequence[Written | None], unit: BatchId | None = None) -> None:
     """Decide to ABORT a batch unless it is decided, and abort its transactions.
 
-    If this fails, the batch's transactions end later by their time-out.
+    If this fails, the transactions end later by their time-out.
     """
     written = [message for message in messages if message is not None]
     unit = unit or (written[0].unit if written else None)
@@ -96,10 +96,10 @@ def next_attempt(options: SinkOptions, unit: BatchId) -> int:
 
 
 def check_broker(options: SinkOptions, query: str | None = None) -> None:
-    """Raise, before the first row, if the broker cannot be reached or lacks a capability that this sink needs.
+    """Raise an error, before the first row, if the broker cannot be reached or lacks a capability that this sink needs.
 
-    Raise also if the topic that an option names is missing, or if the decision log cannot be read. A log whose name
-    is not known yet, because only Spark knows the query, is not checked.
+    Raise an error also if the topic that an option names is missing, or if the decision log cannot be read. The log is
+    not checked if its name is not known yet, because only Spark knows the query.
     """
     known = query or options.app_id or options.log
     application = options.application(known or "check")
@@ -149,7 +149,7 @@ def _check(messages: Sequence[Written | None], unit: BatchId | None) -> tuple[Ba
             " not supported, use processingTime or availableNow"
         )
     if len(units) != 1:
-        raise InvalidState(f"tasks of one batch report different ones: {', '.join(map(str, units))}")
+        raise InvalidState(f"tasks of one batch report different batches: {', '.join(map(str, units))}")
     return units.pop(), written
 
 
@@ -195,14 +195,14 @@ def _commit(session: SinkSession, options: SinkOptions, unit: BatchId, written: 
 
 
 def _decide(session: SinkSession, unit: BatchId, opening: Opening, written: list[Written]) -> Claim | None:
-    """Return the counting COMMIT claim on a batch, claiming it if there is none; None if the batch is marked done."""
+    """Return the COMMIT claim that counts for a batch, made if there is none; None if the batch is marked done."""
     known = unfinished(session, unit.batch_path)
     if known:
         dead = lost_parts(session, known[-1])
         return _replace(session, unit, opening, known[-1], dead, written) if dead else known[-1]
     if any(part.settled for part in written):
         raise InvalidState(
-            f"tasks found {unit} decided, and now the decision log knows nothing of it: the log has lost records"
+            f"tasks found {unit} decided, and now the decision log has no record of it: the log has lost records"
         )
     attempts = {part.attempt for part in written} or {unit.attempt or 0}
     if len(attempts) > 1:
@@ -232,7 +232,7 @@ def _claim(
 def _replace(
     session: SinkSession, unit: BatchId, opening: Opening, claim: Claim, dead: list[_Stored], written: list[Written]
 ) -> Claim | None:
-    """Claim a new decision for a batch: parts newly written with the same rows replace the lost parts in `dead`."""
+    """Claim a new decision for a batch: newly written transactions with the same rows replace the lost ones, `dead`."""
     attempt = claim.id[-1] + 1
     fresh = [part for part in written if part.token and part.attempt == attempt]
     chosen = []
@@ -240,7 +240,7 @@ def _replace(
         same = [each for each in fresh if (each.rows, each.fingerprint) == (part["rows"], part["fingerprint"])]
         twin = min(same, key=lambda each: each.partition != part["partition"], default=None)
         if twin is None:
-            raise in_doubt(session, claim, dead, "The rows came again, but not shared out to tasks as before. ")
+            raise in_doubt(session, claim, dead, "The rows were written again, but other tasks have them. ")
         fresh.remove(twin)
         chosen.append(twin)
     total = {name: claim.data[name] for name in ("rows", "fingerprint", "run")}
@@ -259,7 +259,7 @@ def _given_up(unit: BatchId) -> TransactionAborted:
 
 
 def _check_alive(session: SinkSession, unit: BatchId, written: list[Written]) -> None:
-    """Raise `TransactionAborted` if a part's transaction has ended, or may time out before it is committed."""
+    """Raise `TransactionAborted` if one of the batch's transactions has ended, or may time out before its commit."""
     by_token = {part.token: part for part in written if part.token is not None}
     for part in by_token.values():
         if part.expires_at is not None:
@@ -283,7 +283,7 @@ def _check_age(unit: BatchId, part: Written, expires_at: int) -> None:
 
 
 def _check_repetition(session: SinkSession, unit: BatchId) -> _Stored | None:
-    """Return the stored totals of a repeated batch that is done; None if the log has no totals to compare with."""
+    """Return the stored totals of a batch that is done and is repeated; None if the log has no totals of it."""
     _check_order(session, unit)
     if session.decisions.read(("#skipped", *unit.batch_path)).claim is not None:
         return None  # an operator has checked what was published, and skipped the batch
@@ -301,19 +301,16 @@ def _check_order(session: SinkSession, unit: BatchId) -> None:
         return
     raise InvalidOption(
         f"{unit} comes again, and every batch up to {last} is done. Nothing of it was published now. Spark repeats only"
-        " the last batch of a checkpoint, so this is not the checkpoint that wrote those batches. A new one under the"
-        f" same txnAppId needs txnVersion={last + 1}, to count on behind them. One restored from a backup reads again"
-        f" what is published up to batch {last}: begin a new one behind that"
+        " the last batch of a checkpoint, so another checkpoint has written those batches. A new checkpoint under the"
+        f" same txnAppId needs txnVersion={last + 1}. A checkpoint restored from a backup reads again what is published"
+        f" up to batch {last}: begin a new checkpoint after that"
     )
 
 
 def _check_rows(
     session: SinkSession, options: SinkOptions, unit: BatchId, written: list[Written], published: _Stored | None
 ) -> None:
-    """Compare the rows of a repeated batch with those published; raise an error if they differ.
-
-    The error is `BatchInDoubt`, or `InvalidOption` under a txnAppId that the user gave.
-    """
+    """Raise `BatchInDoubt` if a repeated batch has other rows than were published, `InvalidOption` under a txnAppId."""
     if published is None:
         return
     count = _total(written)
@@ -323,9 +320,9 @@ def _check_rows(
     if options.app_id is None:
         raise other_rows(session, unit, published["rows"], count.rows)
     raise InvalidOption(
-        f"{unit} is done, with {published['rows']} rows; now it has {count.rows}, or other ones. Nothing of them"
-        " was published. Is txnVersion used twice? The next version of a job, or a new checkpoint under the same"
-        f" txnAppId, goes on behind the last one: txnVersion={unit.batch + 1}"
+        f"{unit} is done, with {published['rows']} rows; now it has {count.rows}, or other rows, which were not"
+        " published. Is txnVersion used twice? The next version of a job, or a new checkpoint under the same txnAppId,"
+        f" needs a higher one: txnVersion={unit.batch + 1}"
     )
 
 

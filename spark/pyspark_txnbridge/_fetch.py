@@ -1,4 +1,4 @@
-"""Read a partition's committed messages between two positions in a task, as Arrow batches."""
+"""Reads a partition's committed messages between two positions in a task, as Arrow batches."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("txnbridge.spark")
 
 # The most rows of one Arrow batch: Spark's own default.
-_ROWS = 10_000
-# The last entry before the end may be a control marker instead of a message. After this time without a message the
-# broker is asked whether messages are left. An available message arrives sooner.
-_WAIT_SECONDS = 0.02
+_MAX_ROWS = 10_000
+# After this time without a message the broker is asked whether any are left: the last entry before the end may be a
+# control marker. An available message arrives sooner.
+_POLL_SECONDS = 0.02
 
 
 def read_range(options: SourceOptions, wanted: OffsetRange) -> Iterator[pa.RecordBatch]:
@@ -37,7 +37,7 @@ def read_range(options: SourceOptions, wanted: OffsetRange) -> Iterator[pa.Recor
 
 
 class TopicFeed:
-    """Connect a process to a query's topics. All partitions are paused except the one that is being read."""
+    """A process's connection to a query's topics. All partitions are paused except the one that is being read."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
@@ -52,7 +52,7 @@ class TopicFeed:
             raise
 
     def has(self, wanted: OffsetRange) -> bool:
-        """Return whether this feed has the range's partition, in the topic that the range was planned for."""
+        """Return whether this connection has the range's partition, of the topic for which the range was planned."""
         is_assigned = (wanted.topic, wanted.partition) in self._consumer.assignment
         return is_assigned and not is_recreated(wanted.topic_id, self._topic_ids.get(wanted.topic))
 
@@ -85,7 +85,7 @@ class TopicFeed:
         consumer.resume([partition])
         patience = Deadline(self._options.timeout)
         while self._position(wanted) < wanted.end:
-            messages = consumer.poll(_ROWS, _WAIT_SECONDS)
+            messages = consumer.poll(_MAX_ROWS, _POLL_SECONDS)
             if messages:
                 patience = Deadline(self._options.timeout)
             elif not consumer.lag()[partition]:
@@ -102,7 +102,7 @@ class TopicFeed:
     def _position(self, wanted: OffsetRange) -> Position:
         at = self._consumer.positions().get((wanted.topic, wanted.partition))
         if at is None or at < wanted.start:
-            raise InvalidState(f"{wanted.topic}[{wanted.partition}] left while it was read; was its topic deleted?")
+            raise InvalidState(f"{wanted.topic}[{wanted.partition}] was lost while it was read; was its topic deleted?")
         return at
 
     def close(self) -> None:
@@ -116,9 +116,9 @@ _feeds: ClientPool[TopicFeed] = ClientPool()
 
 
 def columns(position: Position, headers: bool) -> str:
-    """Return the columns of Spark's Kafka source, for a broker whose positions have the form of `position`.
+    """Return the columns of Spark's Kafka source, for a broker with positions like `position`.
 
-    The column timestampType is always null: txnbridge does not tell whether the broker or the sender set a timestamp.
+    The column timestampType is always null: txnbridge does not say whether the broker or the sender set a timestamp.
     """
     where = "offset bigint" if len(position) == 1 else "position array<bigint>"
     names = f"key binary, value binary, topic string, partition int, {where}, timestamp timestamp, timestampType int"

@@ -1,4 +1,4 @@
-"""Write from `foreachBatch` to several sinks in one query."""
+"""`write_exactly_once`, which writes from `foreachBatch` to several sinks in one query."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def write_exactly_once(
 
     `sink` names this sink of the query. Each sink has a name of its own and keeps it. The other options are those of
     `format("txnbridge")`; pass an option with a dot in its name as `**{"kafka.linger.ms": 20}`. `query` is the query's
-    id and `run` the id of this start of the query. Spark tells both, but not over Spark Connect: give `query` there.
+    id and `run` the id of this start of the query. Spark knows both, but not over Spark Connect: give `query` there.
 
-    A function that retries after an error gives each sink the same frame and options. A sink that has published the
-    batch already publishes nothing then.
+    A function that retries after an error gives each sink the same frame and options. A sink that has already published
+    the batch then publishes nothing.
     """
     given = {name: str(value) for name, value in options.items() if value is not None}
     parsed = SinkOptions.parse(given | {"sink": sink})
@@ -97,9 +97,10 @@ _calls_lock = threading.Lock()
 
 
 def _is_first(call: _Call) -> bool:
-    """Return whether a call is the first one for its batch, and so has to publish.
+    """Return whether a call is the first one for its batch and has to publish. Return False for a repetition of a call
+    that has returned.
 
-    Raise `InvalidOption` if an earlier call published another frame for it: then two sinks share a name.
+    Raise `InvalidOption` if an earlier call published another frame for the batch: then two sinks share a name.
     """
     with _calls_lock:
         earlier = _calls.get(call.unit.path)
@@ -110,8 +111,8 @@ def _is_first(call: _Call) -> bool:
         return False
     raise InvalidOption(
         f"{call.unit} has been written by another call of this run, with another frame or other options: give each of a"
-        " query's sinks a name of its own (sink). A function that tries again after an error gives the same frame and"
-        " options again; or it lets the error out, and the query, when it is started again, writes what is missing"
+        " query's sinks a name of its own (sink). A function that retries after an error has to give the same frame and"
+        " options. Or let the error end the query: the restarted query writes what is missing"
     )
 
 
@@ -131,26 +132,26 @@ def _property(df: DataFrame, name: str) -> str | None:
 def _run_of(df: DataFrame, query_id: str | None) -> str:
     """Return the id of this start of a query. Raise `InvalidOption` where Spark does not reveal the id.
 
-    Spark Connect reveals no id, but runs each start of a query in a process of its own, whose id serves. Outside a
-    query each call counts as a start.
+    Spark Connect reveals no id, but runs each start of a query in a process of its own, so an id of the process serves.
+    Outside a query each call counts as a start.
     """
     if not hasattr(df.sparkSession, "_jsparkSession"):
-        return _process(os.getpid())
+        return _id_of_process(os.getpid())
     if query_id is not None and (run := _active_run(df, query_id)):
         return run
     if _property(df, _QUERY) is None:
         return str(uuid.uuid4())
     group = _property(df, _GROUP) or ""
-    if _RUN.fullmatch(group):  # probably Spark's own group: programs give groups names
+    if _RUN.fullmatch(group):  # probably Spark's own group: programs give their groups other names
         return group
     raise InvalidOption(
-        "write_exactly_once() does not know which start of the query this is: this Spark does not tell it, and the"
-        " job group has been changed. Give run=, a text that is another one at each start of the query"
+        "write_exactly_once() does not know which start of the query this is: this Spark does not reveal it, and the"
+        " job group was changed. Give run=, a text that differs at each start of the query"
     )
 
 
 def _active_run(df: DataFrame, query_id: str) -> str | None:
-    """Look the run up among all sessions' queries: the session given to foreachBatch lists no queries."""
+    """Return the run's id from the list of all sessions' queries: the session given to foreachBatch lists none."""
     try:
         active = df.sparkSession._jsparkSession.sharedState().activeStreamingQueries().values()
         return next((str(each.runId()) for each in active if str(each.id()) == query_id), None)
@@ -162,7 +163,7 @@ _RUN = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @cache
-def _process(pid: int) -> str:
+def _id_of_process(pid: int) -> str:
     return str(uuid.uuid4())
 
 

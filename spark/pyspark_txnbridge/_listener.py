@@ -1,4 +1,4 @@
-"""`BatchLogger`: log a line for each batch of the program's streaming queries."""
+"""`BatchLogger`, which logs a line for each batch of the program's streaming queries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("txnbridge.spark")
 
 
 class BatchLogger(StreamingQueryListener):
-    """Log each batch on the driver: `spark.streams.addListener(BatchLogger())`.
+    """A listener that logs each batch on the driver: `spark.streams.addListener(BatchLogger())`.
 
     The broker's share of a batch's time is in the log of the Python process in which Spark commits the batch.
     """

@@ -1,4 +1,4 @@
-"""Plan the positions that a batch covers, before its first row is read, so that a repetition reads the same rows."""
+"""Plans the positions that a batch covers, before its first row is read, so that a repetition reads the same rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TopicIds = Mapping[str, str]
 
 @dataclass(frozen=True)
 class OffsetRange:
-    """Name the committed messages of a partition from `start` to before `end`."""
+    """The committed messages of a partition from position `start` to before `end`."""
 
     topic: str
     partition: int
@@ -39,7 +39,7 @@ def connect(options: SourceOptions) -> Bridge:
 
 
 def topic_bounds(options: SourceOptions) -> tuple[TopicIds, Bounds]:
-    """Return the topics' ids and each partition's readable bounds. Raise `NotFound` for a missing topic."""
+    """Return the topics' ids, and each partition's readable bounds. Raise `NotFound` for a missing topic."""
     with _planners.held(options, lambda: connect(options)) as bridge:
         # The ids are read first, so that positions of a topic recreated in between are not taken for the old topic's.
         return bridge.admin.topic_ids(options.topics), bridge.admin.bounds(options.topics)
@@ -72,7 +72,7 @@ def ranges(
 ) -> list[OffsetRange]:
     """Return the ranges between two sets of positions, and report messages in them that the broker has removed.
 
-    A partition that only `end` names begins at its position there.
+    A partition that only `end` names has no range, because it begins at its position in `end`.
     """
     planned = []
     for (topic, number), stop in end.items():
@@ -86,7 +86,7 @@ def ranges(
 
 def _check_kept(partition: Partition, at: Position, stop: Position, bounds: Bounds, options: SourceOptions) -> None:
     if partition not in bounds:
-        report_loss(partition, at, "it is not there any more", options)
+        report_loss(partition, at, "the partition does not exist any more", options)
         return
     first, end = bounds[partition]
     if at < first:
@@ -100,12 +100,12 @@ def report_loss(partition: Partition, at: Position, why: str, options: SourceOpt
     topic, number = partition
     text = f"{topic}[{number}] cannot be read at {in_json(at)}: {why}"
     if options.fail_on_data_loss:
-        raise PositionLost(f"{text}. Nothing was skipped; with failOnDataLoss=false the query goes on without it")
-    _log.warning("%s. The query goes on without it (failOnDataLoss=false)", text)
+        raise PositionLost(f"{text}. Nothing was skipped; with failOnDataLoss=false the query skips the lost rows")
+    _log.warning("%s. The query skips the lost rows (failOnDataLoss=false)", text)
 
 
 def without_recreated(offsets: Offsets, before: TopicIds, now: TopicIds, options: SourceOptions) -> Offsets:
-    """Return the positions outside recreated topics. Rows of the recreated topics are lost and are reported."""
+    """Return the positions outside recreated topics, and report the rows of recreated topics as lost."""
     kept = {}
     for (topic, number), at in offsets.items():
         if is_recreated(before.get(topic), now.get(topic)):
@@ -129,8 +129,8 @@ RECREATED = "the topic was deleted and made anew since"
 def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offsets:
     """Return the end of a stream's next batch that begins at `start`.
 
-    A partition that is new, or that cannot be read at the stream's position, is not read in this batch. The batch only
-    records the partition's first position, so that the next batch begins there, however often it is repeated.
+    A new partition, and one that cannot be read at the stream's position, are not read in this batch. The batch only
+    records their first positions, so that the next batch begins there, however often this batch is repeated.
     """
     end_offsets: Offsets = {}
     for partition, (first, end) in sorted(bounds.items()):
@@ -165,7 +165,7 @@ def in_json(position: Position) -> str:
 
 
 def to_json(offsets: Offsets, topic_ids: TopicIds | None = None) -> dict[str, dict[str, Any]]:
-    """Return positions, and ids of topics beside them, as a checkpoint has them: like those of Spark's Kafka source."""
+    """Return positions, and the topics' ids, as a checkpoint stores them: like those of Spark's Kafka source."""
     document: dict[str, dict[str, Any]] = {}
     for (topic, number), position in sorted(offsets.items()):
         document.setdefault(topic, {})[str(number)] = _plain(position)

@@ -27,13 +27,13 @@ _NAMES = {
     )
 }
 # Options of Spark itself, and one of its Kafka sink, which finds headers by their column without it.
-_NOT_OURS = {"checkpointlocation", "queryname", "includeheaders"}
+_IGNORED = {"checkpointlocation", "queryname", "includeheaders"}
 # Names of this form become parts of transactional ids, where a dot separates them.
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
 # The first character of the generated name of a job without txnAppId; no name of a user begins with it.
 NAMELESS = "#"
 # Prefixes of options that only Spark's own Kafka source and sink know.
-_SPARKS_OWN = {"kafkaconsumer": "source", "fetchoffset": "source"}
+_SPARK_ONLY_PREFIXES = {"kafkaconsumer": "source", "fetchoffset": "source"}
 _NO_TABLES = (
     "CREATE TABLE … USING txnbridge can't work: Spark hands a table's options on to no Python data source. Use CREATE"
     ' TEMPORARY VIEW … USING txnbridge OPTIONS (…) to read, or format("txnbridge") with options'
@@ -46,7 +46,7 @@ Settings = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """Hold the options of one sink, checked as far as possible without a broker."""
+    """The options of one sink, checked as far as possible without a broker."""
 
     url: str = field(repr=False)  # may hold a password
     settings: Settings = field(default=(), repr=False)
@@ -54,7 +54,7 @@ class SinkOptions:
     sink: str = "sink"
     prefix: str = "spark"
     log: str | None = None
-    log_place: str | None = field(default=None, repr=False)  # may hold a password
+    log_url: str | None = field(default=None, repr=False)  # may hold a password
     commit_timeout: float = 30.0
     create_topics: int | None = None
     app_id: str | None = None
@@ -64,13 +64,13 @@ class SinkOptions:
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SinkOptions:
         """Return the checked options. Raise `InvalidOption` for an option that is missing, unknown or invalid."""
-        options = {name.lower(): value for name, value in given.items() if name.lower() not in _NOT_OURS}
+        options = {name.lower(): value for name, value in given.items() if name.lower() not in _IGNORED}
         if "path" in options:
             raise InvalidOption("save() takes no path here: the option url names the broker, topic the topic")
         url, settings = take_address(options, "write")
         check_names(options, _NAMES)
         topic = options.get("topic", "").strip() or None
-        log_place = options.pop("decisionlog") if ":" in options.get("decisionlog", "") else None
+        log_url = options.pop("decisionlog") if ":" in options.get("decisionlog", "") else None
         parsed = cls(
             url=url,
             settings=settings,
@@ -78,7 +78,7 @@ class SinkOptions:
             sink=_name(options, "sink") or cls.sink,
             prefix=_name(options, "transactionalIdPrefix") or cls.prefix,
             log=_name(options, "decisionLog"),
-            log_place=log_place,
+            log_url=log_url,
             commit_timeout=seconds(options, "commitTimeout", cls.commit_timeout),
             create_topics=number(options, "createTopics"),
             app_id=_name(options, "txnAppId"),
@@ -99,7 +99,7 @@ class SinkOptions:
             )
 
     def application(self, query: str) -> str:
-        """Return the decision log's name: each query and named job has a log, all nameless jobs share one."""
+        """Return the decision log's name: each query and named job has a log, and all nameless jobs share one."""
         return self.log or f"{self.prefix}-{'jobs' if query.startswith(NAMELESS) else query}"
 
 
@@ -109,9 +109,9 @@ def take_address(options: dict[str, str], purpose: str) -> tuple[str, Settings]:
     settings: dict[str, dict[str, str]] = {}
     for name in [name for name in options if "." in name]:
         backend, _, setting = name.partition(".")
-        if backend in _SPARKS_OWN:
+        if backend in _SPARK_ONLY_PREFIXES:
             raise InvalidOption(
-                f"option {name!r} is for Spark's own Kafka {_SPARKS_OWN[backend]}, and means nothing here: leave it out"
+                f"option {name!r} is only for Spark's own Kafka {_SPARK_ONLY_PREFIXES[backend]}: leave it out"
             )
         settings.setdefault(backend, {})[setting] = options.pop(name)
     return url, tuple((backend, tuple(pairs.items())) for backend, pairs in settings.items())

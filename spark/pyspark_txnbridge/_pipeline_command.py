@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyspark_txnbridge.pipeline import Progress
 
 # The interval between lines of progress where stderr is no terminal.
-_LINE_SECONDS = 10.0
+_PROGRESS_SECONDS = 10.0
 
 
 @click.group("pipeline")
@@ -33,12 +33,12 @@ def command() -> None:
 @click.option("--from", "from_url", required=True, metavar="URL", help="The broker to read from.")
 @click.option("--from-topic", "from_topics", required=True, multiple=True, help="A topic to read; may be repeated.")
 @click.option("--to", "to_url", required=True, metavar="URL", help="The broker to write to.")
-@click.option("--to-topic", help="The topic to write to. Default: the column `topic` of what is written.")
-@click.option("--sql", help="What becomes of the rows of the table `input`. It gives at least a column `value`.")
-@click.option("--transform", metavar="MODULE:FUNCTION", help="A function that makes a data frame of a data frame.")
-@click.option("--checkpoint", required=True, metavar="FOLDER", help="Where the job remembers how far it has come.")
-@click.option("--max-rows-per-batch", type=click.IntRange(min=1), help="Of one batch, at most. Default: all there are.")
-@click.option("--available-now", is_flag=True, help="End when all that is there now is published.")
+@click.option("--to-topic", help="The topic to write to. Default: the column `topic` of the written rows.")
+@click.option("--sql", help="A query on the table `input` that returns the rows to write, with a column `value`.")
+@click.option("--transform", metavar="MODULE:FUNCTION", help="A function that turns the data frame into another one.")
+@click.option("--checkpoint", required=True, metavar="FOLDER", help="Where the job stores its progress.")
+@click.option("--max-rows-per-batch", type=click.IntRange(min=1), help="The most rows of a batch. Default: no limit.")
+@click.option("--available-now", is_flag=True, help="End when all messages that exist now are published.")
 @click.option("--start", default="earliest", show_default=True, help="Where a new checkpoint begins (startingOffsets).")
 @click.option("--from-option", multiple=True, metavar="NAME=VALUE", help="Another option of the source.")
 @click.option("--to-option", multiple=True, metavar="NAME=VALUE", help="Another option of the sink.")
@@ -55,7 +55,7 @@ def run(
     function = None if transform is None else _load(transform)
     given["from_options"] = name_values("--from-option", from_option)
     given["to_options"] = name_values("--to-option", to_option)
-    with nullcontext() if as_json else _shown() as report:
+    with nullcontext() if as_json else _showing_progress() as report:
         done = pipeline.run(**given, transform=function, report=report)
     summary = json.dumps({"rows": done.rows, "batches": done.batches})
     click.echo(summary if as_json else f"{done.rows} rows in {done.batches} batches")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _load(target: str) -> Callable[[Any], Any]:
-    """Return the function MODULE:FUNCTION. Errors that the module itself raises pass through."""
+    """Return the function that MODULE:FUNCTION names. Errors that the module itself raises pass through."""
     name, _, attribute = target.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -84,8 +84,8 @@ def _load(target: str) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[Progress], None]]:
-    """Show the job's progress on stderr: in one changing line on a terminal, else in a line every few seconds."""
+def _showing_progress() -> Iterator[Callable[[Progress], None]]:
+    """Show the job's progress on stderr: in one changing line on a terminal, else in a new line every few seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
 
@@ -97,7 +97,7 @@ def _shown() -> Iterator[Callable[[Progress], None]]:
     def report(progress: Progress) -> None:
         nonlocal due
         if time.monotonic() >= due:
-            due = time.monotonic() + _LINE_SECONDS
+            due = time.monotonic() + _PROGRESS_SECONDS
             click.echo(_line(progress), err=True)
 
     yield report

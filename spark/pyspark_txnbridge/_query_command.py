@@ -23,20 +23,20 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @click.group("spark")
 def command() -> None:
-    """Look at what a Spark query has decided, and finish it."""
+    """Show what a Spark query has decided, and finish its batches."""
 
 
 def _about_a_query(function: _Function) -> _Function:
     for option in reversed(
         [
-            click.option("--checkpoint", help="The query's checkpoint folder; or give --query. A txnAppId wins."),
+            click.option("--checkpoint", help="The query's checkpoint folder, unless --query or txnAppId is given."),
             click.option("--query", help="The query's id, or its txnAppId."),
             click.option("--url", required=True, envvar="TXNBRIDGE_URL", help="Where the query writes."),
             click.option("--sink", help="The sink's name, if the query gives it one."),
             click.option("--prefix", help="The query's option transactionalIdPrefix."),
             click.option("--decision-log", help="The query's option decisionLog."),
             click.option(
-                "--option", "-o", "given", multiple=True, metavar="NAME=VALUE", help="Another one of its options."
+                "--option", "-o", "given", multiple=True, metavar="NAME=VALUE", help="Another option of the sink."
             ),
         ]
     ):
@@ -48,9 +48,9 @@ def _about_a_query(function: _Function) -> _Function:
 @_about_a_query
 @json_and_debug
 def show_status(as_json: bool, **query: Any) -> None:
-    """Say which batches are published, decided or given up, and what is open.
+    """Show which batches are published, decided or given up, and which transactions are open.
 
-    Decides and publishes nothing; where there is no decision log of that name, an empty one is made.
+    This decides and publishes nothing. A missing decision log is created, empty.
     """
     from pyspark_txnbridge._recovery import status
 
@@ -62,7 +62,7 @@ def show_status(as_json: bool, **query: Any) -> None:
 @command.command("recover")
 @_about_a_query
 @click.option("--skip", type=int, metavar="BATCH", help="Mark this batch done although part of it can't be published.")
-@click.option("--clear", is_flag=True, help="Also abort what nobody decided. It shuts a running driver out.")
+@click.option("--clear", is_flag=True, help="Also abort undecided transactions. This fences a running driver.")
 @json_and_debug
 def run_recovery(as_json: bool, skip: int | None, clear: bool, **query: Any) -> None:
     """Publish every batch that is decided. Safe to repeat, and while the query runs."""
@@ -109,7 +109,7 @@ def _opened(
 
 def _lines(status: QueryStatus) -> Iterator[str]:
     if status.run is None:
-        yield "this query has not written anything under this name of its sink"
+        yield "this query has not written anything to a sink of this name"
         return
     yield f"last run: {status.run}, opened by {status.host}"
     yield "published: " + ("no batch" if status.done_up_to is None else f"every batch up to {status.done_up_to}")

@@ -1,4 +1,4 @@
-"""Read committed messages in one batch, through the interface that Spark calls."""
+"""`BatchReader`, which reads committed messages in one batch through the interface that Spark calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BatchReader(DataSourceReader):
-    """Read the options' topics once, from their starting to their ending positions."""
+    """The reader of a batch query: reads the options' topics once, from their starting to their ending positions."""
 
     def __init__(self, options: SourceOptions) -> None:
         if options.max_offsets is not None:

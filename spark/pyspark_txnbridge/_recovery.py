@@ -1,4 +1,4 @@
-"""Show what a query has decided, and finish its batches without Spark."""
+"""Shows the batches that a query has decided, and finishes them without Spark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from txnbridge.spi import OpenTransaction
 
 @dataclass(frozen=True)
 class TaskTransaction:
-    """Describe one task's transaction of a decided batch."""
+    """The transaction of one task in a decided batch."""
 
     partition: int
     rows: int
@@ -39,7 +39,7 @@ class TaskTransaction:
 
 @dataclass(frozen=True)
 class UnfinishedBatch:
-    """Describe a batch that is decided and not marked done, or that was given up."""
+    """A batch that is decided and not marked done, or that was given up."""
 
     batch: int
     attempt: int
@@ -50,7 +50,7 @@ class UnfinishedBatch:
 
 @dataclass(frozen=True)
 class QueryStatus:
-    """Hold the status of one sink of a query, by the decision log and the broker."""
+    """The status of one sink of a query, as the decision log and the broker show it."""
 
     run: str | None
     host: str | None
@@ -97,9 +97,8 @@ def _unfinished(session: SinkSession, claim: Any) -> UnfinishedBatch:
 def recover(session: SinkSession, path: tuple[str, str], skip: int | None = None) -> list[int]:
     """Publish every decided batch, mark it done, and return the batches' numbers. Safe while the query runs.
 
-    Raise `BatchInDoubt` if part of a batch can no longer be published. The batch to `skip` instead counts as published
-    from now on, whatever the decision log holds. Raise `InvalidOption` if the batch to skip is not the query's current
-    batch.
+    Raise `BatchInDoubt` if a transaction of a batch can no longer be published. The batch `skip` counts as published
+    from now on, whatever was published of it. Raise `InvalidOption` if `skip` is not the query's current batch.
     """
     finished = []
     for claim in unfinished(session, path):
@@ -119,7 +118,7 @@ def recover(session: SinkSession, path: tuple[str, str], skip: int | None = None
 def _skip(session: SinkSession, path: tuple[str, str], batch: int) -> None:
     done = session.decisions.read(path).done_up_to
     if done is not None and done != batch:
-        raise InvalidOption(f"the query has published every batch up to {done}: batch {batch} is not one to skip")
+        raise InvalidOption(f"the query has published every batch up to {done}: batch {batch} cannot be skipped")
     with suppress(InvalidState):  # a later batch was marked done meanwhile
         session.decisions.claim(("#skipped", *path, batch), Decision.COMMIT)
     if done is None:
@@ -127,7 +126,7 @@ def _skip(session: SinkSession, path: tuple[str, str], batch: int) -> None:
 
 
 def clear(session: SinkSession, options: SinkOptions, path: tuple[str, str]) -> list[str]:
-    """Abort the query's undecided transactions, and return them. A driver that still runs is fenced."""
+    """Abort the query's undecided transactions, and return their names. A driver that still runs is fenced."""
     opening = session.decisions.open(path, name=f"recovery-{uuid.uuid4()}")
     recover(session, path)
     fence_older(session, options, path, opening.number)

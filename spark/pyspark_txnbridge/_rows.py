@@ -1,4 +1,4 @@
-"""Turn a query's rows into messages. The columns are those of Spark's own Kafka sink."""
+"""Turns a query's rows into messages. The columns are those of Spark's own Kafka sink."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FINGERPRINT = (1 << 64) - 1
 
 @dataclass
 class RowTotals:
-    """Sum up some rows. The fingerprint depends neither on the rows' order nor on the sink's option topic."""
+    """The totals of some rows. The fingerprint depends neither on the rows' order nor on the sink's option topic."""
 
     rows: int = 0
     bytes: int = 0
@@ -35,7 +35,7 @@ class RowTotals:
 
 @dataclass(frozen=True)
 class Columns:
-    """The sink's columns that a query has; sends the query's rows to their topics."""
+    """The columns of a query that the sink uses, by which it sends the query's rows to their topics."""
 
     names: frozenset[str]
     topic: str | None
@@ -110,7 +110,7 @@ class Columns:
             txn.send_many(topic, values)
 
     def _others(self, batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]] | None:
-        """Return each row's fields beside key and value, for its fingerprint; None if no row has such a field."""
+        """Return each row's fields besides key and value, for its fingerprint; None if no row has such a field."""
         columns = {
             "topic": lambda column: column.to_pylist(),
             "partition": lambda column: column.to_pylist(),

@@ -21,15 +21,15 @@ _log = logging.getLogger("txnbridge.spark")
 Claim = Any
 Opening = Any
 
-# The most idle clients that one pool keeps. A query needs a client for each of its sinks, and several queries or jobs
-# may take turns in one process.
-_MOST_KEPT = 8
-# The pause between two attempts to connect.
-_PAUSE_SECONDS = 0.5
+# The most idle clients that one pool keeps. A query needs a client for each of its sinks, and a process may serve
+# several queries.
+_MAX_IDLE_CLIENTS = 8
+# The pause between two attempts to connect to a broker that cannot be reached.
+_RECONNECT_SECONDS = 0.5
 
 
 class SinkSession:
-    """Connect a process to a sink's decision log and to the broker's transactions."""
+    """A process's connection to a sink's decision log and to the broker's transactions."""
 
     def __init__(self, options: SinkOptions, application: str) -> None:
         self.options = options
@@ -54,16 +54,15 @@ def connect(options: SinkOptions, application: str, transactional_id: str | None
             timeout=options.commit_timeout,
             create_topics=options.create_topics,
             writers=1,
-            decision_log=options.log_place,
+            decision_log=options.log_url,
             **as_keywords(options.settings),
         ),
     )
 
 
 def connect_with_retry(seconds: float, connect: Callable[[], Bridge]) -> Bridge:
-    """Connect to a broker that may be away for some seconds, as a restarting broker is.
-
-    Waiting is needed because Spark does not restart a failed query. Raise `BrokerUnavailable` after `seconds`.
+    """Connect to a broker that may be away for some seconds, as a restarting broker is. Raise `BrokerUnavailable` after
+    `seconds`. Waiting is needed because Spark does not restart a failed query.
     """
     until = time.monotonic() + seconds
     while True:
@@ -74,17 +73,17 @@ def connect_with_retry(seconds: float, connect: Callable[[], Bridge]) -> Bridge:
                 raise
             raise InvalidOption(f"{error}. Here timeout is the option commitTimeout of a sink") from None
         except BrokerUnavailable as error:
-            if time.monotonic() + _PAUSE_SECONDS > until:
+            if time.monotonic() + _RECONNECT_SECONDS > until:
                 raise
-            _log.warning("the broker is away, it is waited for: %s", error)
-        time.sleep(_PAUSE_SECONDS)
+            _log.warning("the broker cannot be reached, and is tried again: %s", error)
+        time.sleep(_RECONNECT_SECONDS)
 
 
 _Kept = TypeVar("_Kept", bound=Any)
 
 
 class ClientPool(Generic[_Kept]):
-    """Keep a few idle clients for reuse. A child process never uses the clients of its parent."""
+    """A few idle clients that are kept for reuse. A child process never uses the clients of its parent."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,7 +111,7 @@ class ClientPool(Generic[_Kept]):
         with self._lock:
             surplus = [self._kept.pop(key)] if key in self._kept else []
             self._kept[key] = kept
-            while len(self._kept) > _MOST_KEPT:
+            while len(self._kept) > _MAX_IDLE_CLIENTS:
                 surplus.append(self._kept.popitem(last=False)[1])
         for each in surplus:
             close_logging_errors(each)

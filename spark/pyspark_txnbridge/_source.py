@@ -1,4 +1,4 @@
-"""The data source's classes that Spark calls; they pass the work to the other modules."""
+"""The data source's classes that Spark calls. They pass the work to the other modules."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class TaskMessage(WriterCommitMessage):
-    """Carry one task's report to the driver."""
+    """A task's report, as Spark passes it to the driver."""
 
     written: Written
 
 
 class DefaultSource(DataSource):
-    """Implement `format("txnbridge")`: read committed messages and write exactly once, in batches and in streams."""
+    """`format("txnbridge")`: reads committed messages and writes exactly once, in batches and in streams."""
 
     @classmethod
     def name(cls) -> str:
@@ -97,7 +97,7 @@ def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: s
 
 
 class BatchWriter(DataSourceArrowWriter):
-    """Write one job. Spark makes one writer for a job, and copies of it reach every task and the commit."""
+    """The writer of one job. Spark makes one writer for a job, and copies of it reach every task and the commit."""
 
     def __init__(self, options: SinkOptions, columns: Columns) -> None:
         from pyspark_txnbridge._batch_identity import BatchId
@@ -135,7 +135,7 @@ class BatchWriter(DataSourceArrowWriter):
 
 
 class StreamWriter(DataSourceStreamArrowWriter):
-    """Write one micro-batch. Spark calls commit() on another copy, so the tasks' messages carry all that it needs."""
+    """The writer of one micro-batch. Spark calls commit() on another copy, so the tasks' reports have all its data."""
 
     def __init__(self, options: SinkOptions, columns: Columns) -> None:
         self._options = options

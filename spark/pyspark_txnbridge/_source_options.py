@@ -29,7 +29,7 @@ EARLIEST, LATEST = "earliest", "latest"
 # Spark's Kafka source writes these numbers in JSON for earliest and latest.
 _WORDS: Mapping[Any, str] = {-2: EARLIEST, -1: LATEST, EARLIEST: EARLIEST, LATEST: LATEST}
 
-# The key of a topic's id, beside the topic's partitions in a checkpoint. The id shows whether the topic was recreated.
+# The key of a topic's id in a checkpoint, next to the topic's partitions. The id shows whether the topic was recreated.
 TOPIC_ID = "topicId"
 
 # One word for all partitions, or a position or word for each partition.
@@ -38,7 +38,7 @@ OffsetsOption = str | tuple[tuple[Partition, Position | str], ...]
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Hold the options of one source, checked as far as possible without a broker."""
+    """The options of one source, checked as far as possible without a broker."""
 
     url: str = field(repr=False)  # may hold a password
     topics: tuple[str, ...]
@@ -70,7 +70,7 @@ class SourceOptions:
             timeout=seconds(options, "timeout", cls.timeout),
         )
         if parsed.max_offsets == 0:
-            raise InvalidOption("option maxOffsetsPerTrigger is at least 1: with 0 the query would never go on")
+            raise InvalidOption("option maxOffsetsPerTrigger is at least 1: with 0 the query would read nothing")
         return parsed
 
 
@@ -90,7 +90,7 @@ def _offsets_option(options: Mapping[str, str], name: str, words: tuple[str, ...
         return tuple(sorted(_positions(json.loads(value)), key=lambda pair: pair[0]))
     except (ValueError, AttributeError, TypeError):
         raise InvalidOption(
-            f"option {name} is {' or '.join(words)}, or what to do for each partition, such as"
+            f"option {name} is {' or '.join(words)}, or a position or word for each partition, such as"
             f' {{"orders": {{"0": 23, "1": "latest"}}}}, not {value!r:.100}'
         ) from None
 

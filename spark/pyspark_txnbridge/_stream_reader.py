@@ -1,4 +1,4 @@
-"""Read committed messages as a stream, through the interface that Spark calls."""
+"""`StreamReader`, which reads committed messages as a stream through the interface that Spark calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Read some topics as a stream. Only Spark's checkpoint stores the stream's position."""
+    """The reader of a streaming query. Only Spark's checkpoint stores the stream's position."""
 
     def __init__(self, options: SourceOptions) -> None:
         if options.ending != LATEST:

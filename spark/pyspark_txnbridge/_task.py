@@ -1,7 +1,7 @@
-"""Write a task's rows into one prepared transaction. The driver decides later whether the transaction is committed.
+"""Writes a task's rows into one prepared transaction. The driver decides later whether the transaction is committed.
 
-When another part of a task fails, Spark ends the iterator of rows early, and this code cannot tell that from the real
-end. Only the driver sees which tasks succeeded, so only the driver decides.
+If the iterator of rows ends early because another part of the task has failed, this code cannot distinguish that from
+the real end. Only the driver sees which tasks succeeded, so only the driver decides.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 # The longest life of a transaction where the broker sets no limit: as long as a broker's default limit.
-_LIFE_SECONDS = 900.0
+_DEFAULT_LIFETIME_SECONDS = 900.0
 # The share of a transaction's life in which a task may write; the rest is for the other tasks and the driver.
 TASK_SHARE = 0.8
 
@@ -90,7 +90,7 @@ def _write(
         for batch in rows:
             count.add(columns.send(batch, txn))
     assert txn.token is not None
-    if not _is_awaited(unit, session, str(txn.token)):
+    if not _is_still_needed(unit, session, str(txn.token)):
         return _settled(unit, partition, count)
     return Written(
         unit,
@@ -111,7 +111,7 @@ def _times(bridge: Bridge) -> tuple[float, float | None]:
     """Return how long a task may write, and how long its transaction then waits for other tasks and the driver."""
     longest = bridge.limits.prepared_seconds
     if longest is None:
-        return _LIFE_SECONDS * TASK_SHARE, _LIFE_SECONDS * (1 - TASK_SHARE)
+        return _DEFAULT_LIFETIME_SECONDS * TASK_SHARE, _DEFAULT_LIFETIME_SECONDS * (1 - TASK_SHARE)
     return longest * TASK_SHARE, None  # None: hold it as long as the broker allows
 
 
@@ -130,11 +130,11 @@ def _attempt(unit: BatchId, session: SinkSession) -> int | None:
     return len(claims)
 
 
-def _is_awaited(unit: BatchId, session: SinkSession, token: str) -> bool:
-    """Return whether a driver will still end the transaction prepared just now; if not, abort it here.
+def _is_still_needed(unit: BatchId, session: SinkSession, token: str) -> bool:
+    """Return whether a driver will still end the transaction that this task has just prepared; if not, abort it here.
 
-    A newer run, or the driver whose batch is done or given up, ends all open transactions of this run's tasks. That
-    driver may have listed them before this transaction began.
+    A newer run, and a driver whose batch is done or given up, end all open transactions of this run's tasks. They may
+    have listed these before this transaction began.
     """
     try:
         session.decisions.open(unit.path, name=unit.run)
@@ -164,6 +164,8 @@ def _now() -> int:
 
 @dataclass
 class _Slot:
+    """A numbered transactional id of a run, with the bridge that this process has opened for it."""
+
     number: int
     bridge: Bridge
     batch: int  # the batch that the slot is leased for
@@ -172,10 +174,10 @@ class _Slot:
 
 @dataclass
 class SlotWriters:
-    """Hold the writers of this process for one sink of one query.
+    """The writers of this process for one sink of one query.
 
-    Each writer's transactional id is a numbered slot of a run. A process leases a slot for one batch by claiming it in
-    the decision log. For the next batch it claims the same slot again, because the slot's connections are warm.
+    Each writer's transactional id is a numbered slot of a run. A process leases a slot for one batch by a claim in the
+    decision log. For the next batch the process claims the same slot again, because the slot's connections are open.
     """
 
     options: SinkOptions

@@ -1,4 +1,4 @@
-"""End transactions that a query's runs leave open: commit the decided ones first, then abort the undecided ones."""
+"""Ends transactions that a query's runs leave open: commits the decided ones first, then aborts the undecided ones."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from txnbridge import (
 _log = logging.getLogger("txnbridge.spark")
 
 # The number of tokens that are committed or asked about at once; most of the time is waiting for the broker.
-_AT_ONCE = 8
+_PARALLEL_REQUESTS = 8
 # The most topics that an error names; a batch with a column of topics may have thousands.
-_TOPICS_SHOWN = 5
+_MAX_TOPICS_SHOWN = 5
 
 _Result = TypeVar("_Result")
 
@@ -44,16 +44,16 @@ def writer_id(options: SinkOptions, path: tuple[str, str], number: int, slot: st
 
 
 def ask_all(ask: Callable[[str], _Result], tokens: Iterable[str]) -> dict[str, _Result]:
-    """Call `ask` for each token, and return the results by token. Raise the first error after all calls."""
+    """Call `ask` for each token in parallel, and return the results by token. Raise the first error after all calls."""
     listed = list(tokens)
     if len(listed) == 1:
         return {listed[0]: ask(listed[0])}
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
         return dict(zip(listed, pool.map(ask, listed), strict=True))
 
 
 def unfinished(session: SinkSession, path: tuple[str | int, ...]) -> list[Claim]:
-    """Return, for each batch that is not marked done, its newest COMMIT claim, in the order of batches."""
+    """Return the newest COMMIT claim of each batch that is not marked done, in the order of batches."""
     newest = {claim.id[2]: claim for claim in session.decisions.claims(path) if claim.decision is Decision.COMMIT}
     return [newest[batch] for batch in sorted(newest)]
 
@@ -64,7 +64,7 @@ def is_done(session: SinkSession, unit: BatchId) -> bool:
 
 
 def lost_parts(session: SinkSession, claim: Claim) -> list[Mapping[str, Any]]:
-    """Return the parts of a decision whose transactions, by the decision log, were aborted before their commit."""
+    """Return the parts of a decided batch whose transactions, by the decision log, were aborted before their commit."""
     known = session.decisions.read(("#lost", *claim.id)).claim
     return [] if known is None else [part for part in claim.data["parts"] if part["token"] in known.data["tokens"]]
 
@@ -89,14 +89,14 @@ def in_doubt(session: SinkSession, claim: Claim, dead: list[Mapping[str, Any]], 
     rows = sum(part["rows"] for part in dead)
     partitions = ", ".join(str(part["partition"]) for part in dead)
     topics = sorted({topic for part in dead for topic in part.get("topics", ())})
-    shown = ", ".join(topics[:_TOPICS_SHOWN]) + (", …" if len(topics) > _TOPICS_SHOWN else "")
+    shown = ", ".join(topics[:_MAX_TOPICS_SHOWN]) + (", …" if len(topics) > _MAX_TOPICS_SHOWN else "")
     return BatchInDoubt(
         f"batch {batch} of {query} at {sink} was decided, and then {len(dead)} of its {len(claim.data['parts'])}"
         f" transactions ended before they were committed: {rows} rows of task partitions {partitions} are not"
         f" published (topics: {shown}), the others are. The broker ended them because nobody committed them in time,"
         f" or an administrator did. {more}"
         "Restart the query: task partitions that come again with the same rows are written again. If they do not,"
-        f" publish those rows in another way, then: {_recover(session.options, query)} --skip {batch}"
+        f" publish those rows in another way, then: {_recover_command(session.options, query)} --skip {batch}"
     )
 
 
@@ -106,7 +106,7 @@ def other_rows(session: SinkSession, unit: BatchId, published: int, now: int) ->
         " them was published. If the checkpoint has lost its plan of this batch (a backup was restored, the file"
         f" offsets/{unit.batch} is gone), Spark has planned the batch anew: compare its rows with the topic, and"
         " publish in another way those that are missing. Then:"
-        f" {_recover(session.options, unit.query)} --skip {unit.batch}, and restart the query."
+        f" {_recover_command(session.options, unit.query)} --skip {unit.batch}, and restart the query."
         " If the query makes other rows from the same input by itself (uuid(), rand()): with the"
         " option nondeterministic=true only the number of rows is compared"
     )
@@ -130,7 +130,7 @@ def check_log(session: SinkSession, options: SinkOptions, unit: BatchId) -> None
             " Nothing was published. If transactionalIdPrefix, decisionLog or the broker has changed, change it back."
             " If the log was deleted, look in the topic which batch is the last one there; if another sink has"
             f" published the batches before this one, it is batch {unit.batch - 1}. Then name that batch:"
-            f" {_recover(options, unit.query)} --skip BATCH"
+            f" {_recover_command(options, unit.query)} --skip BATCH"
         )
     leased = {claim.id[-2:] for claim in session.decisions.claims(("#slots", *unit.path))}
     begins = writer_ids(options, unit.path)
@@ -141,10 +141,10 @@ def check_log(session: SinkSession, options: SinkOptions, unit: BatchId) -> None
             if run.isdigit() and slot.isdigit() and (int(run), int(slot)) not in leased:
                 raise EvidenceLost(
                     f"{unit} has open transactions of an earlier run ({left.transaction}), which its decision log does"
-                    " not know: the log was deleted. Nothing was published now. What those transactions hold may have"
-                    " been decided, and a part of it published: look in the topic. If all of the batch is there, or"
-                    f" you have published the rest: {_recover(options, unit.query)} --skip {unit.batch}. If nothing is"
-                    f" there: {_recover(options, unit.query)} --clear, which aborts them. Then restart the query"
+                    " not know: the log was deleted. Nothing was published now. The batch may have been decided and"
+                    " partly published: check the topic. If all of it is there, or you have published the rest, run:"
+                    f" {_recover_command(options, unit.query)} --skip {unit.batch}. If nothing is there, abort them by:"
+                    f" {_recover_command(options, unit.query)} --clear. Then restart the query"
                 )
 
 
@@ -158,7 +158,7 @@ def has_history(session: SinkSession, path: tuple[str, str]) -> bool:
     )
 
 
-def _recover(options: SinkOptions, query: str) -> str:
+def _recover_command(options: SinkOptions, query: str) -> str:
     """Return the command line of `txnbridge spark recover` for a query, without values that may be secret."""
     url, has_more, _ = options.url.partition("?")
     words = ["txnbridge", "spark", "recover", "--url", f"{url}?…" if has_more else url, "--query", query]
@@ -167,7 +167,7 @@ def _recover(options: SinkOptions, query: str) -> str:
         words += ["--sink", options.sink]
     if options.prefix != defaults.prefix:
         words += ["--prefix", options.prefix]
-    if options.log or options.log_place:
+    if options.log or options.log_url:
         words += ["--decision-log", options.log or "…"]
     for backend, settings in options.settings:
         for name, _ in settings:
@@ -176,14 +176,14 @@ def _recover(options: SinkOptions, query: str) -> str:
 
 
 def finish_decided(session: SinkSession, path: tuple[str, str]) -> None:
-    """Commit every decided batch of a query's sink that is not marked done; its driver handles a batch in doubt."""
+    """Commit every decided batch of a query's sink that is not marked done. A batch in doubt is left to its driver."""
     for claim in unfinished(session, path):
         with suppress(BatchInDoubt):
             finish(session, claim)
 
 
 def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Mapping[str, Any]) -> None:
-    """Record that every part of a batch is published."""
+    """Record that every transaction of a batch is published."""
     decisions = session.decisions
     if not path[0].startswith(NAMELESS):  # a nameless job is never repeated
         summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
@@ -203,8 +203,9 @@ def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Map
 def fence_older(session: SinkSession, options: SinkOptions, path: tuple[str, str], up_to: int) -> None:
     """Fence the tasks of this and older runs by opening the transactional ids that they use for unfinished batches.
 
-    Call this when the decided batches of these runs are committed. A task that opens its id later checks its run after
-    that. Errors are logged: a task that was not fenced aborts its transaction itself, or the time-out ends it.
+    Call this when the decided batches of these runs are committed. A task that opens its id only later then finds that
+    its run was replaced. Errors are logged: a task that was not fenced aborts its transaction itself, or the time-out
+    ends it.
     """
     held = {(int(claim.id[-2]), int(claim.id[-1])) for claim in session.decisions.claims(("#slots", *path))}
     application = options.application(path[0])
@@ -235,7 +236,7 @@ def abort_open(session: SinkSession, options: SinkOptions, path: tuple[str, str]
             if ours and left.transaction not in decided and _end(session, left.transaction):
                 ended.append(left.transaction)
     except TxnBridgeError as error:
-        _log.warning("what tasks left open could not be ended, and ends by its time-out: %s", error)
+        _log.warning("open transactions of tasks could not be aborted, and end by their time-out: %s", error)
     return ended
 
 

@@ -31,24 +31,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "run"]
 
-_FEEDS_ITSELF = "the pipeline would read what it writes"
-_COMES_BACK = (
-    f"{_FEEDS_ITSELF}: a row's column topic names one that is read; name another one there, or give --to-topic"
+_READS_ITS_OUTPUT = "the pipeline would read what it writes"
+_TOPIC_IS_READ = (
+    f"{_READS_ITS_OUTPUT}: a row's column topic names a topic that is read; change the column, or give --to-topic"
 )
 # The columns that are copied to a message; the other columns say where the message was read.
-_MESSAGE = ("key", "value", "headers")
+_MESSAGE_COLUMNS = ("key", "value", "headers")
 # The pause between batches. Without it Spark would ask the broker for new messages all the time.
-_PAUSE_SECONDS = 0.5
-_LOOK_SECONDS = 1
+_TRIGGER_SECONDS = 0.5
+_PROGRESS_SECONDS = 1  # between two checks for new batches
 # The last line of a traceback of Spark's Python workers: an error's class and text.
-_OURS = re.compile(r"^(?:\w+\.)*(\w+): (.+)$", re.MULTILINE)
+_ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w+): (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Count the batches and rows that a pipeline has published since it was started.
+    """The numbers of batches and rows that a pipeline has published since it was started.
 
-    `behind` is the number of positions left after the last batch when it began; None where they cannot be counted.
+    `behind` is the number of positions that the last batch left unread in the source when it was planned; None if the
+    broker's positions are not single numbers.
     """
 
     batches: int = 0
@@ -73,7 +74,7 @@ def run(
     spark: SparkSession | None = None,
     report: Callable[[Progress], object] | None = None,
 ) -> Progress:
-    """Run until stopped, or with `available_now` until every message that exists at the start is published.
+    """Run until stopped; with `available_now`, until every message that exists at the start is published.
 
     Rows are those of `format("txnbridge")` with headers. `sql` finds the rows as the table `input`, and `transform`
     gets them as a frame; without either, messages pass unchanged. `start` is where a new checkpoint begins
@@ -91,16 +92,16 @@ def run(
         source["maxOffsetsPerTrigger"] = str(max_rows_per_batch)
     sink = {"url": to_url, "checkpointLocation": checkpoint} | ({} if to_topic is None else {"topic": to_topic})
     sink |= dict(to_options or {})
-    on_one_broker = _place(from_url) == _place(to_url)
+    on_one_broker = _cluster_of(from_url) == _cluster_of(to_url)
     if on_one_broker and sink.get("topic") in topics:
-        raise InvalidOption(f"{_FEEDS_ITSELF}: {sink['topic']!r} is where it comes from and goes to")
-    with _session(spark) as session, _errors_of_ours():
+        raise InvalidOption(f"{_READS_ITS_OUTPUT}: {sink['topic']!r} is read and written")
+    with _session(spark) as session, _unwrapping_errors():
         rows = session.readStream.format("txnbridge").options(**source | dict(from_options or {})).load()
         changed = _change(session, rows, sql, transform)
         if on_one_broker and "topic" not in sink:
-            changed = _leaving(topics, changed)
+            changed = _refusing_read_topics(topics, changed)
         writer = changed.writeStream.format("txnbridge").options(**sink)
-        pause = {"availableNow": True} if available_now else {"processingTime": f"{_PAUSE_SECONDS} seconds"}
+        pause = {"availableNow": True} if available_now else {"processingTime": f"{_TRIGGER_SECONDS} seconds"}
         return _follow(writer.trigger(**pause).start(), report or (lambda progress: None))
 
 
@@ -110,23 +111,23 @@ def _change(
     if transform is not None:
         return transform(rows)
     if sql is None:
-        return rows.select(*_MESSAGE)
+        return rows.select(*_MESSAGE_COLUMNS)
     rows.createOrReplaceTempView("input")
     return spark.sql(sql)
 
 
-def _place(url: str) -> str:
+def _cluster_of(url: str) -> str:
     return url.partition("?")[0].rstrip("/")
 
 
-def _leaving(topics: Sequence[str], rows: DataFrame) -> DataFrame:
-    """Return the rows, changed so that a row for a topic that is read ends the pipeline with an error."""
+def _refusing_read_topics(topics: Sequence[str], rows: DataFrame) -> DataFrame:
+    """Return the rows, changed so that a row for a topic that the pipeline reads ends it with an error."""
     from pyspark.sql import functions as F  # noqa: N812 (the usual name)
 
     if "topic" not in rows.columns:
         return rows  # the sink raises an error that names the missing column
     comes_back = F.col("topic").isin(*topics)
-    return rows.withColumn("topic", F.when(comes_back, F.raise_error(F.lit(_COMES_BACK))).otherwise(F.col("topic")))
+    return rows.withColumn("topic", F.when(comes_back, F.raise_error(F.lit(_TOPIC_IS_READ))).otherwise(F.col("topic")))
 
 
 def _follow(query: StreamingQuery, report: Callable[[Progress], object]) -> Progress:
@@ -135,7 +136,7 @@ def _follow(query: StreamingQuery, report: Callable[[Progress], object]) -> Prog
     try:
         ended = False
         while not ended:
-            ended = bool(query.awaitTermination(_LOOK_SECONDS))
+            ended = bool(query.awaitTermination(_PROGRESS_SECONDS))
             for each in query.recentProgress:
                 if each.batchId > last and each.numInputRows:
                     last = each.batchId
@@ -183,8 +184,8 @@ def _session(given: SparkSession | None) -> Iterator[SparkSession]:
 
 
 @contextmanager
-def _errors_of_ours() -> Iterator[None]:
-    """Unwrap txnbridge errors that Spark's processes raised and Spark has wrapped."""
+def _unwrapping_errors() -> Iterator[None]:
+    """Unwrap errors of txnbridge that Spark's processes raised and Spark has wrapped."""
     from pyspark.errors import AnalysisException, PySparkException
 
     from pyspark_txnbridge._batch_identity import BatchInDoubt
@@ -193,9 +194,9 @@ def _errors_of_ours() -> Iterator[None]:
     try:
         yield
     except PySparkException as error:
-        if f"[USER_RAISED_EXCEPTION] {_COMES_BACK}" in str(error):  # the text's plan lacks this prefix
-            raise InvalidOption(_COMES_BACK) from error
-        for name, text in reversed(_OURS.findall(str(error))):
+        if f"[USER_RAISED_EXCEPTION] {_TOPIC_IS_READ}" in str(error):  # the text's plan lacks this prefix
+            raise InvalidOption(_TOPIC_IS_READ) from error
+        for name, text in reversed(_ERROR_LINE.findall(str(error))):
             kind = known.get(name)
             if isinstance(kind, type) and issubclass(kind, TxnBridgeError):
                 raise kind(text) from error

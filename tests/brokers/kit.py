@@ -36,10 +36,12 @@ class Toy(brokers.ProcessBroker):
     nodes = (1, 2)
     routes = ()
 
-    def __init__(self, program: str = TOY, folder: Path | None = None, start_timeout: float = 30) -> None:
+    def __init__(
+        self, program: str = TOY, folder: Path | None = None, start_timeout: float = 30, stop_timeout: float = 30
+    ) -> None:
         self._program = program
         self.ports = dict(zip(self.nodes, free_ports(2), strict=True))
-        super().__init__(folder, start_timeout)
+        super().__init__(folder, start_timeout, stop_timeout)
         self._open()
 
     @property

@@ -144,14 +144,14 @@ def test_of_all_none_may_be_missing(invoke):
 @pytest.mark.usefixtures("home")
 def test_ending_what_does_not_run_is_no_error(invoke):
     ended = invoke("down", "kafka")
-    assert (ended.exit_code, ended.stdout) == (ExitCode.OK, "none was running\n")
+    assert (ended.exit_code, ended.stdout) == (ExitCode.OK, "no broker was running\n")
 
 
 @pytest.mark.usefixtures("home")
 def test_status_fails_for_one_that_does_not_run_and_not_in_general(invoke):
     assert invoke("status").exit_code == ExitCode.OK
     named = invoke("status", "kafka")
-    assert (named.exit_code, named.stdout) == (ExitCode.FAILED, "none is running\n")
+    assert (named.exit_code, named.stdout) == (ExitCode.FAILED, "no broker is running\n")
 
 
 @pytest.mark.usefixtures("toy_for_kafka")

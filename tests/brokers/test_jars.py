@@ -139,7 +139,7 @@ def test_of_two_who_fetch_at_once_one_does_it(maven):
 
 def test_a_failed_fetch_tells_why_and_leaves_nothing(maven):
     maven.write("#!/bin/sh\necho '[ERROR] no such jar'\nexit 1\n")
-    with pytest.raises(brokers.CannotStart, match=r"could not fetch it \(1\): \[ERROR\] no such jar"):
+    with pytest.raises(brokers.CannotStart, match=r"could not fetch the broker \(1\): \[ERROR\] no such jar"):
         _jars.fetch("toy-1", ARTIFACTS, bar=False)
     assert not (maven.cache / "toy-1").exists()
 

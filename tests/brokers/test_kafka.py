@@ -146,7 +146,7 @@ def test_three_nodes_do_without_any_one_of_them(start_kafka, version):
         ({"version": "1.0"}, r"version is '1\.0'; known: 4\.3\.1, 3\.9\.2"),
         ({"transaction_version": 3}, "transaction_version is 3; known: 2, 1"),
         ({"version": "3.9.2", "transaction_version": 1}, "none for this version"),
-        ({"nodes": 3, "container": True}, "a container is one node"),
+        ({"nodes": 3, "container": True}, "a container runs one node"),
     ],
 )
 def test_what_cannot_be_started_is_refused_with_what_can(options, message):

@@ -115,9 +115,8 @@ def test_killing_pausing_and_stopping_what_does_not_run_does_nothing():
         assert broker._answers(1)
 
 
-def test_one_that_hears_no_request_to_stop_is_killed(monkeypatch):
-    monkeypatch.setattr("txnbridge_conformance.brokers._broker._STOP_SECONDS", 0.1)
-    deaf = Toy(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{TOY}")
+def test_one_that_hears_no_request_to_stop_is_killed():
+    deaf = Toy(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{TOY}", stop_timeout=0.1)
     with deaf as broker:
         broker.stop()
         assert broker.pid(1) is None
@@ -152,10 +151,14 @@ def test_a_taken_port_is_told_apart():
         Toy("raise SystemExit('OSError: Address already in use')")
 
 
-def test_a_program_that_is_not_there_cannot_start(monkeypatch):
-    monkeypatch.setattr(Toy, "_command", lambda self, node: ["/no/such/program"])
+class Missing(Toy):
+    def _command(self, node: int) -> list[str]:
+        return ["/no/such/program"]
+
+
+def test_a_program_that_is_not_there_cannot_start():
     with pytest.raises(brokers.CannotStart, match="No such file"):
-        Toy()
+        Missing()
 
 
 def test_free_ports_are_different_and_free():

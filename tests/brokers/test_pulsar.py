@@ -208,7 +208,7 @@ def test_with_zookeeper_ten_kills_in_a_row_lose_nothing(start_pulsar, version):
         ({"store": "etcd"}, "store is 'etcd'; known: zookeeper, rocksdb"),
         ({"nodes": 3}, "nodes is 3; known: 1, 2"),
         ({"nodes": 2, "store": "rocksdb"}, "several nodes of Pulsar share a store: it is zookeeper, not 'rocksdb'"),
-        ({"nodes": 2, "container": True}, "a container is one node of Pulsar"),
+        ({"nodes": 2, "container": True}, "a container runs one node of Pulsar"),
     ],
 )
 def test_what_cannot_be_started_is_refused_with_what_can(options, message):

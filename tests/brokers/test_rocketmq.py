@@ -19,7 +19,7 @@ from txnbridge_conformance.brokers._rocketmq_wire import RemotingAnswer, ask, br
 from txnbridge_conformance.brokers._rocketmq_wire import brokers as known_brokers
 from txnbridge_conformance.brokers.plugin import rocketmq_or_skip
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.sending import HalfEnd, WireMessage, end, half_handle, send_half
+from txnbridge_rocketmq.client.send_requests import HalfEnd, WireMessage, end, half_address, send_half
 
 from tests.brokers import programs
 from tests.brokers.kit import LISTENERS, listening, state
@@ -106,7 +106,7 @@ def test_a_broker_that_has_ended_a_transaction_rests(rocketmq_broker):
     rocketmq_broker.create_topic("rests", queues=1, kind="TRANSACTION")
     with RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
         half = client.call("broker-1", send_half(WireMessage("rests", b"x"), "tests", 0), 30)
-        client.call("broker-1", end(half_handle("rests", "tests", half), HalfEnd.COMMIT), 30)
+        client.call("broker-1", end(half_address("rests", "tests", half), HalfEnd.COMMIT), 30)
     before = busy()
     time.sleep(1)
     assert busy() - before < 0.2

@@ -235,9 +235,8 @@ def test_the_answer_to_a_brokers_ping_is_not_taken_for_a_ping():
     assert conversation.answer(command(19)).kind == 19
 
 
-def test_requests_that_are_never_answered_are_forgotten(monkeypatch):
-    monkeypatch.setattr("txnbridge_conformance.faults._pulsar.MOST_PENDING", 10)
-    conversation = PulsarConversation()
+def test_requests_that_are_never_answered_are_forgotten():
+    conversation = PulsarConversation(most_pending=10)
     for number in range(1000):
         conversation.request(command(56, (1, number)))
         conversation.request(command(6, (1, 1), (2, 1), (3, 1)))

@@ -100,7 +100,7 @@ def test_of_two_members_that_read_the_same_only_one_commits_it(join):
     one, other = join("X"), join("Y")
     one.look(), other.look()
     other.commit("t2", 80)
-    with pytest.raises(Conflict, match="somebody else"):
+    with pytest.raises(Conflict, match="another transaction"):
         one.commit("t1", 100)
     assert one.ledger.decided("t1", Deadline(5), log=one.log) is None
     assert one.claim("t1", decision=ABORT).decision is ABORT

@@ -276,7 +276,7 @@ def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_
                 sales.close()
                 txn = sell(sales, timeout=TIMEOUT)
             eventually(lambda: not resolver.healthy, "it hangs")
-            assert "keeps one of 1 places" in caplog.text
+            assert "occupies one of 1 threads" in caplog.text
             held.set()
             eventually(lambda: other.admin.parked("shop") != [], "it is parked")
             assert resolver.healthy

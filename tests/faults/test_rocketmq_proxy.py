@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers import Route
 from txnbridge_conformance.faults._rocketmq import RocketMQConversation
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout
 from txnbridge_rocketmq.client.groups import Membership
 from txnbridge_rocketmq.client.requests import RpcRequest, document
-from txnbridge_rocketmq.client.sending import CheckBack, HalfEnd, WireMessage, end, half_handle, send, send_half
+from txnbridge_rocketmq.client.send_requests import CheckBack, HalfEnd, WireMessage, end, half_address, send, send_half
 
 from tests.rocketmq.kit import (
     ANSWER,
@@ -185,7 +185,7 @@ def test_who_comes_through_the_proxy_stays_with_it(rocketmq_broker, proxy, clien
 
 @real
 def test_a_late_commit_arrives_after_its_client_is_gone(proxy, client, direct, topic):
-    half = half_handle(topic, "shop", client.call(BROKER, send_half(WireMessage(topic, b"half"), "shop", 0), LONG))
+    half = half_address(topic, "shop", client.call(BROKER, send_half(WireMessage(topic, b"half"), "shop", 0), LONG))
     hold = proxy.hold(requests="END_TRANSACTION")
     with pytest.raises(ResponseTimeout) as caught:
         client.call(BROKER, end(half, HalfEnd.COMMIT), SHORT)
@@ -211,7 +211,7 @@ def test_a_held_answer_is_about_something_that_happened(proxy, client, direct, t
 
 @real
 def test_of_many_in_flight_the_one_that_is_picked_is_held(proxy, client, direct, topic):
-    half = half_handle(topic, "shop", client.call(BROKER, send_half(WireMessage(topic, b"half"), "shop", 0), LONG))
+    half = half_address(topic, "shop", client.call(BROKER, send_half(WireMessage(topic, b"half"), "shop", 0), LONG))
     before = client.submit(BROKER, send(WireMessage(topic, b"before"), "shop", 0), LONG)
     assert before.result().queue_offset == 0
     hold = proxy.hold(requests="END_TRANSACTION")
@@ -240,13 +240,13 @@ def test_a_question_of_the_brokers_can_be_held(rocketmq_broker, proxy, direct, t
 @real
 def test_a_cut_connection_is_replaced_by_the_next_and_its_calls_may_have_had_effect(proxy, client, topic):
     hold = proxy.hold(answers="GET_MAX_OFFSET")
-    call = client.submit(BROKER, reading.max_offset(topic, 0), LONG)
+    call = client.submit(BROKER, read_requests.max_offset(topic, 0), LONG)
     hold.wait()
     proxy.cut()
     with pytest.raises(Disconnected) as caught:
         call.result()
     assert caught.value.may_have_had_effect
-    assert client.call(BROKER, reading.max_offset(topic, 0), LONG) == 0
+    assert client.call(BROKER, read_requests.max_offset(topic, 0), LONG) == 0
 
 
 @real

@@ -23,6 +23,7 @@ TWICE = {
     "Admin": "what users call, and the part of the contract behind it",
     "Broker": "the contract's connection, and the process that the suite starts",
     "Publisher": "what users call, and the part of the contract behind it",
+    "Timing": "the durations of a package that tests change",
 }
 
 FLOOR_PLAN = re.compile(

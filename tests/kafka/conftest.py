@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
+from txnbridge_kafka import backend
+from txnbridge_kafka.settings import read
+from txnbridge_kafka.settings.timing import Timing
 
 HERE = Path(__file__).parent
 
@@ -49,6 +53,17 @@ def topics_go_with_their_tests(request: pytest.FixtureRequest) -> Iterator[None]
     if topics:
         for deleted in admin.delete_topics(topics, request_timeout=60).values():
             deleted.result()
+
+
+@pytest.fixture
+def with_timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the bridges that are opened from now on have other durations and sizes, such as `monitor_interval=0.1`."""
+
+    def change(**timing: float) -> None:
+        changed = Timing(**timing)  # type: ignore[arg-type]
+        monkeypatch.setattr(backend, "read", lambda *given: replace(read(*given), timing=changed))
+
+    return change
 
 
 @pytest.fixture(scope="session")

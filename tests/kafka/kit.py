@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from txnbridge_kafka.broker import KafkaBroker
+from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.client.responses import TransactionDescription
 from txnbridge_kafka.write.producer import TransactionalProducer
@@ -31,6 +33,15 @@ def flush(txn: Transaction) -> None:
 def requests_of(bridge: Bridge) -> Requests:
     assert isinstance(bridge._connection.broker, KafkaBroker)
     return bridge._connection.broker._cluster.requests
+
+
+def without_epoch_bumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let EndTxn be sent in the version that leaves the epoch as it is, as to an older cluster."""
+
+    async def never(connections: Connections, node: object) -> bool:
+        return False
+
+    monkeypatch.setattr(Connections, "bumps_epochs", never)
 
 
 def describe(bridge: Bridge, *ids: str) -> dict[str, TransactionDescription]:

@@ -100,7 +100,7 @@ class Coordinator(Requests):
         told = self.told
         self.told = replace(told, state=state, epoch=told.epoch + epochs, pid=told.pid + producers)
 
-    def cluster_id(self, deadline: Deadline, *, nobody_for: float = 0) -> str:
+    def cluster_id(self, deadline: Deadline, *, no_listener_for: float = 0) -> str:
         return "mock"
 
     def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:

@@ -34,6 +34,7 @@ from txnbridge_kafka.topics import KEEP_ALL, KafkaTopics
 import txnbridge
 from tests.brokers.kit import state
 from tests.in_time import takes, within
+from tests.kafka.kit import without_epoch_bumps
 from txnbridge import Bridge, Outcome
 from txnbridge._events import Emitter
 from txnbridge.errors import (
@@ -652,7 +653,7 @@ class Held:
 
 @pytest.fixture
 def hold(careless: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Held]:
-    monkeypatch.setattr("txnbridge_kafka.client.connections.EPOCH_BUMPS", 99)
+    without_epoch_bumps(monkeypatch)
     return lambda commit, broker=careless: Held(broker, make_admin(broker), commit)
 
 
@@ -671,7 +672,7 @@ def test_forgotten_markers_are_proven_told_and_written_as_the_coordinator_decide
     assert advice.remedy.endswith(f"transactions repair {one.id} --yes --reason TEXT")
     word = "commit" if commit else "abort"
     said = one.admin.repair(one.id, Deadline(LONG))
-    assert said == f"wrote the forgotten markers of {one.id}: {word} in {one.topic}[0]"
+    assert said == f"wrote the missing markers of {one.id}: {word} in {one.topic}[0]"
     kept = [b"before", b"held", b"later"] if commit else [b"later"]
     assert wait_until(lambda: one.visible() == kept, LONG)
     assert problems(one.admin, f"transaction {one.id}") == []

@@ -8,7 +8,7 @@ messages is for the tests with live brokers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
 
@@ -593,9 +593,12 @@ def test_a_publisher_whose_message_is_refused_stops_for_good(shared: World, code
 
 @pytest.mark.parametrize("many", [False, True], ids=["send", "send_many"])
 def test_a_client_that_is_full_for_long_is_waited_for_until_the_deadline(
-    world: World, bridge: Bridge, monkeypatch: pytest.MonkeyPatch, many: bool
+    world: World, with_timing: Callable[..., None], many: bool
 ) -> None:
     """Longer than Python's stack is deep."""
+    with_timing(buffer_poll=0.0)
+    bridge = world.connect()
+    send(bridge)
     txn = bridge.transaction()
     writer = writer_of(txn)
     writer._check_topic(TOPIC, None, txn._begin.deadline)
@@ -607,7 +610,6 @@ def test_a_client_that_is_full_for_long_is_waited_for_until_the_deadline(
         produce(*message, **where)
 
     writer.quick[TOPIC] = full
-    monkeypatch.setattr("txnbridge_kafka.write.writer._ROOM_SECONDS", 0.0)
     with txn:
         if many:
             txn.send_many(TOPIC, [b"1", b"2"])

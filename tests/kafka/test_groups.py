@@ -46,7 +46,7 @@ def test_a_group_is_not_set_while_a_prepared_transaction_holds_acknowledgements_
     with bridge.consumer(topic, group) as consumer:
         with bridge.transaction(prepare=True) as txn:
             txn.ack(next(iter(consumer)))
-    with pytest.raises(InvalidState, match="has not ended has acknowledged"):
+    with pytest.raises(InvalidState, match="an open transaction has acknowledged"):
         bridge.admin.reset_group(group)
     bridge.abort(str(txn.token))
     assert bridge.admin.reset_group(group) == {(topic, 0): (0,)}
@@ -60,6 +60,6 @@ def test_a_member_tells_what_it_waits_for_and_what_it_gets(
     with bridge.consumer(topic, group) as consumer:
         next(iter(consumer))
     told = [record.getMessage() for record in caplog.records if record.name == "txnbridge.kafka"]
-    assert told[0].startswith(f"group {group!r}: joining; what a member that died had")
-    assert f"group {group!r}: {topic}[0]: is here, from 1 on" in told
+    assert told[0].startswith(f"group {group!r}: joining; the partitions of a dead member")
+    assert f"group {group!r}: {topic}[0]: is read here, from 1 on" in told
     assert told[-1] == f"group {group!r}: left"

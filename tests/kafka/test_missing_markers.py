@@ -18,6 +18,7 @@ from txnbridge_kafka.topics import offsets_partition
 
 import txnbridge
 from tests.java_kit import ask_java
+from tests.kafka.kit import without_epoch_bumps
 from tests.kafka.test_admin import (
     LONG,
     Held,
@@ -47,8 +48,7 @@ def hold(unverified: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.
 
     def make(commit: bool) -> Held:
         with monkeypatch.context() as older:
-            # The older request leaves the epoch as it is, so that the producer can write on.
-            older.setattr("txnbridge_kafka.client.connections.EPOCH_BUMPS", 99)
+            without_epoch_bumps(older)  # so that the producer can write on
             return Held(unverified, admin, commit)
 
     return make

@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError, KafkaException
 from txnbridge_conformance import faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.observing import seen, send, values
-from txnbridge_kafka.client.librdkafka import PATIENCE, refresh_metadata
+from txnbridge_kafka.client.librdkafka import CALL_LIMIT, refresh_metadata
 
 import txnbridge
 from tests.kafka.kit import flush
@@ -101,6 +101,6 @@ class Forgetful:
 def test_a_question_that_is_never_answered_is_asked_anew_until_the_deadline():
     client = Forgetful()
     refresh_metadata(client, Deadline(60))
-    assert client.limits == [PATIENCE] * 3
+    assert client.limits == [CALL_LIMIT] * 3
     with pytest.raises(KafkaException):
         refresh_metadata(Forgetful(), Deadline(0))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance.observing import eventually
-from txnbridge_kafka.admin.doctor import judge
+from txnbridge_kafka.admin.doctor import check_replicas
 from txnbridge_kafka.topics import KafkaTopics
 
 import txnbridge
@@ -37,7 +37,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 )
 def test_what_is_weak_about_a_topic_is_named(copies: int, settings: Any, levels: list[str], said: str) -> None:
     topic: Any = SimpleNamespace(partitions={0: SimpleNamespace(replicas=list(range(copies)))})
-    found = list(judge({STATE: topic}, {STATE: settings}))
+    found = list(check_replicas({STATE: topic}, {STATE: settings}))
     assert [advice.level for advice in found] == levels
     assert said in found[0].text
     assert all(advice.subject == STATE for advice in found)

@@ -6,6 +6,7 @@ import random
 import time
 import uuid
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import confluent_kafka.admin
@@ -14,9 +15,9 @@ from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaExcepti
 from txnbridge_kafka import cluster as asked
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.read import partition as read_partition
-from txnbridge_kafka.read import reader as reading
 from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.settings.timing import Timing
 from txnbridge_kafka.topics import KafkaTopics
 
 from tests.in_time import within
@@ -119,12 +120,16 @@ class Listener:
             del self.here[partition]
 
 
+TIMING = Timing()
+TENS = Timing(converted_at_once=10)
+
+
 class Member:
     """A reader with its listener."""
 
-    def __init__(self, cluster, topics, group, kind=COOPERATIVE, start="earliest", **client):
+    def __init__(self, cluster, topics, group, kind=COOPERATIVE, start="earliest", timing=TIMING, **client):
         self.listener = Listener()
-        self.settings = cluster.settings(**kind, consumer=client)
+        self.settings = cluster.settings(**kind, consumer=client, timing=timing)
         topics = (topics,) if isinstance(topics, str) else topics
         subscription = Subscription(topics, group, start)
         context = Context(
@@ -345,8 +350,8 @@ def test_a_message_comes_with_all_its_fields(cluster, join):
     assert (empty.key, empty.value) == (None, b"")
 
 
-def pieces(monkeypatch, member, before_second=lambda: None, size=10):
-    """Let polls take so many of the client's messages at a time, and something happen before the second time."""
+def pieces(monkeypatch, member, before_second=lambda: None):
+    """Note how many of the client's messages are taken at a time; something happens before the second time."""
     asked = []
     read = member.reader._assignment.fetch
 
@@ -356,7 +361,6 @@ def pieces(monkeypatch, member, before_second=lambda: None, size=10):
             before_second()
         return read(limit, wait)
 
-    monkeypatch.setattr(reading, "_PIECE", size)
     monkeypatch.setattr(member.reader._assignment, "fetch", read_piece)
     return asked
 
@@ -365,11 +369,9 @@ def pieces(monkeypatch, member, before_second=lambda: None, size=10):
 def test_one_poll_hands_out_what_is_at_hand_up_to_what_was_asked_for_and_is_enough(cluster, join, monkeypatch, enough):
     topic = cluster.topic()
     cluster.write(topic, *(b"%010d" % n for n in range(46)))
-    member = join(topic, None)
+    member = join(topic, None, timing=TENS if enough is None else replace(TENS, poll_bytes=enough))
     first = member.take(1)  # the rest came with it
     asked = pieces(monkeypatch, member)
-    if enough:
-        monkeypatch.setattr(reading, "_ENOUGH_BYTES", enough)
     found = member.poll(35)
     assert asked == ([10, 10] if enough else [10, 10, 10, 5])
     assert values([*first, *found, *member.take(45 - len(found))]) == [b"%010d" % n for n in range(46)]
@@ -380,7 +382,7 @@ def test_what_was_read_of_a_partition_that_leaves_within_the_same_poll_is_not_ha
     cluster, join, group, monkeypatch, kind
 ):
     topic = cluster.topic(2)
-    member = join(topic, group, kind)
+    member = join(topic, group, kind, timing=TENS)
     member.has(2)
     for partition in range(2):
         cluster.write(topic, *([b"%d" % partition] * 40), partition=partition)

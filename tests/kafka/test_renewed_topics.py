@@ -42,7 +42,7 @@ def test_a_reader_does_not_read_on_in_a_topic_that_was_made_anew_until_it_is_tol
         assert values(take(consumer, 5)) == FEW[5:]
         renew(topic)
         for _ in range(2):
-            with pytest.raises(PositionLost, match="made anew"):
+            with pytest.raises(PositionLost, match="created again"):
                 take(consumer, 1)
         consumer.seek({(topic, 0): (0,)})
         assert values(take(consumer, len(MORE))) == MORE
@@ -55,11 +55,11 @@ def test_what_was_read_before_a_topic_was_made_anew_is_not_acknowledged_there(
     with bridge.consumer(topic, group) as consumer:
         old = take(consumer, 10)
         renew(topic)
-        with pytest.raises(PositionLost, match="made anew"):
+        with pytest.raises(PositionLost, match="created again"):
             with bridge.transaction() as txn:
                 txn.ack(old)
         assert txn.outcome is Outcome.ABORTED
-        with pytest.raises(PositionLost, match="made anew"):
+        with pytest.raises(PositionLost, match="created again"):
             take(consumer, 1)
         consumer.seek({(topic, 0): (0,)})
         with bridge.transaction() as txn:
@@ -80,7 +80,7 @@ def test_a_processor_that_slept_stops_instead_of_skipping(
         txn.send(target, message.value)
 
     processor = bridge.processor(source, group=group, each=work, max_messages=5)
-    with pytest.raises(PositionLost, match="made anew"):
+    with pytest.raises(PositionLost, match="created again"):
         processor.run(until_idle=True)
     assert values(seen(bridge, target)) == FEW[:5]
 
@@ -100,7 +100,7 @@ def test_a_position_that_was_acknowledged_in_the_topic_before_is_not_taken_for_o
     client.commit(offsets=[TopicPartition(topic, 0, committed.offset, other)], asynchronous=False)
     client.close()
     with bridge.consumer(topic, group) as consumer:
-        with pytest.raises(PositionLost, match="made anew"):
+        with pytest.raises(PositionLost, match="created again"):
             take(consumer, 1)
         consumer.seek({(topic, 0): (2,)})
         with bridge.transaction() as txn:

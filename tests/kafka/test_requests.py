@@ -25,7 +25,7 @@ from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
 from txnbridge_conformance.observing import take
-from txnbridge_kafka.client import connections, messages, request_runner
+from txnbridge_kafka.client import messages, request_runner
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.client.responses import END_TXN_CODES, EndTxnResult, TransactionDescription
 from txnbridge_kafka.settings import KafkaSettings
@@ -33,6 +33,7 @@ from txnbridge_kafka.settings import KafkaSettings
 import txnbridge
 from tests.brokers.kit import create_topic, port_of, state, topic_appears
 from tests.in_time import takes
+from tests.kafka.kit import without_epoch_bumps
 from txnbridge.errors import (
     AccessDenied,
     BackendMissing,
@@ -175,7 +176,7 @@ def world(kafka_broker: brokers.Broker, make_world: Callable[..., World]) -> Wor
 @pytest.fixture
 def older_end(monkeypatch) -> None:
     """A coordinator that has not finalised what EndTxn 5 needs."""
-    monkeypatch.setattr(connections, "EPOCH_BUMPS", 99)
+    without_epoch_bumps(monkeypatch)
 
 
 # --- the answers to EndTxn -------------------------------------------------------------------------------------------
@@ -378,7 +379,7 @@ def test_what_a_cluster_with_transaction_version_1_says(older_transactions, make
 
 def test_an_older_end_after_the_newer_one_is_fenced(world, monkeypatch):
     who = committed_one(world)
-    monkeypatch.setattr(connections, "EPOCH_BUMPS", 99)
+    without_epoch_bumps(monkeypatch)
     assert world.end(who, COMMIT) == EndTxnResult(90, *who)
 
 
@@ -767,7 +768,7 @@ def test_many_threads_share_it(world):
     for thread in threads:
         thread.join()
     assert len({pid for pid, _ in found}) == 12
-    assert len(world.requests._runner._idle) <= request_runner._IDLE
+    assert len(world.requests._runner._idle) <= request_runner._MOST_IDLE
 
 
 def test_a_closed_one_refuses(world):
@@ -954,7 +955,7 @@ main(["demo", "kafka"])
 
 def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
     """One that knows only older versions of a request, as a newer client sees it."""
-    newer = messages.features()
+    newer = messages.api_versions_request()
     newer._min_version, newer._max_version = 99, 99
     monkeypatch.setattr(messages, "features", lambda: newer)
     with pytest.raises(NotSupported, match=r"Kafka 3\.0"):

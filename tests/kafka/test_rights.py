@@ -470,7 +470,7 @@ def test_without_the_log_a_transaction_whose_time_is_over_stops_its_owner(txnbri
             txn.send(topic, b"never")
             flush(txn)
             eventually(lambda: describe(slow, f"{owner}.0")[f"{owner}.0"].state == "CompleteAbort", "its time is over")
-        with pytest.raises(Fenced, match="its transaction was over"):
+        with pytest.raises(Fenced, match="its transaction timed out"):
             slow.transaction()
     assert values(seen(connect(), topic)) == []
 

@@ -18,7 +18,7 @@ from txnbridge_conformance.observing import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.librdkafka import GroupMembership
-from txnbridge_kafka.client.messages import acknowledgement
+from txnbridge_kafka.client.messages import txn_offset_commit_request
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.outcome import hanging_transaction_monitor, hanging_transactions
 
@@ -71,7 +71,9 @@ class Still:
     ) -> None:
         async def attempt(connections: Connections) -> Any:
             node = await connections.group_coordinator(self.group)
-            return await connections.send(node, acknowledgement(self.id, self.pid, self.epoch, member, offsets, {}))
+            return await connections.send(
+                node, txn_offset_commit_request(self.id, self.pid, self.epoch, member, offsets, {})
+            )
 
         (topic,) = requests._runner.repeat(by, "acknowledging", attempt).topics
         assert [each.error_code for each in topic.partitions] == [0]
@@ -151,11 +153,10 @@ def test_without_the_rights_it_is_told_and_nothing_is_touched(
 def test_what_a_gone_process_left_is_finished_by_any_bridge_that_is_at_work_there(
     unverified: brokers.Broker,  # noqa: F811
     bridge: Bridge,
-    monkeypatch: pytest.MonkeyPatch,
+    with_timing: Callable[..., None],
     role: str,
 ) -> None:
-    monkeypatch.setattr(hanging_transaction_monitor, "_EVERY_SECONDS", 0.5)
-    monkeypatch.setattr(hanging_transaction_monitor, "_SELDOM_SECONDS", 0.5)
+    with_timing(monitor_interval=0.5, monitor_longest_interval=0.5)
     one = Still(unverified, bridge, True)
     with txnbridge.connect(unverified.url) as other:
         if role == "writes":
@@ -170,9 +171,9 @@ def test_what_is_open_is_left_alone_where_a_bridge_is_at_work(
     unverified: brokers.Broker,  # noqa: F811
     bridge: Bridge,
     monkeypatch: pytest.MonkeyPatch,
+    with_timing: Callable[..., None],
 ) -> None:
-    monkeypatch.setattr(hanging_transaction_monitor, "_EVERY_SECONDS", 0.2)
-    monkeypatch.setattr(hanging_transaction_monitor, "_SELDOM_SECONDS", 0.5)
+    with_timing(monitor_interval=0.2, monitor_longest_interval=0.5)
     name, looks = f"open-{next(_numbers)}", list[int]()
 
     def look(*args: Any) -> list[str]:
@@ -195,10 +196,10 @@ def test_a_bridge_that_may_not_finish_it_says_so_and_looks_no_more(
     unverified: brokers.Broker,  # noqa: F811
     bridge: Bridge,
     monkeypatch: pytest.MonkeyPatch,
+    with_timing: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(hanging_transaction_monitor, "_EVERY_SECONDS", 0.2)
-    monkeypatch.setattr(hanging_transaction_monitor, "_SELDOM_SECONDS", 0.5)
+    with_timing(monitor_interval=0.2, monitor_longest_interval=0.5)
     one, asked = Still(unverified, bridge, True), []
 
     def denied(*_: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from txnbridge_conformance import brokers
-from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of
+from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of
 from txnbridge_pulsar.client.transactions import ASSIGN_TOPIC
 
 from tests.pulsar.kit import SOON, settings_for
@@ -43,7 +43,7 @@ class Cluster:
 
         Of several clients that look it up at once all but the first may be sent to another node: then it goes again.
         """
-        bundle = self._rest.look("GET", f"/lookup/v2/topic/persistent/{path_of(topic)}/bundle", Deadline(SOON))[1]
+        bundle = self._rest.exchange("GET", f"/lookup/v2/topic/persistent/{path_of(topic)}/bundle", Deadline(SOON))[1]
         namespace = topic.removeprefix("persistent://").rpartition("/")[0]
         until = Deadline(SOON)
         while self.node_of(topic) != node:

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers
+from txnbridge_pulsar import settings
 from txnbridge_pulsar.client import PulsarClient
+from txnbridge_pulsar.settings.timing import Timing
 
 from tests.pulsar.client_kit import fresh_topic, service
 from tests.pulsar.kit import url_of
-from tests.pulsar.writing_kit import Connect, connect_to
+from tests.pulsar.writing_kit import Connect, WithTiming, connect_to
 
 PRESENCE = Path(__file__).parent
 
@@ -51,6 +54,20 @@ def open_bridge(pulsar_broker: brokers.Pulsar) -> Iterator[Connect]:
         yield lambda url=pulsar_broker.url, **settings: stack.enter_context(
             connect_to(url, pulsar_broker.admin_url, **settings)
         )
+
+
+@pytest.fixture
+def with_timing(monkeypatch: pytest.MonkeyPatch) -> WithTiming:
+    """Give the bridges that are opened inside a block other durations and limits than a user's bridges have."""
+
+    @contextmanager
+    def change(**changed: float) -> Iterator[None]:
+        made = partial(settings.PulsarSettings, timing=Timing(**changed))  # type: ignore[arg-type]
+        with monkeypatch.context() as patched:
+            patched.setattr(settings, "PulsarSettings", made)
+            yield
+
+    return change
 
 
 # --- what the conformance suite asks for --------------------------------------------------------------------------

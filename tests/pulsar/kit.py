@@ -6,8 +6,8 @@ from typing import Any
 
 from txnbridge_conformance import brokers
 from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.admin.rest import Rest
 from txnbridge_pulsar.broker import open_client
-from txnbridge_pulsar.client.rest import Rest
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.topic_names import Namespace

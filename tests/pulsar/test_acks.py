@@ -9,9 +9,10 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.client import PulsarClient, clock
+from txnbridge_pulsar.client import PulsarClient
+from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.outcome.outcome import end
-from txnbridge_pulsar.read import reader as reading
+from txnbridge_pulsar.settings.timing import Timing
 
 from tests.core.reading_kit import by_partition, values
 from tests.pulsar.client_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
@@ -189,17 +190,16 @@ def test_the_next_member_waits_for_what_is_held_in_front_and_keeps_the_order(
 
 
 def test_the_next_member_does_not_wait_for_a_prepared_transaction_longer_than_for_others(
-    pulsar_broker, client, topic, member, monkeypatch
+    pulsar_broker, client, topic, member
 ):
-    monkeypatch.setattr(reading, "_LATE_SECONDS", 0)
     write(client, topic, b"1", b"2")
     reader = member(topic, admin_url=pulsar_broker.admin_url)
     held = reader.take(1)
     txn = reader.begin((topic, 0))
     reader.ack(txn, held)
     reader.leave()
-    other = member(topic, admin_url=pulsar_broker.admin_url)
-    other.reader._timeout = 0.5  # once it is open, which may take longer
+    # It waits for its timeout and this delay: half a second.
+    other = member(topic, admin_url=pulsar_broker.admin_url, timing=Timing(timeout_delay_seconds=0.5 - SOON))
     assert values(other.take(1)) == [b"2"]
     other.end(txn, False)
     assert values(other.take(1)) == [b"1"]
@@ -299,7 +299,7 @@ def test_what_was_given_up_of_an_entry_comes_again_to_the_same_member(client, to
     assert values(again) == [b"%d" % number for number in range(6)]
     txn = reader.begin((topic, 0))
     sent = reader.ack(txn, again[2:4])
-    sent.give_up_entry_rest()
+    sent.drop_rest_of_entries()
     reader.end(txn, commit=False)
     reader.nack(by_partition(again[2:4]))
     last = reader.take(6)
@@ -407,10 +407,10 @@ def test_a_writer_learns_that_a_partition_left_behind_its_acknowledgements(clien
     found = reader.take(1)
     txn = reader.begin((topic, 0))
     sent = reader.ack(txn, found)
-    assert not sent.partitions_left
+    assert not sent.has_lost_partition
     reader.cut()
     reader.until(lambda: ("lost", (topic, 0)) in reader.listener.told)
-    assert sent.partitions_left
+    assert sent.has_lost_partition
     reader.end(txn, commit=False)
 
 
@@ -441,7 +441,7 @@ class Naive:
             if cumulative:
                 (id,) = ids
                 up_to = [{"ledger_id": id.ledger, "entry_id": id.entry}]
-                self.consumer._acknowledge(1, up_to, txn, clock.ClientDeadline(SOON)).result(SOON)
+                self.consumer._acknowledge(1, up_to, txn, ClientDeadline(SOON)).result(SOON)
             else:
                 self.consumer.acknowledge(ids, txn, timeout=SOON)
         except wire.TransactionConflict:

@@ -7,10 +7,10 @@ import time
 import uuid
 
 import pytest
-from txnbridge_pulsar.admin import doctor, repair
+from txnbridge_pulsar.admin import repair
 from txnbridge_pulsar.admin.admin import PulsarAdmin
+from txnbridge_pulsar.admin.rest import RestRefused
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.client.rest import RestRefused
 from txnbridge_pulsar.outcome import broker_evidence
 from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 
@@ -344,16 +344,18 @@ def test_the_doctor_tells_which_topics_of_our_own_lost_their_subscription(
             assert found[name].level == "problem" and "create-subscription" in found[name].remedy
 
 
-def test_the_doctor_tells_of_what_is_prepared_and_soon_aborted(pulsar_broker, open_bridge, client, namespace):
-    bridge = open_bridge(pulsar_broker.url.replace("/default", f"/{namespace}"))
+def test_the_doctor_tells_of_what_is_prepared_and_soon_aborted(
+    pulsar_broker, open_bridge, client, namespace, with_timing
+):
+    url = pulsar_broker.url.replace("/default", f"/{namespace}")
+    bridge = open_bridge(url)
     topic = new_topic(bridge)
     with bridge.transaction(prepare=True) as txn:
         txn.send(topic, b"x")
     subject = f"transaction {txn.id}"
     assert subject not in {each.subject for each in bridge.admin.check()}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "_LAST_PART", 1)
-        found = {each.subject: each for each in bridge.admin.check()}
+    with with_timing(expiry_warning_share=1):
+        found = {each.subject: each for each in open_bridge(url).admin.check()}
     assert found[subject].level == "problem" and "is prepared, and the broker aborts it in" in found[subject].text
     assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
 
@@ -373,18 +375,18 @@ def test_while_a_transaction_names_a_deleted_subscription_it_is_said_why_none_is
     assert not advice(admin, "open transactions")
 
 
-def long_open(bridge):
-    """What the doctor says of transactions, by their names, once any time is long."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor, "_LONG_SECONDS", 0)
-        return {each.subject.removeprefix("transaction "): each for each in bridge.admin.check()}
+def of_transactions(bridge):
+    """What the doctor says of transactions, by their names."""
+    return {each.subject.removeprefix("transaction "): each for each in bridge.admin.check()}
 
 
 def test_the_doctor_tells_what_a_killed_process_left_open_or_prepared_and_what_that_holds_back(
-    pulsar_broker, open_bridge, client, namespace
+    pulsar_broker, open_bridge, client, namespace, with_timing
 ):
     url = pulsar_broker.url.replace("/default", f"/{namespace}")
     bridge = open_bridge(url)
+    with with_timing(long_open_seconds=0):
+        hasty = open_bridge(url)
     topic, id = new_topic(bridge), unique("owner")
     with Child(prepare_half, url, pulsar_broker.admin_url, id, topic) as child:
         whole, half = child.told()
@@ -392,17 +394,17 @@ def test_the_doctor_tells_what_a_killed_process_left_open_or_prepared_and_what_t
     place = f"persistent://public/{namespace}/{topic}-partition-0"
     assert read_all(client, place, patience=1) is None
     assert not [each for each in bridge.admin.check() if each.subject.startswith("transaction")]  # not for long yet
-    found = long_open(bridge)
+    found = of_transactions(hasty)
     for name, state in ((whole, "prepared"), (half, "open")):
         assert found[name].level == "warning"
         said = rf"of {id}\.p[01] has been {state} for \d+ s and holds back all readers of {topic}"
         assert re.fullmatch(said, found[name].text)
         assert "transactions commit (or abort) " in found[name].remedy
     assert bridge.admin.abort(half) is Outcome.ABORTED
-    found = long_open(bridge)
+    found = of_transactions(hasty)
     assert whole in found and half not in found
     assert bridge.admin.commit(whole) is Outcome.COMMITTED
-    assert whole not in long_open(bridge)
+    assert whole not in of_transactions(hasty)
     assert read_all(client, place) == [b"whole"]
 
 
@@ -456,7 +458,7 @@ def test_what_was_committed_stays_when_a_topic_that_a_late_message_holds_back_is
     assert set(found) == {topic, other}
     assert found[topic].level == "problem" and f"transactions repair {txn} --yes --reason TEXT" in found[topic].remedy
     done = admin.repair(str(txn), soon())
-    assert done.startswith(f"committed {txn} on held, other: the marker of its commit stands on held")
+    assert done.startswith(f"committed {txn} on held, other: its commit marker is on held")
     assert not held(admin)
     assert everything(client, topic) == [b"early", b"late", b"plain"]
     later, _ = open_with(client, topic, b"later")  # which would sweep away what is still open
@@ -486,7 +488,7 @@ def test_what_came_after_a_commit_and_is_all_of_it_is_committed_by_a_repair(admi
     send_late(client, topic, None, b"between")
     send_late(client, topic, txn)
     assert set(held(admin)) == {topic}
-    assert admin.repair(str(txn), soon()).startswith(f"committed {txn} on late: the marker of its commit stands on")
+    assert admin.repair(str(txn), soon()).startswith(f"committed {txn} on late: its commit marker is on")
     assert everything(client, topic) == [b"before", b"between", b"late"]
 
 

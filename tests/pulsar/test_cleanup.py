@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from txnbridge_conformance import brokers
@@ -12,11 +10,12 @@ from txnbridge_conformance.brokers.plugin import StartPulsar
 from txnbridge_conformance.observing import eventually
 from txnbridge_pulsar.admin import cleanup
 from txnbridge_pulsar.client import PulsarClient
-from txnbridge_pulsar.outcome import proof
+from txnbridge_pulsar.settings.timing import Timing
 
 from tests.pulsar.client_kit import SOON, admin, path_of
 from tests.pulsar.writing_kit import (
     Connect,
+    WithTiming,
     cluster_of,
     concrete,
     connect_to,
@@ -33,21 +32,15 @@ from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
 # When what was begun by now has been over for long: a presence's time, the longest transaction, and the hour behind.
-LATER = (proof.PRESENCE_SECONDS + 900 + cleanup.KEPT_SECONDS + 60) * 1000
+LATER = (Timing().presence_seconds + 900 + Timing().token_valid_seconds + 60) * 1000
 # And shortly before that.
-NOT_YET = (900 + cleanup.KEPT_SECONDS - 60) * 1000
+NOT_YET = (900 + Timing().token_valid_seconds - 60) * 1000
+# What a bridge begins with this timing was over before the hour that has just passed.
+LONG_AGO = {"presence_seconds": -LATER / 1000, "transactions_per_presence": 1}
 
 
 def clean_up(bridge: Bridge, topic: str, later_ms: float = 0) -> None:
     cleanup.clean_up(cluster_of(bridge), topic, time.time() * 1000 + later_ms, Deadline(SOON))
-
-
-@contextmanager
-def as_if_long_ago(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What begins meanwhile was over before the hour that has just passed."""
-    with monkeypatch.context() as patched:
-        patched.setattr(proof, "PRESENCE_SECONDS", -LATER / 1000)
-        yield
 
 
 def proof_of(token: str) -> str:
@@ -57,7 +50,7 @@ def proof_of(token: str) -> str:
 
 
 def is_there(bridge: Bridge, topic: str) -> bool:
-    return bool(cluster_of(bridge).topics.look(topic, Deadline(SOON)))
+    return bool(cluster_of(bridge).topics.existing(topic, Deadline(SOON)))
 
 
 def kept_from(broker: brokers.Pulsar, topic: str) -> tuple[int, int]:
@@ -117,7 +110,7 @@ def test_what_tells_of_a_dead_bridge_goes_an_hour_after_its_last_deadline_and_th
         wait_until_cleared(bridge, token)
         found = bridge.status(token)
         assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
-        assert "is gone" in found.reason
+        assert "was deleted" in found.reason
     assert read_all(client, concrete(topic)) == [b"prepared", b"plain"]
 
 
@@ -172,13 +165,13 @@ def test_a_missing_topic_is_not_made_by_who_clears_up(open_bridge: Connect) -> N
 
 
 def test_of_an_id_all_goes_that_no_living_token_needs_and_the_rest_tells_the_truth(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, monkeypatch: pytest.MonkeyPatch
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, with_timing: WithTiming
 ) -> None:
-    monkeypatch.setattr("txnbridge_pulsar.write.writer._TRANSACTIONS_A_PRESENCE", 1)
-    bridge = open_bridge(transactional_id=unique("owner"))
-    topic = new_topic(bridge)
-    with as_if_long_ago(monkeypatch):
+    id = unique("owner")
+    with with_timing(**LONG_AGO), open_bridge(transactional_id=id) as bridge:
+        topic = new_topic(bridge)
         long_ago = [commit(bridge, topic, b"%d" % number) for number in range(3)]
+    bridge = open_bridge(transactional_id=id)
     young = commit(bridge, topic, b"young")
     marker = proof_of(young)
     clean_up(bridge, marker)
@@ -210,22 +203,24 @@ def test_an_unresolved_transaction_keeps_what_its_slot_needs(
 
 
 def test_a_writer_says_anew_until_when_its_transactions_can_be_open(
-    open_bridge: Connect, monkeypatch: pytest.MonkeyPatch
+    open_bridge: Connect, with_timing: WithTiming
 ) -> None:
     bridge = open_bridge()
     topic = new_topic(bridge)
     first, second = (how_of(commit(bridge, topic, value)).proof for value in (b"1", b"2"))
-    monkeypatch.setattr("txnbridge_pulsar.write.writer.PRESENCE_SECONDS", 0.0)
-    third = commit(bridge, topic, b"3")
-    assert first == second != how_of(third).proof
-    assert state_of(bridge, third) is TokenState.COMMITTED
+    assert first == second
+    with with_timing(presence_seconds=0.0):
+        hasty = open_bridge()
+    third, fourth = (commit(hasty, topic, value) for value in (b"3", b"4"))
+    assert how_of(third).proof != how_of(fourth).proof
+    assert state_of(hasty, third) is state_of(hasty, fourth) is TokenState.COMMITTED
 
 
 # --- who does it ----------------------------------------------------------------------------------------------------
 
 
 def test_whoever_opens_clears_up_after_the_dead(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, monkeypatch: pytest.MonkeyPatch
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, with_timing: WithTiming
 ) -> None:
     namespace = unique("clear")  # of its own: here all is over at once
     admin(pulsar_broker, "PUT", f"namespaces/public/{namespace}")
@@ -235,10 +230,9 @@ def test_whoever_opens_clears_up_after_the_dead(
     with Child(prepare_commit_and_wait, url, pulsar_broker.admin_url, topic) as child:
         prepared, plain = child.told()
         child.kill()
-    monkeypatch.setattr(cleanup, "_FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(cleanup, "_EVERY_SECONDS", 0.2)
-    monkeypatch.setattr(cleanup, "KEPT_SECONDS", -(proof.PRESENCE_SECONDS + 900))
-    open_bridge(url, transactional_id=unique("owner"))
+    at_once = {"first_cleanup_seconds": 0.0, "cleanup_every_seconds": 0.2}
+    with with_timing(**at_once, token_valid_seconds=-(Timing().presence_seconds + 900)):
+        open_bridge(url, transactional_id=unique("owner"))
     eventually(lambda: not is_there(bridge, proof_of(plain)), "the proof topic of the dead bridge is deleted")
     assert is_there(bridge, proof_of(prepared))  # it is open
     assert bridge.abort(prepared) is Outcome.ABORTED
@@ -255,7 +249,7 @@ def test_clearing_up_stops_when_the_bridge_is_closed(open_bridge: Connect) -> No
 
 @pytest.mark.full
 def test_a_broker_that_drops_what_it_may_drops_nothing_that_a_living_token_needs(
-    start_pulsar: StartPulsar, monkeypatch: pytest.MonkeyPatch
+    start_pulsar: StartPulsar, with_timing: WithTiming
 ) -> None:
     short = {
         "brokerDeleteInactiveTopicsFrequencySeconds": "1",
@@ -265,11 +259,14 @@ def test_a_broker_that_drops_what_it_may_drops_nothing_that_a_living_token_needs
         "brokerDeduplicationEntriesInterval": "1",  # else what it remembers of producers keeps records, too
     }
     broker = start_pulsar(delete_unused=True, settings=short)
-    monkeypatch.setattr("txnbridge_pulsar.write.writer._TRANSACTIONS_A_PRESENCE", 1)
-    with connect_to(broker.url, broker.admin_url, transactional_id=unique("owner")) as bridge:
+    id = unique("owner")
+    with with_timing(**LONG_AGO), connect_to(broker.url, broker.admin_url, transactional_id=id) as bridge:
         topic = new_topic(bridge)
-        with as_if_long_ago(monkeypatch):
-            old = [commit(bridge, topic, b"%d" % number) for number in range(4)]
+        old = [commit(bridge, topic, b"%d" % number) for number in range(4)]
+    with (
+        with_timing(transactions_per_presence=1),
+        connect_to(broker.url, broker.admin_url, transactional_id=id) as bridge,
+    ):
         young = [commit(bridge, topic, b"%d" % number) for number in range(4)]
         clean_up(bridge, proof_of(young[0]))
         eventually(lambda: bridge.status(old[0]).permanent, "the broker drops what it may")

@@ -30,15 +30,15 @@ from txnbridge_pulsar.client import (
     SubscriptionType,
     TokenAuthentication,
     TxnId,
-    pool,
     tls_context,
     token_file,
 )
 from txnbridge_pulsar.client.address import Address, full_topic_name, partition_name, partition_of, service_url
-from txnbridge_pulsar.client.clock import ClientDeadline, pauses
 from txnbridge_pulsar.client.connection import BrokerConnection, ConnectionOptions
+from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.client.frames import command
 from txnbridge_pulsar.client.responses import answer_to
+from txnbridge_pulsar.client.retry import backoff_pauses
 
 from tests.in_time import within
 from tests.kafka.certificates import Authority
@@ -111,7 +111,7 @@ def test_names_of_topics_become_full():
 
 
 def test_pauses_grow_up_to_a_limit():
-    found = [pause for pause, _ in zip(pauses(), range(20), strict=False)]
+    found = [pause for pause, _ in zip(backoff_pauses(), range(20), strict=False)]
     assert found[0] <= 0.05
     assert 2.5 <= found[-1] <= 5
 
@@ -378,7 +378,7 @@ def test_a_ping_is_answered():
 
 def test_a_quiet_broker_is_pinged_and_given_up_if_it_stays_quiet():
     with fake_broker() as broker:
-        connection = connect(broker, quiet_seconds=0.2)
+        connection = connect(broker, keepalive_seconds=0.2)
         with pytest.raises(BrokerConnectionLost, match=r"0\.4 s"):
             connection.request("new_txn", ClientDeadline(SOON)).result(SOON)
         assert len(broker.wait_for("ping")) == 1
@@ -386,7 +386,7 @@ def test_a_quiet_broker_is_pinged_and_given_up_if_it_stays_quiet():
 
 def test_a_quiet_broker_that_answers_pings_is_kept():
     with fake_broker(ping=lambda peer, fields: peer.say("pong")) as broker:
-        connection = connect(broker, quiet_seconds=0.1)
+        connection = connect(broker, keepalive_seconds=0.1)
         broker.wait_for("ping", 5)
         assert not connection.closed
         connection.close()
@@ -810,9 +810,12 @@ def test_an_opening_that_is_not_answered_in_time_is_taken_back():
 
 
 @pytest.mark.parametrize("kind", ["producer", "subscribe"])
-def test_a_broker_that_never_answers_an_opening_is_left_for_the_one_that_serves_the_topic_by_then(monkeypatch, kind):
-    monkeypatch.setattr(pool, "_SECONDS_AN_OPENING", 0.2)
-    with fake_broker() as silent, fake_broker() as other, PulsarClient(silent.url) as client:
+def test_a_broker_that_never_answers_an_opening_is_left_for_the_one_that_serves_the_topic_by_then(kind):
+    with (
+        fake_broker() as silent,
+        fake_broker() as other,
+        PulsarClient(silent.url, opening_attempt_seconds=0.2) as client,
+    ):
         for broker in (silent, other):
             owns_everything(broker)
 

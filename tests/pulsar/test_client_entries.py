@@ -19,7 +19,7 @@ from txnbridge_pulsar.client import (
     Single,
     TxnId,
 )
-from txnbridge_pulsar.client.chunks import CHUNK_BYTES, MOST_AT_ONCE, Chunks
+from txnbridge_pulsar.client.chunks import CHUNK_OVERHEAD_BYTES, MAX_INCOMPLETE_MESSAGES, Chunks
 from txnbridge_pulsar.client.codec import encode
 from txnbridge_pulsar.client.compression import Compression, compress, decompress
 from txnbridge_pulsar.client.frames import FrameReader, command, parse, send_command, split_entry
@@ -260,14 +260,14 @@ def test_chunks_that_do_not_add_up_to_their_message_are_refused():
 
 def held(chunks: Chunks) -> int:
     """Bytes, as they count."""
-    return sum(entry.size + CHUNK_BYTES for begun in chunks._begun.values() for entry in begun)
+    return sum(entry.size + CHUNK_OVERHEAD_BYTES for begun in chunks._begun.values() for entry in begun)
 
 
 def test_incomplete_messages_are_held_within_a_limit():
     chunks = Chunks()
-    for number in range(10 * MOST_AT_ONCE):
+    for number in range(10 * MAX_INCOMPLETE_MESSAGES):
         add(chunks, chunk_of(f"{number}", 0, 2, b"one", number, 6))
-    assert len(chunks._begun) == MOST_AT_ONCE
+    assert len(chunks._begun) == MAX_INCOMPLETE_MESSAGES
     for number in range(10):
         add(chunks, chunk_of(f"large {number}", 0, 2, bytes(1000), number, 2000), max_bytes=5000)
         assert held(chunks) <= 5000
@@ -320,7 +320,7 @@ def test_a_message_that_fills_the_limit_is_whole():
         return [chunk_of("a", number, 3, bytes(1000), number, 3000) for number in range(3)]
 
     chunks = Chunks()
-    size = sum(part.size + CHUNK_BYTES for part in parts())
+    size = sum(part.size + CHUNK_OVERHEAD_BYTES for part in parts())
     found = [add(chunks, part, max_bytes=size) for part in parts()]
     assert found[2] is not None and [message.payload for message in found[2].messages()] == [bytes(3000)]
     found = [add(chunks, part, max_bytes=size - 1) for part in parts()]
@@ -329,7 +329,7 @@ def test_a_message_that_fills_the_limit_is_whole():
 
 def test_a_message_that_was_dropped_for_others_and_goes_on_is_told_once():
     chunks = Chunks()
-    for number in range(MOST_AT_ONCE + 1):
+    for number in range(MAX_INCOMPLETE_MESSAGES + 1):
         add(chunks, chunk_of(f"{number}", 0, 4, b"x", number, 4))
     dropped = [add(chunks, chunk_of("0", number, 4, b"x", 100 + number, 4)) for number in (1, 2, 3)]
     assert [entry is not None for entry in dropped] == [True, False, False]

@@ -15,16 +15,25 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import pulsar_or_skip
 from txnbridge_conformance.observing import eventually, seen, send, take, values
+from txnbridge_pulsar.admin.rest import path_of
 from txnbridge_pulsar.client import Transactions, TxnId
-from txnbridge_pulsar.client.rest import path_of
-from txnbridge_pulsar.outcome import end_delivery
 from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, EndDelivery, Participants
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
 from txnbridge_pulsar.write import owner as owner_module
 
 from tests.pulsar.client_kit import admin
 from tests.pulsar.kit import SOON
-from tests.pulsar.writing_kit import Connect, cluster_of, concrete, flush, how_of, new_topic, unique, writer_of
+from tests.pulsar.writing_kit import (
+    Connect,
+    WithTiming,
+    cluster_of,
+    concrete,
+    flush,
+    how_of,
+    new_topic,
+    unique,
+    writer_of,
+)
 from txnbridge import (
     Bridge,
     BrokerUnavailable,
@@ -73,7 +82,9 @@ def bundle_of(bridge: Bridge, full: str) -> str:
     rest = cluster_of(bridge).rest
     assert rest is not None
     return (
-        rest.look("GET", f"/lookup/v2/topic/persistent/{path_of(full)}/bundle", Deadline(SOON))[1].decode().strip('"')
+        rest.exchange("GET", f"/lookup/v2/topic/persistent/{path_of(full)}/bundle", Deadline(SOON))[1]
+        .decode()
+        .strip('"')
     )
 
 
@@ -133,11 +144,16 @@ def test_what_is_unloaded_a_moment_later_is_told_too(
 
 
 def test_who_closes_right_behind_a_commit_hears_of_it_first(
-    open_bridge: Connect, bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    open_bridge: Connect,
+    bridge: Bridge,
+    unload: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    with_timing: WithTiming,
 ) -> None:
-    monkeypatch.setattr(end_delivery, "_LINGER_SECONDS", 3.0)  # a broker unloads within milliseconds, if it is not busy
     topic = movable(bridge)
-    with open_bridge() as short:
+    with with_timing(unload_notice_seconds=3.0):  # a broker unloads within milliseconds, if it is not busy
+        hasty = open_bridge()
+    with hasty as short:
         with forgetting(monkeypatch), short.transaction() as txn:
             txn.send(topic, b"1")
         unloading = threading.Thread(target=unload, args=(topic,))

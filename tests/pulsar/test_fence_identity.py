@@ -65,7 +65,7 @@ def test_who_may_not_use_the_log_goes_on_without(caplog: pytest.LogCaptureFixtur
     found = fence_id(Denied())
     found.record(found.follow(None, SOON), SOON)
     assert fence_id(Denied()).follow(notice("first"), SOON) == "first"
-    assert "nobody will notice if its fence topic is deleted" in caplog.text
+    assert "it will not be noticed if the fence topic is deleted" in caplog.text
 
 
 def test_of_two_that_record_at_once_one_lineage_counts() -> None:

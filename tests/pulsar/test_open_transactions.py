@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from txnbridge_pulsar.admin import open_transactions, repair
+from txnbridge_pulsar.admin.rest import Rest
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.client.rest import Rest
 from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.settings.timing import Timing
 
 from tests.in_time import within
 from tests.pulsar.kit import SOON, settings_for
@@ -63,9 +64,11 @@ class Answering(BaseHTTPRequestHandler):
 class Asked:
     """A cluster that answers by REST alone, and of which it is kept what was loaded."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Any, timing: Timing | None) -> None:
         settings = settings_for(
-            "pulsar://127.0.0.1:1/public/default", admin_url=f"http://127.0.0.1:{server.server_port}"
+            "pulsar://127.0.0.1:1/public/default",
+            admin_url=f"http://127.0.0.1:{server.server_port}",
+            timing=timing or Timing(),
         )
         self.asked: list[str] = server.asked
         self.loaded: list[str] = []
@@ -81,14 +84,14 @@ class Asked:
 
 
 @contextmanager
-def answering(headers: dict[str, Any] | None = None, **answers: Any) -> Iterator[Asked]:
+def answering(headers: dict[str, Any] | None = None, timing: Timing | None = None, **answers: Any) -> Iterator[Asked]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     server.answers = {name: list(given) for name, given in answers.items()}
     server.headers, server.asked, server.over = headers or {}, [], threading.Event()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield Asked(server)
+        yield Asked(server, timing)
     finally:
         server.over.set()
         server.shutdown()
@@ -107,9 +110,8 @@ def test_a_topic_that_is_not_loaded_is_loaded_and_the_question_asked_again(refus
         assert asked.loaded == [UNLOADED] * 2
 
 
-def test_where_brokers_say_nothing_all_topics_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_transactions, "_PATIENCE", 0.5)
-    with answering(slowTransactions=[SILENCE, LISTED]) as asked:
+def test_where_brokers_say_nothing_all_topics_are_loaded() -> None:
+    with answering(timing=Timing(listing_seconds=0.5), slowTransactions=[SILENCE, LISTED]) as asked:
         assert [found.txn for found in open_transactions.list_open(asked.cluster, Deadline(SOON))] == [TXN]
         assert sorted(asked.loaded) == [HELD, UNLOADED]
 
@@ -162,6 +164,7 @@ def holding(*answers: Any) -> Iterator[Asked]:
     """One topic is held back by the transaction, after which its coordinator answers so when it is asked."""
     with answering(
         headers={"entry": {"X-Pulsar-txnid-most-bits": "0", "X-Pulsar-txnid-least-bits": "15"}},
+        timing=Timing(coordinator_seconds=0.5),
         transactionMetadata=answers,
         transactionBufferStats=[(200, {"ongoingTxnSize": 1, "maxReadPosition": "7:0"})],
         internalStats=[(200, {"ledgers": [{"ledgerId": 7, "entries": 0}], "currentLedgerEntries": 2})],
@@ -177,10 +180,7 @@ def holding(*answers: Any) -> Iterator[Asked]:
     [(ENDED, [(HELD, TXN)]), (OPEN, []), (NOT_LOADED, []), (SILENCE, [])],
     ids=["ended", "open", "not loaded", "silence"],
 )
-def test_a_topic_is_held_back_for_good_only_by_what_its_coordinator_says_to_have_ended(
-    answer: Any, found: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(repair, "_PATIENCE", 0.5)
+def test_a_topic_is_held_back_for_good_only_by_what_its_coordinator_says_to_have_ended(answer: Any, found: Any) -> None:
     with holding(answer) as asked:
         with within(0.5):
             assert list(repair.held_back(asked.cluster, asked.rest, Deadline(100))) == found

@@ -10,10 +10,9 @@ from contextlib import ExitStack, suppress
 
 import pytest
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.read import group_registry, subscriptions
-from txnbridge_pulsar.read import partition as partition_module
-from txnbridge_pulsar.read import reader as reading
+from txnbridge_pulsar.read import subscriptions
 from txnbridge_pulsar.read.partition import BEGIN
+from txnbridge_pulsar.settings.timing import Timing
 
 from tests.core.reading_kit import by_partition, values
 from tests.in_time import paused, takes, within
@@ -241,14 +240,11 @@ def test_an_entry_that_cannot_be_read_holds_its_place_until_somebody_goes_on(cli
 
 
 @pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
-def test_a_message_in_chunks_beyond_what_is_held_is_told_of_until_somebody_goes_on(
-    client, topic, member, monkeypatch, group
-):
-    monkeypatch.setattr(reading, "READ_BYTES", 2_000_000)
+def test_a_message_in_chunks_beyond_what_is_held_is_told_of_until_somebody_goes_on(client, topic, member, group):
     write(client, topic, b"1")
     write_chunks(client, topic, [bytes(500_000)] * 4, of=5)  # it claims nothing, and is not complete
     write(client, topic, b"2")
-    reader = member(topic, group)
+    reader = member(topic, group, timing=Timing(reader_bytes=2_000_000))
     assert values(reader.take(1)) == [b"1"]
     for _ in range(2):
         with pytest.raises(StorageFailed, match="2000000 bytes that are held"):
@@ -333,10 +329,9 @@ def test_a_paused_partition_keeps_what_it_has(client, topic, member, partitioned
     assert [(m.partition, m.value) for m in reader.take(3)] == [(0, b"%d" % number) for number in range(3)]
 
 
-def test_no_more_waits_in_memory_than_is_allowed(client, topic, member, monkeypatch):
-    monkeypatch.setattr(reading, "READ_BYTES", 2_000_000)
+def test_no_more_waits_in_memory_than_is_allowed(client, topic, member):
     write(client, topic, *[b"x" * 100_000 for _ in range(100)])
-    reader = member(topic, None)
+    reader = member(topic, None, timing=Timing(reader_bytes=2_000_000))
     most, count = 0, 0
     while count < 100:
         count += len(reader.poll(1, timeout=SOON))
@@ -482,7 +477,7 @@ def test_a_partition_that_is_elsewhere_cannot_be_moved(client, topic, member):
     write(client, topic, b"1")
     reader = member(topic)
     for call in (reader.pause, reader.resume):
-        with pytest.raises(InvalidState, match="not with this reader"):
+        with pytest.raises(InvalidState, match="not assigned to this reader"):
             call([(topic, 7)])
 
 
@@ -508,15 +503,12 @@ def test_partitions_come_together(topic, member, partitioned):
     assert len(reader.positions()) == 8
 
 
-def test_where_rest_does_not_answer_partitions_come_all_the_same_and_it_is_asked_once(
-    topic, member, partitioned, monkeypatch
-):
-    monkeypatch.setattr(group_registry, "_ASK_SECONDS", 0.2)
-    # A busy machine may take longer for them than one waits.
-    monkeypatch.setattr(group_registry, "_SILENT_SECONDS", 3600.0)
+def test_where_rest_does_not_answer_partitions_come_all_the_same_and_it_is_asked_once(topic, member, partitioned):
+    # A busy machine may take longer for the partitions than a reader sends no request.
+    timing = Timing(rest_seconds=0.2, no_rest_seconds=3600.0)
     partitioned(4)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        reader = member(topic, admin_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        reader = member(topic, admin_url=f"http://127.0.0.1:{silent.getsockname()[1]}", timing=timing)
         reader.has(4)
         silent.setblocking(False)
         silent.accept()[0].close()
@@ -677,13 +669,12 @@ def test_the_next_member_of_a_group_that_is_done_has_no_lag(client, topic, membe
     after.until(lambda: after.lag(Deadline(SOON))[topic, 0] == 0)
 
 
-def test_counts_of_deliveries_are_forgotten_when_there_are_too_many(client, topic, member, monkeypatch):
-    monkeypatch.setattr(partition_module, "_COUNTS", 4)
+def test_counts_of_deliveries_are_forgotten_when_there_are_too_many(client, topic, member):
     write(client, topic, *(b"%d" % number for number in range(6)))
-    reader = member(topic)
+    reader = member(topic, timing=Timing(max_delivery_counts=4))
     found = reader.take(6)
     for _ in range(2):
         reader.seek({(topic, 0): found[0].position})
         again = reader.take(6)
         assert all(m.deliveries > 1 for m in again)
-    assert len(reader.reader._partitions[topic, 0]._times) <= 4
+    assert len(reader.reader._partitions[topic, 0]._delivery_counts) <= 4

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from txnbridge_conformance.brokers._ports import free_ports
-from txnbridge_pulsar.client.rest import Rest
+from txnbridge_pulsar.admin.rest import Rest
 
 from tests.pulsar.kit import SOON, settings_for
 from txnbridge.errors import BrokerUnavailable

@@ -27,7 +27,7 @@ from txnbridge_pulsar.client import (
     Transactions,
     TxnId,
 )
-from txnbridge_pulsar.outcome.coordinator_keepalive import EVERY_SECONDS
+from txnbridge_pulsar.outcome.coordinator_keepalive import CONNECT_EVERY_SECONDS
 from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 from txnbridge_pulsar.write.fence import Fence
 from txnbridge_pulsar.write.fence_records import FenceRecord
@@ -476,7 +476,7 @@ def test_naive_after_a_restart_an_open_transaction_outlives_its_time_until_a_bri
     with PulsarClient(service(broker)) as client:
         assert read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) is None
         with connect_to(broker.url, broker.admin_url):  # sooner than its watch has its first turn
-            assert read_all(client, name, patience=EVERY_SECONDS / 2) == []
+            assert read_all(client, name, patience=CONNECT_EVERY_SECONDS / 2) == []
 
 
 @pytest.mark.full
@@ -534,8 +534,8 @@ def test_what_tells_the_truth_outlives_the_inactivity_for_which_a_naive_topic_is
         naive = f"persistent://public/default/{unique('naive')}"
         send_in(client, naive, None, b"a record of the greatest importance")
         topics = cluster_of(onlooker).topics
-        eventually(lambda: not topics.look(naive, Deadline(SOON)), "the naive topic is deleted")
-        assert topics.look(fence, Deadline(SOON))
+        eventually(lambda: not topics.existing(naive, Deadline(SOON)), "the naive topic is deleted")
+        assert topics.existing(fence, Deadline(SOON))
         assert onlooker.status(str(txn.token)).state is TokenState.COMMITTED
 
 

@@ -389,9 +389,9 @@ def test_a_bridge_without_an_id_leaves_no_topics_behind(open_bridge: Connect, cl
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
     marker = proof_topic_of(txn)
-    assert cluster_of(onlooker).topics.look(marker, Deadline(SOON))
+    assert cluster_of(onlooker).topics.existing(marker, Deadline(SOON))
     bridge.close()
-    assert not cluster_of(onlooker).topics.look(marker, Deadline(SOON))
+    assert not cluster_of(onlooker).topics.existing(marker, Deadline(SOON))
 
 
 def test_every_topic_of_our_own_is_kept_by_a_subscription(pulsar_broker: brokers.Pulsar, open_bridge: Connect) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from txnbridge_conformance import brokers, faults
@@ -32,6 +32,7 @@ from txnbridge import Bridge, Token, Transaction
 from txnbridge.spi import Deadline
 
 Connect = Callable[..., Bridge]
+WithTiming = Callable[..., AbstractContextManager[None]]
 
 
 def connect_to(url: str, admin_url: str, **settings: Any) -> Bridge:

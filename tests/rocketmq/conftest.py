@@ -3,15 +3,20 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ, rocketmq_or_skip
 from txnbridge_conformance.plugin import Much
+from txnbridge_rocketmq import backend
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.settings import RocketMQSettings, parse_settings
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 
 import txnbridge
 from tests.rocketmq import writing_kit
@@ -86,6 +91,19 @@ def open_bridge(rocketmq_broker: brokers.RocketMQ) -> Iterator[Callable[..., Bri
     """Opens bridges of the writing tests' application, which are closed after the test."""
     with contextlib.ExitStack() as stack:
         yield lambda url=rocketmq_broker.url, **settings: stack.enter_context(writing_kit.open_bridge(url, **settings))
+
+
+@pytest.fixture
+def with_timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Gives bridges that are opened from then on other durations and limits."""
+
+    def give(**timing: float) -> None:
+        def parse(*given: Any) -> RocketMQSettings:
+            return replace(parse_settings(*given), timing=RocketMQTiming(**cast(Any, timing)))
+
+        monkeypatch.setattr(backend, "parse_settings", parse)
+
+    return give
 
 
 # --- what the conformance suite asks for ------------------------------------------------------------------------------

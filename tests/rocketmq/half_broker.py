@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, Property, RequestCode, ResponseCode
 from txnbridge_rocketmq.client.errors import Disconnected
 from txnbridge_rocketmq.client.frames import RemotingCommand
-from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.groups import Membership, Queue
 from txnbridge_rocketmq.client.records import OffsetId, decode_records, unpack_properties
 from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.client.sending import CheckBack, HalfHandle
+from txnbridge_rocketmq.client.send_requests import CheckBack, HalfAddress
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.producer_groups import CheckBackRouter, ProducerGroups
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 from txnbridge_rocketmq.write.owner import RocketMQOwner
 from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
 from txnbridge_rocketmq.write.writer import RocketMQWriter
@@ -30,6 +31,10 @@ from txnbridge._decisions import Decisions
 from txnbridge.spi import Begin, Deadline, Identity
 
 HOME = "broker-1"
+# This broker does at once what it does, and there is one clock.
+FAST = RocketMQTiming(
+    clocks_differ=0.0, index_delay=0.0005, index_timeout=0.05, publish_look_up_pause=0.0005, end_pause=0.0005
+)
 # Long enough for whatever is not meant to wait, short enough for what is.
 TOLD = {"transactionTimeOut": "60000", "waitTimeMillsInTransactionQueue": "1"}
 
@@ -84,12 +89,12 @@ class HalfBroker:
     def _store(self, request: RpcRequest[Any]) -> RemotingCommand:
         assert request.fields["f"] == "4", "only halves are sent here"
         properties = unpack_properties(request.fields["i"])
-        self._keep(request.fields["b"], int(request.fields["e"]), dict(properties), request.body)
+        self.keep(request.fields["b"], int(request.fields["e"]), dict(properties), request.body)
         half = self.halves[-1]
         offset_id = OffsetId("127.0.0.1", 1, half.log_offset)
         return _ok(msgId=str(offset_id), queueId=half.queue, queueOffset=half.queue_offset)
 
-    def _keep(self, topic: str, queue: int, properties: dict[str, str], body: bytes) -> Kept:
+    def keep(self, topic: str, queue: int, properties: dict[str, str], body: bytes) -> Kept:
         number = len(self.halves)
         self.halves.append(Kept(topic, queue, properties, body, number, 1000 + number))
         self.open.add(number)
@@ -156,10 +161,10 @@ class HalfBroker:
             old = self.halves[number]
             times = int(old.properties.get(Property.CHECKS, 0)) + 1
             self.open.discard(number)
-            half = self._keep(old.topic, old.queue, {**old.properties, Property.CHECKS: str(times)}, old.body)
+            half = self.keep(old.topic, old.queue, {**old.properties, Property.CHECKS: str(times)}, old.body)
             (record,) = decode_records(self._record(half))
             group = half.properties[Property.GROUP]
-            place = HalfHandle(half.topic, group, half.queue_offset, half.log_offset, half.key)
+            place = HalfAddress(half.topic, group, half.queue_offset, half.log_offset, half.key)
             asked.append(CheckBack(place, record, HOME))
         return asked
 
@@ -191,6 +196,9 @@ class HalfClient:
     def __init__(self, broker: HalfBroker, client_id: str) -> None:
         self.broker, self.client_id = broker, client_id
         self.is_member = True
+
+    def join(self, membership: Membership, timeout: float) -> None:
+        """Nothing to do: who is asked is up to the test."""
 
     def submit(self, broker: str, request: RpcRequest[Any], timeout: float) -> Any:
         return _Call(self.broker, request)
@@ -242,13 +250,13 @@ class _Brokers:
 class Process:
     """One process of an application, with all of the writing side but the connection."""
 
-    def __init__(self, broker: HalfBroker, log: MemoryLog, name: str, id: str | None = None) -> None:
+    def __init__(self, broker: HalfBroker, log: MemoryLog, name: str, id: str | None = None, **timing: float) -> None:
         self.decisions = Decisions(log, timeout=5, name="tests", host=name)
         client = cast(Any, HalfClient(broker, name))
         context = context_for(ledger=lambda application, id: self.decisions.ledger(id))
         self.cluster = RocketMQCluster(
             "cluster",
-            settings_for("rocketmq://x:1"),
+            settings_for("rocketmq://x:1", timing=replace(FAST, **cast(Any, timing))),
             client,
             cast(Any, _Topics()),
             cast(Any, _Brokers(broker)),

@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.client.sending import WireMessage, send
+from txnbridge_rocketmq.client.send_requests import WireMessage, send
 from txnbridge_rocketmq.cluster import RocketMQCluster, open_cluster
 from txnbridge_rocketmq.settings import RocketMQSettings
 
@@ -246,9 +246,9 @@ def read_all(client: RemotingClient, topic: str, broker: str = BROKER) -> list[M
     """Everything in a topic's first queue, up to a marker that is sent now."""
     marker = client.call(broker, send(WireMessage(topic, b"marker"), "markers", 0), LONG).queue_offset
     found: list[MessageExt] = []
-    at = client.call(broker, reading.min_offset(topic, 0), LONG)
+    at = client.call(broker, read_requests.min_offset(topic, 0), LONG)
     while at <= marker:
-        pulled = client.call(broker, reading.pull(topic, 0, at, "markers"), LONG)
+        pulled = client.call(broker, read_requests.pull(topic, 0, at, "markers"), LONG)
         found += pulled.records
         at = max(pulled.next_offset, at)
     return [record for record in found if record.body != b"marker"]

@@ -10,11 +10,11 @@ from typing import Any
 from txnbridge_rocketmq.broker import RocketMQBroker
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.sending import HalfEnd, HalfHandle, end, half_handle, send, send_half
+from txnbridge_rocketmq.client.send_requests import HalfAddress, HalfEnd, end, half_address, send, send_half
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.read.reader import RocketMQReader
 from txnbridge_rocketmq.read.rebalance import Rebalancer
-from txnbridge_rocketmq.write.half_batch import parts_as_json
+from txnbridge_rocketmq.write.half_batch import halves_as_json
 from txnbridge_rocketmq.write.message_format import to_wire
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
@@ -54,16 +54,16 @@ def publish(client: RemotingClient, topic: str, *values: bytes, queue: int = 0, 
 
 def store_half(
     client: RemotingClient, topic: str, value: bytes, *, group: str = "tests", number: int = 0, **how: Any
-) -> HalfHandle:
+) -> HalfAddress:
     """A half as a writer stores it, of a transaction of its own."""
     transaction = how.pop("transaction", None) or uuid.uuid4().hex
     mark = TransactionSlot(transaction, number)
     own = properties(mark, HalfOrigin({"at": [0], "id": "tests"}, 0))
     message = to_wire(topic, value, None, None, None, own=own, unique_key=unique_key(topic, mark))
-    return half_handle(topic, group, client.call(BROKER, send_half(message, group, how.get("queue", 0)), LONG))
+    return half_address(topic, group, client.call(BROKER, send_half(message, group, how.get("queue", 0)), LONG))
 
 
-def commit(client: RemotingClient, half: HalfHandle, times: int = 1) -> None:
+def commit(client: RemotingClient, half: HalfAddress, times: int = 1) -> None:
     """End a half; each time publishes it."""
     for _ in range(times):
         client.call(BROKER, end(half, HalfEnd.COMMIT, from_check=True), LONG)
@@ -112,7 +112,7 @@ class Member(Polling):
         ledger = self.cluster.context.ledger(self.cluster.context.application, unique("writer"))
         log = ledger.begin(Deadline(SOON))
         name = transaction or uuid.uuid4().hex
-        return ledger.claim(name, Decision.COMMIT, parts_as_json(()), Deadline(SOON), log=log, acks=acks)
+        return ledger.claim(name, Decision.COMMIT, halves_as_json(()), Deadline(SOON), log=log, acks=acks)
 
     def close(self) -> None:
         self.reader.close(Deadline(SOON))

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from txnbridge_rocketmq.client import client as client_module
 from txnbridge_rocketmq.client.client import RemotingClient, _NotificationQueue
 from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.errors import (
@@ -19,7 +18,7 @@ from txnbridge_rocketmq.client.errors import (
 )
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Membership, members
-from txnbridge_rocketmq.client.sending import CheckBack
+from txnbridge_rocketmq.client.send_requests import CheckBack
 
 from tests.in_time import within
 from tests.rocketmq.kit import ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads, pairs, stored
@@ -334,10 +333,8 @@ def test_closing_leaves_a_callback_alone_that_does_not_end(cluster):
     assert becomes_true(lambda: our_threads(before) == [])
 
 
-def test_questions_that_wait_are_bounded_in_number_and_in_bytes(monkeypatch):
-    monkeypatch.setattr(client_module, "_MOST_NOTIFICATIONS", 3)
-    monkeypatch.setattr(client_module, "_MOST_NOTIFICATION_BYTES", 100)
-    questions = _NotificationQueue()
+def test_questions_that_wait_are_bounded_in_number_and_in_bytes():
+    questions = _NotificationQueue(most=3, most_bytes=100)
     assert questions.put(RemotingCommand(39, body=bytes(60)))
     assert not questions.put(RemotingCommand(39, body=bytes(60)))
     assert (

@@ -197,7 +197,7 @@ def test_every_way_that_a_call_ends_makes_room_for_the_next(broker):
 def test_a_broker_that_reads_nothing_holds_nobody_past_their_time():
     with FakeBroker(reads=False) as broker:
         connection = RemotingConnection(broker.address, LONG)
-        with within(1), pytest.raises(ResponseTimeout, match="took no more bytes") as caught:
+        with within(1), pytest.raises(ResponseTimeout, match="accepted no more bytes") as caught:
             while True:
                 connection.submit(echo(body=bytes(4 << 20)), 1.0)
         # Half a frame is out: nothing can follow it, and the broker never has it whole.
@@ -206,14 +206,15 @@ def test_a_broker_that_reads_nothing_holds_nobody_past_their_time():
         connection.close()
 
 
-def test_a_connection_that_has_fallen_silent_is_given_up(broker, connection, peer, monkeypatch):
-    monkeypatch.setattr("txnbridge_rocketmq.client.connection._SILENCE_SECONDS", SHORT)
+def test_a_connection_that_has_fallen_silent_is_given_up(broker):
+    connection = RemotingConnection(broker.address, LONG, ConnectionSettings(silence_seconds=SHORT))
     other = connection.submit(echo(), LONG)
     with pytest.raises(ResponseTimeout):
         connection.call(echo(), SHORT)
-    with pytest.raises(Disconnected, match="fallen silent") as caught:
+    with pytest.raises(Disconnected, match="sends nothing any more") as caught:
         other.result()
     assert caught.value.may_have_had_effect
+    connection.close()
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------

@@ -11,20 +11,20 @@ from dataclasses import replace
 
 import pytest
 from txnbridge_conformance.brokers import RocketMQ
-from txnbridge_rocketmq.client import administration, groups, reading, routes
+from txnbridge_rocketmq.client import administration, groups, read_requests, routes
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, ResponseCode, SystemFlag
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, ResponseTimeout
 from txnbridge_rocketmq.client.groups import Membership, Queue
-from txnbridge_rocketmq.client.reading import PullStatus
+from txnbridge_rocketmq.client.read_requests import PullStatus
 from txnbridge_rocketmq.client.records import unwrap
-from txnbridge_rocketmq.client.sending import (
+from txnbridge_rocketmq.client.send_requests import (
     CheckBack,
+    HalfAddress,
     HalfEnd,
-    HalfHandle,
     WireMessage,
     end,
-    half_handle,
+    half_address,
     send,
     send_half,
 )
@@ -48,13 +48,13 @@ def new_client(broker: RocketMQ, **options) -> RemotingClient:
 
 def put_half(
     client: RemotingClient, topic: str, body: bytes, group: str = ALONE, immunity: int | None = None
-) -> HalfHandle:
+) -> HalfAddress:
     message = WireMessage(topic, body)
-    return half_handle(topic, group, client.call(BROKER, send_half(message, group, 0, immunity), LONG))
+    return half_address(topic, group, client.call(BROKER, send_half(message, group, 0, immunity), LONG))
 
 
 @pytest.fixture
-def half(client, topic) -> Iterator[HalfHandle]:
+def half(client, topic) -> Iterator[HalfAddress]:
     """An open half, ended after the test in any case: open ones are written again at each look."""
     half = put_half(client, topic, b"half")
     yield half
@@ -93,37 +93,37 @@ def test_a_batch_that_a_java_client_stored_as_one_is_taken_apart(client):
     request = replace(request, code=send_batch, fields={**request.fields, "m": "true"})
     for _ in range(2):
         client.call(BROKER, request, LONG)
-    assert becomes_true(lambda: client.call(BROKER, reading.max_offset(topic, 0), LONG) == 4)
-    records = client.call(BROKER, reading.pull(topic, 0, 0, ALONE), LONG).records
+    assert becomes_true(lambda: client.call(BROKER, read_requests.max_offset(topic, 0), LONG) == 4)
+    records = client.call(BROKER, read_requests.pull(topic, 0, 0, ALONE), LONG).records
     assert all(record.holds_several for record in records)
     found = [(each.queue_offset, each.payload(), each.keys) for record in records for each in unwrap(record)]
     assert found == [(0, b"one", ["a"]), (1, b"two", ["b"]), (2, b"one", ["a"]), (3, b"two", ["b"])]
 
 
 def test_queues_have_bounds_and_are_searched_by_time(client, topic):
-    assert client.call(BROKER, reading.max_offset(topic, 0), LONG) == 0
+    assert client.call(BROKER, read_requests.max_offset(topic, 0), LONG) == 0
     for number in range(3):
         client.call(BROKER, send(WireMessage(topic, b"%d" % number), ALONE, 0), LONG)
-    assert client.call(BROKER, reading.min_offset(topic, 0), LONG) == 0
-    assert becomes_true(lambda: client.call(BROKER, reading.max_offset(topic, 0), LONG) == 3)  # a moment later
+    assert client.call(BROKER, read_requests.min_offset(topic, 0), LONG) == 0
+    assert becomes_true(lambda: client.call(BROKER, read_requests.max_offset(topic, 0), LONG) == 3)  # a moment later
     at = [record.stored_time for record in read_all(client, topic)]
-    assert client.call(BROKER, reading.offset_at(topic, 0, at[0] - 1), LONG) == 0
-    assert client.call(BROKER, reading.offset_at(topic, 0, at[2]), LONG) <= 2
-    assert client.call(BROKER, reading.offset_at(topic, 0, at[2] + 60_000), LONG) == 4  # behind the marker
+    assert client.call(BROKER, read_requests.offset_at(topic, 0, at[0] - 1), LONG) == 0
+    assert client.call(BROKER, read_requests.offset_at(topic, 0, at[2]), LONG) <= 2
+    assert client.call(BROKER, read_requests.offset_at(topic, 0, at[2] + 60_000), LONG) == 4  # behind the marker
 
 
 def test_a_pull_beyond_the_end_says_where_to_go_on(client, topic):
     client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
-    assert becomes_true(lambda: client.call(BROKER, reading.max_offset(topic, 0), LONG) == 1)  # a moment later
-    at_end = client.call(BROKER, reading.pull(topic, 0, 1, ALONE), LONG)
+    assert becomes_true(lambda: client.call(BROKER, read_requests.max_offset(topic, 0), LONG) == 1)  # a moment later
+    at_end = client.call(BROKER, read_requests.pull(topic, 0, 1, ALONE), LONG)
     assert (at_end.status, at_end.next_offset, at_end.records) == (PullStatus.NOTHING_NEW, 1, [])
-    beyond = client.call(BROKER, reading.pull(topic, 0, 99, ALONE), LONG)
+    beyond = client.call(BROKER, read_requests.pull(topic, 0, 99, ALONE), LONG)
     assert (beyond.status, beyond.next_offset, beyond.max_offset) == (PullStatus.OUT_OF_RANGE, 1, 1)
 
 
 def test_a_queue_tells_where_a_message_lies_in_the_commit_log(client, topic):
     def told(offset):
-        return client.call(BROKER, reading.log_offset_at(topic, 0, offset), LONG)
+        return client.call(BROKER, read_requests.log_offset_at(topic, 0, offset), LONG)
 
     assert told(0) is None  # nothing was ever there
     for number in range(3):
@@ -134,11 +134,11 @@ def test_a_queue_tells_where_a_message_lies_in_the_commit_log(client, topic):
 
 
 def test_a_pull_that_waits_is_answered_when_a_message_comes(client, topic):
-    waiting = client.submit(BROKER, reading.pull(topic, 0, 0, ALONE, wait=15), LONG)
+    waiting = client.submit(BROKER, read_requests.pull(topic, 0, 0, ALONE, wait=15), LONG)
     client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
     pulled = waiting.result()
     while pulled.status is PullStatus.NOTHING_NEW:  # it came before the pull, and could not be read yet
-        pulled = client.call(BROKER, reading.pull(topic, 0, 0, ALONE, wait=15), LONG)
+        pulled = client.call(BROKER, read_requests.pull(topic, 0, 0, ALONE, wait=15), LONG)
     assert [record.body for record in pulled.records] == [b"x"]
 
 
@@ -147,7 +147,7 @@ def test_a_message_is_found_by_its_key_by_whoever_has_a_clock_that_is_behind(cli
     stored = client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
     behind = time.time() - 600
     monkeypatch.setattr(time, "time", lambda: behind)
-    asked = reading.by_unique_key(topic, stored.unique_key)
+    asked = read_requests.by_unique_key(topic, stored.unique_key)
     assert becomes_true(lambda: [each.body for each in client.call(BROKER, asked, LONG)] == [b"x"])
 
 
@@ -158,12 +158,12 @@ def test_a_message_is_found_by_its_key_and_by_its_address(client, topic):
         return [record.body for record in client.call(BROKER, request, LONG)]
 
     # The index is written a moment after the message.
-    assert becomes_true(lambda: found(reading.by_unique_key(topic, stored.unique_key)) == [b"x"])
-    assert found(reading.by_unique_key(topic, "no such key")) == []
-    assert found(reading.by_unique_key(HALF_TOPIC, stored.unique_key)) == []
-    there = reading.at_log_offset(topic, stored.offset_id.log_offset)
+    assert becomes_true(lambda: found(read_requests.by_unique_key(topic, stored.unique_key)) == [b"x"])
+    assert found(read_requests.by_unique_key(topic, "no such key")) == []
+    assert found(read_requests.by_unique_key(HALF_TOPIC, stored.unique_key)) == []
+    there = read_requests.at_log_offset(topic, stored.offset_id.log_offset)
     assert client.call_address(stored.offset_id.address, there, LONG).body == b"x"
-    nowhere = reading.at_log_offset(topic, stored.offset_id.log_offset + 10**12)
+    nowhere = read_requests.at_log_offset(topic, stored.offset_id.log_offset + 10**12)
     with pytest.raises(ErrorResponse, match="can not find message"):
         client.call(BROKER, nowhere, LONG)
 
@@ -271,9 +271,9 @@ def test_an_end_behind_the_immunity_is_refused_unless_the_broker_had_asked(clien
     close(client, half)
 
 
-def close(client: RemotingClient, half: HalfHandle) -> None:
+def close(client: RemotingClient, half: HalfAddress) -> None:
     """End every copy of a half that the broker may have made."""
-    for copy in client.call(BROKER, reading.by_unique_key(HALF_TOPIC, half.unique_key), LONG):
+    for copy in client.call(BROKER, read_requests.by_unique_key(HALF_TOPIC, half.unique_key), LONG):
         newest = replace(half, queue_offset=copy.queue_offset, log_offset=copy.log_offset)
         client.call(BROKER, end(newest, HalfEnd.ABORT, from_check=True), LONG)
 
@@ -303,7 +303,7 @@ class Asked:
             if self.answer is not None:
                 self.answer(check)
 
-    def about(self, half: HalfHandle) -> list[CheckBack]:
+    def about(self, half: HalfAddress) -> list[CheckBack]:
         return [check for check in self.checks if check.half.unique_key == half.unique_key]
 
 
@@ -339,7 +339,7 @@ def test_copies_of_a_half_are_found_by_its_key(client, shop, asked, topic):
     known = {half.log_offset, *(check.half.log_offset for check in asked.about(half)[:2])}
 
     def found() -> list[int]:
-        copies = client.call(BROKER, reading.by_unique_key(HALF_TOPIC, half.unique_key), LONG)
+        copies = client.call(BROKER, read_requests.by_unique_key(HALF_TOPIC, half.unique_key), LONG)
         return [copy.log_offset for copy in copies]
 
     assert becomes_true(lambda: known <= set(found()))  # the index is written a moment after the copy
@@ -379,7 +379,7 @@ def test_a_half_that_nobody_answers_for_is_set_aside_and_can_be_resumed(rocketmq
 
     def discarded():
         try:
-            return client.call(BROKER, reading.by_unique_key(DISCARDED_TOPIC, half.unique_key), LONG)
+            return client.call(BROKER, read_requests.by_unique_key(DISCARDED_TOPIC, half.unique_key), LONG)
         except ErrorResponse:  # its topic is made with its first message
             return []
 
@@ -466,7 +466,7 @@ def test_settings_are_read_as_they_are_now(client, settings):
 
 
 def test_a_frozen_broker_holds_no_call_past_its_time_and_answers_when_it_goes_on(rocketmq_broker, client, topic):
-    client.call(BROKER, reading.max_offset(topic, 0), LONG)
+    client.call(BROKER, read_requests.max_offset(topic, 0), LONG)
     rocketmq_broker.pause()
     try:
         with within(SHORT), pytest.raises(ResponseTimeout) as caught:

@@ -7,12 +7,12 @@ import ssl
 
 import pytest
 from txnbridge_conformance.brokers import RocketMQ
-from txnbridge_rocketmq.client import administration, reading
+from txnbridge_rocketmq.client import administration, read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import ErrorResponse
 from txnbridge_rocketmq.client.groups import Membership
 from txnbridge_rocketmq.client.security import Credentials
-from txnbridge_rocketmq.client.sending import CheckBack, HalfEnd, WireMessage, end, half_handle, send, send_half
+from txnbridge_rocketmq.client.send_requests import CheckBack, HalfEnd, WireMessage, end, half_address, send, send_half
 
 from tests.kafka.certificates import Authority
 from tests.rocketmq.kit import BROKER, becomes_true, bodies
@@ -62,7 +62,7 @@ def make_topic(client: RemotingClient, name: str, broker: str = BROKER) -> None:
 def transact(client: RemotingClient, topic: str, broker: str = BROKER) -> None:
     """A half, its commit, and reading it."""
     stored = client.call(broker, send_half(WireMessage(topic, b"half"), "shop", 0), LONG)
-    client.call(broker, end(half_handle(topic, "shop", stored), HalfEnd.COMMIT), LONG)
+    client.call(broker, end(half_address(topic, "shop", stored), HalfEnd.COMMIT), LONG)
     assert bodies(client, topic, broker) == [b"half"]
 
 
@@ -71,7 +71,7 @@ def test_who_signs_and_checks_the_certificate_is_served(secured, authority):
     with client_of(secured, credentials=ROOT, tls=trusting) as client:
         make_topic(client, "signed")
         transact(client, "signed")
-        assert client.call(BROKER, reading.by_unique_key("signed", "no such key"), LONG) == []
+        assert client.call(BROKER, read_requests.by_unique_key("signed", "no such key"), LONG) == []
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_who_does_not_sign_or_signs_wrongly_is_refused_without_effect(secured, c
                 stranger.call(BROKER, send(WireMessage("unsigned", b"x"), "shop", 0), LONG)
         assert not caught.value.may_have_had_effect
         assert ROOT.secret_key not in str(caught.value)
-        assert client.call(BROKER, reading.max_offset("unsigned", 0), LONG) == 0
+        assert client.call(BROKER, read_requests.max_offset("unsigned", 0), LONG) == 0
 
 
 def test_what_a_broker_asks_in_binary_is_understood(secured):

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.sending import WireMessage, send
+from txnbridge_rocketmq.client.send_requests import WireMessage, send
 from txnbridge_rocketmq.cluster import identify_cluster
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
 
@@ -314,7 +314,7 @@ def test_a_log_whose_topic_is_deleted_is_empty_and_not_made_anew_by_a_record(log
     delete_topic(log, topic)
     assert bounds(log) == (None, None)
     error = takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"1", deadline))
-    assert "topic is not there" in str(error)
+    assert "the topic is missing" in str(error)
     assert log.cluster.topics.existing_queues(topic, Deadline(LONG)) == ()
 
 
@@ -410,7 +410,7 @@ def test_a_name_outlives_the_topic_that_repeats_it(named, of_the_prefix, name):
 
 def test_of_two_names_none_is_believed(rocketmq_broker, named, of_the_prefix, name):
     rocketmq_broker.create_topic(f"{name}-cluster-{uuid.uuid4().hex}-broker-1", queues=1)
-    with pytest.raises(StorageFailed, match="several names"):
+    with pytest.raises(StorageFailed, match="several ids"):
         named(f"{name}-")
 
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.client.records import MessageExt, OffsetId
-from txnbridge_rocketmq.read import duplicates
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, slot_of, unique_key
 
@@ -78,8 +77,11 @@ class Reading:
 
     queue: Queue
     first: int = 0
-    repeats: DuplicateFilter = field(default_factory=DuplicateFilter)
+    remembered: int = 10_000
     looked_up: int = 0
+
+    def __post_init__(self) -> None:
+        self.repeats = DuplicateFilter(self.remembered)
 
     def read(self, start: int, count: int) -> list[int]:
         batch = self.queue.records[start : start + count]
@@ -125,15 +127,10 @@ def test_only_the_first_copy_is_handed_out_wherever_a_reader_starts_and_goes_bac
             queue.copy(number)
         elif number in queue.halves:
             queue.publish(number, min(copy, len(queue.halves[number]) - 1))
-    reading = Reading(queue)
-    before = duplicates._REMEMBERED
-    duplicates._REMEMBERED = remembered
-    try:
-        for start, count in reads:
-            wanted = [offset for offset in queue.first_ones(start) if offset < start + count]
-            assert reading.read(start, count) == wanted
-    finally:
-        duplicates._REMEMBERED = before
+    reading = Reading(queue, remembered=remembered)
+    for start, count in reads:
+        wanted = [offset for offset in queue.first_ones(start) if offset < start + count]
+        assert reading.read(start, count) == wanted
 
 
 def test_who_reads_from_the_queues_first_message_looks_nothing_up():
@@ -157,11 +154,10 @@ def test_who_starts_in_the_middle_looks_up_what_was_under_way_then():
     assert reading.looked_up == 2  # the second and the third: their halves stand before the first that was read
 
 
-def test_a_copy_that_comes_much_later_is_a_repeat_also_where_the_first_one_is_forgotten(monkeypatch):
-    monkeypatch.setattr(duplicates, "_REMEMBERED", 10)
+def test_a_copy_that_comes_much_later_is_a_repeat_also_where_the_first_one_is_forgotten():
     queue = in_order(100)
     queue.publish(3)
-    reading = Reading(queue)
+    reading = Reading(queue, remembered=10)
     found = [offset for start in range(0, 101, 32) for offset in reading.read(start, 32)]
     assert found == list(range(100))
     assert reading.looked_up == 1

@@ -15,10 +15,9 @@ from txnbridge_rocketmq import half_store
 from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.half_store import RocketMQHalfStore
-from txnbridge_rocketmq.outcome import check_back, end_transaction
+from txnbridge_rocketmq.outcome import end_transaction
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
-from txnbridge_rocketmq.write import transaction_properties
 
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.half_broker import HalfBroker, Killed, Process, choose, same_hash, send
@@ -37,14 +36,6 @@ from txnbridge.errors import (
 from txnbridge.spi import Begin, Deadline, Decision, Half, HalfMessage, Outcome, Token, TokenState
 
 VALUES = [b"%d" % number for number in range(5)]
-
-
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_INDEX_SECONDS", "_PAUSE", "_LOOK_SECONDS"):
-        monkeypatch.setattr(end_transaction, name, 0.0005)
-    monkeypatch.setattr(end_transaction, "_SURELY_INDEXED", 0.05)
-    monkeypatch.setattr(transaction_properties, "CLOCKS_DIFFER_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -80,12 +71,17 @@ def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
 
 
 def answer_all(process: Process, broker: HalfBroker) -> None:
-    """The broker asks until nothing is open: what is not decided is aborted when its time is over."""
+    """The broker asks until nothing is open: what is not decided is aborted after its deadline."""
     until = Deadline(30)
     while broker.open:
         assert not until.expired, "halves are still open"
         process.checks.answer(broker.ask())
         time.sleep(0.02)
+
+
+def wait_for_deadline(writer: Any) -> None:
+    while time.time() * 1000 <= writer.evidence().expires_at:
+        time.sleep(0.001)
 
 
 def test_each_message_is_published_once_and_in_order(owner, broker):
@@ -179,7 +175,7 @@ def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(
     send(writer, "a", *VALUES)
     writer.flush(Deadline(60))
     log.append = refuse
-    with pytest.raises(OutcomeUnknown, match="when its time is over"):
+    with pytest.raises(OutcomeUnknown, match="after its deadline"):
         writer.abort(Deadline(1))
     assert len(broker.open) == len(VALUES), "it may have been committed, as far as its owner can tell"
     del log.append
@@ -307,12 +303,12 @@ def test_one_look_at_the_log_answers_all_that_is_asked_about_a_transaction(owner
     assert not broker.open and 0 < looks < 2 * len(VALUES)
 
 
-def test_past_its_deadline_it_is_first_written_down_that_it_is_aborted(owner, other, broker, log):
+def test_past_its_deadline_it_is_first_written_down_that_it_is_aborted(owner, broker, log):
+    other = Process(broker, log, "other", settle_timeout=0.5)
     writer = owner.begin(timeout=0.01)
     send(writer, "a", b"late")
     writer.flush(Deadline(60))
-    while not writer._begun.deadline.expired:
-        time.sleep(0.001)
+    wait_for_deadline(writer)
     (check,) = broker.ask()
     log.append = refuse
     other.checks.answer([check])
@@ -335,8 +331,7 @@ def test_where_the_evidence_is_gone_nothing_is_decided_or_answered_and_that_is_s
     if decided:
         claim = writer._claim(Decision.COMMIT, Deadline(60))
         assert claim.decision is Decision.COMMIT
-    while not writer._begun.deadline.expired:
-        time.sleep(0.001)
+    wait_for_deadline(writer)
     log.trim((log.next,))  # by age, while everything stood still
     Process(broker, log, "later").begin(2)
     stood = list(log.records)
@@ -346,27 +341,25 @@ def test_where_the_evidence_is_gone_nothing_is_decided_or_answered_and_that_is_s
     assert broker.published == []
     assert log.records == stood
     (warned,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert f"nobody can tell what became of transaction {owner.id}/x/1" in warned.getMessage()
+    assert f"the outcome of transaction {owner.id}/x/1 is lost" in warned.getMessage()
 
 
 @pytest.mark.parametrize("asked", ["the broker", "a status"])
-def test_nobody_aborts_by_the_clock_of_another_host_before_clocks_may_differ(owner, other, broker, monkeypatch, asked):
-    monkeypatch.setattr(transaction_properties, "CLOCKS_DIFFER_SECONDS", 60.0)
+def test_nobody_aborts_by_the_clock_of_another_host_before_clocks_may_differ(owner, other, broker, log, asked):
+    careful = Process(broker, log, "careful", clocks_differ=60.0)
     writer = owner.begin(timeout=0.01)
     send(writer, "a", b"late")
     writer.flush(Deadline(60))
-    while not writer._begun.deadline.expired:
-        time.sleep(0.001)
+    wait_for_deadline(writer)
     token = token_of(owner, 1, writer)
 
-    def ask() -> TokenState:
+    def ask(process: Process) -> TokenState:
         if asked == "the broker":
-            other.checks.answer(broker.ask())
-        return status(other, token)
+            process.checks.answer(broker.ask())
+        return status(process, token)
 
-    assert ask() is TokenState.PREPARED
-    monkeypatch.setattr(transaction_properties, "CLOCKS_DIFFER_SECONDS", 0.0)
-    assert ask() is TokenState.ABORTED
+    assert ask(careful) is TokenState.PREPARED
+    assert ask(other) is TokenState.ABORTED
     assert status(other, token) is TokenState.ABORTED
 
 
@@ -383,11 +376,8 @@ def test_what_is_asked_about_after_it_was_published_is_not_published_again(owner
     assert broker.seen("a") == VALUES
 
 
-def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tell(
-    owner, other, broker, log, monkeypatch
-):
-    for name in ("_AGAIN_SECONDS", "_LEAST_PAUSE"):
-        monkeypatch.setattr(check_back, name, 0.01)
+def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tell(owner, broker, log):
+    other = Process(broker, log, "other", discarded_retry=0.01, discarded_pause=0.01)
     writer = owner.begin()
     send(writer, "a", *VALUES)
     writer.flush(Deadline(60))
@@ -400,8 +390,7 @@ def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tel
         raise ZeroDivisionError if looks["log"] == 1 else BrokerUnavailable("not now")
 
     log.end = away
-    looking = threading.Thread(target=other.checks._end_discarded_halves)
-    looking.start()
+    other.checks.start(Deadline(60))
     try:
         assert becomes_true(lambda: looks["log"] > 1)
         assert broker.published == []
@@ -409,7 +398,6 @@ def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tel
         assert becomes_true(lambda: broker.seen("a") == VALUES)
     finally:
         other.checks.close()
-        looking.join()
 
 
 def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker):
@@ -418,7 +406,7 @@ def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker)
     writer.commit(Deadline(60))
     stray = broker.halves[0]
     properties = {**stray.properties, "txnbridge.number": "99", "UNIQ_KEY": "STRAY"}
-    broker._keep("a", 0, properties, b"stray")
+    broker.keep("a", 0, properties, b"stray")
     answer_all(other, broker)
     assert broker.seen("a") == VALUES
 
@@ -476,8 +464,8 @@ def test_a_token_commits_the_newest_copies_once(owner, other, broker):
     assert not broker.open
 
 
-def test_the_lock_of_one_who_died_holds_nobody_up_for_long(owner, other, broker, monkeypatch):
-    monkeypatch.setattr("txnbridge_rocketmq.outcome.outcome._STALLED_SECONDS", 0.05)
+def test_the_lock_of_one_who_died_holds_nobody_up_for_long(owner, broker, log):
+    other = Process(broker, log, "other", publisher_stalled=0.05)
     token = prepared(owner)
     with owner.ender.exclusively(token.transaction, Deadline(60)) as turn:
         assert turn is end_transaction.LockHolder.CALLER
@@ -496,8 +484,8 @@ def test_of_two_that_publish_at_once_one_waits_for_the_other(owner, other, broke
         assert waiting.result(60) is Outcome.COMMITTED
 
 
-def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(owner, other, broker, monkeypatch):
-    monkeypatch.setattr("txnbridge_rocketmq.outcome.outcome._STALLED_SECONDS", 0.05)
+def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(broker, log):
+    owner, other = (Process(broker, log, name, publisher_stalled=0.05, look_up_valid=0.5) for name in ("one", "other"))
     token = prepared(owner)
     answer = broker.answer
 
@@ -506,7 +494,7 @@ def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(owner, ot
         if request.code == RequestCode.END_TRANSACTION:
             broker.answer = answer
             assert finish(other, token) is Outcome.COMMITTED  # who takes the sleeper for dead
-            time.sleep(end_transaction._LOOK_HOLDS)
+            time.sleep(0.5)
         return answered
 
     broker.answer = sleep
@@ -514,16 +502,16 @@ def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(owner, ot
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
-def test_where_looking_takes_longer_than_a_look_holds_fewer_are_looked_for(owner, other, broker, monkeypatch):
-    monkeypatch.setattr(end_transaction, "_LOOK_HOLDS", 0.1)
+def test_where_looking_takes_longer_than_a_look_holds_fewer_are_looked_for(owner, broker, log):
+    other = Process(broker, log, "other", look_up_valid=0.1)
     token = prepared(owner)
     broker.fault = lambda request: time.sleep(0.04) if request.code == RequestCode.QUERY_MESSAGE else None
     assert finish(other, token) is Outcome.COMMITTED  # three take 0.12 seconds, one 0.04
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
-def test_who_publishes_for_long_keeps_his_lock(owner, other, broker, monkeypatch):
-    monkeypatch.setattr(end_transaction, "_PUBLISHED_AT_ONCE", 1)
+def test_who_publishes_for_long_keeps_his_lock(owner, broker, log):
+    other = Process(broker, log, "other", published_at_once=1)
     token = prepared(owner)
     answer = broker.answer
 
@@ -677,7 +665,7 @@ def test_a_message_or_half_is_found_behind_newer_ones_whose_keys_have_the_same_h
     half = broker.halves[0]
     for _ in range(others):
         properties = {**half.properties, "UNIQ_KEY": same_hash(half.key)}
-        broker.open.discard(broker._keep("a", 0, properties, b"another").queue_offset)
+        broker.open.discard(broker.keep("a", 0, properties, b"another").queue_offset)
         broker.published.append(("a", 1, properties, b"another"))
     assert finish(other, token) is finish(owner, token) is Outcome.COMMITTED
     assert broker.seen("a") == [b"10", b"11", b"12"]
@@ -775,8 +763,8 @@ def test_a_half_message_of_which_nobody_can_tell_anything_holds_up_no_other(owne
     assert asker.ask() == [half(2, 60).transaction]
 
 
-def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(owner, other, broker, monkeypatch):
-    monkeypatch.setattr(half_store, "_IN_WORK_SECONDS", 1.0)
+def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(owner, broker, log):
+    other = Process(broker, log, "other", resolver_timeout=1.0)
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     for number in (1, 2, 3):
         store.put(half(number, 60), Deadline(60))
@@ -798,10 +786,8 @@ def test_of_half_messages_that_wait_to_be_asked_about_only_the_broker_keeps_the_
 @pytest.mark.parametrize(
     ("ahead", "seconds"), [(3.0, 0.0), (0.0, 0.3)], ids=["by a clock that is ahead", "by one who fell asleep"]
 )
-def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(
-    owner, other, broker, log, monkeypatch, ahead, seconds
-):
-    monkeypatch.setattr(transaction_properties, "CLOCKS_DIFFER_SECONDS", ahead)
+def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(owner, broker, log, monkeypatch, ahead, seconds):
+    other = Process(broker, log, "other", clocks_differ=ahead)
     asker, wanted, noted = Asker(other, broker), half(1, seconds), half_store._prepare_record
     append = log.append
     asking: list[Any] = []

@@ -19,7 +19,7 @@ from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
-from txnbridge_rocketmq.read import rebalance, start_positions
+from txnbridge_rocketmq.read import start_positions
 from txnbridge_rocketmq.read.rebalance import assign
 
 from tests.core.reading_kit import SOON, values
@@ -277,7 +277,7 @@ def test_who_was_overtaken_learns_it_and_goes_on_behind(join: Join, client: Remo
     publish(client, topic, b"0", b"1", b"2")
     late = one.take(2)
     two.acknowledge(two.take(1))
-    with pytest.raises(Conflict, match="does not stand"):
+    with pytest.raises(Conflict, match="is not where these messages begin"):
         one.acks(late)
     one.seek({(topic, 0): late[0].position})  # as the core does when the transaction has aborted
     again = one.take(2)
@@ -328,7 +328,7 @@ def test_what_left_a_reader_cannot_be_acknowledged(join: Join, client: RemotingC
     one.has(1)
     two.has(1)
     left = [message for message in messages if (message.topic, message.partition) not in one.positions()]
-    with pytest.raises(Conflict, match="left this reader"):
+    with pytest.raises(Conflict, match="is not assigned to this reader"):
         one.acks(left)
     with pytest.raises(InvalidState, match="without a group"):
         join(topic).ack_context()
@@ -483,18 +483,18 @@ def test_who_comes_when_nobody_lives_does_not_wait_for_the_locks_of_the_dead(
 
 
 def test_the_partitions_of_a_killed_member_are_taken_over_at_once(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch
+    rocketmq_broker: brokers.RocketMQ, client: RemotingClient, group: str, with_timing: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(rebalance, "_LOCKED_SECONDS", 600.0)
+    with_timing(lock_timeout=600.0)
     topic = new_topic(client, 2)
-    reader = join(topic, group)
-    reader.has(2)
-    with Child(hold, rocketmq_broker.url, topic, group) as other:
-        reader.has(1)
-        assert len(other.told()) == 1
-        other.kill()
-        with within(0):  # it gave up the lock for the dead, which lasts a minute
-            reader.has(2)
+    with connect_to(rocketmq_broker.url) as bridge, member(bridge, topic, group) as reader:
+        reader.has(2)
+        with Child(hold, rocketmq_broker.url, topic, group) as other:
+            reader.has(1)
+            assert len(other.told()) == 1
+            other.kill()
+            with within(0):  # it gave up the lock for the dead, which lasts a minute
+                reader.has(2)
 
 
 def pass_one_on(url: str, source: str, target: str, group: str) -> None:

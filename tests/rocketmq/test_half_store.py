@@ -13,14 +13,13 @@ from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.plugin import RunChild
 from txnbridge_rocketmq.admin import open_halves
 from txnbridge_rocketmq.client.codes import Property
-from txnbridge_rocketmq.outcome import check_back
 from txnbridge_rocketmq.settings import RocketMQSettings
 
 from tests.half_chaos import attack
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import bodies
 from tests.rocketmq.reading_kit import new_topic, unique
-from tests.rocketmq.writing_kit import broker_of
+from tests.rocketmq.writing_kit import cluster_of
 from txnbridge import Bridge, Decision, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge.testing import tell
@@ -95,7 +94,7 @@ def test_nobody_is_asked_about_what_a_killed_process_had_not_wholly_stored(
 
     with open_bridge().resolver(group, check=check):
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "the one that is whole is published")
-        cluster = broker_of(open_bridge(application="observers"))._cluster
+        cluster = cluster_of(open_bridge(application="observers"))
         # Not by the list: for a moment that leaves out what was decided just now, dropped or not.
         eventually(lambda: not waiting(cluster, group), "the other is dropped")
     assert len(set(asked)) == 1
@@ -104,14 +103,14 @@ def test_nobody_is_asked_about_what_a_killed_process_had_not_wholly_stored(
 
 def test_who_has_closed_its_resolver_is_asked_no_more(open_bridge: OpenBridge, topic: str) -> None:
     group, bridge = unique("halves"), open_bridge()
-    answers = broker_of(bridge)._cluster.producer_groups._router.handlers
+    joined = cluster_of(bridge).producer_groups
     undecided = says(Decision.UNDECIDED)
     with bridge.half_messages(group, execute=undecided, check=undecided) as halves:
         with bridge.resolver(group, check=undecided):
-            eventually(lambda: any(name.endswith(group) for name in answers), "it is a member")
-        assert any(name.endswith(group) for name in answers)
+            eventually(lambda: any(name.endswith(group) for name in joined.groups), "it is a member")
+        assert any(name.endswith(group) for name in joined.groups)
         halves.close()
-    assert not any(name.endswith(group) for name in answers)
+    assert not any(name.endswith(group) for name in joined.groups)
 
 
 def test_two_applications_that_name_their_groups_alike_do_not_answer_for_each_other(
@@ -220,14 +219,14 @@ def test_what_was_decided_before_it_was_put_aside_is_published_by_the_next_resol
     open_bridge: OpenBridge,
     client: Any,
     topic: str,
-    monkeypatch: pytest.MonkeyPatch,
+    with_timing: Callable[..., None],
 ) -> None:
     group = unique("halves")
     run(sell, rocketmq_broker.url, topic, group, kill="step:publish/before").stopped()
     settings(transactionCheckMax=2)
-    cluster = broker_of(open_bridge(application="observers"))._cluster
+    cluster = cluster_of(open_bridge(application="observers"))
     eventually(lambda: len(discarded(cluster, group)) == 2, "the broker asks about neither any more")
-    monkeypatch.setattr(check_back, "_AGAIN_SECONDS", 1.0)
+    with_timing(discarded_retry=1.0)
     with open_bridge().resolver(group, check=says(Decision.UNDECIDED)):
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "both are published")
 

@@ -11,7 +11,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 
@@ -97,4 +97,4 @@ def store_files(broker: brokers.RocketMQ, client: RemotingClient) -> None:
 
 def is_found(client: RemotingClient, topic: str, token: str) -> bool:
     key = unique_key(topic, TransactionSlot(Token.parse(token).transaction, 0))
-    return bool(client.call(BROKER, reading.by_unique_key(topic, key), LONG))
+    return bool(client.call(BROKER, read_requests.by_unique_key(topic, key), LONG))

@@ -8,8 +8,8 @@ import pytest
 from txnbridge_rocketmq.admin import open_halves
 from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.codes import Property
-from txnbridge_rocketmq.client.sending import HalfEnd, HalfHandle, WireMessage, end, send_half
-from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, handle_of_copy
+from txnbridge_rocketmq.client.send_requests import HalfAddress, HalfEnd, WireMessage, end, send_half
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, address_of_copy
 from txnbridge_rocketmq.outcome.outcome import end_prepared
 
 from tests.rocketmq import writing_kit
@@ -101,7 +101,7 @@ def test_what_is_decided_and_not_published_is_listed_and_published_by_hand(
                 txn.send(topic, b"late", partition=0)
     assert becomes_true(lambda: [each.state for each in listed(observer, txn.id)] == ["ending"])
     assert published(client, topic) == []
-    assert any(txn.id in each.subject and "nobody ends it" in each.text for each in observer.check())
+    assert any(txn.id in each.subject and "does not end" in each.text for each in observer.check())
     assert observer.abort(txn.id) is Outcome.COMMITTED  # that is true, whatever was asked for
     assert gone(observer, txn.id)
     assert published(client, topic) == [b"late"]
@@ -122,7 +122,7 @@ def test_a_prepared_transaction_is_listed_with_a_token_that_ends_it(open_bridge,
 def test_a_copy_that_is_left_of_what_was_published_is_dropped_by_hand(open_bridge, observer, client, topic):
     name, _, _ = prepare_and_go(open_bridge, topic)
     assert becomes_true(lambda: len(copies(client, topic, name)) >= 2)
-    client.call(BROKER, end(handle_of_copy(copies(client, topic, name)[0]), HalfEnd.COMMIT, from_check=True), LONG)
+    client.call(BROKER, end(address_of_copy(copies(client, topic, name)[0]), HalfEnd.COMMIT, from_check=True), LONG)
     assert becomes_true(lambda: published(client, topic) == [b"left"])
     assert observer.commit(name) is Outcome.COMMITTED
     time.sleep(3)
@@ -254,9 +254,9 @@ def test_what_the_broker_has_given_up_is_listed_and_still_ends_as_it_is_decided(
 def test_the_broker_asks_again_about_what_it_has_given_up(rocketmq_broker, observer, client, topic, settings):
     name = die_with_an_open_one(rocketmq_broker, topic)
     discard(observer, settings, name)
-    assert observer.repair(name) == f"the broker asks again about 1 halves of {name}"
+    assert observer.repair(name) == f"the broker sends check-backs again for 1 halves of {name}"
     assert becomes_true(lambda: any(each.state != "discarded" for each in listed(observer, name)))
-    with pytest.raises(InvalidState, match="has not given up"):
+    with pytest.raises(InvalidState, match="has not discarded"):
         observer.repair(name)
     assert observer.abort(name) is Outcome.ABORTED
     assert gone(observer, name)
@@ -269,10 +269,10 @@ def test_what_nobody_can_decide_any_more_is_told_of_and_not_touched(open_bridge,
     observer = open_bridge(application="late observers").admin  # which has never seen that log
     (found,) = listed(observer, name)
     assert found.state == "lost"
-    assert any(name in each.subject and "nobody may end it" in each.text for each in observer.check())
+    assert any(name in each.subject and "no process may end it" in each.text for each in observer.check())
     with pytest.raises(EvidenceLost):
         observer.abort(name)
     newest = copies(client, topic, name)[-1]  # else the broker would write it again and again
-    half = HalfHandle(topic, newest.properties[Property.GROUP], newest.queue_offset, newest.log_offset, "")
+    half = HalfAddress(topic, newest.properties[Property.GROUP], newest.queue_offset, newest.log_offset, "")
     client.call(BROKER, end(half, HalfEnd.ABORT, from_check=True), LONG)
     assert gone(observer, name)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from txnbridge_rocketmq.client.codes import Property, RequestCode
 from txnbridge_rocketmq.client.errors import Disconnected, ErrorResponse
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.reading import PullResult, PullStatus
+from txnbridge_rocketmq.client.read_requests import PullResult, PullStatus
 from txnbridge_rocketmq.client.records import MessageExt, decode_records
-from txnbridge_rocketmq.read import partition as module
-from txnbridge_rocketmq.read import pull
-from txnbridge_rocketmq.read.anchored_offset import Anchor, AnchoredOffset
 from txnbridge_rocketmq.read.partition import QueueReader
+from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, VerifiableOffset
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
 from tests.rocketmq.kit import batched, pairs, stored
 from txnbridge.errors import AccessDenied, NotFound, NotSupported, PositionLost
 
 pytestmark = pytest.mark.offline
+
+QUICK = RocketMQTiming(pull_pause=0.0, missing_timeout=0.05)
 
 
 def record(offset: int, body: bytes = b"x", properties: str = "", **more: Any) -> MessageExt:
@@ -62,14 +63,16 @@ class Broker:
     pulls: list[Any]
     lookups: list[Any] = field(default_factory=list)
     asked: list[Any] = field(default_factory=list)
-    anchors: list[Any] = field(default_factory=list)
+    references: list[Any] = field(default_factory=list)
     begin: int = 0
 
     def submit(self, broker, request, timeout):
         assert broker == "broker-1"
         self.asked.append(request)
         if request.code == RequestCode.QUERY_CONSUME_QUEUE:  # as `record` has it, unless it is told otherwise
-            return Answer(self.anchors.pop(0) if self.anchors else 1000 + int(request.fields["index"]), is_none=True)
+            return Answer(
+                self.references.pop(0) if self.references else 1000 + int(request.fields["index"]), is_none=True
+            )
         if request.code == RequestCode.GET_MIN_OFFSET:
             return Answer(self.begin)
         answers = self.pulls if request.code == RequestCode.PULL_MESSAGE else self.lookups
@@ -79,9 +82,10 @@ class Broker:
         return [int(each.fields["queueOffset"]) for each in self.asked if each.code == RequestCode.PULL_MESSAGE]
 
 
-def reading(*pulls: Any, at: int = 0, lookups: Any = ()) -> tuple[QueueReader, Broker]:
-    cursor, broker = QueueReader(("orders", 0), Queue("orders", "broker-1", 0)), Broker(list(pulls), list(lookups))
-    cursor.continue_at(AnchoredOffset(at))
+def reading(*pulls: Any, at: int = 0, lookups: Any = (), timing: RocketMQTiming = QUICK) -> tuple[QueueReader, Broker]:
+    cursor = QueueReader(("orders", 0), Queue("orders", "broker-1", 0), timing)
+    broker = Broker(list(pulls), list(lookups))
+    cursor.continue_at(VerifiableOffset(at))
     return cursor, broker
 
 
@@ -94,12 +98,6 @@ def go(cursor: QueueReader, broker: Broker, rounds: int = 20) -> list[Any]:
         while cursor.has_message and (message := cursor.hand_out()) is not None:
             messages.append((message.position[0], message.value, message.deliveries))
     return messages
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(module, "_REST_SECONDS", 0.0)
-    monkeypatch.setattr(module, "SURE_SECONDS", 0.05)
 
 
 def test_several_requests_are_under_way_while_more_is_waiting_than_one_brings():
@@ -154,11 +152,10 @@ def test_of_large_messages_no_more_is_asked_for_than_an_answer_has_room_for():
     assert RequestCode.QUERY_MESSAGE not in [each.code for each in broker.asked]  # as if something were missing
 
 
-def test_more_is_asked_for_again_when_messages_are_small_again(monkeypatch):
-    monkeypatch.setattr(module, "_FULL_ANSWERS", 3)
+def test_more_is_asked_for_again_when_messages_are_small_again():
     rooms = iter([2, 2, *[32] * 1000])
     broker = Bounded(lambda: next(rooms))
-    cursor, _ = reading()
+    cursor, _ = reading(timing=replace(QUICK, full_responses=3))
     assert [offset for offset, *_ in go(cursor, broker, rounds=200)] == list(range(300))
     assert len(broker.before_the_end()) < 100
 
@@ -198,7 +195,7 @@ def test_a_queue_that_has_become_shorter_is_believed_when_it_stays_so():
 def test_a_seek_ends_a_fault():
     cursor, broker = reading(PullResult(PullStatus.OUT_OF_RANGE, 7, 7, 20, []), at=3)
     go(cursor, broker)
-    cursor.continue_at(AnchoredOffset(7))
+    cursor.continue_at(VerifiableOffset(7))
     broker.pulls.append(found(record(7), begin=7, end=8))
     assert go(cursor, broker) == [(7, b"x", 1)]
 
@@ -206,7 +203,7 @@ def test_a_seek_ends_a_fault():
 def test_what_is_handed_out_again_is_counted():
     cursor, broker = reading(found(record(0), record(1), end=2))
     go(cursor, broker)
-    cursor.continue_at(AnchoredOffset(0))
+    cursor.continue_at(VerifiableOffset(0))
     broker.pulls.append(found(record(0), record(1), end=2))
     assert go(cursor, broker) == [(0, b"x", 2), (1, b"x", 2)]
 
@@ -214,7 +211,7 @@ def test_what_is_handed_out_again_is_counted():
 def test_an_answer_to_a_request_from_before_a_seek_counts_for_nothing():
     cursor, broker = reading(None)
     cursor.send_pulls(broker.submit)
-    cursor.continue_at(AnchoredOffset(5))
+    cursor.continue_at(VerifiableOffset(5))
     broker.pulls.append(found(record(5), end=6))
     assert go(cursor, broker) == [(5, b"x", 1)]
 
@@ -233,47 +230,47 @@ def test_a_refused_right_is_a_fault_and_a_lost_connection_is_none():
     assert go(cursor, broker) == [(0, b"x", 1)]
 
 
-# --- a topic that was made anew ---------------------------------------------------------------------------------------
+# --- a topic that was created again ----------------------------------------------------------------------------------
 
 
 def test_nothing_is_handed_out_that_was_read_in_a_topic_made_anew():
     cursor, broker = reading(found(record(0), record(1), end=2), found(record(2), end=3))
-    broker.anchors = [1001, 5001]
+    broker.references = [1001, 5001]
     assert go(cursor, broker) == [(0, b"x", 1), (1, b"x", 1)]
-    assert isinstance(cursor.fault, PositionLost) and "made anew" in str(cursor.fault)
-    cursor.continue_at(AnchoredOffset(0))
+    assert isinstance(cursor.fault, PositionLost) and "created again" in str(cursor.fault)
+    cursor.continue_at(VerifiableOffset(0))
     broker.pulls.append(found(record(0), end=1))
     assert go(cursor, broker) == [(0, b"x", 1)]  # it is another message than was handed out before
 
 
 def test_a_message_before_the_position_that_retention_has_dropped_says_nothing():
     cursor, broker = reading(found(record(5), begin=5, end=6), at=5)
-    cursor.continue_at(AnchoredOffset(5, Anchor(4, 1004)))
-    broker.anchors, broker.begin = [None], 5
+    cursor.continue_at(VerifiableOffset(5, ReferenceRecord(4, 1004)))
+    broker.references, broker.begin = [None], 5
     assert go(cursor, broker) == [(5, b"x", 1)]
     assert cursor.fault is None
 
 
 def test_a_broker_that_does_not_know_the_last_message_is_believed_when_it_stays_so():
     cursor, broker = reading(found(record(0), end=1), found(record(1), end=2))
-    broker.anchors = [1000, None]
+    broker.references = [1000, None]
     assert go(cursor, broker) == [(0, b"x", 1), (1, b"x", 1)]
     cursor, broker = reading(found(record(0), end=1), found(record(1), end=2))
-    broker.anchors = [1000, *[None] * 1_000_000]
+    broker.references = [1000, *[None] * 1_000_000]
     while cursor.fault is None:
         go(cursor, broker)
     assert isinstance(cursor.fault, PositionLost) and cursor.next == 1
 
 
-def test_of_what_was_handed_out_the_place_in_the_log_is_kept_with_the_position(monkeypatch):
-    monkeypatch.setattr(module, "_ANCHORS", 8)
-    cursor, broker = reading(found(*(record(offset) for offset in range(32)), end=32))
+def test_of_what_was_handed_out_the_place_in_the_log_is_kept_with_the_position():
+    pulled = found(*(record(offset) for offset in range(32)), end=32)
+    cursor, broker = reading(pulled, timing=replace(QUICK, references=8))
     go(cursor, broker)
-    assert cursor.position_at(32) == AnchoredOffset(32, Anchor(31, 1031))
+    assert cursor.position_at(32) == VerifiableOffset(32, ReferenceRecord(31, 1031))
     for end in range(1, 33):
         place = cursor.position_at(end)
-        assert place.anchor is not None and place.anchor.log_offset == 1000 + place.anchor.offset
-        assert AnchoredOffset.of(place.position) == place
+        assert place.reference is not None and place.reference.log_offset == 1000 + place.reference.offset
+        assert VerifiableOffset.of(place.position) == place
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
@@ -284,7 +281,7 @@ def test_a_body_that_cannot_be_unpacked_holds_its_place_until_a_seek_goes_on_beh
     cursor, broker = reading(found(record(0), lz4, record(2), end=3))
     assert go(cursor, broker) == [(0, b"x", 1)]
     assert isinstance(cursor.fault, NotSupported) and "LZ4" in str(cursor.fault) and "(2,)" in str(cursor.fault)
-    cursor.continue_at(AnchoredOffset(2))
+    cursor.continue_at(VerifiableOffset(2))
     broker.pulls.append(found(record(2), end=3))
     assert go(cursor, broker) == [(2, b"x", 1)]
 
@@ -295,7 +292,7 @@ def test_the_messages_of_a_batch_have_places_of_their_own():
     assert batch.holds_several
     cursor, broker = reading(found(batch, record(6), end=7), at=4)
     assert go(cursor, broker) == [(4, b"one", 1), (5, b"two", 1), (6, b"x", 1)]
-    cursor.continue_at(AnchoredOffset(5))
+    cursor.continue_at(VerifiableOffset(5))
     broker.pulls.append(found(batch, end=6))
     assert [value for _, value, _ in go(cursor, broker)] == [b"two"]
 
@@ -320,13 +317,13 @@ def test_a_message_is_held_back_until_the_broker_has_told_whether_it_was_there_b
     assert [offset for offset, *_ in go(cursor, broker)] == [6]
 
 
-def test_a_look_up_that_does_not_find_the_message_itself_proves_nothing(monkeypatch):
-    monkeypatch.setattr(pull, "_LOOK_AGAIN_SECONDS", 0.0)
+def test_a_look_up_that_does_not_find_the_message_itself_proves_nothing():
+    at_once = replace(QUICK, read_look_up_pause=0.0)
     copy, original = record(5, properties=OWN), record(2, properties=OWN)
-    cursor, broker = reading(found(copy, end=6), at=5, lookups=[[], [], [original, copy]])
+    cursor, broker = reading(found(copy, end=6), at=5, lookups=[[], [], [original, copy]], timing=at_once)
     assert go(cursor, broker) == [] and cursor.next == 6 and not broker.lookups
-    monkeypatch.setattr(pull, "_INDEX_SECONDS", -1.0)
-    cursor, broker = reading(found(copy, end=6), at=5, lookups=[[], []])
+    never = replace(at_once, index_timeout=-1.0)
+    cursor, broker = reading(found(copy, end=6), at=5, lookups=[[], []], timing=never)
     assert go(cursor, broker) == []
     assert isinstance(cursor.fault, NotSupported) and "messageIndexEnable" in str(cursor.fault)
 

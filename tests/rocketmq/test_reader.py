@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import RemotingError
 from txnbridge_rocketmq.client.groups import Membership
-from txnbridge_rocketmq.client.sending import CheckBack, HalfEnd, WireMessage, end, half_handle, send, send_half
+from txnbridge_rocketmq.client.send_requests import CheckBack, HalfEnd, WireMessage, end, half_address, send, send_half
 
 from tests.core.reading_kit import SOON, values
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, read_all
@@ -93,7 +93,7 @@ def test_a_seek_goes_anywhere_that_is_kept(bridge: Bridge, client: RemotingClien
         reader.seek({(topic, 0): (1,)})
         assert reader.positions() == {(topic, 0): (1,)}
         assert values(reader.take(2)) == [b"1", b"2"]
-        with pytest.raises(InvalidState, match="is not with this reader"):
+        with pytest.raises(InvalidState, match="is not assigned to this reader"):
             reader.seek({(topic, 7): (1,)})
 
 
@@ -251,7 +251,7 @@ def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_mes
         commit(client, half)
         with member(bridge, topic) as reader:
             found = reader.take(1)
-            assert becomes_true(lambda: client.call(BROKER, reading.max_offset(topic, 0), LONG) >= 2)
+            assert becomes_true(lambda: client.call(BROKER, read_requests.max_offset(topic, 0), LONG) >= 2)
             publish(client, topic, b"end")
             assert values(found) + reader.up_to(b"end") == [b"once"]
         for start in (1, 2):
@@ -292,6 +292,6 @@ def test_foreign_halves_with_one_id_are_different_messages(bridge: Bridge, clien
     for body in (b"one", b"two"):  # forked processes of the official client make the same ids
         message = WireMessage(topic, body, unique_key="0" * 32)
         stored = client.call(BROKER, send_half(message, "others", 0), LONG)
-        commit(client, half_handle(topic, "others", stored))
+        commit(client, half_address(topic, "others", stored))
     with member(bridge, topic) as reader:
         assert values(reader.take(2)) == [b"one", b"two"]

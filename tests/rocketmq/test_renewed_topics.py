@@ -1,4 +1,4 @@
-"""A topic that is deleted and made anew under its name is another topic: a position in the one says nothing there."""
+"""A topic that is deleted and created again under its name is another one: a position in one says nothing there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually, send, take, values
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest, fields, nothing
@@ -69,7 +69,7 @@ def test_a_reader_does_not_read_on_in_a_topic_that_was_made_anew_until_it_is_tol
         assert values(take(consumer, 5)) == FEW[5:]
         renew(topic)
         for _ in range(2):
-            with pytest.raises(PositionLost, match="made anew"):
+            with pytest.raises(PositionLost, match="created again"):
                 take(consumer, 1)
         consumer.seek({(topic, 0): (0,)})
         new = take(consumer, len(MORE))
@@ -82,7 +82,7 @@ def test_a_reader_that_waits_for_what_comes_next_is_told_too(bridge: Bridge, top
     with bridge.consumer(topic, start="latest") as consumer:
         assert not consumer.poll(timeout=0.5)
         renew(topic)
-        with pytest.raises(PositionLost, match="made anew"):
+        with pytest.raises(PositionLost, match="created again"):
             take(consumer, 1)
 
 
@@ -97,7 +97,7 @@ def test_a_reader_of_a_topic_that_is_missing_is_told_what_it_is_when_it_is_there
             consumer.poll(timeout=SOON)
         bridge.admin.create_topic(topic, 1)
         send(bridge, topic, *MORE)
-        with pytest.raises(PositionLost, match="made anew"):
+        with pytest.raises(PositionLost, match="created again"):
             take(consumer, 1)
 
 
@@ -110,7 +110,7 @@ def test_a_group_that_comes_back_does_not_read_on_in_a_topic_that_was_made_anew(
     renew(topic)
     with bridge.consumer(topic, group) as consumer:
         for _ in range(2):
-            with pytest.raises(PositionLost, match="made anew"):
+            with pytest.raises(PositionLost, match="created again"):
                 take(consumer, 1)
         consumer.seek({(topic, 0): (2,)})
         with bridge.transaction() as txn:
@@ -128,7 +128,7 @@ def test_a_group_that_began_at_the_end_of_a_topic_does_not_begin_so_far_on_in_th
         eventually(lambda: consumer.assignment, "the partition has come")
     renew(topic)
     with bridge.consumer(topic, group, start="latest") as consumer:
-        with pytest.raises(PositionLost, match="made anew"):
+        with pytest.raises(PositionLost, match="created again"):
             take(consumer, 1)
 
 
@@ -142,10 +142,10 @@ def test_what_was_read_before_a_topic_was_made_anew_moves_nobody_in_the_new_one(
         with bridge.transaction() as txn:
             txn.ack(old)
         assert txn.outcome is Outcome.COMMITTED  # it has read them
-        with pytest.raises(PositionLost, match="made anew"):
+        with pytest.raises(PositionLost, match="created again"):
             take(consumer, 1)
     with bridge.consumer(topic, group) as consumer:
-        with pytest.raises(PositionLost, match="made anew"):
+        with pytest.raises(PositionLost, match="created again"):
             take(consumer, 1)
         consumer.seek({(topic, 0): (0,)})
         assert values(take(consumer, len(MORE))) == MORE
@@ -162,7 +162,7 @@ def test_an_abort_goes_back_to_nothing_in_a_topic_that_was_made_anew(
             txn.ack(take(consumer, 5))
             renew(topic)
             raise ZeroDivisionError
-        with pytest.raises(PositionLost, match="made anew"):
+        with pytest.raises(PositionLost, match="created again"):
             take(consumer, 1)
 
 
@@ -192,7 +192,9 @@ def test_a_group_goes_on_behind_a_message_that_retention_has_dropped(
                 txn.ack(read)
         expire = RpcRequest("dropping old files", _DELETE_EXPIRED, nothing, fields())
         client.call(BROKER, expire, LONG)
-        eventually(lambda: client.call(BROKER, reading.min_offset(topic, 0), LONG) == first, "the rest is dropped")
+        eventually(
+            lambda: client.call(BROKER, read_requests.min_offset(topic, 0), LONG) == first, "the rest is dropped"
+        )
         with bridge.consumer(topic, group) as consumer:
             assert values(take(consumer, 40 - first)) == contents[first:]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, ROCKSDB_HALF_TOPIC
 from txnbridge_rocketmq.client.records import MessageExt
@@ -39,7 +39,7 @@ def one(client: RemotingClient) -> str:
 
 def halves(client: RemotingClient, topic: str) -> int:
     """How many were ever stored in a half topic."""
-    return client.call(BROKER, reading.max_offset(topic, 0), LONG)
+    return client.call(BROKER, read_requests.max_offset(topic, 0), LONG)
 
 
 def test_halves_wait_there_and_what_cannot_be_done_with_them_is_said(
@@ -128,7 +128,7 @@ def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_pa
         assert becomes_true(lambda: asked[last] == 2)
     assert not asked.keys() & given_up
     key = unique_key(one, TransactionSlot(given_up[0], 0))
-    assert client.call(BROKER, reading.by_unique_key(DISCARDED_TOPIC, key), LONG) == []
+    assert client.call(BROKER, read_requests.by_unique_key(DISCARDED_TOPIC, key), LONG) == []
     assert bodies(client, one) == bodies(client, owned) == []
     open_bridge(transactional_id=id, application=application)
     assert (bodies(client, one), bodies(client, owned)) == ([], numbered(3))

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from txnbridge_conformance.plugin import topic  # noqa: F401
 from txnbridge_conformance.suite import *  # noqa: F403
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 
 from tests.rocketmq.kit import BROKER, LONG
@@ -25,8 +25,8 @@ def _nothing_was_published_twice(rocketmq_broker, administrator):
 
 
 def unique_keys(client, topic, queue, end):  # noqa: F811
-    at = client.call(BROKER, reading.min_offset(topic, queue), LONG)
+    at = client.call(BROKER, read_requests.min_offset(topic, queue), LONG)
     while at < end:
-        pulled = client.call(BROKER, reading.pull(topic, queue, at, "counting"), LONG)
+        pulled = client.call(BROKER, read_requests.pull(topic, queue, at, "counting"), LONG)
         yield from ((topic, record.unique_key) for record in pulled.records)
         at = max(at, pulled.next_offset)

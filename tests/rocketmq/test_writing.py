@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, ResponseCode
 from txnbridge_rocketmq.client.errors import NotDurable, ResponseTimeout
 from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.sending import WireMessage, send
+from txnbridge_rocketmq.client.send_requests import WireMessage, send
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.end_transaction import EndSequence, HalfEnder
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, origin_of, unique_key
@@ -26,7 +26,7 @@ from tests.rocketmq import writing_kit
 from tests.rocketmq.half_broker import same_hash
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
-from tests.rocketmq.writing_kit import broker_of, copies, flush, numbered, prepare, times_asked
+from tests.rocketmq.writing_kit import cluster_of, copies, flush, numbered, prepare, times_asked
 from txnbridge import (
     AccessDenied,
     Bridge,
@@ -153,7 +153,7 @@ def test_what_is_published_is_found_behind_a_newer_message_whose_key_has_the_sam
     key = same_hash(unique_key(one, TransactionSlot(Token.parse(token).transaction, 0)))
     for _ in range(5):
         client.call(BROKER, send(WireMessage(one, b"2", unique_key=key), "tests", 0), LONG)
-    assert becomes_true(lambda: len(client.call(BROKER, reading.by_unique_key(one, key), LONG)) == 5)
+    assert becomes_true(lambda: len(client.call(BROKER, read_requests.by_unique_key(one, key), LONG)) == 5)
     assert open_bridge().commit(token) is Outcome.COMMITTED
     assert bodies(client, one) == [b"1", *[b"2"] * 5]
 
@@ -242,10 +242,10 @@ def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
 
 
 def test_more_messages_than_a_transaction_may_have_are_refused_and_the_others_commit(
-    bridge: Bridge, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
+    open_bridge: Open, client: RemotingClient, one: str, with_timing: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("txnbridge_rocketmq.write.writer._MOST_MESSAGES", 3)
-    with bridge.transaction() as txn:
+    with_timing(transaction_messages=3)
+    with open_bridge().transaction() as txn:
         for value in numbered(3):
             txn.send(one, value)
         with pytest.raises(InvalidOption, match="at most 3"):
@@ -415,7 +415,7 @@ def test_a_message_that_a_paused_broker_does_not_answer_in_time_aborts_all(
     with bridge.transaction() as txn:
         txn.send(one, b"first")
     try:
-        with pytest.raises(DeliveryFailed, match="no answer"), bridge.transaction(timeout=2) as txn:
+        with pytest.raises(DeliveryFailed, match="did not respond"), bridge.transaction(timeout=2) as txn:
             txn.send(one, b"never")
             rocketmq_broker.pause()
             assert becomes_true(lambda: is_silent(client, one))  # its threads do not all stop at once
@@ -430,7 +430,7 @@ def test_a_message_that_a_paused_broker_does_not_answer_in_time_aborts_all(
 
 def is_silent(client: RemotingClient, topic: str) -> bool:
     try:
-        client.call(BROKER, reading.max_offset(topic, 0), 0.2)
+        client.call(BROKER, read_requests.max_offset(topic, 0), 0.2)
     except ResponseTimeout:
         return True
     return False
@@ -484,7 +484,7 @@ def test_local_work_that_raises_aborts_what_it_was_to_decide(
 def test_a_message_that_is_stored_but_not_as_asked_aborts_all(
     bridge: Bridge, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DeliveryFailed, match="not as safely"), bridge.transaction() as txn:
+    with pytest.raises(DeliveryFailed, match="not flushed or replicated"), bridge.transaction() as txn:
         txn.send(one, b"1")
         txn.send(one, b"2")
         flush(txn)
@@ -519,7 +519,7 @@ def decision(bridge: Bridge, client: RemotingClient, topic: str, transaction: st
     """What stands in the log about a transaction, found by what its half says."""
     origin = origin_of(copies(client, topic, transaction)[0])
     assert origin is not None
-    ledger = broker_of(bridge)._cluster.context.ledger(writing_kit.APPLICATION, transaction.rsplit("/", 2)[0])
+    ledger = cluster_of(bridge).context.ledger(writing_kit.APPLICATION, transaction.rsplit("/", 2)[0])
     claim = ledger.decided(transaction, Deadline(30), log=origin.log)
     return claim.decision.value if claim else None
 
@@ -606,7 +606,7 @@ def test_a_bridge_that_comes_while_the_broker_restarts_waits_for_it(
     rocketmq_broker.kill()
     try:
         # The name server knows of no broker, once it has noticed.
-        assert becomes_true(lambda: fails_to_connect(open_bridge, "no broker was known to the name server"))
+        assert becomes_true(lambda: fails_to_connect(open_bridge, "knew no running broker"))
     finally:
         with ThreadPoolExecutor(1) as pool:
             opening = pool.submit(open_bridge, timeout=60)
@@ -680,7 +680,7 @@ def test_what_was_decided_and_then_discarded_is_published_by_the_next_bridge(
     ) as child:
         child.stopped()
     key = unique_key(one, TransactionSlot(child.told(), 0))
-    assert becomes_true(lambda: bool(client.call(BROKER, reading.by_unique_key(DISCARDED_TOPIC, key), LONG)), 60)
+    assert becomes_true(lambda: bool(client.call(BROKER, read_requests.by_unique_key(DISCARDED_TOPIC, key), LONG)), 60)
     assert bodies(client, one) == []
     open_bridge(application=application, timeout=2)
     assert becomes_true(lambda: bodies(client, one) == numbered(3))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from txnbridge_rocketmq.broker import RocketMQBroker
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import HALF_TOPIC, Property
 from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 from txnbridge_rocketmq.write.writer import RocketMQWriter
 
@@ -45,7 +46,7 @@ def flush(txn: Transaction) -> None:
 def copies(client: RemotingClient, topic: str, transaction: str, number: int = 0) -> list[MessageExt]:
     """The half of a message and its copies, in the order in which they were stored."""
     key = unique_key(topic, TransactionSlot(transaction, number))
-    return client.call(BROKER, reading.by_unique_key(HALF_TOPIC, key), LONG)
+    return client.call(BROKER, read_requests.by_unique_key(HALF_TOPIC, key), LONG)
 
 
 def times_asked(client: RemotingClient, topic: str, transaction: str) -> int:
@@ -56,6 +57,10 @@ def times_asked(client: RemotingClient, topic: str, transaction: str) -> int:
 def broker_of(bridge: Bridge) -> RocketMQBroker:
     assert isinstance(bridge._connection.broker, RocketMQBroker)
     return bridge._connection.broker
+
+
+def cluster_of(bridge: Bridge) -> RocketMQCluster:
+    return broker_of(bridge)._cluster
 
 
 # --- programs -----------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def test_a_row_that_would_go_back_to_where_it_comes_from_ends_the_pipeline(bridg
 
 @pytest.mark.offline
 def test_a_batch_in_doubt_is_told_as_what_it_is():
-    with pytest.raises(BatchInDoubt, match=r"^batch 3 was decided$"), pipeline._errors_of_ours():
+    with pytest.raises(BatchInDoubt, match=r"^batch 3 was decided$"), pipeline._unwrapping_errors():
         raise PySparkException("Traceback:\npyspark_txnbridge._batch_identity.BatchInDoubt: batch 3 was decided\n")
 
 

@@ -1,4 +1,4 @@
-"""Topics, groups, the cluster's transactions, their end by hand, the repair of missing markers, and the doctor."""
+"""Administration: topics, groups, open transactions and their end by hand, repair of missing markers, the doctor."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.owner import PREPARE
 from txnbridge_kafka.write.prepared import token_of
 
-# The coordinators' states of a transaction that has begun and not ended.
+# The coordinator's states of a transaction that has begun and not ended.
 _UNENDED = (OPEN, "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
-# A writer's transactional.id, plain or for prepared transactions: the bridge's transactional id and a number.
+# A writer's transactional.id is the bridge's transactional id and a suffix, for plain or for prepared transactions.
 _WRITER = re.compile(r"(?P<owner>.+?)(\.\d+|(?P<prepared>(\.[0-9a-f]{16})?\.p\d+))", re.DOTALL)
-# The interval between checks whether all brokers know of a new topic.
+# The pause before a topic's partitions, or the transactions that use a topic, are looked up again.
 _CHECK_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A prepare record, and the ledger in which it was found."""
+    """A prepare record in a decision log, and the ledger that has it."""
 
     entry: LedgerEntry
     ledger: Ledger
@@ -87,14 +87,11 @@ class KafkaAdmin(Admin):
         # An existing topic may also have just been created, so that some brokers do not know it yet.
         count = self._wait_until_known(name, partitions if created else 1, deadline)
         if count != partitions:
-            raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
+            raise InvalidOption(f"topic {name!r} exists already, with {count} partitions")
         return created
 
     def _wait_until_known(self, topic: str, partitions: int, deadline: Deadline) -> int:
-        """Wait until every broker knows so many partitions of a topic, because any broker may get the next request.
-
-        Return the number of partitions.
-        """
+        """Wait until every broker knows so many partitions, since any may get the next request. Return their number."""
         while (count := self._requests.partitions_everywhere(topic, deadline)) < partitions:
             deadline.check(f"waiting until every broker knows topic {topic!r}")
             time.sleep(_CHECK_SECONDS)
@@ -117,7 +114,7 @@ class KafkaAdmin(Admin):
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         while users := [each for each in self._unended(deadline) if any(topic == name for topic, _ in each.partitions)]:
             for last in users:
-                # A transaction that is ending ends within milliseconds, and for its writer it may have ended already.
+                # A transaction that is ending is complete within milliseconds. Its writer may have seen the end.
                 if last.state == OPEN or deadline.left() <= _CHECK_SECONDS:
                     raise InvalidState(f"topic {name!r} is in use by the transaction of {last.id}; end that first")
             time.sleep(_CHECK_SECONDS)
@@ -131,7 +128,7 @@ class KafkaAdmin(Admin):
         offsets = self._cluster.offsets
         counts = offsets.counts(topics, deadline)
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
-        # The ends are read first, and corrected: retention may remove messages between the two requests.
+        # Retention may remove messages between the two requests, so an end is at least the beginning.
         ends, begins = offsets.ends(partitions, deadline), offsets.begins(partitions, deadline)
         return {each: ((begins[each],), (max(begins[each], ends[each]),)) for each in partitions}
 
@@ -155,17 +152,17 @@ class KafkaAdmin(Admin):
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         records = self._records(deadline)
-        return [self._shown(last, records.of(last), deadline) for last in self._unended(deadline, owners)]
+        return [self._info_of(last, records.of(last), deadline) for last in self._unended(deadline, owners)]
 
     def _unended(self, deadline: Deadline, owners: str = "") -> list[TransactionDescription]:
         listed = self._requests.transactions(deadline, _UNENDED)
-        # Fewer ids save time: each described id may be looked up in every decision log.
+        # The ids are filtered first, because each described id may be looked up in every decision log.
         wanted = [each.id for each in listed if owner_of(each.id).startswith(owners)]
         described = self._requests.describe(wanted, deadline)
-        # A transaction that has ended since it was listed is left out.
+        # Transactions that have ended since they were listed are left out.
         return [last for last in described.values() if last.state in _UNENDED]
 
-    def _shown(self, last: TransactionDescription, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
+    def _info_of(self, last: TransactionDescription, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
         if prepared is None:
             token, transaction, messages = None, last.id, None
         else:
@@ -185,9 +182,9 @@ class KafkaAdmin(Admin):
         )
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End a transaction, given by its own id or its writer's transactional.id.
+        """End a transaction. `transaction` is its own id or its writer's transactional.id.
 
-        Aborting a transaction that is not prepared fences its writer, which then opens its id again.
+        A transaction that is not prepared can only be aborted. The abort fences its writer, which opens its id again.
         """
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")
@@ -198,7 +195,7 @@ class KafkaAdmin(Admin):
             token = token_of(prepared.entry, self._cluster, deadline)
             return end_prepared(self._cluster, token, commit, prepared.ledger, deadline)
         if last is None or last.state not in _UNENDED:
-            raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
+            raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or was never begun here")
         if last.state != OPEN:
             return _outcome(last)
         if commit:
@@ -214,51 +211,50 @@ class KafkaAdmin(Admin):
     def _look_up(
         self, transaction: str, records: _PrepareRecords, deadline: Deadline
     ) -> tuple[TransactionDescription | None, _Prepared | None]:
-        """Return the description and the prepare record of a transaction, given by its id or its writer's id.
+        """Find a transaction by its own id or its writer's transactional.id; return its description and prepare record.
 
-        Each is None if it is missing; by the transaction's own id there is no description.
+        Each of the two is None if it is not found. By the transaction's own id only the prepare record is looked up.
         """
-        prepared = records.named(transaction)
+        prepared = records.by_transaction(transaction)
         if prepared is not None:
             return None, prepared
         last = self._requests.describe([transaction], deadline).get(transaction)
         return last, None if last is None else records.of(last)
 
     def _abort(self, last: TransactionDescription, deadline: Deadline) -> Outcome:
-        """Fence the id, which atomically aborts its open transaction (hazard H13), and return the true outcome.
+        """Fence the id, which atomically aborts its open transaction (hazard H13), and return the outcome.
 
-        The writer itself may have ended the transaction since the coordinator described it.
+        The outcome may be a commit: the writer may have ended the transaction just before.
         """
         self._requests.fence(last.id, last.timeout, deadline)
         assert last.start is not None
         status = status_after_fencing(self._cluster, last, deadline)
         if status.state is TokenState.UNKNOWN:
             raise OutcomeUnknown(
-                f"the writer of {last.id} is shut out now, and nothing of it is open. Its transaction was aborted by"
-                f" that, unless it had just been ended by its writer: {status.reason}"
+                f"the writer of {last.id} is fenced, and has no open transaction. Its transaction was aborted, unless"
+                f" the writer had just ended it: {status.reason}"
             )
         return Outcome.COMMITTED if status.state is TokenState.COMMITTED else Outcome.ABORTED
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
-        """Write the missing markers of a hanging transaction by its coordinator's decision; return a report.
+        """Write the missing markers of a hanging transaction, by its coordinator's decision; return a report.
 
-        Its writer must be stopped: the markers would also end a transaction that it begins meanwhile in the same
-        partitions. Raise `NotFound` if no coordinator knows the id, and `InvalidState` if the transaction has not ended
-        or the id is in use.
+        The writer must be stopped: the markers would also end its next transaction in the same partitions. Raise
+        `NotFound` for an unknown id, and `InvalidState` if the transaction has not ended or the id is in use.
         """
         _, prepared = self._look_up(transaction, self._records(deadline), deadline)
         id = transaction if prepared is None else str(prepared.entry.data["id"])
         written = write_missing_markers_of_id(self._cluster, id, deadline)
         if not written:
-            return f"nothing of {id} was forgotten: no partition holds a transaction of it open"
-        return f"wrote the forgotten markers of {id}: {', '.join(written)}"
+            return f"{id} has no missing markers: no partition has an open transaction of it"
+        return f"wrote the missing markers of {id}: {', '.join(written)}"
 
     # --- the doctor ------------------------------------------------------------------------------------------------
 
     def check(self, deadline: Deadline) -> list[Advice]:
-        return list(self._look(deadline))
+        return list(self._run_checks(deadline))
 
-    def _look(self, deadline: Deadline) -> Iterator[Advice]:
+    def _run_checks(self, deadline: Deadline) -> Iterator[Advice]:
         parts: tuple[Callable[[], Iterable[Advice]], ...] = (
             lambda: doctor.check_settings(self._cluster, deadline),
             lambda: doctor.check_topics(self._cluster, deadline),
@@ -273,7 +269,7 @@ class KafkaAdmin(Admin):
 
 
 class _PrepareRecords:
-    """The prepare records of all applications of a cluster, read when they are needed."""
+    """The prepare records in the decision logs of all applications of a cluster, read when they are needed."""
 
     def __init__(self, topics: KafkaTopics, logs: str, context: Context, deadline: Deadline) -> None:
         self._topics = topics
@@ -282,25 +278,25 @@ class _PrepareRecords:
         self._deadline = deadline
         self._applications: list[str] | None = None
         self._by_owner: dict[str, list[_Prepared]] = {}
-        self.unread: TxnBridgeError | None = None  # why a decision log could not be read
+        self.unread: TxnBridgeError | None = None  # the error of a decision log that could not be read
 
     def of(self, last: TransactionDescription) -> _Prepared | None:
-        """Return the prepare record of the described transaction; None if it is not prepared."""
+        """Return the prepare record of a transaction that the coordinator describes; None if it is not prepared."""
         writer = _WRITER.fullmatch(last.id)
         if writer is None or not writer["prepared"] or last.state == "Empty":
             return None
-        return next((each for each in self._all(writer["owner"]) if each.is_about(last)), None)
+        return next((each for each in self._of_owner(writer["owner"]) if each.is_about(last)), None)
 
-    def named(self, transaction: str) -> _Prepared | None:
-        """Return the prepare record of a transaction by its own id, which begins with the transactional id."""
+    def by_transaction(self, transaction: str) -> _Prepared | None:
+        """Return the prepare record of a transaction by its own id, which begins with its owner's transactional id."""
         owner, *rest = transaction.rsplit("/", 2)
         if len(rest) != 2:
             return None
-        return next((each for each in self._all(owner) if each.entry.transaction == transaction), None)
+        return next((each for each in self._of_owner(owner) if each.entry.transaction == transaction), None)
 
-    def _all(self, owner: str) -> list[_Prepared]:
+    def _of_owner(self, owner: str) -> list[_Prepared]:
         if owner not in self._by_owner:
-            ledgers = [self._context.ledger(application, owner) for application in self._logs()]
+            ledgers = [self._context.ledger(application, owner) for application in self._application_names()]
             self._by_owner[owner] = [_Prepared(entry, ledger) for ledger in ledgers for entry in self._entries(ledger)]
         return self._by_owner[owner]
 
@@ -310,11 +306,11 @@ class _PrepareRecords:
         except BrokerUnavailable:
             raise
         except TxnBridgeError as error:
-            # If one decision log cannot be read, the records in all the others are still returned.
+            # The records in the other decision logs are still returned.
             self.unread = error
             return []
 
-    def _logs(self) -> list[str]:
+    def _application_names(self) -> list[str]:
         if self._applications is None:
             names = self._topics.all(self._deadline)
             self._applications = [name[len(self._logs_begin) :] for name in names if name.startswith(self._logs_begin)]
@@ -322,9 +318,9 @@ class _PrepareRecords:
 
 
 def owner_of(id: str) -> str:
-    """Return the bridge's transactional id from which a writer's transactional.id was derived.
+    """Return the bridge's transactional id that a writer's transactional.id begins with.
 
-    An id that no bridge made is returned unchanged.
+    The id of a program without txnbridge is returned unchanged.
     """
     writer = _WRITER.fullmatch(id)
     return id if writer is None else writer["owner"]

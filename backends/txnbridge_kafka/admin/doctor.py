@@ -17,34 +17,34 @@ from txnbridge_kafka.outcome.transaction_state_log import STATE_TOPIC
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import OFFSETS_TOPIC
 
-COORDINATION = (STATE_TOPIC, OFFSETS_TOPIC)
-# The replicas and in-sync replicas wanted: with fewer, the loss or restart of one broker may lose data or stop writes.
-_COPIES, _IN_SYNC = 3, 2
-# Brokers abort expired transactions every ten seconds. One that expired longer ago than this is a problem.
-_LATE_MS = 30_000
+INTERNAL_TOPICS = (STATE_TOPIC, OFFSETS_TOPIC)
+# The least replicas and in-sync replicas: with fewer, the loss or restart of a broker may lose data or stop writes.
+_REPLICAS, _IN_SYNC = 3, 2
+# Brokers abort expired transactions every ten seconds. A transaction that expired longer ago than this is a problem.
+_OVERDUE_MS = 30_000
 
 
 def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
     """Check the brokers' longest transaction time-out, and the cluster's level of the feature transaction.version."""
     version = cluster.requests.transaction_version(deadline)
     if version >= EPOCH_BUMPS:
-        yield Advice("ok", "transaction.version", f"{version}: ending a transaction shuts its writer out")
+        yield Advice("ok", "transaction.version", f"{version}: ending a transaction fences its writer")
     else:
         yield Advice(
             "warning",
             "transaction.version",
-            f"{version}: a writer whose transaction somebody else ended is not shut out at once",
+            f"{version}: a writer is not fenced at once if another process ends its transaction",
             "on Kafka 4: kafka-features.sh upgrade --feature transaction.version=2",
         )
-    yield from _times(cluster, deadline)
+    yield from _check_transaction_timeouts(cluster, deadline)
 
 
-def _times(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
+def _check_transaction_timeouts(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
     settings = cluster.settings
     wanted = settings.timeout + (settings.hold or 0)
     for number, config in cluster.topics.broker_configs(cluster.topics.brokers(deadline), deadline).items():
         if not config:
-            text = f"this user may not see the settings of broker {number}, so nothing is said of them"
+            text = f"this user may not see the settings of broker {number}, so they are not checked"
             yield Advice("warning", "rights", text, "grant it DescribeConfigs on the cluster")
         longest = longest_ms(config) / 1000
         if longest < wanted:
@@ -57,28 +57,28 @@ def _times(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
 
 
 def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """Check replication and in-sync settings of Kafka's internal topics, the decision logs and other own topics."""
+    """Check replication and in-sync settings of Kafka's internal topics and of txnbridge's, such as decision logs."""
     everything = cluster.topics.all(deadline)
     logs = sorted(name for name in everything if name.startswith(cluster.settings.prefix))
-    topics = {name: everything[name] for name in (*COORDINATION, *logs) if name in everything}
+    topics = {name: everything[name] for name in (*INTERNAL_TOPICS, *logs) if name in everything}
     if STATE_TOPIC not in topics:
-        text = "is not to be seen: nobody has used a transaction here yet, or this user may not know"
+        text = "is not visible: no transaction was used here yet, or this user may not see the topic"
         yield Advice("warning", STATE_TOPIC, text, "grant this user Describe on Kafka's own topics")
-    yield from judge(topics, cluster.topics.configs(list(topics), deadline))
+    yield from check_replicas(topics, cluster.topics.configs(list(topics), deadline))
 
 
-def judge(topics: Mapping[str, TopicMetadata], settings: Mapping[str, Mapping[str, str]]) -> Iterator[Advice]:
-    """Yield advice on topics by their numbers of replicas and their settings, as far as the settings are known."""
+def check_replicas(topics: Mapping[str, TopicMetadata], settings: Mapping[str, Mapping[str, str]]) -> Iterator[Advice]:
+    """Yield advice on the replication of topics, by their replicas and their settings, if these are known."""
     for name, topic in topics.items():
         copies = min((len(each.replicas) for each in topic.partitions.values()), default=0)
-        findings = list(_weak(copies, settings[name]))
+        findings = list(_replication_findings(copies, settings[name]))
         if not findings:
-            yield Advice("ok", name, f"{copies} copies, and what is stored is on {_IN_SYNC} of them")
+            yield Advice("ok", name, f"{copies} copies, and each record is on at least {_IN_SYNC} of them")
         for level, text, remedy in findings:
             yield Advice(level, name, text, remedy)
 
 
-def _weak(copies: int, settings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+def _replication_findings(copies: int, settings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     configured = settings.get("min.insync.replicas")
     in_sync = _IN_SYNC if configured is None else int(configured)
     has = f"has {'1 copy' if copies == 1 else f'{copies} copies'}"
@@ -88,23 +88,23 @@ def _weak(copies: int, settings: Mapping[str, str]) -> Iterator[tuple[str, str, 
             f"{has} and min.insync.replicas={in_sync}: nothing can be stored in it",
             "give it more replicas (kafka-reassign-partitions.sh)",
         )
-    if copies < _COPIES:
+    if copies < _REPLICAS:
         text = f"{has}: with the loss of a broker it may be lost"
-        yield "warning", text, f"give it {_COPIES} replicas (kafka-reassign-partitions.sh)"
+        yield "warning", text, f"give it {_REPLICAS} replicas (kafka-reassign-partitions.sh)"
     if copies > 1 and in_sync < _IN_SYNC:
-        yield "warning", "what is stored may be on one broker only", f"set min.insync.replicas={_IN_SYNC}"
+        yield "warning", "a stored record may be on one broker only", f"set min.insync.replicas={_IN_SYNC}"
     if settings.get("unclean.leader.election.enable") == "true":
         text = "a broker that lacks records may become leader"
         yield "warning", text, "set unclean.leader.election.enable=false"
 
 
 def check_open(transactions: Iterable[OpenTransaction], settings: KafkaSettings) -> Iterator[Advice]:
-    """Report open transactions for which readers wait, and for how long they may still be open."""
+    """Report prepared transactions, and open ones that are older than the bridge's time-out: readers wait for them."""
     now = int(time.time() * 1000)
     for each in transactions:
         age = 0 if each.since is None else (now - each.since) // 1000
-        if each.expires_at is not None and now > each.expires_at + _LATE_MS:
-            text, level = f"{each.state} since {age} s, and its time is over: the broker does not end it", "problem"
+        if each.expires_at is not None and now > each.expires_at + _OVERDUE_MS:
+            text, level = f"{each.state} since {age} s, and it has expired: the broker does not abort it", "problem"
         elif each.state == "prepared" or age > settings.timeout:
             left = "" if each.expires_at is None else f", for up to {max(0, each.expires_at - now) // 1000} s more"
             text, level = f"{each.state} since {age} s; readers wait for its end{left}", "warning"
@@ -116,14 +116,14 @@ def check_open(transactions: Iterable[OpenTransaction], settings: KafkaSettings)
 
 
 def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """Report hanging transactions: open in a partition, but ended at their coordinator or unknown to all of them."""
+    """Report hanging transactions: open in a partition, but ended at their coordinator, or unknown to every one."""
     seen = survey(cluster, deadline)
     for each in seen.hanging:
         id = each.description.id
         yield Advice(
             "problem",
             f"transaction {id}",
-            f"has ended, and the broker forgot that in {listed(each.open_in)}: readers wait there for ever",
+            f"has ended, but its control marker is missing in {listed(each.open_in)}: readers wait there for ever",
             f"stop its writer, then: txnbridge transactions repair {shlex.quote(id)} --yes --reason TEXT",
         )
     for pid, open_in in seen.unknown.items():
@@ -134,7 +134,7 @@ def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]
             "kafka-transactions.sh abort, once it is certain that it was not committed",
         )
     if seen.unread:
-        text = f"this user may not read {seen.unread} of the partitions that it sees, so nothing is said of those"
+        text = f"this user may not read {seen.unread} of the partitions that it sees, so they are not checked"
         yield Advice("warning", "rights", text, "grant it Read on their topics")
     if not (seen.hanging or seen.unknown):
-        yield Advice("ok", "markers", "what has ended has ended in all partitions that this user may read")
+        yield Advice("ok", "markers", "no control marker is missing in the partitions that this user may read")

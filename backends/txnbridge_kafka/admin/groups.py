@@ -1,4 +1,4 @@
-"""Administration of consumer groups: their members, positions and lag, and the reset of their positions."""
+"""Administration of consumer groups: their members, committed offsets and lag, and the reset of their offsets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, resu
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import kafka_error, translate
 
-_MEMBERS = {KafkaError.NON_EMPTY_GROUP, KafkaError.UNKNOWN_MEMBER_ID}
-_KINDS = {ConsumerGroupType.CLASSIC, ConsumerGroupType.CONSUMER}
+_HAS_MEMBERS = {KafkaError.NON_EMPTY_GROUP, KafkaError.UNKNOWN_MEMBER_ID}
+_CONSUMER_GROUP_TYPES = {ConsumerGroupType.CLASSIC, ConsumerGroupType.CONSUMER}
 
 
 class KafkaGroups:
-    """The consumer groups of a cluster. An object serves one call of the administrator, until its deadline."""
+    """The consumer groups of a cluster, for one call of an administrator, until the call's deadline."""
 
     def __init__(self, cluster: KafkaCluster, deadline: Deadline) -> None:
         self._cluster = cluster
@@ -29,11 +29,11 @@ class KafkaGroups:
         """Return every group's name with the number of its members."""
         what = "listing groups"
         listed = self._result(self._client.list_consumer_groups(request_timeout=seconds(self._deadline)), what)
-        names = [each.group_id for each in listed.valid if each.type in _KINDS]
+        names = [each.group_id for each in listed.valid if each.type in _CONSUMER_GROUP_TYPES]
         return {name: len(group.members) for name, group in self._described(names).items()}
 
     def describe(self, name: str) -> GroupInfo:
-        """Return a group's members, positions and lag. Raise `NotFound` if it has neither members nor positions."""
+        """Return a group's members, offsets and lag. Raise `NotFound` if it has neither members nor offsets."""
         members = tuple(
             GroupMember(
                 each.member_id,
@@ -44,7 +44,7 @@ class KafkaGroups:
         )
         positions = self._positions(name)
         if not members and not positions:
-            raise NotFound(f"there is no group {name!r}; `txnbridge groups list` shows those that there are")
+            raise NotFound(f"there is no group {name!r}; `txnbridge groups list` shows all groups")
         ends = self._cluster.offsets.ends(positions, self._deadline)
         return GroupInfo(
             name,
@@ -54,19 +54,19 @@ class KafkaGroups:
         )
 
     def reset(self, name: str, to: str | int, topics: Sequence[str] | None) -> dict[Partition, Position]:
-        """Set a group's positions to the earliest or latest offsets or to a time, and return them.
+        """Set a group's offsets to "earliest", "latest" or a time in milliseconds, and return the new offsets.
 
-        Raise `NotFound` if the group does not exist or has no position in a topic, and `InvalidState` if it has members
-        or acknowledgements in an open transaction.
+        Raise `NotFound` if the group does not exist or has no offset in a given topic, and `InvalidState` if it has
+        members, or acknowledgements in an open transaction.
         """
         positions = self.describe(name).positions
         for topic in topics or ():
             if topic not in {each for each, _ in positions}:
                 raise NotFound(f"group {name!r} has never read topic {topic!r}")
         wanted = [partition for partition in positions if topics is None or partition[0] in topics]
-        # An open transaction with acknowledgements would overwrite the new positions when it commits.
+        # The commit of an open transaction with acknowledgements would overwrite the new offsets.
         if len(self._cluster.offsets.committed(name, wanted, self._deadline, decided=True)) < len(wanted):
-            raise InvalidState(f"a transaction that has not ended has acknowledged messages for {name!r}: end it first")
+            raise InvalidState(f"an open transaction has acknowledged messages for group {name!r}: end it first")
         targets = self._offsets_at(wanted, to)
         offsets = ConsumerGroupTopicPartitions(name, [TopicPartition(*p, at) for p, at in targets.items()])
         answer = self._client.alter_consumer_group_offsets([offsets], request_timeout=seconds(self._deadline))[name]
@@ -88,7 +88,7 @@ class KafkaGroups:
         return {name: self._result(answer, f"looking at group {name!r}") for name, answer in answers.items()}
 
     def _positions(self, name: str) -> dict[Partition, int]:
-        """Return a group's positions in the topics that still exist."""
+        """Return a group's committed offsets in the topics that still exist."""
         asked = [ConsumerGroupTopicPartitions(name)]
         answers = self._client.list_consumer_group_offsets(asked, request_timeout=seconds(self._deadline))
         offsets = self._result(answers[name], f"reading the positions of group {name!r}").topic_partitions
@@ -103,6 +103,6 @@ class KafkaGroups:
 
     def _refusal(self, error: KafkaException, what: str, group: str) -> Exception:
         cause = kafka_error(error)
-        if cause is not None and cause.code() in _MEMBERS:
+        if cause is not None and cause.code() in _HAS_MEMBERS:
             return InvalidState(f"group {group!r} has members: stop them first")
         return translate(error, what)

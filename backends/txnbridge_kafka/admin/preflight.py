@@ -1,4 +1,4 @@
-"""The check at connecting: replication of Kafka's internal topics and of the bridge's decision log."""
+"""The check when a bridge connects: the replication of Kafka's internal topics and of the bridge's decision log."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from confluent_kafka.admin._metadata import ClusterMetadata
 
 from txnbridge.errors import BrokerUnavailable
 from txnbridge.spi import Advice, Deadline
-from txnbridge_kafka.admin.doctor import COORDINATION, judge
+from txnbridge_kafka.admin.doctor import INTERNAL_TOPICS, check_replicas
 from txnbridge_kafka.cluster import KafkaCluster
 
-# The time for the check, which only warns and must not delay connecting: a broker answers within milliseconds.
-_SECONDS = 2.0
+# The longest check: it must not delay connecting. A running broker answers within milliseconds.
+_CHECK_SECONDS = 2.0
 
 _log = logging.getLogger("txnbridge")
 
 
 def check_topics(cluster: KafkaCluster, log: str, overview: ClusterMetadata, deadline: Deadline) -> dict[str, Advice]:
-    """Check replication and in-sync settings of Kafka's internal topics and of the decision log; log warnings.
+    """Check replication and in-sync settings of Kafka's internal topics and of the decision log, and log warnings.
 
-    Return, by name, the topics in which no record can be stored. A cluster of one broker gets no other warning. Topics
-    and settings that this user may not see are not checked.
+    Return, by name, the topics in which no record can be stored; in a cluster of one broker only these are logged.
+    Topics and settings that this user may not see are not checked.
     """
-    topics = {name: overview.topics[name] for name in (*COORDINATION, log) if name in overview.topics}
+    topics = {name: overview.topics[name] for name in (*INTERNAL_TOPICS, log) if name in overview.topics}
     try:
-        settings = cluster.topics.configs(list(topics), Deadline(min(_SECONDS, deadline.left())))
+        settings = cluster.topics.configs(list(topics), Deadline(min(_CHECK_SECONDS, deadline.left())))
     except BrokerUnavailable:
         return {}
-    findings = list(judge(topics, settings))
+    findings = list(check_replicas(topics, settings))
     problems = {advice.subject: advice for advice in findings if advice.level == "problem"}
     warnings = [advice for advice in findings if advice.level == "warning" and len(overview.brokers) > 1]
     for advice in (*problems.values(), *warnings):

@@ -1,4 +1,4 @@
-"""kafka-python's connections to a cluster, whose event loop runs only on the thread that sends a request."""
+"""kafka-python's connections to a cluster. Their event loop runs only on the thread that sends a request."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any, TypeVar
 from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
 from txnbridge.spi import Partition
 from txnbridge_kafka.client import kafka_python, messages
-from txnbridge_kafka.client.kafka_python import loop, quiet
+from txnbridge_kafka.client.kafka_python import event_loop, quiet
 from txnbridge_kafka.client.responses import DONE, EPOCH_BUMPS, NO_LEADER, UNKNOWN_TOPIC, RetryLaterError, check
 
 T = TypeVar("T")
 
 # The kinds of coordinators in FindCoordinator.
 _GROUP, _TRANSACTION = 0, 1
-# The most coordinators of transactional ids and groups that `Connections` caches.
-_MOST_KNOWN = 1000
-# Exceptions that a malformed answer of a broker causes, in kafka-python or in this package.
+# `Connections` caches the coordinators of at most so many transactional ids and groups.
+_MOST_CACHED_COORDINATORS = 1000
+# Exceptions that a broker's malformed answer causes, in kafka-python or in this package.
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, struct.error)
-# The longest wait for a broker's answer: the broker may hang while another is coordinator. Then it is looked up again.
-PATIENCE = 5.0
+# The longest wait for a broker's answer. A hanging broker may no longer be the coordinator, which is then looked up.
+LONGEST_ATTEMPT = 5.0
 
 
 class Connections:
-    """An event loop of kafka-python with its connections, run by one thread at a time, within a time limit.
+    """kafka-python's event loop with its connections. One thread at a time runs the loop, to send a request.
 
-    The loop makes no progress while no thread runs it. kafka-python's log lines are dropped meanwhile: there would be
-    one for each attempt to connect to a stopped broker, and debug lines hold passwords. The errors have the details.
+    kafka-python's log lines are dropped: there would be one for each attempt to connect to a stopped broker, and debug
+    lines have passwords. The errors have the details.
     """
 
     bootstrap_node = "bootstrap-0"  # kafka-python's name of the server in the URL
@@ -41,7 +41,7 @@ class Connections:
         self._coordinators: dict[tuple[int, str], int] = {}
         with quiet():
             self._sockets: list[socket.socket] = []
-            self._net = loop(self._sockets)
+            self._net = event_loop(self._sockets)
             self._manager = kafka_python.KafkaConnectionManager(self._net, **{**config, "bootstrap_servers": server})
 
     def run(self, attempt: Callable[[Connections], Awaitable[T]], seconds: float) -> T:
@@ -61,7 +61,7 @@ class Connections:
         return result
 
     def notice_closed(self) -> None:
-        """Let the event loop notice the connections that were closed while no thread ran it."""
+        """Run the event loop once, so that it notices connections that brokers have closed since the last request."""
         with quiet():
             self._net.poll(timeout_ms=0)
 
@@ -74,11 +74,11 @@ class Connections:
 
     async def connect(self, node: Any) -> Any:
         try:
-            # Without kafka-python's refresh of metadata in the background, which would be repeated for ever.
+            # With its default kafka-python would refresh metadata in the background after an error, for ever.
             return await self._manager.get_connection(node, refresh_metadata_on_err=False)
         except (kafka_python.errors.KafkaError, OSError, TxnBridgeError):
             raise
-        except Exception as error:  # an error of the OAuth token provider, whose text may hold a secret
+        except Exception as error:  # an error of the OAuth token provider; its text may have a secret
             raise BrokerUnavailable(f"logging in to the broker failed with {type(error).__name__}") from error
 
     async def send(self, node: Any, request: Any) -> Any:
@@ -86,7 +86,7 @@ class Connections:
         return await connection.send_request(request)
 
     async def metadata(self, topics: Iterable[str] = (), node: Any = bootstrap_node) -> Any:
-        """Return a node's metadata of topics, and update the addresses of the brokers from it."""
+        """Return a node's metadata of topics, and take the brokers' addresses from the answer."""
         asked = [kafka_python.MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
         answer = await self.send(node, kafka_python.MetadataRequest(topics=asked, allow_auto_topic_creation=False))
         self._manager.cluster.update_metadata(answer)
@@ -104,10 +104,10 @@ class Connections:
         return node
 
     async def coordinators(self, ids: Sequence[str], kind: int = _TRANSACTION) -> dict[int, list[str]]:
-        """Return, by node, the transactional ids or groups that it coordinates, from a cache or by FindCoordinator."""
+        """Group transactional ids, or groups, by their coordinator's node, from a cache or by FindCoordinator."""
         unknown = [id for id in ids if (kind, id) not in self._coordinators]
         if unknown:
-            if len(self._coordinators) > _MOST_KNOWN:
+            if len(self._coordinators) > _MOST_CACHED_COORDINATORS:
                 self.forget_coordinators()
                 unknown = list(ids)
             request = kafka_python.FindCoordinatorRequest(
@@ -124,11 +124,11 @@ class Connections:
         return nodes
 
     def forget_coordinators(self) -> None:
-        """Clear the cache of coordinators, because they may have moved."""
+        """Clear the cache of coordinators. Called after an error, because a coordinator may have moved."""
         self._coordinators.clear()
 
     async def leaders(self, partitions: Iterable[Partition]) -> dict[int, list[Partition]]:
-        """Return, by node, which of these partitions it leads. A partition that does not exist is absent."""
+        """Group partitions by their leader's node. A partition that does not exist is absent."""
         wanted = set(partitions)
         leaders: dict[int, list[Partition]] = defaultdict(list)
         for topic in (await self.metadata(sorted({name for name, _ in wanted}))).topics:
@@ -153,12 +153,12 @@ class Connections:
         return counts
 
     async def transaction_version(self, node: Any) -> int:
-        """Return the finalised level of the feature transaction.version by a node's answer; 0 if it has none."""
-        levels = (await self.send(node, messages.features())).finalized_features or ()
+        """Ask a node for the cluster's finalised level of the feature transaction.version; 0 if there is none."""
+        levels = (await self.send(node, messages.api_versions_request())).finalized_features or ()
         return max((int(each.max_version_level) for each in levels if each.name == "transaction.version"), default=0)
 
     async def bumps_epochs(self, node: Any) -> bool:
-        """Return whether a node takes EndTxn version 5. The level is cached: older versions work if it rises later."""
+        """Return whether a node accepts EndTxn version 5. The level is cached: older versions stay valid."""
         if node not in self._levels:
             self._levels[node] = await self.transaction_version(node)
         return self._levels[node] >= EPOCH_BUMPS  # brokers support EndTxn 5 only from this level on

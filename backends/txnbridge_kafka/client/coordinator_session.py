@@ -1,4 +1,4 @@
-"""A connection to the coordinator of one transactional id that is never re-established."""
+"""A connection to a transactional id's coordinator, which proves that control markers are written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_kafka.client import kafka_python, messages
-from txnbridge_kafka.client.connections import PATIENCE, Connections
+from txnbridge_kafka.client.connections import LONGEST_ATTEMPT, Connections
 from txnbridge_kafka.client.responses import (
     ENDING,
     TRANSACTIONAL_ID_NOT_FOUND,
@@ -18,30 +18,30 @@ from txnbridge_kafka.client.responses import (
     check,
 )
 
-# The pauses between requests while the coordinator writes control markers, which mostly takes milliseconds.
+# The pause between requests, which is doubled each time, while the coordinator writes control markers.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
 class CoordinatorSession:
-    """A connection to the coordinator of a transactional id that is never re-established. One thread at a time.
+    """A connection to a transactional id's coordinator that is never re-established. One thread at a time.
 
-    A broker that answers on this connection has run since the connection was made. So if it describes a transaction
-    that ended meanwhile as complete, the control markers are written. A broker that was killed and restarted describes
-    the same state, and may have forgotten the markers (hazard H6).
+    A broker that answers on this connection has run since the connection was made. So if the broker says that a
+    transaction is complete that ended since then, its control markers are written. A broker that was killed and
+    restarted says the same, but may never write the markers (hazard H6).
     """
 
     def __init__(
         self, id: str, connections: Connections, connection: Any, give_back: Callable[[Connections], None]
     ) -> None:
         self._id = id
-        self._connections: Connections | None = connections  # None once the connection is lost, or given back
+        self._connections: Connections | None = connections  # None after the connection was lost or given back
         self._connection = connection
         self._give_back = give_back
-        # The id's state when the session began; None if the coordinator does not know the id.
+        # The id's description when the connection was made; None if the coordinator did not know the id.
         self.first_description: TransactionDescription | None = None
 
     def last_transaction(self, deadline: Deadline) -> TransactionDescription | None:
-        """Wait until the last transaction's control markers are written, and describe the transaction.
+        """Wait until the coordinator has written the last transaction's control markers, and return its description.
 
         Return None if the connection was lost, or if the coordinator does not know the id.
         """
@@ -49,7 +49,7 @@ class CoordinatorSession:
         while self._connections is not None:
             try:
                 self._connections.notice_closed()
-                last = self._connections.run(self.describe, min(deadline.left(), PATIENCE))
+                last = self._connections.run(self.describe, min(deadline.left(), LONGEST_ATTEMPT))
             except (kafka_python.errors.KafkaError, OSError, TxnBridgeError, RetryLaterError):
                 self._connections.close()
                 self._connections = None
@@ -69,10 +69,10 @@ class CoordinatorSession:
         if each.error_code == TRANSACTIONAL_ID_NOT_FOUND:
             return None
         check(each.error_code, f"describing the transactional id {self._id!r}")
-        return messages.described(each)
+        return messages.transaction_description(each)
 
     def close(self) -> None:
-        """Return the connection to its `RequestRunner`. Safe to repeat."""
+        """Give the connection back to the `RequestRunner`, for other requests. Safe to repeat."""
         connections, self._connections = self._connections, None
         if connections is not None:
             self._give_back(connections)

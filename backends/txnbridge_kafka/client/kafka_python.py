@@ -39,14 +39,14 @@ __all__ = [
     "WriteTxnMarkersRequest",
     "check_version",
     "errors",
-    "loop",
+    "event_loop",
     "quiet",
     "silence",
 ]
 
 _import_failed: ImportError | None = None
 with warnings.catch_warnings():
-    # kafka-python reads its schemas by a function that Python 3.11 and 3.12 call deprecated, and 3.13 does not.
+    # kafka-python loads its schemas by a function that is deprecated in Python 3.11 and 3.12, and not in 3.13.
     warnings.simplefilter("ignore", DeprecationWarning)
     try:
         from kafka import errors  # type: ignore[import-untyped]
@@ -89,31 +89,31 @@ def check_version() -> None:
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if not (3, 0, 12) <= numbers < (3, 1):
         raise BackendMissing(
-            f"kafka-python {version} is installed and will not do: pip install 'kafka-python>=3.0.12,<3.1'"
+            f"kafka-python {version} is installed and not supported: pip install 'kafka-python>=3.0.12,<3.1'"
         )
     if _import_failed is not None:
         raise BackendMissing(
-            f"kafka-python {version} is installed and cannot be imported: {_import_failed}. A file beside your program"
-            " with the name of one of Python's own modules does this, too"
+            f"kafka-python {version} is installed and cannot be imported: {_import_failed}. One cause is a file in your"
+            " program's directory with the name of a module of Python's standard library"
         ) from _import_failed
 
 
-def loop(sockets: list[socket.socket]) -> Any:
-    """Return an event loop that adds its sockets to `sockets`: kafka-python leaks sockets that never connected."""
+def event_loop(sockets: list[socket.socket]) -> Any:
+    """Return an event loop that records its sockets, to be closed: kafka-python leaks sockets that never connected."""
 
     class Loop(NetworkSelector):  # type: ignore[misc]
         def wait_read(self, fileobj: Any, timeout_at: float | None = None) -> Any:
-            _remember(sockets, fileobj)
+            _track(sockets, fileobj)
             return super().wait_read(fileobj, timeout_at)
 
         def wait_write(self, fileobj: Any, timeout_at: float | None = None) -> Any:
-            _remember(sockets, fileobj)
+            _track(sockets, fileobj)
             return super().wait_write(fileobj, timeout_at)
 
     return Loop()
 
 
-def _remember(sockets: list[socket.socket], new: socket.socket) -> None:
+def _track(sockets: list[socket.socket], new: socket.socket) -> None:
     if new not in sockets:
         sockets[:] = [each for each in sockets if each.fileno() >= 0] + [new]
 
@@ -123,6 +123,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
+    """Drop the log lines that kafka-python writes on this thread, by the filter that `silence` installs."""
     _thread.quiet = True
     try:
         yield
@@ -130,13 +131,13 @@ def quiet() -> Iterator[None]:
         _thread.quiet = False
 
 
-def _is_wanted(record: logging.LogRecord) -> bool:
+def _is_not_quiet(record: logging.LogRecord) -> bool:
     return not getattr(_thread, "quiet", False)
 
 
 def silence() -> None:
-    """Drop kafka-python's log lines on threads inside `quiet`; lines of the application's own clients are kept."""
-    # A logger's filter does not apply to its child loggers, so each logger gets it.
+    """Install the filter for `quiet`. Log lines of the application's own kafka-python clients are kept."""
+    # A logger's filter does not apply to its child loggers, so each logger gets the filter.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("kafka."):
-            logging.getLogger(name).addFilter(_is_wanted)
+            logging.getLogger(name).addFilter(_is_not_quiet)

@@ -1,7 +1,7 @@
 """confluent-kafka's clients, made safe for forks, and calls of them with deadlines.
 
-A fork does not copy a client's threads. A forked child in which a client is freed (by a garbage collection, or at its
-exit) waits for the threads and dies of a segmentation fault. So a child keeps all clients, and never uses them.
+A fork does not copy a client's threads. A forked child that frees a client (by a garbage collection, or at its exit)
+waits for those threads, and dies of a segmentation fault. So a child keeps all inherited clients without using them.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from txnbridge_kafka.settings import KafkaSettings
 # Without a handler Python would print the clients' log lines in a program that configures no logging.
 logging.getLogger("txnbridge.kafka").addHandler(logging.NullHandler())
 
-# The shortest time limit of a call: the clients accept no zero, and no broker answers faster.
+# The shortest time limit of a call: the clients do not accept 0, and no broker answers faster.
 LEAST_SECONDS = 0.01
-# The time after which a request is repeated: a broker that leaves the cluster meanwhile never answers.
-PATIENCE = 3.0
+# After so many seconds without an answer a request is repeated, because its broker may have left the cluster.
+CALL_LIMIT = 3.0
 
 # The size of a producer's buffer for a slow broker. If the buffer is full, a sender waits for room.
 _BUFFER_KBYTES = 64 * 1024
 
-_GROUP_METADATA = b"CGMDv2:"  # how confluent-kafka's `consumer_group_metadata` begins
+_GROUP_METADATA = b"CGMDv2:"  # the first bytes of confluent-kafka's `consumer_group_metadata`
 
 _clients: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def seconds(deadline: Deadline) -> float:
-    """Return the time left until a deadline as a time limit for a client's call, which must not be zero."""
+    """Return the time left until a deadline, as a time limit for a client's call, which must not be 0."""
     return max(deadline.left(), LEAST_SECONDS)
 
 
 def ignore(error: KafkaError) -> None:
-    """Ignore an error in a client's `error_cb`: the client also logs it, and the failing call raises its own error."""
+    """Ignore an error: a client's `error_cb`. The client also logs the error, and the failing call raises one."""
 
 
-def settle(client: Any, topic: str, deadline: Deadline) -> None:
+def warm_up(client: Any, topic: str, deadline: Deadline) -> None:
     """Wait until a new client has replaced its bootstrap connection and has the metadata of a topic, if it exists.
 
-    A client drops its first connection when it has learned the brokers, and loses the requests on it: it repeats one
-    for a coordinator or a producer id after half a second, for the leaders of partitions after three, for the end of a
-    partition sometimes never. It repeats only a metadata request at once, so two are made: the first answer may still
-    come on the dropped connection, the second does not. Errors are ignored, because the next call raises them again.
+    A client drops its first connection as soon as it knows the brokers, and loses the requests on that connection. It
+    repeats some of them after up to three seconds, and a request for the end of a partition sometimes never. Only a
+    metadata request is repeated at once. So two are made: the first answer may still come on the dropped connection,
+    the second does not. Errors are ignored, because the next call raises them again.
     """
     with suppress(KafkaException):
         for _ in range(2):
@@ -66,10 +66,10 @@ def settle(client: Any, topic: str, deadline: Deadline) -> None:
 
 
 def refresh_metadata(client: Any, deadline: Deadline, topic: str | None = None) -> ClusterMetadata:
-    """Refresh a client's metadata of one topic or all; repeat after a time-out. Raise the client's `KafkaException`."""
+    """Refresh a client's metadata of one topic, or of all; repeat after a time-out. Raise `KafkaException`."""
     while True:
         try:
-            metadata: ClusterMetadata = client.list_topics(topic, min(seconds(deadline), PATIENCE))
+            metadata: ClusterMetadata = client.list_topics(topic, min(seconds(deadline), CALL_LIMIT))
         except KafkaException as error:
             if error.args[0].code() != KafkaError._TIMED_OUT or deadline.expired:
                 raise
@@ -78,9 +78,9 @@ def refresh_metadata(client: Any, deadline: Deadline, topic: str | None = None) 
 
 
 def result_of(answer: Future[Any], what: str, deadline: Deadline) -> Any:
-    """Return a client's future result. Raise its `KafkaException`, or `DeadlineExceeded` if the future is late."""
+    """Return the result of a client's future. Raise its `KafkaException`, or `DeadlineExceeded`."""
     try:
-        # The client ends the future at the deadline; it checks its clock only a few times a second.
+        # The client ends the future itself at the deadline, up to a second late.
         return answer.result(deadline.left() + 1)
     except FutureTimeoutError:
         raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s") from None
@@ -107,10 +107,10 @@ class ConfluentAdminClient(confluent_kafka.admin.AdminClient):
 def make_producer(
     settings: KafkaSettings, failed: Callable[[KafkaError], object], own: Mapping[str, Any]
 ) -> ConfluentProducer:
-    """Return a new producer that calls `failed` for each message that it could not store.
+    """Return a new producer that calls `failed` with the error of each message that could not be stored.
 
-    `failed` must not be a method of the object that holds the producer: in such a reference cycle the producer would
-    keep its connections until a garbage collection. Raise `InvalidOption` if the client refuses the settings.
+    `failed` must not be a method of the producer's owner: such a reference cycle would keep the connections open until
+    a garbage collection. Raise `InvalidOption` if the client refuses the settings.
     """
 
     def delivered(error: KafkaError | None, message: object) -> None:
@@ -144,12 +144,12 @@ def milliseconds(timestamp: int | None) -> int:
 
 
 def too_large(topic: str) -> InvalidOption:
-    return InvalidOption(f"a message to {topic} is larger than the client's bound (message.max.bytes)")
+    return InvalidOption(f"a message to {topic} is larger than the client's limit (message.max.bytes)")
 
 
 @dataclass(frozen=True)
 class GroupMembership:
-    """A group member's identity at its coordinator; for no member the generation is -1 and the name is empty."""
+    """A group member's identity at its coordinator. Without membership the generation is -1 and the name is empty."""
 
     group: str
     generation: int
@@ -164,22 +164,22 @@ def membership_of(metadata: bytes) -> GroupMembership:
             raise ValueError
         (generation,) = struct.unpack_from("<i", metadata, len(_GROUP_METADATA))
         group, name, rest = metadata[len(_GROUP_METADATA) + 4 :].split(b"\0", 2)
-        # The last field begins with a byte: 1 if there is no group instance id, 0 if one follows.
+        # The last field begins with a byte: 1 if there is no group instance id, 0 before a group instance id.
         instance = None if rest == b"\1" else rest[1:-1].decode()
         if instance is not None and (rest[:1], rest[-1:]) != (b"\0", b"\0"):
             raise ValueError
         return GroupMembership(group.decode(), generation, name.decode(), instance)
     except (ValueError, struct.error) as error:
         raise BackendMissing(
-            "this version of confluent-kafka describes the members of a group in a way that is not known here; install"
-            " the version that txnbridge asks for"
+            "this version of confluent-kafka has an unknown format of group metadata; install the version that"
+            " txnbridge requires"
         ) from error
 
 
-def _keep() -> None:
+def _never_free_clients() -> None:
     for client in list(_clients):
-        # With one more reference than Python objects hold, a client is not freed even at the interpreter's exit.
+        # With this additional reference the client is not freed even at the interpreter's exit.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
 
-os.register_at_fork(after_in_child=_keep)
+os.register_at_fork(after_in_child=_never_free_clients)

@@ -22,12 +22,12 @@ _READ_COMMITTED = 1
 _TOPIC_ID = "txnbridge-topic-id:"
 
 
-def features() -> Any:
+def api_versions_request() -> Any:
     name = "txnbridge"
     return kafka_python.ApiVersionsRequest(client_software_name=name, client_software_version="1", min_version=3)
 
 
-def times_of(partitions: Iterable[Partition], times: Mapping[Partition, int]) -> Any:
+def list_offsets_request(partitions: Iterable[Partition], times: Mapping[Partition, int]) -> Any:
     kind = kafka_python.ListOffsetsRequest.ListOffsetsTopic
     topics = [
         kind(
@@ -46,7 +46,7 @@ def times_of(partitions: Iterable[Partition], times: Mapping[Partition, int]) ->
     )
 
 
-def positions_of(group: str, partitions: Iterable[Partition], decided: bool) -> Any:
+def offset_fetch_request(group: str, partitions: Iterable[Partition], decided: bool) -> Any:
     topics = [
         kafka_python.OffsetFetchRequest.OffsetFetchRequestTopic(name=topic, partition_indexes=numbers)
         for topic, numbers in by_topic(partitions).items()
@@ -56,13 +56,13 @@ def positions_of(group: str, partitions: Iterable[Partition], decided: bool) -> 
     )
 
 
-def group_added(id: str, pid: int, epoch: int, group: str) -> Any:
+def add_offsets_request(id: str, pid: int, epoch: int, group: str) -> Any:
     return kafka_python.AddOffsetsToTxnRequest(
         transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group, max_version=3
     )
 
 
-def acknowledgement(
+def txn_offset_commit_request(
     id: str,
     pid: int,
     epoch: int,
@@ -102,19 +102,19 @@ def acknowledgement(
 
 
 def metadata_of(topic_id: str | None) -> str:
-    """Return the metadata text stored with a group's position: the id of the topic of the position."""
+    """Return the metadata of a committed offset: the topic's id, by which a reader notices a topic created again."""
     return "" if topic_id is None else f"{_TOPIC_ID}{topic_id}"
 
 
-def committed(partition: Any) -> CommittedOffset | None:
+def committed_offset(partition: Any) -> CommittedOffset | None:
     if partition.committed_offset < 0:
         return None
-    metadata = (partition.metadata or "").rstrip("\0")  # confluent-kafka also stores the final zero of its C string
+    metadata = (partition.metadata or "").rstrip("\0")  # confluent-kafka also stores its C string's final zero
     known = metadata.removeprefix(_TOPIC_ID) if metadata.startswith(_TOPIC_ID) else None
     return CommittedOffset(partition.committed_offset, known)
 
 
-def markers(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitions: Iterable[Partition]) -> Any:
+def markers_request(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitions: Iterable[Partition]) -> Any:
     kind = kafka_python.WriteTxnMarkersRequest.WritableTxnMarker
     topics = [
         kind.WritableTxnMarkerTopic(name=topic, partition_indexes=numbers)
@@ -130,7 +130,7 @@ def markers(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitio
     return kafka_python.WriteTxnMarkersRequest(markers=[marker], min_version=1)
 
 
-def described(state: Any) -> TransactionDescription:
+def transaction_description(state: Any) -> TransactionDescription:
     return TransactionDescription(
         id=state.transactional_id,
         state=state.transaction_state,
@@ -142,13 +142,13 @@ def described(state: Any) -> TransactionDescription:
     )
 
 
-def ended(answer: Any, pid: int, epoch: int, only_once: bool) -> EndTxnResult:
+def end_txn_result(answer: Any, pid: int, epoch: int, only_once: bool) -> EndTxnResult:
     if answer.API_VERSION >= 5 and answer.error_code == DONE:
         return EndTxnResult(DONE, answer.producer_id, answer.producer_epoch, only_once)
     return EndTxnResult(answer.error_code, pid, epoch, only_once)
 
 
-def active(producer: Any) -> ActiveProducer:
+def active_producer(producer: Any) -> ActiveProducer:
     start = producer.current_txn_start_offset
     return ActiveProducer(
         pid=producer.producer_id,
@@ -160,7 +160,7 @@ def active(producer: Any) -> ActiveProducer:
 
 
 def topic_ids(metadata: Any) -> dict[str, str]:
-    """Return topic ids by name from a metadata answer; empty text for a topic from a Kafka without topic ids."""
+    """Return topic ids by name from a metadata answer; the id is empty if the Kafka version has no topic ids."""
     found = {topic.name: topic.topic_id for topic in metadata.topics if topic.error_code != UNKNOWN_TOPIC}
     return {name: str(id) if id is not None and id.int else "" for name, id in found.items()}
 

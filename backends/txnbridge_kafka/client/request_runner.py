@@ -18,30 +18,30 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline
 from txnbridge_kafka.client import kafka_python
-from txnbridge_kafka.client.connections import PATIENCE, Connections
+from txnbridge_kafka.client.connections import LONGEST_ATTEMPT, Connections
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 from txnbridge_kafka.client.responses import RetryLaterError
 from txnbridge_kafka.settings import KafkaSettings
 
 T = TypeVar("T")
 
-# The shortest time for one attempt: a login on a busy machine takes tenths of a second.
-_LEAST_PATIENCE = 0.3
-_NOBODY = ("ECONNREFUSED", "DNS Resolution failure")  # kafka-python's texts for an address at which nothing listens
-# The pauses between attempts: control markers are written within milliseconds, a coordinator moves within seconds.
+# The least time for one attempt if there are several servers: a login on a busy machine takes tenths of a second.
+_SHORTEST_ATTEMPT = 0.3
+_NO_LISTENER = ("ECONNREFUSED", "DNS Resolution failure")  # kafka-python's texts if nothing listens at an address
+# The pauses between attempts; the last is repeated. Markers are written in milliseconds, coordinators move in seconds.
 _PAUSES = (0.005, 0.02, 0.1, 0.3)
-# How many idle connections are kept for reuse. More callers make connections of their own, which are then closed.
-_IDLE = 4
-# The largest answer. A list of all transactions has 60 bytes for each, which soon exceeds kafka-python's limit of 1 MB.
-_MOST_BYTES = 256 << 20
+# How many idle connections are kept for reuse. If more threads call at once, their connections are closed afterwards.
+_MOST_IDLE = 4
+# The largest answer that is accepted: a list of all transactions, with 60 bytes each, soon exceeds kafka-python's 1 MB.
+_LARGEST_ANSWER = 256 << 20
 
 
 class RequestRunner:
-    """Sends requests for any number of threads, each on its own `Connections` from a pool."""
+    """Sends requests for any number of threads. Each request uses a `Connections` of its own, from a pool."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]
-        self._config = {"receive_message_max_bytes": _MOST_BYTES, **settings.raw}
+        self._config = {"receive_message_max_bytes": _LARGEST_ANSWER, **settings.raw}
         self._advice = f"; {settings.advice}" if settings.advice else ""
         self._idle: list[Connections] = []
         self._lock = threading.Lock()
@@ -52,21 +52,21 @@ class RequestRunner:
         deadline: Deadline,
         what: str,
         attempt: Callable[[Connections], Awaitable[T]],
-        nobody_for: float = math.inf,
-        patient: bool = False,
+        no_listener_for: float = math.inf,
+        slow: bool = False,
     ) -> T:
         """Repeat an attempt until it succeeds or is refused, or the deadline passes.
 
-        Raise `BrokerUnavailable` before the deadline if nothing listened at any server for `nobody_for` seconds. One
-        attempt of a `patient` request, for which a broker may need long, takes up to half of the time left.
+        Raise `BrokerUnavailable` before the deadline if nothing listened at any server for `no_listener_for` seconds. A
+        broker may need long for a `slow` request, so one attempt may take half of the time left.
         """
         reason, cause = "no time was left to ask", None
-        begun, nobody = time.monotonic(), 0  # consecutive attempts that met no server
+        begun, silent = time.monotonic(), 0  # consecutive attempts at addresses without a listener
         for pause in _pauses():
             if deadline.expired:
                 break
             try:
-                return self._once(attempt, deadline.left() / 2 if patient else self._patience(deadline))
+                return self._once(attempt, deadline.left() / 2 if slow else self._attempt_seconds(deadline))
             except RetryLaterError as error:
                 reason, cause = str(error), error.__cause__
             except kafka_python.errors.IncompatibleBrokerVersion as error:
@@ -75,13 +75,13 @@ class RequestRunner:
                 name = type(error).__name__
                 raise AccessDenied(f"{what}: the broker refuses the login ({name}){self._advice}") from error
             except kafka_python.errors.KafkaTimeoutError as error:
-                # The error of an earlier attempt has more details than that of an attempt cut short by the deadline.
+                # An earlier attempt's error has more details than the error of an attempt that the deadline ended.
                 reason, cause = (_reason(error), error) if cause is None else (reason, cause)
             except (kafka_python.errors.KafkaError, OSError) as error:
                 advice = self._advice if isinstance(error, kafka_python.errors.KafkaConnectionError) else ""
                 reason, cause = _reason(error) + advice, error
-            nobody = nobody + 1 if any(sign in reason for sign in _NOBODY) else 0
-            if nobody >= len(self._servers) and time.monotonic() - begun >= nobody_for:
+            silent = silent + 1 if any(sign in reason for sign in _NO_LISTENER) else 0
+            if silent >= len(self._servers) and time.monotonic() - begun >= no_listener_for:
                 raise BrokerUnavailable(
                     f"nothing listens at {', '.join(self._servers)} ({reason.partition(';')[0]}); start the broker, or"
                     " correct the URL"
@@ -91,13 +91,13 @@ class RequestRunner:
             f"{what} at {','.join(self._servers)} took longer than the deadline of {deadline.seconds:g} s: {reason}"
         ) from cause
 
-    def _patience(self, deadline: Deadline) -> float:
-        """Return how long one attempt may take. With several servers, half of the time is left to try another."""
+    def _attempt_seconds(self, deadline: Deadline) -> float:
+        """Return how long one attempt may take. With several servers half of the time is left for another server."""
         left = deadline.left()
-        return min(left, PATIENCE, max(left / 2, _LEAST_PATIENCE) if len(self._servers) > 1 else left)
+        return min(left, LONGEST_ATTEMPT, max(left / 2, _SHORTEST_ATTEMPT) if len(self._servers) > 1 else left)
 
     def _once(self, attempt: Callable[[Connections], Awaitable[T]], seconds: float) -> T:
-        """Make one attempt. After an answer its connections return to the pool, or stay in a `CoordinatorSession`."""
+        """Make one attempt. After an answer the connections return to the pool, or stay in a `CoordinatorSession`."""
         connections = self._take()
         kept = lent = False
         try:
@@ -130,19 +130,19 @@ class RequestRunner:
 
     def give_back(self, connections: Connections) -> None:
         with self._lock:
-            if not self._closed and len(self._idle) < _IDLE:
+            if not self._closed and len(self._idle) < _MOST_IDLE:
                 self._idle.append(connections)
                 return
         connections.close()
 
     def _try_another(self, server: str) -> None:
-        """Move a server that did not answer to the end of the list of servers."""
+        """Move a server that did not answer to the end of the list, so that the next attempt uses another server."""
         with self._lock:
             if self._servers[0] == server:
                 self._servers.append(self._servers.pop(0))
 
     def close(self) -> None:
-        """Close every idle connection; a call that is under way closes its own at its end. Safe to repeat."""
+        """Close all idle connections. A request that is under way closes its connection at its end. Safe to repeat."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

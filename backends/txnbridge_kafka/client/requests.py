@@ -15,18 +15,18 @@ from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.request_runner import RequestRunner
 from txnbridge_kafka.client.responses import (
-    ACK_LATER,
+    ACK_RETRY_CODES,
     BROKER,
+    COORDINATOR_RETRY_CODES,
     DENIED,
     DONE,
     END_TXN_CODES,
-    LEADER_LATER,
+    LEADER_RETRY_CODES,
     NO_LEADER,
-    NOT_NOW,
+    NOT_CARRIED_OUT,
     TRANSACTIONAL_ID_NOT_FOUND,
     UNKNOWN_TOPIC,
-    UNSTABLE,
-    UNTOUCHED,
+    UNSTABLE_OFFSET,
     ActiveProducer,
     CommittedOffset,
     EndTxnResult,
@@ -45,9 +45,9 @@ from txnbridge_kafka.settings import KafkaSettings
 class Requests:
     """Raw requests to a cluster. Any thread may call any method at any time; each returns by its deadline.
 
-    (The calling thread also resolves host names and fetches OAuth tokens: a resolver that hangs delays it.) Each method
-    raises `DeadlineExceeded` if no broker answers in time, `AccessDenied` if the user lacks a right, `NotSupported` if
-    the broker is too old, and the errors that its docstring names.
+    (Except that the calling thread also resolves host names and fetches OAuth tokens.) Each method raises
+    `DeadlineExceeded` if no broker answers in time, `AccessDenied` if the user lacks a right, `NotSupported` if the
+    broker is too old, and the errors that its docstring names.
     """
 
     def __init__(self, settings: KafkaSettings) -> None:
@@ -56,7 +56,7 @@ class Requests:
         self._runner = RequestRunner(settings)
 
     def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
-        """Return the coordinators' descriptions of transactional ids; an id that is unknown there is absent."""
+        """Return the coordinators' descriptions of transactional ids; an unknown id is absent."""
         described: dict[str, TransactionDescription] = {}
         left = list(dict.fromkeys(ids))
         if not left:
@@ -66,11 +66,11 @@ class Requests:
             for node, keys in (await connections.coordinators(left)).items():
                 answer = await connections.send(node, kafka_python.DescribeTransactionsRequest(transactional_ids=keys))
                 for each in answer.transaction_states:
-                    if each.error_code in NOT_NOW:
+                    if each.error_code in COORDINATOR_RETRY_CODES:
                         continue
                     left.remove(each.transactional_id)
                     if each.error_code == DONE:
-                        described[each.transactional_id] = messages.described(each)
+                        described[each.transactional_id] = messages.transaction_description(each)
                     elif each.error_code != TRANSACTIONAL_ID_NOT_FOUND:
                         raise refused(each.error_code, f"describing the transactional id {each.transactional_id!r}")
             if left:
@@ -80,7 +80,7 @@ class Requests:
         return self._runner.repeat(deadline, "describing transactions", attempt)
 
     def coordinator_session(self, id: str, deadline: Deadline) -> CoordinatorSession:
-        """Return a session with a transactional id's coordinator on one connection, which is never re-established."""
+        """Return a new connection to a transactional id's coordinator, which is never re-established."""
 
         async def attempt(connections: Connections) -> CoordinatorSession:
             session = CoordinatorSession(
@@ -96,11 +96,10 @@ class Requests:
     ) -> EndTxnResult:
         """Send EndTxn to the coordinator until the answer is final: one of `END_TXN_CODES`.
 
-        The same decision may be repeated. A commit also raises the producer's epoch if the cluster supports that. An
-        abort raises it only with `bump_epoch=True`, for ids whose producer never commits by itself: to such a request
-        the coordinator answers "aborted" even if the producer has committed the transaction just before. Raise
-        `OutcomeUnknown` if the request was sent and no final answer came, any other error only if the request was
-        certainly never sent or certainly refused.
+        If the cluster supports it, a commit also raises the producer epoch. An abort does so only with
+        `bump_epoch=True`, for producers that never commit by themselves: to an abort that raises the epoch the
+        coordinator answers "aborted" even if the producer has just committed the transaction. Raise `OutcomeUnknown` if
+        the request was sent and no final answer came. After any other error the request was certainly not carried out.
         """
         what = f"{'committing' if commit else 'aborting'} the transaction of {id!r}"
         asked = False
@@ -116,25 +115,25 @@ class Requests:
             await connections.connect(node)
             before, asked = asked, True
             answer = await connections.send(node, request)
-            if answer.error_code in UNTOUCHED or answer.error_code in DENIED:
+            if answer.error_code in NOT_CARRIED_OUT or answer.error_code in DENIED:
                 asked = before  # this copy of the request was refused and will never be carried out
             if answer.error_code in DENIED:
                 raise refused(answer.error_code, what)
             if answer.error_code not in END_TXN_CODES:
-                raise RetryLaterError(f"the coordinator said {error_name(answer.error_code)}")
-            return messages.ended(answer, pid, epoch, only_once=not before)
+                raise RetryLaterError(f"the coordinator answered {error_name(answer.error_code)}")
+            return messages.end_txn_result(answer, pid, epoch, only_once=not before)
 
         try:
             return self._runner.repeat(deadline, what, attempt)
         except TxnBridgeError as error:
             if asked:
-                raise OutcomeUnknown(f"{what}: the coordinator was asked and gave no final answer") from error
+                raise OutcomeUnknown(f"{what}: the coordinator got the request and gave no final answer") from error
             raise
 
     def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> tuple[int, int]:
-        """Open a transactional id by InitProducerId: its transaction is aborted and its producer fenced.
+        """Send InitProducerId: the coordinator aborts the id's open transaction and fences its producer.
 
-        Return the id's new producer id and epoch.
+        Return the new producer id and epoch.
         """
         what = f"opening the transactional id {id!r}"
 
@@ -144,7 +143,7 @@ class Requests:
                 transaction_timeout_ms=timeout_ms,
                 producer_id=-1,
                 producer_epoch=-1,
-                max_version=4,  # 5 adds an error code for clients that recover from it; 6 is another protocol
+                max_version=4,  # 5 only adds an error code, and 6 is another protocol
             )
             answer = await connections.send(await connections.coordinator(id), request)
             check(answer.error_code, what)
@@ -153,15 +152,15 @@ class Requests:
         return self._runner.repeat(deadline, what, attempt)
 
     def add_offsets(self, id: str, pid: int, epoch: int, group: str, deadline: Deadline) -> None:
-        """Add a group to a transaction without writing a position: the coordinator then has it as open.
+        """Add a group to a transaction without committing an offset, so that an empty transaction is open.
 
-        Raise `Fenced` if the id belongs to another producer or epoch, `InvalidState` if its transaction is ending.
+        Raise `Fenced` if the id has another producer id or epoch, and `InvalidState` if its transaction is ending.
         """
         what = f"adding a group to the transaction of {id!r}"
 
         async def attempt(connections: Connections) -> None:
             answer = await connections.send(
-                await connections.coordinator(id), messages.group_added(id, pid, epoch, group)
+                await connections.coordinator(id), messages.add_offsets_request(id, pid, epoch, group)
             )
             check(answer.error_code, what)
 
@@ -177,7 +176,7 @@ class Requests:
         deadline: Deadline,
         topic_ids: Mapping[Partition, str] | None = None,
     ) -> OffsetCommitResult:
-        """Add a group's positions to a transaction. Raise `DeadlineExceeded` if no final answer came."""
+        """Add a group's offsets to a transaction. Raise `DeadlineExceeded` if no final answer came."""
         added, out, lost = False, False, False
 
         async def send(connections: Connections, node: int, request: Any) -> Any:
@@ -192,36 +191,36 @@ class Requests:
             nonlocal added
             if not added:
                 node = await connections.coordinator(id)
-                answer = await send(connections, node, messages.group_added(id, pid, epoch, member.group))
-                if answer.error_code in NOT_NOW:
-                    raise RetryLaterError(f"the coordinator of {id!r} said {error_name(answer.error_code)}")
+                answer = await send(connections, node, messages.add_offsets_request(id, pid, epoch, member.group))
+                if answer.error_code in COORDINATOR_RETRY_CODES:
+                    raise RetryLaterError(f"the coordinator of {id!r} answered {error_name(answer.error_code)}")
                 if answer.error_code != DONE:
                     return int(answer.error_code)
                 added = True
             node = await connections.group_coordinator(member.group)
             answer = await send(
-                connections, node, messages.acknowledgement(id, pid, epoch, member, offsets, topic_ids or {})
+                connections, node, messages.txn_offset_commit_request(id, pid, epoch, member, offsets, topic_ids or {})
             )
             refusals = {each.error_code for _, each in messages.each_partition(answer.topics)} - {DONE}
-            if final := refusals - ACK_LATER:
+            if final := refusals - ACK_RETRY_CODES:
                 return int(min(final))
             if refusals:
-                raise RetryLaterError(f"the coordinator of group {member.group!r} said {error_name(min(refusals))}")
+                raise RetryLaterError(f"the coordinator of group {member.group!r} answered {error_name(min(refusals))}")
             return DONE
 
         code = self._runner.repeat(deadline, f"acknowledging for group {member.group!r}", attempt)
         return OffsetCommitResult(code, lost)
 
     def list_offsets(self, times: Mapping[Partition, int], deadline: Deadline) -> dict[Partition, int]:
-        """Return the first offset stamped at or after a time in milliseconds, by partition; -1 if there is none.
+        """Return, by partition, the first offset with a timestamp at or after a time in milliseconds; -1 if none has.
 
-        `EARLIEST` as the time means the first offset that retention has not removed, `LATEST` the last stable offset.
-        Raise `NotFound` if a topic does not exist.
+        For the time `EARLIEST` it is the first offset that retention has not removed, for `LATEST` the last stable
+        offset. Raise `NotFound` if a topic does not exist.
         """
         offsets: dict[Partition, int] = {}
         if not times:
             return offsets
-        what = "reading where partitions begin and end"
+        what = "looking up offsets of partitions"
 
         async def attempt(connections: Connections) -> dict[Partition, int]:
             left = times.keys() - offsets.keys()
@@ -232,15 +231,15 @@ class Requests:
             later = set()
             for node, led in leaders.items():
                 for partition, each in messages.each_partition(
-                    (await connections.send(node, messages.times_of(led, times))).topics
+                    (await connections.send(node, messages.list_offsets_request(led, times))).topics
                 ):
-                    if each.error_code in LEADER_LATER:
+                    if each.error_code in LEADER_RETRY_CODES:
                         later.add(each.error_code)
                     else:
                         check(each.error_code, f"{what}, {messages.partition_name(partition)}")
                         offsets[partition] = each.offset
             if later:
-                raise RetryLaterError(f"a leader said {error_name(min(later))}")
+                raise RetryLaterError(f"a leader answered {error_name(min(later))}")
             return offsets
 
         return self._runner.repeat(deadline, what, attempt)
@@ -248,21 +247,21 @@ class Requests:
     def positions(
         self, group: str, partitions: Sequence[Partition], deadline: Deadline, *, decided: bool
     ) -> dict[Partition, CommittedOffset | None]:
-        """Return a group's position in each partition, None if it has none.
+        """Return a group's committed offset in each partition; None if there is none.
 
-        With `decided` a partition whose position an open transaction may change is absent.
+        With `decided` a partition is absent while an open transaction may change its committed offset.
         """
         what = f"reading the positions of group {group!r}"
 
         async def attempt(connections: Connections) -> dict[Partition, CommittedOffset | None]:
             node = await connections.group_coordinator(group)
-            answer = await connections.send(node, messages.positions_of(group, partitions, decided))
+            answer = await connections.send(node, messages.offset_fetch_request(group, partitions, decided))
             check(answer.error_code, what)
             positions: dict[Partition, CommittedOffset | None] = {}
             for partition, each in messages.each_partition(answer.topics):
-                if each.error_code != UNSTABLE:
+                if each.error_code != UNSTABLE_OFFSET:
                     check(each.error_code, f"{what}, {messages.partition_name(partition)}")
-                    positions[partition] = messages.committed(each)
+                    positions[partition] = messages.committed_offset(each)
             return positions
 
         return self._runner.repeat(deadline, what, attempt) if partitions else {}
@@ -276,10 +275,10 @@ class Requests:
         return self._runner.repeat(deadline, f"looking for topic {', '.join(topics)!r}", attempt) if topics else {}
 
     def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
-        """Return the id of each topic: a topic that is created later under the same name has another id.
+        """Return the id of each existing topic; empty if the Kafka version has no topic ids.
 
-        A missing topic is absent, and a topic without an id has an empty text. All leaders of partitions are asked:
-        another broker's metadata may be older than the topic whose messages a leader returns.
+        A topic that is deleted and created again gets another id. All leaders of the partitions are asked, because
+        another broker's metadata may still be of the deleted topic.
         """
         wanted = sorted(set(topics))
 
@@ -289,7 +288,7 @@ class Requests:
             for node in messages.leaders(first) if len(first.brokers) > 1 else ():
                 others = messages.topic_ids(await connections.metadata(wanted, node))
                 if strange := [topic for topic, id in others.items() if ids.get(topic, id) != id]:
-                    raise RetryLaterError(f"the brokers do not agree about topic {strange[0]!r}, which was made anew")
+                    raise RetryLaterError(f"not every broker knows yet that topic {strange[0]!r} was created again")
             return ids
 
         return self._runner.repeat(deadline, f"looking for topic {', '.join(wanted)!r}", attempt) if wanted else {}
@@ -297,7 +296,7 @@ class Requests:
     def transactions(
         self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()
     ) -> list[TransactionListing]:
-        """List the transactional ids of all brokers; `states` and `pids` limit their states and producer ids."""
+        """List the transactional ids of all brokers, or only those in these states or with these producer ids."""
         what = "listing transactions"
 
         async def attempt(connections: Connections) -> list[TransactionListing]:
@@ -321,7 +320,7 @@ class Requests:
     ) -> dict[Partition, list[ActiveProducer]]:
         """Return, by partition, the producers that its leader remembers. A partition that does not exist is absent.
 
-        With `readable_only` a partition that this user may not read is absent too, and raises no `AccessDenied`.
+        With `readable_only` a partition that this user may not read is absent too; otherwise it raises `AccessDenied`.
         """
         producers: dict[Partition, list[ActiveProducer]] = {}
         left = set(partitions)
@@ -340,7 +339,7 @@ class Requests:
                         raise RetryLaterError(f"the leader of {messages.partition_name(partition)} is moving")
                     left.discard(partition)
                     if each.error_code == DONE:
-                        producers[partition] = [messages.active(producer) for producer in each.active_producers]
+                        producers[partition] = [messages.active_producer(active) for active in each.active_producers]
                     elif each.error_code != UNKNOWN_TOPIC and not (readable_only and each.error_code in DENIED):
                         raise refused(
                             each.error_code, f"asking for the producers of {messages.partition_name(partition)}"
@@ -358,11 +357,11 @@ class Requests:
         deadline: Deadline,
         coordinator_epoch: int | None = None,
     ) -> None:
-        """Write the control markers that end a transaction in these partitions, as its coordinator would have done.
+        """Write the control markers that end a transaction in these partitions, in place of its coordinator.
 
-        A partition refuses a coordinator epoch that is older than the last it has seen: without `coordinator_epoch` the
-        leaders are asked for the last one. The request needs a right to the cluster resource. Raise `Fenced` if a
-        partition has seen a newer producer epoch.
+        A leader refuses an older coordinator epoch than its last one, for which it is asked without
+        `coordinator_epoch`. The request needs a right to the cluster resource. Raise `Fenced` if a partition has a
+        newer producer epoch.
         """
         left = set(partitions)
         if coordinator_epoch is None:
@@ -371,7 +370,8 @@ class Requests:
 
         async def attempt(connections: Connections) -> None:
             for node, led in (await connections.leaders(left)).items():
-                answer = await connections.send(node, messages.markers(pid, epoch, commit, coordinator_epoch, led))
+                request = messages.markers_request(pid, epoch, commit, coordinator_epoch, led)
+                answer = await connections.send(node, request)
                 for partition, each in messages.each_partition(answer.markers[0].topics):
                     if each.error_code in NO_LEADER | {UNKNOWN_TOPIC}:
                         continue
@@ -383,10 +383,7 @@ class Requests:
         self._runner.repeat(deadline, "writing transaction markers", attempt)
 
     def partitions_everywhere(self, topic: str, deadline: Deadline) -> int:
-        """Return the number of a topic's partitions with a leader, by the living broker that has the fewest.
-
-        0 if a broker does not know the topic.
-        """
+        """Return how many of a topic's partitions have a leader in every broker's metadata."""
 
         async def attempt(connections: Connections) -> int:
             answers = [(await connections.metadata([topic], node)).topics[0] for node in await connections.nodes()]
@@ -395,20 +392,20 @@ class Requests:
         return self._runner.repeat(deadline, f"asking every broker for topic {topic!r}", attempt)
 
     def transaction_version(self, deadline: Deadline) -> int:
-        """Return the cluster's finalised level of the feature transaction.version; 0 if it has none."""
+        """Return the cluster's finalised level of the feature transaction.version; 0 if there is none."""
 
         async def attempt(connections: Connections) -> int:
             return await connections.transaction_version(connections.bootstrap_node)
 
         return self._runner.repeat(deadline, "asking for the cluster's features", attempt)
 
-    def cluster_id(self, deadline: Deadline, *, nobody_for: float = math.inf) -> str:
-        """Return the cluster's id. Raise `BrokerUnavailable` if no server listens for `nobody_for` seconds."""
+    def cluster_id(self, deadline: Deadline, *, no_listener_for: float = math.inf) -> str:
+        """Return the cluster's id. Raise `BrokerUnavailable` if no server listened for `no_listener_for` seconds."""
 
         async def attempt(connections: Connections) -> str:
             return str((await connections.metadata()).cluster_id)
 
-        return self._runner.repeat(deadline, "asking for the cluster's id", attempt, nobody_for)
+        return self._runner.repeat(deadline, "asking for the cluster's id", attempt, no_listener_for)
 
     def create_topic(
         self, name: str, partitions: int, replicas: int, config: Mapping[str, str], deadline: Deadline
@@ -439,12 +436,12 @@ class Requests:
             (each,) = results(answer)
             return RequestResult(each.error_code, getattr(each, "error_message", None) or error_name(each.error_code))
 
-        return self._runner.repeat(deadline, what, attempt, patient=True)
+        return self._runner.repeat(deadline, what, attempt, slow=True)
 
     def configs(
         self, kind: int, names: Sequence[str], deadline: Deadline
     ) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
-        """Return the effective settings of topics, or of one broker, which is asked itself."""
+        """Return the effective settings of topics, or of one broker: then that broker itself is asked."""
         resource = kafka_python.DescribeConfigsRequest.DescribeConfigsResource
         asked = [resource(resource_type=kind, resource_name=name, configuration_keys=None) for name in names]
 
@@ -465,7 +462,6 @@ class Requests:
         return self._runner.repeat(deadline, "asking for settings", attempt) if names else {}
 
     def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> RequestResult:
-        """Drop the records of a partition before an offset."""
         kind = kafka_python.DeleteRecordsRequest.DeleteRecordsTopic
         number = kind.DeleteRecordsPartition(partition_index=partition[1], offset=before)
 
@@ -482,5 +478,5 @@ class Requests:
         return self._runner.repeat(deadline, "dropping old records", attempt)
 
     def close(self) -> None:
-        """Close every idle connection; a call that is under way closes its own at its end. Safe to repeat."""
+        """Close all idle connections. A request that is under way closes its connection at its end. Safe to repeat."""
         self._runner.close()

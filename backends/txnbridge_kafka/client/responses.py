@@ -1,4 +1,4 @@
-"""The error codes and states in brokers' answers with their meaning, and the types of the converted answers."""
+"""The error codes and states in brokers' answers with their meaning, and the types for converted answers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ INVALID_PRODUCER_ID_MAPPING = 49
 PRODUCER_FENCED = 90
 TRANSACTION_ABORTABLE = 120
 
-# The final error codes of EndTxn, with their meaning for its sender.
+# The error codes after which EndTxn is not repeated, with what each says about the transaction.
 END_TXN_CODES: Mapping[int, str] = {
-    DONE: "the decision is durable; repeating it says the same",
+    DONE: "the decision is durable; the same request again gets the same answer",
     INVALID_PRODUCER_EPOCH: "timed out, or the id was opened again, perhaps after it had ended (old request versions)",
     INVALID_TXN_STATE: "it has ended the other way, or nothing was ever added to it",
     INVALID_PRODUCER_ID_MAPPING: "the id is not known, or it belongs to another producer",
@@ -39,29 +39,29 @@ END_TXN_CODES: Mapping[int, str] = {
 COMMITTED = frozenset({"PrepareCommit", "CompleteCommit"})
 ABORTED = frozenset({"PrepareAbort", "CompleteAbort", "PrepareEpochFence"})
 OPEN = "Ongoing"
-# In these states the coordinator is writing the control markers of the last transaction.
+# The states in which the coordinator is writing the control markers of the last transaction.
 ENDING = frozenset({"PrepareCommit", "PrepareAbort", "PrepareEpochFence"})
-# These states do not change before the next request of a producer.
+# The states that do not change before a producer's next request.
 SETTLED = frozenset({"Empty", "CompleteCommit", "CompleteAbort", "Dead"})
-# From this level of the feature transaction.version on, ending a transaction raises the producer's epoch.
+# The level of the feature transaction.version from which on ending a transaction raises the producer epoch.
 EPOCH_BUMPS = 2
 
 # The resource types in DescribeConfigs.
 TOPIC, BROKER = 2, 4
 # The special times in ListOffsets.
 EARLIEST, LATEST = -2, -1
-# Error codes of ListOffsets if a leader is new, not yet known to the broker, or too busy.
-LEADER_LATER = {3, 5, 6, 7, 74, 75, 76, 78}
-UNSTABLE = 88
+# The codes of ListOffsets after which it is repeated: the leader has changed, is not known yet, or is too busy.
+LEADER_RETRY_CODES = {3, 5, 6, 7, 74, 75, 76, 78}
+UNSTABLE_OFFSET = 88
 _INVALID_TRANSACTION_TIMEOUT = 50
 TRANSACTIONAL_ID_NOT_FOUND = 105
-# The coordinator is loading, is not available, has moved, or still writes the markers of the previous transaction.
-NOT_NOW = {14, 15, 16, 51}
-# Of `NOT_NOW`, the codes after which the request was certainly not carried out: loading, or still writing markers.
-UNTOUCHED = {14, 51}
-# For acknowledgements additionally: the broker does not know the topic yet, or was too slow to store the positions.
-ACK_LATER = {*NOT_NOW, 3, 7}
-# The partition has no leader at the moment, or its leader is another broker.
+# The coordinator is loading, not available, or has moved, or it still writes the markers of the last transaction.
+COORDINATOR_RETRY_CODES = {14, 15, 16, 51}
+# Those of `COORDINATOR_RETRY_CODES` after which the request was certainly not carried out: loading, or writing markers.
+NOT_CARRIED_OUT = {14, 51}
+# For acknowledgements also: the broker does not know the topic yet, or was too slow to store the offsets.
+ACK_RETRY_CODES = {*COORDINATOR_RETRY_CODES, 3, 7}
+# The partition has no leader now, or its leader is another broker.
 NO_LEADER = {5, 6}
 UNKNOWN_TOPIC = 3
 DENIED = {29, 30, 31, 53}
@@ -73,7 +73,7 @@ class TransactionDescription:
     """The coordinator's description of a transactional id and its last transaction.
 
     `state` is "Empty", "Ongoing", "PrepareCommit", "PrepareAbort", "CompleteCommit", "CompleteAbort", "Dead" or
-    "PrepareEpochFence". `start`, None for an id without a transaction, and `timeout` are in milliseconds.
+    "PrepareEpochFence". `start` and `timeout` are in milliseconds; an id that never had a transaction has no start.
     """
 
     id: str
@@ -87,9 +87,9 @@ class TransactionDescription:
 
 @dataclass(frozen=True)
 class EndTxnResult:
-    """The final answer to EndTxn: one of `END_TXN_CODES`, and the producer id and epoch after the request.
+    """The final answer to EndTxn: one of `END_TXN_CODES`, and the producer id and epoch afterwards.
 
-    `only_once` is true if no other copy of the request can have arrived or be under way.
+    `only_once` is true if the request was sent once, so that no other copy can still be carried out.
     """
 
     code: int
@@ -100,7 +100,7 @@ class EndTxnResult:
 
 @dataclass(frozen=True)
 class OffsetCommitResult:
-    """The final error code of an acknowledgement; with `answer_lost` a copy of the request may still arrive."""
+    """The final error code of an acknowledgement. With `answer_lost` a copy of the request may still arrive."""
 
     code: int
     answer_lost: bool
@@ -108,7 +108,7 @@ class OffsetCommitResult:
 
 @dataclass(frozen=True)
 class CommittedOffset:
-    """A group's position in a partition, and the id of the topic in which it was committed, if known."""
+    """A group's committed offset in a partition, and the id that its topic had then, if known."""
 
     at: int
     topic_id: str | None
@@ -116,7 +116,7 @@ class CommittedOffset:
 
 @dataclass(frozen=True)
 class ActiveProducer:
-    """A producer's state at a partition's leader; `start_offset` is its open transaction's first offset, or None."""
+    """A producer's state at a partition's leader. `start_offset` is that of its open transaction, or None."""
 
     pid: int
     epoch: int
@@ -134,7 +134,7 @@ class RequestResult(NamedTuple):
 
 @dataclass(frozen=True)
 class TransactionListing:
-    """One entry of a broker's answer to ListTransactions: a transactional id, its producer id and its state."""
+    """One entry of a broker's answer to ListTransactions."""
 
     id: str
     pid: int
@@ -142,12 +142,12 @@ class TransactionListing:
 
 
 class RetryLaterError(Exception):
-    """Raised if a broker's answer is not final, so that the request has to be repeated."""
+    """Raised after an answer that is not final: `RequestRunner` repeats the request."""
 
 
 def check(code: int, what: str) -> None:
-    """Raise the core's error for a broker's error code, or `RetryLaterError` for a temporary one; 0 is no error."""
-    if code in NOT_NOW or code in NO_LEADER:
+    """Raise the core's error for a broker's error code, or `RetryLaterError` if the code is temporary."""
+    if code in COORDINATOR_RETRY_CODES or code in NO_LEADER:
         raise RetryLaterError(f"{what}: {error_name(code)}")
     if code != DONE:
         raise refused(code, what)

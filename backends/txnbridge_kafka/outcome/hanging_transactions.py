@@ -1,15 +1,15 @@
-"""Hanging transactions (KIP-664): ended at their coordinator, still open in a partition for want of a control marker.
+"""Hanging transactions (KIP-664): ended at their coordinator, but open in a partition that lacks a control marker.
 
-A broker that is killed right after a commit may never write the control markers. Readers stop at that partition, no
-time-out helps, and the next abort of the same producer would abort the committed messages too (hazard H5). So a writer
-looks for hanging transactions before its first message to a partition, a group whose positions stay undecided looks in
-the partition of its positions, every bridge regularly in the partitions that it uses, and an administrator on demand.
+A broker that is killed right after a commit may never write the control markers. Then the partition's readers wait for
+ever, no time-out helps, and the producer's next abort would also abort the committed messages (hazard H5). So hanging
+transactions are searched for by a writer before its first message to a partition, by a group whose offsets stay
+undecided, by every bridge's monitor in the partitions that the bridge uses, and by an administrator on demand.
 
-A transaction is proven to hang before a marker is written. An administrator's proof is that the coordinator describes
-the same ended transaction before and after the leaders are asked: without the second description a new transaction of
-the same writer would be taken for the hanging one (hazard H7). A writer's proof is its own opening of the id, which has
-raised the epoch: no producer can still use an older epoch. The decision is read from the coordinator's log, because the
-coordinator's own description may be of a later transaction in other partitions (hazard H8).
+A transaction is proven to hang before a marker is written. Without an opening of the id the proof is that the
+coordinator describes the same ended transaction before and after the leaders are asked: with one description only, a
+new transaction of the same writer could be mistaken for the hanging one (hazard H7). A writer's proof is that its own
+opening of the id has raised the epoch: no producer can still use an older epoch. The decision is read from the topic
+__transaction_state, because the coordinator may describe a later transaction in other partitions (hazard H8).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from txnbridge_kafka.write.owner import KafkaOwner, evidence_key, recorded_outco
 
 _log = logging.getLogger("txnbridge")
 
-# In the state "Empty" an id was opened again after its last transaction.
+# An id is in the state "Empty" if it was opened again after its last transaction.
 _ENDED = ("CompleteCommit", "CompleteAbort", "Empty")
 
 OpenPartitions = Mapping[Partition, ActiveProducer]  # the partitions in which one producer has a transaction open
@@ -47,8 +47,8 @@ class HangingTransaction:
 class HangingSurvey:
     """The hanging transactions in the partitions that this user may read.
 
-    `unknown` has, by producer id, the open partitions of producers that no coordinator lists; `unread` is the number of
-    partitions that this user may not read.
+    `unknown` has, by producer id, the partitions with an open transaction of a producer that no coordinator lists.
+    `unread` is the number of partitions that this user may not read.
     """
 
     hanging: list[HangingTransaction]
@@ -57,12 +57,12 @@ class HangingSurvey:
 
 
 def survey(cluster: KafkaCluster, deadline: Deadline) -> HangingSurvey:
-    """Find the hanging transactions of the cluster: ask all leaders for open ones, and the coordinators about them."""
+    """Find the cluster's hanging transactions: open at the partitions' leaders, but ended at their coordinators."""
     requests = cluster.requests
-    everywhere = _everywhere(cluster, deadline)
+    everywhere = _all_partitions(cluster, deadline)
     producers = requests.producers(everywhere, deadline, readable_only=True)
     open_before = _by_producer(producers)
-    # The coordinators are asked after the leaders: they list every producer that had an open transaction by then.
+    # The coordinators are asked later than the leaders, so they list every producer that had an open transaction.
     ids = {each.id: each.pid for each in requests.transactions(deadline)}
     before = _ended(requests.describe([id for id, pid in ids.items() if pid in open_before], deadline))
     suspects = [partition for each in before.values() for partition in open_before[each.pid]]
@@ -80,31 +80,31 @@ def survey(cluster: KafkaCluster, deadline: Deadline) -> HangingSurvey:
 def write_missing_markers_of_id(
     cluster: KafkaCluster, id: str, deadline: Deadline, partitions: Sequence[Partition] | None = None
 ) -> list[str]:
-    """Write the missing markers of a transactional id in these or all partitions, and return the markers as text.
+    """Write the missing markers of a transactional id in these partitions, or in all; return the markers as text.
 
-    Raise `NotFound` if no coordinator knows the id, and `InvalidState` unless the transaction is proven to hang and its
-    outcome is known in each partition. After either error no marker was written.
+    Raise `NotFound` if no coordinator knows the id, and `InvalidState` unless its transaction is proven to hang and the
+    decision for each partition is known. After either error no marker was written.
     """
     before = cluster.requests.describe([id], deadline).get(id)
     if before is None:
         raise NotFound(f"no coordinator knows {id!r}")
     if before.state not in _ENDED:
         raise InvalidState(f"the transaction of {id} has not ended ({before.state}): end it instead")
-    partitions = _everywhere(cluster, deadline) if partitions is None else partitions
+    partitions = _all_partitions(cluster, deadline) if partitions is None else partitions
     open_in = _by_producer(cluster.requests.producers(partitions, deadline)).get(before.pid, {})
     decisions = last_decisions(open_in, recorded_decisions(cluster, id, deadline) if open_in else ())
     if unknown := open_in.keys() - decisions:
         raise InvalidState(
-            f"how the transaction of {id} in {listed(unknown)} ended is not in its coordinator's log any"
-            " more: its owner may know from the decision log, and mends it before its next message there"
+            f"the outcome of the transaction of {id} in {listed(unknown)} is not in its coordinator's log any more: its"
+            " owner may find the outcome in the decision log, and writes the markers before its next message there"
         )
     if cluster.requests.describe([id], deadline).get(id) != before:
         raise InvalidState(f"{id} is in use: stop its writer first")
-    return _write(cluster, before, _as_markers(decisions), deadline)
+    return _write_markers(cluster, before, _as_markers(decisions), deadline)
 
 
 def write_missing_markers_of_group(cluster: KafkaCluster, group: str, deadline: Deadline) -> list[str]:
-    """Write the missing markers in the partition of a group's positions (hazard H9), and return them as text."""
+    """Write the missing markers in the partition of a group's committed offsets (hazard H9); return them as text."""
     partition = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
     return write_missing_markers_of_others(cluster, [partition], deadline)
 
@@ -112,11 +112,11 @@ def write_missing_markers_of_group(cluster: KafkaCluster, group: str, deadline: 
 def write_missing_markers_of_others(
     cluster: KafkaCluster, partitions: Sequence[Partition], deadline: Deadline
 ) -> list[str]:
-    """Write the missing markers, in all their partitions, of all transactions that hang in one of these partitions.
+    """Find the transactions that hang in these partitions, and write their missing markers in all their partitions.
 
-    The broker that forgot the markers and the producer may both be gone, so that no other process writes them (hazard
-    H10). Return the markers as text. Raise `StorageFailed` if no record tells a transaction's outcome, and
-    `AccessDenied`, with an administrator's command, if this user may not write markers.
+    Called for transactions of other processes: the producer and its broker may both be gone, so that nobody else writes
+    the markers (hazard H10). Return the markers as text. Raise `StorageFailed` if no record has a transaction's
+    outcome, and `AccessDenied`, with a command for an administrator, if this user may not write markers.
     """
     requests = cluster.requests
     if not (pids := list(open_transactions(cluster, partitions, deadline))):
@@ -126,7 +126,7 @@ def write_missing_markers_of_others(
     failed: StorageFailed | None = None
     for id, ended in before.items():
         if ended.pid not in open_transactions(cluster, partitions, deadline):
-            continue  # the transaction's markers have just been written
+            continue  # the markers have just been written
         try:
             decisions = recorded_decisions(cluster, id, deadline)
             open_in = open_transactions(cluster, partitions, deadline).get(ended.pid, {})
@@ -136,7 +136,7 @@ def write_missing_markers_of_others(
             failed = error
         except AccessDenied as error:
             command = f"txnbridge transactions repair {id} --yes --reason TEXT"
-            raise AccessDenied(f"{error}. An administrator finishes it: {command}") from error
+            raise AccessDenied(f"{error}. An administrator writes the missing markers by: {command}") from error
     if failed is not None and not written:
         raise failed
     return written
@@ -149,18 +149,15 @@ def _fence_and_write(
     decisions: Sequence[RecordedDecision],
     deadline: Deadline,
 ) -> list[str]:
-    """Fence the id of a transaction that is proven to have ended, and then write its missing markers.
-
-    A running producer of the id cannot begin a transaction meanwhile: it is fenced, and opens its id again.
-    """
+    """Fence the id of a hanging transaction, so that no producer begins another one, and write the missing markers."""
     if unknown := open_in.keys() - last_decisions(open_in, decisions):
-        raise StorageFailed(f"how the transaction of {ended.id} in {listed(unknown)} ended is not known any more")
+        raise StorageFailed(f"no record has the outcome of the transaction of {ended.id} in {listed(unknown)} any more")
     cluster.requests.fence(ended.id, ended.timeout, deadline)
     partitions = sorted({partition for each in decisions if each.pid == ended.pid for partition in each.partitions})
     everywhere = _by_producer(cluster.requests.producers(partitions, deadline)).get(ended.pid, {})
-    # The owner of the id may have begun a newer transaction since.
+    # The owner may have begun a newer transaction since.
     old = {partition: active for partition, active in everywhere.items() if active.epoch <= ended.epoch}
-    written = _write(cluster, ended, _as_markers(last_decisions(old, decisions)), deadline)
+    written = _write_markers(cluster, ended, _as_markers(last_decisions(old, decisions)), deadline)
     return [f"{ended.id}: {each}" for each in written]
 
 
@@ -172,27 +169,27 @@ def write_missing_markers_of_owner(
     partitions: Sequence[Partition],
     deadline: Deadline,
 ) -> None:
-    """Write the missing markers of earlier openings of an id in these partitions, after this process opened the id.
+    """Write the missing markers of an id's earlier openings in these partitions, after this process opened the id.
 
-    `previous` is the coordinator's description before the opening, which waited until no marker was under way. Raise
-    `StorageFailed` if no record tells a hanging transaction's outcome.
+    `opened` and `previous` are the coordinator's descriptions after and before this process's opening. Raise
+    `StorageFailed` if no record has a hanging transaction's outcome.
     """
     try:
         producers = cluster.requests.producers(partitions, deadline)
     except AccessDenied as error:
-        _log.warning("forgotten markers cannot be looked for without the right to read: %s", error)
+        _log.warning("without the right to read, hanging transactions cannot be looked for: %s", error)
         return
     of_id = _by_producer(producers).get(opened.pid, {})
     open_in = {partition: active for partition, active in of_id.items() if active.epoch < opened.epoch}
     if not open_in:
         return
-    markers = _own_markers(cluster, owner, previous, open_in, deadline)
+    markers = _missing_markers(cluster, owner, previous, open_in, deadline)
     with cluster.events.step("step:repair", id=opened.id, partitions=len(open_in)):
-        written = _write(cluster, opened, markers, deadline)
-    _log.warning("%s: the broker had forgotten markers, which are written now: %s", opened.id, ", ".join(written))
+        written = _write_markers(cluster, opened, markers, deadline)
+    _log.warning("%s: wrote missing control markers: %s", opened.id, ", ".join(written))
 
 
-def _own_markers(
+def _missing_markers(
     cluster: KafkaCluster,
     owner: KafkaOwner,
     previous: TransactionDescription,
@@ -201,34 +198,31 @@ def _own_markers(
 ) -> dict[Partition, tuple[int, bool]]:
     """Return, by partition, the epoch and the decision of the missing marker, from the coordinator's log.
 
-    If this user may not read the coordinator's log, or it has no decision of that epoch any more, the coordinator's
-    description before the opening counts, or the outcome in the decision log. If other programs write under this id,
-    these may be about another transaction of the same epoch.
+    If that log is not readable, or has no decision of the epoch any more, the coordinator's description before the
+    opening is used, or the outcome in the decision log. These are wrong only if other programs write under this id:
+    they may have had another transaction in the same epoch.
     """
     known: Sequence[RecordedDecision] = ()
     try:
         known = recorded_decisions(cluster, previous.id, deadline)
     except AccessDenied as error:
-        _log.warning("the coordinator's log cannot be asked how a transaction ended: %s", error)
+        _log.warning("this user may not read a transaction's outcome in the coordinator's log: %s", error)
     markers = _as_markers(last_decisions(open_in, known))
     for partition, active in open_in.items():
         if partition in markers:
             continue
-        commit = None if _of_epoch(active, known) else _recorded(owner, previous, active.epoch, deadline)
+        commit = None if _of_epoch(active, known) else _epoch_outcome(owner, previous, active.epoch, deadline)
         if commit is None:
             raise StorageFailed(
-                f"{listed([partition])} holds an open transaction of an earlier owner of {previous.id}, and nobody"
-                " knows how it ended; see `txnbridge doctor`"
+                f"{listed([partition])} has a hanging transaction of an earlier owner of {previous.id}, and no record"
+                " has its outcome; see `txnbridge doctor`"
             )
         markers[partition] = active.epoch, commit
     return markers
 
 
-def _recorded(owner: KafkaOwner, previous: TransactionDescription, epoch: int, deadline: Deadline) -> bool | None:
-    """Return whether an epoch's last transaction was committed, by the coordinator's description or the decision log.
-
-    None if neither has its outcome.
-    """
+def _epoch_outcome(owner: KafkaOwner, previous: TransactionDescription, epoch: int, deadline: Deadline) -> bool | None:
+    """Return whether an epoch's last transaction was committed, by `previous` or the decision log; None if unknown."""
     if epoch == previous.epoch and previous.state in ("CompleteCommit", "CompleteAbort"):
         return previous.state in COMMITTED
     if owner.opening is None:
@@ -238,9 +232,9 @@ def _recorded(owner: KafkaOwner, previous: TransactionDescription, epoch: int, d
 
 
 def last_decisions(open_in: OpenPartitions, known: Sequence[RecordedDecision]) -> dict[Partition, RecordedDecision]:
-    """Return, by partition, the last recorded decision about its open transaction.
+    """Return, by partition, the last recorded decision about the partition's open transaction.
 
-    The last one is right: a marker of any later decision would have ended the transaction in that partition.
+    It is the decision about the open transaction: the marker of any later decision would have ended that transaction.
     """
     return {
         partition: decision
@@ -251,7 +245,7 @@ def last_decisions(open_in: OpenPartitions, known: Sequence[RecordedDecision]) -
 
 
 def _of_epoch(active: ActiveProducer, known: Sequence[RecordedDecision]) -> list[RecordedDecision]:
-    # Ending a transaction may raise the epoch by one, and its markers carry the new epoch.
+    # The end of a transaction may raise the epoch by one; its markers then have the new epoch.
     return [each for each in known if each.pid == active.pid and each.epoch - active.epoch in (0, 1)]
 
 
@@ -259,7 +253,7 @@ def _as_markers(decisions: Mapping[Partition, RecordedDecision]) -> dict[Partiti
     return {partition: (each.epoch, each.commit) for partition, each in decisions.items()}
 
 
-def _write(
+def _write_markers(
     cluster: KafkaCluster, of: TransactionDescription, markers: Mapping[Partition, tuple[int, bool]], deadline: Deadline
 ) -> list[str]:
     """Write control markers, and return them as text, such as "commit in topic[0]"."""
@@ -275,7 +269,7 @@ def listed(partitions: Collection[Partition]) -> str:
     return ", ".join(f"{topic}[{number}]" for topic, number in sorted(partitions))
 
 
-def _everywhere(cluster: KafkaCluster, deadline: Deadline) -> list[Partition]:
+def _all_partitions(cluster: KafkaCluster, deadline: Deadline) -> list[Partition]:
     topics = cluster.topics.all(deadline)
     return [(name, number) for name, topic in topics.items() for number in topic.partitions]
 
@@ -283,7 +277,7 @@ def _everywhere(cluster: KafkaCluster, deadline: Deadline) -> list[Partition]:
 def open_transactions(
     cluster: KafkaCluster, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
 ) -> dict[int, OpenPartitions]:
-    """Return, by producer id, the open transactions in these partitions; `readable_only` omits unreadable ones."""
+    """Return, by producer id, the open transactions in these partitions, or in the readable ones of them."""
     return _by_producer(cluster.requests.producers(partitions, deadline, readable_only=readable_only))
 
 

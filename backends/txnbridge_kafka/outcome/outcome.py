@@ -1,4 +1,4 @@
-"""Ending a prepared transaction, and the outcome of any transaction, by the coordinator or the recorded decisions."""
+"""The end of prepared transactions, and the status of any transaction, by the coordinator or by recorded outcomes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
-from txnbridge_kafka.client.responses import ABORTED, COMMITTED, OPEN, TransactionDescription
+from txnbridge_kafka.client.responses import ABORTED, COMMITTED, DONE, OPEN, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_id
 from txnbridge_kafka.outcome.transaction_state_log import (
@@ -31,26 +31,25 @@ from txnbridge_kafka.write.owner import evidence_key, recorded_outcome
 
 _log = logging.getLogger("txnbridge")
 
-# The wait for control markers, which take milliseconds. If a partition has no leader they take longer, and the
-# coordinator writes them later by itself.
+# The longest wait for control markers, which take milliseconds. If a partition has no leader they are written later.
 _MARKERS_SECONDS = 5.0
-_GONE = "its writer's id has expired or was opened again since, and no record of how it ended is left"
-_UNREADABLE = (
+_NO_EVIDENCE = "its writer's id has expired or was opened again since, and no record of its outcome is left"
+_STATE_LOG_DENIED = (
     "its writer's id has expired or was opened again since, and only its coordinator's log (topic"
-    " __transaction_state), which this user may not read, may tell how it ended"
+    " __transaction_state), which this user may not read, may have its outcome"
 )
 
 
 def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> Status:
-    """Return the status of a transaction that was not prepared.
+    """Return the status of a transaction that was not prepared, from its token's evidence `how`.
 
-    All transactions of one opening share producer id and epoch. All messages of this transaction were stored before its
-    commit, so the coordinator's last transaction of that epoch is this one. If a late copy of one of its requests may
-    have begun another transaction after it, the token also has the start time (hazard H19).
+    All transactions of one opening have the same producer id and epoch. A commit is requested only after every message
+    is stored, so the coordinator's last transaction of that epoch is this one, and not the one before. If a late copy
+    of a request may have begun another transaction afterwards, the token also has the start time (hazard H19).
     """
     if how.get("asked") is False:
-        # Only its writer commits such a transaction, and did not. The coordinator may describe the previous one.
-        return Status(TokenState.ABORTED, reason="its writer never came to ask for its commit")
+        # Only the writer commits a plain transaction, and did not. The coordinator may describe the previous one.
+        return Status(TokenState.ABORTED, reason="its writer failed before it requested the commit")
     id, pid, epoch = _numbers(how, "pid", "epoch")
     start = how.get("start")
     last = cluster.requests.describe([id], deadline).get(id)
@@ -64,32 +63,32 @@ def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], 
     timed_out = last is not None and last.epoch == epoch + 1 and last.state in ABORTED
     if timed_out and "opening" not in how:
         # No other process uses this id. Its own writer records an outcome before it opens the id, or skips an epoch.
-        return Status(TokenState.ABORTED, reason="its time was over, or an administrator aborted it")
-    # The epoch may have been raised by a time-out, or by a program without the decision log that has opened the id
-    # since and has aborted another transaction.
+        return Status(TokenState.ABORTED, reason="it timed out, or an administrator aborted it")
+    # The higher epoch may be due to a time-out of this transaction. Or it is due to an owner without the decision log,
+    # which has opened the id since, and whose own transaction was aborted.
     return _status_from_state_log(cluster, id, pid, epoch, start, deadline)
 
 
 def status_after_fencing(cluster: KafkaCluster, last: TransactionDescription, deadline: Deadline) -> Status:
-    """Return the status of a transaction that the coordinator described as open, after its id was fenced."""
+    """Return the status of a transaction whose id was fenced, for the administrator who fenced the id to end it."""
     return _status_from_state_log(cluster, last.id, last.pid, last.epoch, last.start, deadline)
 
 
 def _status_from_state_log(
     cluster: KafkaCluster, id: str, pid: int, epoch: int, start: int | None, deadline: Deadline
 ) -> Status:
-    """Return a transaction's status by the coordinator's log. The epoch must have been raised before the call."""
+    """Return a transaction's status by the topic __transaction_state. The epoch must have been raised before."""
     try:
         known = state_records(cluster, id, deadline)
         committed = last_outcome(known, pid, epoch) if start is None else outcome_by_start(known, pid, start)
     except NotRecordedYetError:
-        return Status(TokenState.UNKNOWN, reason="its coordinator has not written down yet how it ended")
+        return Status(TokenState.UNKNOWN, reason="its coordinator has not recorded its outcome yet")
     except AccessDenied:
-        return Status(TokenState.UNKNOWN, reason=_UNREADABLE, permanent=True)
+        return Status(TokenState.UNKNOWN, reason=_STATE_LOG_DENIED, permanent=True)
     except NotFound:
         committed = None
     if committed is None:
-        return Status(TokenState.UNKNOWN, reason=_GONE, permanent=True)
+        return Status(TokenState.UNKNOWN, reason=_NO_EVIDENCE, permanent=True)
     return Status(TokenState.COMMITTED if committed else TokenState.ABORTED)
 
 
@@ -102,10 +101,10 @@ def _status_of(last: TransactionDescription) -> Status:
 
 
 def prepared_status(cluster: KafkaCluster, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """Return the status of a prepared transaction, which is identified by its id, producer id and start time."""
+    """Return the status of a prepared transaction. Its id, producer id and start time identify the transaction."""
     id, pid, epoch, start = read_how(token.how)
     last = cluster.requests.describe([id], deadline).get(id)
-    # The state is compared first: older brokers keep the start of the last transaction when an id is opened again.
+    # "Empty" is excluded: when an id is opened again, older brokers keep the start time of the last transaction.
     if last is not None and last.pid == pid and last.state != "Empty" and last.start == start:
         if last.state == OPEN:
             return Status(TokenState.PREPARED, expires_at=token.expires_at)
@@ -116,17 +115,17 @@ def prepared_status(cluster: KafkaCluster, token: Token, ledger: Ledger, deadlin
 
 
 def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction, and return its true outcome, also if another process ended it. Safe to repeat."""
+    """End a prepared transaction, and return its outcome, which another process may have decided. Safe to repeat."""
     id, pid, epoch, _ = read_how(token.how)
     with closing(cluster.requests.coordinator_session(id, deadline)) as session:
         with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as event:
             ended = cluster.requests.end(id, pid, epoch, commit, deadline)
             event["code"] = ended.code
-        if ended.code == 0:
+        if ended.code == DONE:
             _wait_for_markers(cluster, id, session, deadline)
-    if ended.code == 0:
+    if ended.code == DONE:
         return Outcome.COMMITTED if commit else Outcome.ABORTED
-    # Refused: the transaction had ended before, or its id was opened again. The error code has no outcome.
+    # The transaction had ended before, or its id was opened again. The error code does not have the outcome.
     status = prepared_status(cluster, token, ledger, deadline)
     if status.state is TokenState.COMMITTED:
         return Outcome.COMMITTED
@@ -138,22 +137,22 @@ def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledg
 
 
 def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSession, deadline: Deadline) -> None:
-    """Wait until the control markers of a transaction are written; if its coordinator died, write missing ones."""
+    """Wait until the coordinator has written a transaction's control markers; if it died, write missing markers."""
     try:
         if session.last_transaction(Deadline(min(deadline.left(), _MARKERS_SECONDS))) is not None:
             return
     except DeadlineExceeded:
-        return  # the coordinator still runs, and writes the markers by itself
+        return  # the coordinator still runs, and will write the markers
     where = session.first_description.partitions if session.first_description is not None else ()
     try:
         with closing(cluster.requests.coordinator_session(id, deadline)) as afterwards:
             afterwards.last_transaction(deadline)
         if written := write_missing_markers_of_id(cluster, id, deadline, where):
-            _log.warning("%s: the broker had forgotten markers, which are written now: %s", id, ", ".join(written))
+            _log.warning("%s: wrote missing control markers: %s", id, ", ".join(written))
     except TxnBridgeError as error:
         _log.warning(
-            "whether the broker has told every partition of the end of %s is not known (%s); if readers stop there:"
-            " txnbridge transactions repair %s --yes --reason TEXT",
+            "control markers of %s may be missing in some partitions (%s); if readers stop there: txnbridge"
+            " transactions repair %s --yes --reason TEXT",
             *(id, error, id),
         )
 
@@ -167,5 +166,5 @@ def read_how(how: Mapping[str, Any]) -> tuple[str, int, int, int]:
 def _numbers(how: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
     values = (how.get("id"), *(how.get(name) for name in names))
     if not isinstance(values[0], str) or not all(type(number) is int for number in values[1:]):
-        raise InvalidToken(f"this token is damaged: it does not tell its id and, in numbers, its {' and '.join(names)}")
+        raise InvalidToken(f"this token is damaged: it lacks its id, or one of the numbers {', '.join(names)}")
     return values

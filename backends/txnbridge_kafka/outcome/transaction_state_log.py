@@ -1,7 +1,7 @@
-"""The coordinator's own log of transactions, the topic __transaction_state.
+"""The topic __transaction_state, the log in which coordinators record the states of transactions.
 
-The coordinator itself describes only the last transaction of an id. Its log has each decision with the partitions of
-the transaction, until compaction removes all but the id's last record.
+A coordinator itself describes only the last transaction of an id. The log has every decision with the partitions of its
+transaction, until compaction removes all but the id's last record.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 @dataclass(frozen=True)
 class RecordedDecision:
-    """The commit or abort decision about one transaction, with the producer epoch that its control markers carry."""
+    """The decision to commit or abort a transaction, with the producer epoch of its control markers."""
 
     pid: int
     epoch: int
@@ -41,25 +41,25 @@ class RecordedDecision:
 
 @dataclass(frozen=True)
 class StateRecord:
-    """One record of a transactional id in `__transaction_state`; `status` is the protocol's number of its state."""
+    """One record of a transactional id in `__transaction_state`; `status` is Kafka's number for the state."""
 
     pid: int
     epoch: int
     status: int
     partitions: frozenset[Partition]
-    start: int  # of the transaction, in milliseconds
+    start: int  # the transaction's start time, in milliseconds
 
 
-# The record for a tombstone: the id has expired at the coordinator.
+# Stands for a tombstone: the id has expired at the coordinator.
 _EXPIRED = StateRecord(-1, -1, 6, frozenset(), -1)
 
 
 def state_records(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[StateRecord]:
-    """Return the records of an id in `__transaction_state` that are not compacted away, oldest first.
+    """Return the records of an id that are not compacted away, oldest first.
 
-    Raise `AccessDenied` if this user may not read that topic, `NotFound` if it does not exist.
+    Raise `AccessDenied` if this user may not read `__transaction_state`, and `NotFound` if it does not exist.
     """
-    # The coordinator of an id is found by the same hash as the coordinator of a group.
+    # Kafka uses the same hash for transactional ids and for groups.
     number = offsets_partition(id, cluster.topics.partitions(STATE_TOPIC, deadline))[1]
     return [
         _EXPIRED if value is None else _state_record(value)
@@ -69,7 +69,7 @@ def state_records(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[St
 
 
 def recorded_decisions(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[RecordedDecision]:
-    """Return the decisions about an id in the coordinator's log, oldest first; raise errors as `state_records`."""
+    """Return the decisions about an id's transactions, oldest first. Raise the same errors as `state_records`."""
     return [
         RecordedDecision(record.pid, record.epoch, record.status == _PREPARE_COMMIT, record.partitions)
         for record in state_records(cluster, id, deadline)
@@ -86,9 +86,9 @@ def outcome_by_start(records: Sequence[StateRecord], pid: int, start: int) -> bo
 
 
 def last_outcome(records: Sequence[StateRecord], pid: int, epoch: int) -> bool | None:
-    """Return whether the last non-empty transaction of an epoch was committed; None if no record has its outcome.
+    """Return whether an epoch's last transaction was committed; None if no record has the outcome.
 
-    Raise `NotRecordedYetError` while the epoch's last record is the id's last, because the outcome may still follow.
+    Raise `NotRecordedYetError` while no record follows the epoch's last one, because the outcome may still follow.
     """
     own = [number for number, record in enumerate(records) if (record.pid, record.epoch) == (pid, epoch)]
     if not own:
@@ -97,14 +97,14 @@ def last_outcome(records: Sequence[StateRecord], pid: int, epoch: int) -> bool |
     if not later:
         raise NotRecordedYetError
     if last.status == _ONGOING:
-        # Fencing an id, and a time-out, abort the open transaction under the next epoch.
+        # An opening of the id, or a time-out, aborts the open transaction under the next epoch.
         fenced = (later[0].pid, later[0].epoch) == (pid, epoch + 1) and later[0].status in _ABORTED
         return False if fenced else None
     return last.status in _COMMITTED if last.status in _COMMITTED | _ABORTED else None
 
 
 class NotRecordedYetError(Exception):
-    """Raised if the coordinator may still have to write a transaction's outcome to its log."""
+    """Raised if the coordinator may not have recorded a transaction's outcome yet."""
 
 
 def _records(cluster: KafkaCluster, number: int, deadline: Deadline) -> Iterator[tuple[bytes | None, bytes | None]]:
@@ -153,14 +153,11 @@ def _state_record(value: bytes) -> StateRecord:
         _changed, start = fields.times()
         return StateRecord(pid, epoch, status, partitions, start)
     except (struct.error, IndexError, UnicodeDecodeError) as error:
-        raise StorageFailed(f"a record of {STATE_TOPIC} has a form that is not known here") from error
+        raise StorageFailed(f"a record of {STATE_TOPIC} has an unknown format") from error
 
 
 class _RecordFields:
-    """The fields of a record's value after those of fixed size.
-
-    In the flexible format a length is a varint of the length plus one, and 0 means that the list is missing.
-    """
+    """Parses a record's value after the fields of fixed size. Flexible: a length is a varint of the length plus one."""
 
     def __init__(self, data: bytes, at: int, flexible: bool) -> None:
         self._data = data
@@ -178,7 +175,7 @@ class _RecordFields:
                 self._skip_tags()
 
     def times(self) -> tuple[int, int]:
-        """Return the times of the record and of its transaction's start; both fields follow the partitions."""
+        """Return the record's time and the transaction's start time, which follow the partitions."""
         return self._take(">q"), self._take(">q")
 
     def _skip_tags(self) -> None:

@@ -1,4 +1,4 @@
-"""The partitions assigned to one reader, and the offsets from which its client fetches them."""
+"""The partitions assigned to one reader, and the confluent-kafka consumer that fetches them."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.write.acks import KafkaAckContext
 
 _log = logging.getLogger("txnbridge.kafka.client")
-_group_log = logging.getLogger("txnbridge.kafka")  # for users: rebalances, and the reasons why no message comes
-_NAMED = 8  # how many partitions a log line names
+_group_log = logging.getLogger("txnbridge.kafka")  # for users: rebalances, and why no messages arrive
+_MOST_NAMED = 8  # a log line names no more partitions
 
-# The interval at which a reader looks for partitions that were added; in a group the leader or the broker does so.
+# The interval at which new partitions of the topics are looked up: by a reader without a group, or by the client.
 REFRESH_SECONDS = 3.0
 
 
 @contextmanager
-def telling_the_client() -> Iterator[None]:
+def translating_errors() -> Iterator[None]:
+    """Translate a `KafkaException` of the consumer into the core's error."""
     try:
         yield
     except KafkaException as error:
-        raise translate(error, "telling the client what to read") from error
+        raise translate(error, "assigning partitions to the client") from error
 
 
 class KafkaAssignment:
     """One consumer of confluent-kafka with its assigned partitions. One thread at a time.
 
-    The reader's next polls raise `errors`, which occurred in a callback or came in place of a message.
+    `errors` of callbacks, and errors that the client returned in place of messages, are raised by the reader's polls.
     """
 
     def __init__(self, cluster: KafkaCluster, subscription: Subscription, on_commit: Callable[..., None]) -> None:
@@ -47,9 +48,9 @@ class KafkaAssignment:
         self.partitions: dict[Partition, KafkaPartition] = {}
         self.paused: set[Partition] = set()
         self.errors: deque[BaseException] = deque()
-        self.departures = 0  # how many times partitions were revoked or lost
-        self.ahead: list[Any] = []  # messages that were fetched to find out the lag, and not yet handed out
-        # By the eager protocols all partitions of a consumer are assigned at once, and each is fetched anew.
+        self.revocations = 0  # how many times partitions were revoked or lost
+        self.prefetched: list[Any] = []  # messages that `lag` fetched, and that the next poll hands out
+        # With an eager protocol each assignment replaces all partitions of the client, which fetches all of them anew.
         self.eager = settings.group_protocol == "classic" and settings.assignment != "cooperative-sticky"
         self.context = KafkaAckContext(subscription.group or "")
         self.closed = False
@@ -57,7 +58,8 @@ class KafkaAssignment:
         self._watched = cluster.watched_partitions
         self.client = _connect(settings, subscription, on_commit)
 
-    def say(self, text: str, *args: object) -> None:
+    def log_for_group(self, text: str, *args: object) -> None:
+        """Log a line about the reader's group; nothing for a reader without a group."""
         if self._in_group:
             _group_log.info("group %r: " + text, self.context.group, *args)
 
@@ -72,21 +74,25 @@ class KafkaAssignment:
         if assigned is None or not assigned.announced:
             topic, number = partition
             raise InvalidState(
-                f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
+                f"{topic}[{number}] is not assigned to this reader now; `positions()` lists its partitions"
             )
         return assigned
 
     def current(self, requests: Mapping[KafkaPartition, SeekRequest]) -> list[KafkaPartition]:
-        """Return the partitions that are still assigned and whose latest seek request is the given one."""
+        """Return the partitions for which the answer to a seek request still counts.
+
+        They are still assigned, and have had no newer seek request.
+        """
         here = {*self.partitions.values()}
         return [each for each, request in requests.items() if each in here and each.request is request]
 
-    def keep(self, error: BaseException, cause: BaseException) -> None:
+    def raise_later(self, error: BaseException, cause: BaseException) -> None:
+        """Let the reader's next poll raise an error."""
         error.__cause__ = cause
         self.errors.append(error)
 
     def renew_context(self) -> None:
-        """Update the proof of group membership that later acknowledgements carry."""
+        """Update the group membership for later acknowledgements: the member's id and generation."""
         if self._in_group:
             metadata = self.client.consumer_group_metadata()
             # A consumer that was removed from its group has no member id.
@@ -94,7 +100,7 @@ class KafkaAssignment:
                 self.context.metadata = metadata
 
     def note_topic(self, assigned: KafkaPartition, topic_id: str | None) -> None:
-        """Note the id of a partition's topic: a topic created later under the same name has another id."""
+        """Store a topic's id, by which an acknowledgement notices that the topic was created again since."""
         assigned.topic_id = topic_id
         if topic_id is None:
             self.context.topic_ids.pop(assigned.partition, None)
@@ -111,72 +117,72 @@ class KafkaAssignment:
                 if limit > 1:
                     batch += self.client.consume(limit - 1, 0)
         except KafkaException as error:
-            # Messages that were taken before the error are returned, because they would be skipped otherwise.
-            self.keep(translate(error, "reading"), error)
+            # Messages that the client returned before the error would be skipped if they were not returned.
+            self.raise_later(translate(error, "reading"), error)
         return batch
 
-    def offset_ahead(self, assigned: KafkaPartition) -> int:
-        """Return the client's next offset in a partition, which lies after control markers and aborted messages."""
-        ahead = [each.offset() for each in self.ahead if (each.topic(), each.partition()) == assigned.partition]
+    def client_position(self, assigned: KafkaPartition) -> int:
+        """Return the client's next offset in a partition, which is beyond control markers and aborted messages."""
+        ahead = [each.offset() for each in self.prefetched if (each.topic(), each.partition()) == assigned.partition]
         if ahead:
             return int(ahead[0])
         return int(self.client.position([assigned.at_next()])[0].offset)
 
-    @telling_the_client()
-    def place(self, assigned: Sequence[KafkaPartition]) -> None:
+    @translating_errors()
+    def start_fetching(self, assigned: Sequence[KafkaPartition]) -> None:
         """Let the client fetch partitions from their `next` offsets."""
-        fresh = [each for each in assigned if not self._move(each)]
+        fresh = [each for each in assigned if not self._seek(each)]
         touched = {*assigned}
         if fresh and self.eager:
-            touched.update(each for each in self.partitions.values() if each.placed)
+            touched.update(each for each in self.partitions.values() if each.fetched)
             self.client.assign([each.at_next() for each in touched])
         elif fresh:
             self.client.incremental_assign([each.at_next() for each in fresh])
         for each in touched:
-            each.placed = True
+            each.fetched = True
             each.reached = 0
         for each in assigned:
             each.start_reading()
         self._pause([each for each in touched if each.partition in self.paused])
-        self._forget_ahead(touched)
+        self._drop_prefetched(touched)
 
-    def _move(self, assigned: KafkaPartition) -> bool:
-        """Seek to the `next` offset. Return False if the client does not fetch the partition (any more)."""
-        if not assigned.placed:
+    def _seek(self, assigned: KafkaPartition) -> bool:
+        """Let the client seek to the `next` offset. Return False if the client does not fetch the partition."""
+        if not assigned.fetched:
             return False
         try:
             self.client.seek(assigned.at_next())
         except KafkaException as error:
             if error.args[0].code() != KafkaError._STATE:
                 raise
-            self.displace([assigned])
+            self.stop_fetching([assigned])
             return False
         return True
 
-    def displace(self, assigned: Iterable[KafkaPartition]) -> None:
+    def stop_fetching(self, assigned: Iterable[KafkaPartition]) -> None:
         """Let the client stop fetching partitions."""
-        placed = [each for each in assigned if each.placed]
-        for each in placed:
-            each.placed = False
-        self._forget_ahead(placed)
+        fetched = [each for each in assigned if each.fetched]
+        for each in fetched:
+            each.fetched = False
+        self._drop_prefetched(fetched)
         if not self.eager:
-            self.client.incremental_unassign([each.at_next() for each in placed])
+            self.client.incremental_unassign([each.at_next() for each in fetched])
 
-    def _forget_ahead(self, assigned: Iterable[KafkaPartition]) -> None:
+    def _drop_prefetched(self, assigned: Iterable[KafkaPartition]) -> None:
         gone = {each.partition for each in assigned}
-        self.ahead = [each for each in self.ahead if (each.topic(), each.partition()) not in gone]
+        self.prefetched = [each for each in self.prefetched if (each.topic(), each.partition()) not in gone]
 
-    @telling_the_client()
+    @translating_errors()
     def pause(self, partitions: Sequence[Partition]) -> None:
         assigned = [self.get(partition) for partition in partitions]
         self.paused.update(partitions)
         self._pause(assigned)
 
     def _pause(self, assigned: Iterable[KafkaPartition]) -> None:
-        if names := [each.at_next() for each in assigned if each.placed]:
+        if names := [each.at_next() for each in assigned if each.fetched]:
             self.client.pause(names)
 
-    @telling_the_client()
+    @translating_errors()
     def resume(self, partitions: Sequence[Partition]) -> None:
         for partition in partitions:
             if partition not in self.paused:
@@ -184,18 +190,18 @@ class KafkaAssignment:
                 continue
             self.paused.discard(partition)
             assigned = self.partitions.get(partition)
-            if assigned is not None and assigned.placed:
+            if assigned is not None and assigned.fetched:
                 self.client.resume([assigned.at_next()])
             if assigned is not None and assigned.reading:
                 # From the reader's `next` offset: messages that the client returned during the pause were dropped.
-                self.place([assigned])
+                self.start_fetching([assigned])
 
 
-def shown(partitions: Iterable[Partition]) -> str:
-    """Return partitions as text for a log line, which names the first eight."""
+def as_text(partitions: Iterable[Partition]) -> str:
+    """Return the text for partitions in a log line."""
     names = [f"{topic}[{number}]" for topic, number in partitions]
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _connect(settings: KafkaSettings, subscription: Subscription, on_commit: Callable[..., None]) -> ConfluentConsumer:
@@ -208,21 +214,21 @@ def _connect(settings: KafkaSettings, subscription: Subscription, on_commit: Cal
             {
                 # By default the client learns of new partitions only within five minutes.
                 "topic.metadata.refresh.interval.ms": int(REFRESH_SECONDS * 1000),
-                # After a seek the client waits for the answer to the fetch that is under way. A broker without messages
-                # answers after this time, by the client's default half a second.
+                # After a seek the client waits for the answer to its last fetch. A broker without new messages answers
+                # after this time; the client's default is half a second.
                 "fetch.wait.max.ms": 100,
-                # By default the client fetches nothing for a second after its queue was full, which is read faster.
+                # By default the client fetches nothing for a second after its queue was full; this reader is faster.
                 "fetch.queue.backoff.ms": 10,
                 **settings.client,
                 **settings.consumer,
                 **protocol,
                 "isolation.level": "read_committed",
-                # A reader without a group commits nothing; the client requires a group's name all the same.
+                # A reader without a group commits no offsets, but the client requires a group id.
                 "group.id": subscription.group or f"txnbridge-{uuid.uuid4()}",
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
                 "auto.offset.reset": "error",
-                # A reader without a group mostly reads up to an end, after which no message may come for a long time.
+                # A reader without a group mostly reads up to the end of a partition, which these events report.
                 "enable.partition.eof": subscription.group is None,
                 "on_commit": on_commit,
                 "allow.auto.create.topics": False,
@@ -236,5 +242,5 @@ def _connect(settings: KafkaSettings, subscription: Subscription, on_commit: Cal
 
 
 def _log_error(error: KafkaError) -> None:
-    """Log an error of the client that concerns no message: a lost connection, which it re-establishes by itself."""
-    _log.debug("waited out: %s", error)
+    """Log an error such as a lost connection, from which the client recovers by itself: the client's `error_cb`."""
+    _log.debug("the client recovers from: %s", error)

@@ -13,20 +13,19 @@ from confluent_kafka import TopicPartition
 
 from txnbridge.spi import NO_HEADERS, Headers, Message, Partition
 
-_COUNTS = 1000  # the most delivery counts that are kept for a partition
+_MOST_DELIVERY_COUNTS = 1000  # kept for each partition
 
 
 @dataclass(frozen=True, eq=False)
 class SeekRequest:
-    """A request to find, and check at the broker, the offset at which a partition's reading starts or resumes.
+    """A request to look up the offset at which a partition is read next, and to check the offset at the broker.
 
-    `target` is the offset of a seek, `refused` an offset that the broker did not have; with neither, the partition has
-    just been assigned. `topic_id` is the id of the offset's topic; None for an offset that is valid in any topic that
-    has the name now.
+    `target` is the offset of a seek, and `refused` an offset that the broker did not have. Without both the partition
+    has just been assigned. `topic_id` is the id of the offset's topic, None for any topic with the name.
     """
 
     target: int | None = None
-    since: tuple[int, int] | None = None  # the time of a seek to a time, and the partition's end offset at the seek
+    since: tuple[int, int] | None = None  # for a seek to a time: the time, and the partition's end offset then
     refused: int | None = None
     topic_id: str | None = None
 
@@ -42,41 +41,41 @@ class PartitionReadState(Enum):
     | ASSIGNED | its first offset is found, and the listener is called     | SEEKING    |
     | SEEKING  | the client fetches from the offset                        | READING    |
     | SEEKING  | the offset is lost, and the user has to seek              | LOST       |
-    | READING  | a seek, or the broker does not have the offset to read at | SEEKING    |
+    | READING  | a seek, or the broker does not have the next offset       | SEEKING    |
     | LOST     | a seek                                                    | SEEKING    |
     """
 
     ASSIGNED = "the listener does not know of it yet"
     SEEKING = "its seek request is not answered yet"
     READING = "the client reads it"
-    LOST = "it is not read before the user says where to go on"
+    LOST = "it is not read until the user seeks"
 
 
 class KafkaPartition:
-    """One assignment of a partition to a reader; `next` is the next offset to hand out, None until it is known."""
+    """One assignment of a partition to a reader. `next` is the next offset to hand out, None until it is known."""
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.state = PartitionReadState.ASSIGNED
         self.source: object = None
         self.next: int | None = None
-        self.topic_id: str | None = None  # the id of the topic in which `next` is an offset, if topics have ids
+        self.topic_id: str | None = None  # the id of the topic in which `next` is valid, if known
         self.request = SeekRequest()
         self.why_lost = ""
-        self.placed = False  # whether the client fetches this partition, at any offset
-        # After a seek to a time: (time, end). Below `end`, messages stamped before `time` are skipped until one is
-        # stamped later, because the broker's search by time also finds the control markers of transactions.
+        self.fetched = False  # whether the client fetches this partition, at any offset
+        # After a seek to a time: the time, and the end offset. The broker's search by time also finds control markers,
+        # so messages with an earlier timestamp may follow. They are skipped up to the end offset.
         self.since: tuple[int, int] | None = None
-        # The end offset that the client reached without a message: aborted messages do not move the client's position.
-        # None after a message of the client was dropped: the client's position, after that message, is then too high.
+        # The last end offset that the client reported. It counts for the lag, because the client's position stays
+        # before aborted messages at the end. None after a message was dropped: the client's position is then too high.
         self.reached: int | None = 0
         self._first: int | None = None
-        self._handed = -1
-        self._times: dict[int, int] = {}
+        self._handed_out_to = -1
+        self._delivery_counts: dict[int, int] = {}
 
     @property
     def announced(self) -> bool:
-        """Return whether the listener was told of the partition's assignment."""
+        """Return whether the listener knows of the partition's assignment."""
         return self.state is not PartitionReadState.ASSIGNED
 
     @property
@@ -84,22 +83,22 @@ class KafkaPartition:
         return self.state is PartitionReadState.READING
 
     def was_handed_out(self, offset: int) -> bool:
-        """Return whether an offset is in the range handed out in this assignment, or directly after that range."""
-        return self._first is not None and self._first <= offset <= self._handed
+        """Return whether an offset was handed out in this assignment, or directly follows the last one that was."""
+        return self._first is not None and self._first <= offset <= self._handed_out_to
 
     def announce(self, source: object) -> None:
         self.source = source
         self.state = PartitionReadState.SEEKING
 
     def seek(self, request: SeekRequest) -> None:
-        """Hand out no message until the request is answered."""
+        """Set the partition's seek request: no message is handed out until the request is answered."""
         self.request = request
         self.since = request.since
         if self.announced:
             self.state = PartitionReadState.SEEKING
 
     def lose(self, why: str, at: int) -> None:
-        """Mark the position as lost, with the reason: no message is handed out until the user seeks."""
+        """Set the state LOST: no message is handed out until the user seeks."""
         self.next = at
         self.state, self.why_lost = PartitionReadState.LOST, why
 
@@ -111,16 +110,16 @@ class KafkaPartition:
         return TopicPartition(*self.partition, self.next or 0)
 
     def hand_out(self, run: Sequence[Any]) -> list[Message]:
-        """Convert the client's messages of this partition into the core's, and move `next` after them."""
-        behind = run[-1].offset() + 1
+        """Convert the client's messages into the core's, and set `next` to the offset after the last one."""
+        next_offset = run[-1].offset() + 1
         if self.since is not None:
             run = self._skip_before(self.since, run)
             if not run:
-                self.next = behind
+                self.next = next_offset
                 return []
         topic, number = self.partition
-        source, new, none, handed = self.source, tuple.__new__, NO_HEADERS, self._handed
-        # This runs for every message, and tuple.__new__ is much faster than Message(...).
+        source, new, none, handed = self.source, tuple.__new__, NO_HEADERS, self._handed_out_to
+        # This runs for every message, so tuple.__new__ is used, which is much faster than Message(...).
         messages = [
             new(
                 Message,
@@ -140,12 +139,12 @@ class KafkaPartition:
         ]
         if self._first is None:
             self._first = run[0].offset()
-        self.next = behind
-        self._handed = max(handed, behind)
+        self.next = next_offset
+        self._handed_out_to = max(handed, next_offset)
         return messages
 
     def _skip_before(self, since: tuple[int, int], run: Sequence[Any]) -> Sequence[Any]:
-        """Return the messages from the first one on with a timestamp at or after the time of a seek."""
+        """Return the messages without those before the first one with a timestamp at or after the time of a seek."""
         time, end = since
         rest = list(dropwhile(lambda message: message.timestamp()[1] < time and message.offset() < end, run))
         if rest:
@@ -153,12 +152,12 @@ class KafkaPartition:
         return rest
 
     def _delivery_count(self, offset: int) -> int:
-        """Count one more delivery of an offset that was handed out before, and return the number of deliveries."""
-        count = self._times[offset] = self._times.get(offset, 1) + 1
-        if len(self._times) > _COUNTS:
-            # The messages with the lowest offsets were probably acknowledged since.
-            for old in sorted(self._times)[: _COUNTS // 2]:
-                del self._times[old]
+        """Count one more delivery of an offset that was handed out before, and return the count."""
+        count = self._delivery_counts[offset] = self._delivery_counts.get(offset, 1) + 1
+        if len(self._delivery_counts) > _MOST_DELIVERY_COUNTS:
+            # The messages with the lowest offsets have probably been acknowledged since.
+            for old in sorted(self._delivery_counts)[: _MOST_DELIVERY_COUNTS // 2]:
+                del self._delivery_counts[old]
         return count
 
 
@@ -166,10 +165,9 @@ def _headers(pairs: Sequence[tuple[str, bytes | None]]) -> Headers:
     return Headers(pairs)
 
 
-def split(batch: Sequence[Any], topics: Collection[str]) -> Iterator[tuple[Partition, Sequence[Any]]]:
+def split_runs(batch: Sequence[Any], topics: Collection[str]) -> Iterator[tuple[Partition, Sequence[Any]]]:
     """Split a non-empty batch of messages of these topics into runs of consecutive messages of one partition."""
-    # The loops below run in C and take a tenth of the time of the conversion. Comparing topics costs twice as much as
-    # comparing partition numbers, so the latter are compared first.
+    # These loops run in C. Partition numbers are compared first, because comparing topics takes twice as long.
     if len(set(map(Raw.partition, batch))) == 1 and (len(topics) == 1 or len(set(map(Raw.topic, batch))) == 1):
         yield _partition_of(batch[0]), batch  # the common case
     else:

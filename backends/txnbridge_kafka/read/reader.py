@@ -30,13 +30,13 @@ from txnbridge.spi import (
     ReaderListener,
     Subscription,
 )
-from txnbridge_kafka.client.librdkafka import settle
+from txnbridge_kafka.client.librdkafka import warm_up
 from txnbridge_kafka.client.offsets import is_another_topic
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_group
 from txnbridge_kafka.read.assignment import KafkaAssignment
-from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState, SeekRequest, has_errors, split
+from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState, SeekRequest, has_errors, split_runs
 from txnbridge_kafka.read.rebalance import GroupRebalance
 from txnbridge_kafka.read.start_lookup import StartLookup
 from txnbridge_kafka.read.start_positions import (
@@ -50,19 +50,13 @@ from txnbridge_kafka.write.acks import KafkaAckContext
 _log = logging.getLogger("txnbridge.kafka.client")
 
 # The time limit for the requests of a seek, which has no deadline.
-SHORT_CALL = 10.0
-# The longest waits inside the client: neither the end of a look-up nor a signal wakes it. The wait is shorter while a
-# look-up is under way, which takes some milliseconds.
-_IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.005
-# The interval at which a reader compares its topics' ids, and the time for the answer. Within the interval a topic is
-# not deleted, created again and filled beyond the reader's position.
-_CHECK_SECONDS, _CHECK_PATIENCE = 0.1, 1.0
-# How many of the client's messages are converted at a time: with many more a message takes longer, because they do not
-# fit into the processor's cache.
-_PIECE = 1000
-# One poll takes buffered messages of the client until their values have so many bytes, a quarter of the client's
-# buffer, so that a poll for 10,000 large messages does not need gigabytes of memory.
-_ENOUGH_BYTES = 16 * 2**20
+SEEK_SECONDS = 10.0
+# The longest waits inside the client, which neither a signal nor the end of a look-up interrupts; the second is for
+# polls during a look-up, which takes milliseconds.
+_POLL_SECONDS, _POLL_DURING_LOOKUP_SECONDS = 0.25, 0.005
+# The interval at which a reader checks its topics' ids, and the least time for the answer. Within the interval no topic
+# is deleted, created again and filled beyond the reader's offset.
+_TOPIC_ID_CHECK_SECONDS, _TOPIC_ID_ANSWER_SECONDS = 0.1, 1.0
 
 _DENIED_OR_GONE = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -88,9 +82,10 @@ class KafkaReader(Reader):
         deadline: Deadline,
     ) -> None:
         self._subscription = subscription
-        self._broken: TxnBridgeError | None = None  # why the client will never read again
+        self._timing = cluster.settings.timing
+        self._fatal_error: TxnBridgeError | None = None  # the error after which the client reads no more
         self._check_at = 0.0
-        # A group may wait for a topic that does not exist yet, so the topic is created; without a group it is not.
+        # A group may wait for a missing topic, so the topic is created; for a reader without a group it is not.
         create = subscription.group is not None
         counts = {topic: cluster.topics.partitions(topic, deadline, create=create) for topic in subscription.topics}
         self._offsets = cluster.offsets
@@ -100,7 +95,7 @@ class KafkaReader(Reader):
             self._lookup = StartLookup(self._assignment, starts, listener, cluster.settings.timeout)
             self._rebalance = GroupRebalance(self._assignment, listener)
             if subscription.group is None:
-                self._begin_alone(starts, counts, deadline)
+                self._begin_without_group(starts, counts, deadline)
             else:
                 self._rebalance.join(subscription.topics)
         except BaseException:
@@ -118,10 +113,10 @@ class KafkaReader(Reader):
             self._offsets, self._subscription, context, counts, write_missing_markers, deadline
         )
 
-    def _begin_alone(self, starts: KafkaStartPositions, counts: Mapping[str, int], deadline: Deadline) -> None:
+    def _begin_without_group(self, starts: KafkaStartPositions, counts: Mapping[str, int], deadline: Deadline) -> None:
         for topic in counts:
-            # A connected client asks for the metadata of an unknown assigned topic only after up to a second.
-            settle(self._assignment.client, topic, deadline)
+            # Otherwise the client may ask for the topic's metadata up to a second late.
+            warm_up(self._assignment.client, topic, deadline)
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
         assigned = {partition: self._assignment.add(partition) for partition in partitions}
         if isinstance(self._subscription.start, int):
@@ -129,22 +124,22 @@ class KafkaReader(Reader):
         else:
             topic_ids = self._offsets.topic_ids(counts, deadline)
             first = ResolvedOffsets(starts.first(partitions, deadline), topic_ids=topic_ids)
-            self._lookup.settle({each: each.request for each in assigned.values()}, first)
+            self._lookup.apply({each: each.request for each in assigned.values()}, first)
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
         while True:
-            self._raise_kept()
-            self._lookup.follow()
+            self._raise_pending_error()
+            self._lookup.advance()
             why_lost = self._why_lost()
-            idle = _BUSY_SECONDS if self._lookup.busy else _IDLE_SECONDS
+            idle = _POLL_DURING_LOOKUP_SECONDS if self._lookup.busy else _POLL_SECONDS
             wait = 0.0 if why_lost else min(deadline.left(), idle)
-            batch, self._assignment.ahead = self._assignment.ahead, []
-            room = min(max_messages, _PIECE) - len(batch)
+            batch, self._assignment.prefetched = self._assignment.prefetched, []
+            room = min(max_messages, self._timing.converted_at_once) - len(batch)
             if room > 0:
                 batch += self._assignment.fetch(room, 0.0 if batch else wait)
             messages = self._hand_out(batch)
-            if messages and len(batch) == _PIECE < max_messages:
-                messages = self._add_what_is_at_hand(messages, max_messages, sum(map(len, batch)))
+            if messages and len(batch) == self._timing.converted_at_once < max_messages:
+                messages = self._add_buffered(messages, max_messages, sum(map(len, batch)))
             if messages:
                 messages = self._without_recreated(messages, deadline)
             if messages:
@@ -153,44 +148,43 @@ class KafkaReader(Reader):
             if why_lost:
                 raise PositionLost(why_lost)
             if deadline.expired:
-                self._raise_kept()
+                self._raise_pending_error()
                 return []
 
     def _why_lost(self) -> str:
-        """Return why the position of an unpaused partition is lost; empty if no position is lost."""
+        """Return the error text of an unpaused partition whose position is lost; empty if there is none."""
         lost = (each for each in self._assignment.partitions.values() if each.state is PartitionReadState.LOST)
         return next((each.why_lost for each in lost if each.partition not in self._assignment.paused), "")
 
-    def _add_what_is_at_hand(self, messages: list[Message], max_messages: int, size: int) -> list[Message]:
-        """Return the messages followed by those that the client has buffered, up to `max_messages`."""
-        assignment, departures = self._assignment, self._assignment.departures
-        while len(messages) < max_messages and size < _ENOUGH_BYTES and not assignment.errors:
-            batch = assignment.fetch(min(_PIECE, max_messages - len(messages)), 0)
+    def _add_buffered(self, messages: list[Message], max_messages: int, size: int) -> list[Message]:
+        """Add messages that the client has buffered, up to `max_messages`, and return all of them."""
+        assignment, revocations, timing = self._assignment, self._assignment.revocations, self._timing
+        while len(messages) < max_messages and size < timing.poll_bytes and not assignment.errors:
+            batch = assignment.fetch(min(timing.converted_at_once, max_messages - len(messages)), 0)
             if not batch:
                 break
             size += sum(map(len, batch))
             messages += self._hand_out(batch)
-        if assignment.departures == departures:
+        if assignment.revocations == revocations:
             return messages
-        # A partition was revoked meanwhile: its messages are delivered again by the member that has it now.
+        # A partition was revoked meanwhile. The member that has it now gets its messages again.
         here = {(*partition, each.source) for partition, each in assignment.partitions.items()}
         return [message for message in messages if (message.topic, message.partition, message.source) in here]
 
     def _without_recreated(self, messages: list[Message], deadline: Deadline) -> list[Message]:
         """Return the messages without those of topics that were created again, and mark their partitions as lost.
 
-        Topic ids are looked up every tenth of a second, so that also a reader without a group notices a recreated
-        topic. An acknowledgement always looks them up.
+        Topic ids are looked up every tenth of a second, and by each acknowledgement of a group.
         """
         if time.monotonic() < self._check_at:
             return messages
         topics = {message.topic for message in messages}
         try:
-            topic_ids = self._offsets.topic_ids(topics, Deadline(max(deadline.left(), _CHECK_PATIENCE)))
+            topic_ids = self._offsets.topic_ids(topics, Deadline(max(deadline.left(), _TOPIC_ID_ANSWER_SECONDS)))
         except BrokerUnavailable as error:
-            _log.debug("whether %s is still the same topic is asked again: %s", ", ".join(sorted(topics)), error)
+            _log.debug("looking up the topic ids of %s is repeated: %s", ", ".join(sorted(topics)), error)
             return messages
-        self._check_at = time.monotonic() + _CHECK_SECONDS
+        self._check_at = time.monotonic() + _TOPIC_ID_CHECK_SECONDS
         here = [self._assignment.partitions[key] for key in {(m.topic, m.partition) for m in messages}]
         recreated = {
             each.partition: each for each in here if is_another_topic(topic_ids.get(each.partition[0]), each.topic_id)
@@ -203,11 +197,11 @@ class KafkaReader(Reader):
             each.lose(lost.why, lost.at)
         return [message for message in messages if (message.topic, message.partition) not in recreated]
 
-    def _raise_kept(self) -> None:
+    def _raise_pending_error(self) -> None:
         if self._assignment.errors:
             raise self._assignment.errors.popleft()
-        if self._broken is not None:
-            raise self._broken
+        if self._fatal_error is not None:
+            raise self._fatal_error
 
     def _hand_out(self, batch: list[Any]) -> list[Message]:
         if has_errors(batch):
@@ -216,7 +210,7 @@ class KafkaReader(Reader):
                     self._note_error(error, message)
             batch = [message for message in batch if message.error() is None]
         messages: list[Message] = []
-        for partition, run in split(batch, self._subscription.topics) if batch else ():
+        for partition, run in split_runs(batch, self._subscription.topics) if batch else ():
             assigned = self._assignment.partitions.get(partition)
             if assigned is None:
                 continue  # the partition was revoked meanwhile
@@ -226,11 +220,11 @@ class KafkaReader(Reader):
             try:
                 messages += assigned.hand_out(run)
             except UnicodeDecodeError as error:
-                # The client cannot decode a header name. The reader stays before the message; the user can skip the
-                # message by a seek.
+                # The client cannot decode a header name. The reader stays there until the user seeks beyond.
                 assigned.seek(SeekRequest(target=assigned.next, topic_id=assigned.topic_id))
                 at = f"{assigned.next} of {partition[0]}[{partition[1]}]"
-                self._assignment.keep(NotSupported(f"a header behind {at} has a name that is not UTF-8"), error)
+                text = f"a message at or after {at} has a header name that is not UTF-8; seek beyond the message"
+                self._assignment.raise_later(NotSupported(text), error)
         return messages
 
     def _note_error(self, error: KafkaError, message: Any) -> None:
@@ -242,17 +236,17 @@ class KafkaReader(Reader):
             if assigned is not None and reading and assigned.reached is not None:
                 assigned.reached = message.offset()
         elif error.code() in _OUT_OF_RANGE:
-            # The error may be older than a seek.
+            # An error from before a seek is ignored.
             if assigned is not None and reading and message.offset() >= (assigned.next or 0):
                 assigned.seek(SeekRequest(refused=assigned.next, topic_id=assigned.topic_id))
         elif error.code() == KafkaError._FATAL:
-            self._broken = translate(error, f"reading in group {self._assignment.context.group!r}")
-            self._broken.__cause__ = KafkaException(error)
+            self._fatal_error = translate(error, f"reading in group {self._assignment.context.group!r}")
+            self._fatal_error.__cause__ = KafkaException(error)
         elif error.code() in _DENIED_OR_GONE:
             cause = KafkaException(error)
-            self._assignment.keep(translate(cause, f"reading {partition[0]}"), cause)
+            self._assignment.raise_later(translate(cause, f"reading {partition[0]}"), cause)
         else:
-            _log.debug("waited out: %s", error)
+            _log.debug("the client recovers from: %s", error)
 
     def positions(self) -> dict[Partition, Position]:
         partitions = self._assignment.partitions
@@ -260,9 +254,9 @@ class KafkaReader(Reader):
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
         offsets = {self._assignment.get(partition): _offset(position) for partition, position in positions.items()}
-        # After an abort the offset was handed out just now, and needs no request to the broker, which could fail.
+        # A seek after an abort, to an offset that was just handed out, needs no request to the broker.
         elsewhere = {each.partition: offset for each, offset in offsets.items() if not each.was_handed_out(offset)}
-        for partition, begin in self._offsets.begins(elsewhere, Deadline(SHORT_CALL)).items():
+        for partition, begin in self._offsets.begins(elsewhere, Deadline(SEEK_SECONDS)).items():
             if elsewhere[partition] < begin:
                 what = "the position to seek"
                 raise PositionLost(out_of_range_text(what, partition, elsewhere[partition], begin, begin))
@@ -273,12 +267,12 @@ class KafkaReader(Reader):
         self._lookup.request({p: SeekRequest(target=offset, topic_id=p.topic_id) for p, offset in offsets.items()})
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
-        placed = {partition: each for partition, each in self._assignment.partitions.items() if each.next is not None}
-        self._lookup.request(self._lookup.starts.at_time(placed, timestamp, deadline))
+        known = {partition: each for partition, each in self._assignment.partitions.items() if each.next is not None}
+        self._lookup.request(self._lookup.starts.at_time(known, timestamp, deadline))
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         lowest = {partition: min(map(_offset, given)) for partition, given in positions.items() if given}
-        # The messages of a revoked partition are delivered again by the member that has it now.
+        # The messages of a revoked partition are delivered again to the member that has it now.
         here = {p: lowest[key] for key, p in self._assignment.partitions.items() if key in lowest}
         targets = {p: at if p.next is None else min(at, p.next) for p, at in here.items()}
         self._lookup.request({p: SeekRequest(target=at, topic_id=p.topic_id) for p, at in targets.items()})
@@ -291,21 +285,21 @@ class KafkaReader(Reader):
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
         assignment, group = self._assignment, self._subscription.group
-        # Fetching the next message moves the client's position after control markers, which are no lag.
-        assignment.ahead = assignment.ahead or assignment.fetch(1, 0)
+        # Fetching the next message moves the client's position beyond control markers, which are no lag.
+        assignment.prefetched = assignment.prefetched or assignment.fetch(1, 0)
         assigned, ends = assignment.partitions, self._offsets.ends(assignment.partitions, deadline)
         if group is None:
-            return {key: self._behind(each, each.next or 0, ends[key]) for key, each in assigned.items()}
+            return {key: self._lag_of(each, each.next or 0, ends[key]) for key, each in assigned.items()}
         acknowledged = self._offsets.committed(group, assigned, deadline)
         begins = self._offsets.begins([key for key in assigned if acknowledged.get(key) is None], deadline)
-        stands = {key: begins[key] if key in begins else acknowledged[key] or 0 for key in assigned}
-        return {key: self._behind(each, stands[key], ends[key]) for key, each in assigned.items()}
+        offsets = {key: begins[key] if key in begins else acknowledged[key] or 0 for key in assigned}
+        return {key: self._lag_of(each, offsets[key], ends[key]) for key, each in assigned.items()}
 
-    def _behind(self, assigned: KafkaPartition, stands: int, end: int) -> int:
-        if assigned.reading and assigned.reached is not None and stands >= (assigned.next or 0):
+    def _lag_of(self, assigned: KafkaPartition, offset: int, end: int) -> int:
+        if assigned.reading and assigned.reached is not None and offset >= (assigned.next or 0):
             # Every message that was handed out is acknowledged, so the client's position counts.
-            stands = max(stands, assigned.reached, self._assignment.offset_ahead(assigned))
-        return max(0, end - stands)
+            offset = max(offset, assigned.reached, self._assignment.client_position(assigned))
+        return max(0, end - offset)
 
     def ack_context(self) -> KafkaAckContext:
         if self._assignment.context.metadata is None:
@@ -320,7 +314,7 @@ class KafkaReader(Reader):
         if not closing.join(deadline.left()):
             raise DeadlineExceeded(f"no broker answered within {deadline.seconds:g} s while the reader was closed")
         closing.finish()
-        self._assignment.say("left")
+        self._assignment.log_for_group("left")
 
 
 def _offset(position: Position) -> int:

@@ -1,7 +1,7 @@
 """The callbacks for a group's rebalances: partitions are assigned to this member, revoked, or lost.
 
-The client calls them inside its `poll` or `close`, which would raise an exception of a callback as SystemError. So each
-exception is kept, and the reader's next poll raises it.
+The client calls them inside its `poll` or `close`, and would turn their exceptions into SystemError. So each exception
+is stored, and the reader's next poll raises it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from confluent_kafka import TopicPartition
 
 from txnbridge.spi import Partition, ReaderListener
-from txnbridge_kafka.read.assignment import KafkaAssignment, shown
+from txnbridge_kafka.read.assignment import KafkaAssignment, as_text
 
 
 class GroupRebalance:
@@ -26,26 +26,26 @@ class GroupRebalance:
         self._assignment.client.subscribe(
             list(topics), on_assign=self.on_assign, on_revoke=self.on_revoke, on_lost=self.on_lost
         )
-        self._assignment.say("joining; what a member that died had comes here once the broker takes it for dead")
+        self._assignment.log_for_group("joining; the partitions of a dead member come only after its session time-out")
 
     def on_assign(self, client: Any, partitions: list[TopicPartition]) -> None:
         try:
             if not self._assignment.closed:
                 for partition in _keys(partitions):
                     self._assignment.add(partition)
-                self._assignment.say("given %s", shown(_keys(partitions)) or "nothing")
-            # The client fetches none of the partitions before its first offset is found.
+                self._assignment.log_for_group("given %s", as_text(_keys(partitions)) or "nothing")
+            # The client fetches a partition only after the partition's first offset is found.
             (client.assign if self._assignment.eager else client.incremental_assign)([])
         except BaseException as error:
             self._assignment.errors.append(error)
 
     def on_revoke(self, client: object, partitions: list[TopicPartition]) -> None:
-        self._assignment.say("gives up %s: it is shared out anew", shown(_keys(partitions)))
+        self._assignment.log_for_group("gives up %s in a rebalance", as_text(_keys(partitions)))
         self._leave(partitions, before=self._revoking)
 
     def on_lost(self, client: object, partitions: list[TopicPartition]) -> None:
-        names = shown(_keys(partitions))
-        self._assignment.say("%s left: the broker took this member for dead, or could not be reached in time", names)
+        names = as_text(_keys(partitions))
+        self._assignment.log_for_group("lost %s: this member's session timed out at the broker", names)
         self._leave(partitions, after=self._listener.lost)
 
     def _leave(
@@ -55,13 +55,14 @@ class GroupRebalance:
         after: Callable[[Sequence[Partition]], None] | None = None,
     ) -> None:
         assignment = self._assignment
-        assignment.departures += 1
+        assignment.revocations += 1
         try:
             leaving = [key for key in _keys(partitions) if key in assignment.partitions]
             announced = [key for key in leaving if assignment.partitions[key].announced]
             if announced and before and not assignment.closed:
                 self._guarded(before, announced)
-            assignment.displace([assignment.partitions.pop(key) for key in leaving if key in assignment.partitions])
+            here = [key for key in leaving if key in assignment.partitions]
+            assignment.stop_fetching([assignment.partitions.pop(key) for key in here])
             if assignment.eager:
                 assignment.client.unassign()
             if announced and after and not assignment.closed:
@@ -70,7 +71,7 @@ class GroupRebalance:
             assignment.errors.append(error)
 
     def _revoking(self, partitions: Sequence[Partition]) -> None:
-        # The group may have a new generation, for which acknowledgements need a new proof of membership.
+        # The group may have a new generation, which acknowledgements must name.
         self._assignment.renew_context()
         self._listener.revoking(partitions)
 

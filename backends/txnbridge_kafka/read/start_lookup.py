@@ -1,4 +1,4 @@
-"""The background look-ups of the offsets at which a reader's partitions start or resume."""
+"""The background look-ups of the offsets at which a reader's partitions are read next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from txnbridge.errors import BrokerUnavailable, DeadlineExceeded
 from txnbridge.spi import BackgroundTask, Deadline, ReaderListener
 from txnbridge_kafka.client.messages import metadata_of
 from txnbridge_kafka.errors import is_passing, translate
-from txnbridge_kafka.read.assignment import REFRESH_SECONDS, KafkaAssignment, shown, telling_the_client
+from txnbridge_kafka.read.assignment import REFRESH_SECONDS, KafkaAssignment, as_text, translating_errors
 from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState, SeekRequest
 from txnbridge_kafka.read.start_positions import (
     KafkaGroupStartPositions,
@@ -26,9 +26,9 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 
 class StartLookup:
-    """Answers the seek requests of a reader's partitions on another thread, and then lets the client fetch them.
+    """Answers the seek requests of a reader's partitions, and then lets the client fetch the partitions.
 
-    One task runs at a time: a look-up in the background, or the commit of offsets at which the group begins.
+    The requests to brokers run on another thread. One task runs at a time: a look-up, or the commit of first offsets.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StartLookup:
         self._listener = listener
         self._timeout = timeout
         self._task: BackgroundTask[Any] | None = None
-        # The seek requests and first offsets whose commit as the group's positions is under way.
+        # While first offsets are being committed as the group's offsets: the seek requests, and these offsets.
         self._pending: tuple[Mapping[KafkaPartition, SeekRequest], ResolvedOffsets] | None = None
         self._refresh_at = 0.0
 
@@ -48,7 +48,7 @@ class StartLookup:
     def busy(self) -> bool:
         return self._task is not None
 
-    def follow(self) -> None:
+    def advance(self) -> None:
         """Apply the result of a finished look-up, and start the next look-up. The reader calls this in each poll."""
         if self._task is not None:
             if not self._task.done:
@@ -59,7 +59,7 @@ class StartLookup:
             except BrokerUnavailable as error:
                 if not isinstance(error, DeadlineExceeded) and not is_passing(error.__cause__):
                     raise
-                _log.warning("no answer yet: %s", error)
+                _log.warning("looking up where to read is repeated: %s", error)
         if self._task is None and self._pending is None:
             self._look_up(Deadline(self._timeout))
 
@@ -85,23 +85,23 @@ class StartLookup:
                     self._assignment.add((topic, number))
 
     def _begin(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
-        owed = set() if self._group_starts is None else self._group_starts.owed
-        ready = {partition: start for partition, start in resolved.offsets.items() if partition[0] not in owed}
-        self.settle(requests, ResolvedOffsets(ready, topic_ids=resolved.topic_ids))
+        unrecorded = set() if self._group_starts is None else self._group_starts.unrecorded
+        ready = {partition: start for partition, start in resolved.offsets.items() if partition[0] not in unrecorded}
+        self.apply(requests, ResolvedOffsets(ready, topic_ids=resolved.topic_ids))
         current = [each.partition for each in self._assignment.current(requests)]
         begun = {partition: at for partition in current if (at := resolved.to_commit.get(partition)) is not None}
         if begun:
-            self._assignment.say("%s: begins to read, at %s", shown(begun), ", ".join(map(str, begun.values())))
+            self._assignment.log_for_group("%s: begins at %s", as_text(begun), ", ".join(map(str, begun.values())))
             topic_ids = {partition: metadata_of(resolved.topic_ids.get(partition[0])) for partition in begun}
             offsets = [TopicPartition(*partition, at, topic_ids[partition]) for partition, at in begun.items()]
-            with telling_the_client():
+            with translating_errors():
                 self._assignment.client.commit(offsets=offsets, asynchronous=True)
             self._pending = requests, ResolvedOffsets(begun, topic_ids=resolved.topic_ids)
-        elif owed:
-            self._record(sorted(owed), lambda: self.settle(requests, resolved))
+        elif unrecorded:
+            self._record(sorted(unrecorded), lambda: self.apply(requests, resolved))
 
     def on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
-        """Handle the result of committing first offsets. The client calls this inside `poll`."""
+        """Handle the result of committing first offsets: the client's callback, which it calls inside `poll`."""
         pending, self._pending = self._pending, None
         try:
             failed = [each for each in (error, *(p.error for p in partitions)) if each is not None]
@@ -111,30 +111,30 @@ class StartLookup:
                 self._committed(*pending)
             elif not is_passing(KafkaException(failed[0])):
                 cause = KafkaException(failed[0])
-                what = f"committing where group {self._assignment.context.group!r} begins"
-                self._assignment.keep(translate(cause, what), cause)
+                what = f"committing the first offsets of group {self._assignment.context.group!r}"
+                self._assignment.raise_later(translate(cause, what), cause)
         except BaseException as error:
             self._assignment.errors.append(error)
 
     def _committed(self, requests: Mapping[KafkaPartition, SeekRequest], starts: ResolvedOffsets) -> None:
         assert self._group_starts is not None
-        self._group_starts.owed.update(topic for topic, _ in starts.offsets)
-        self._record(sorted(self._group_starts.owed), lambda: self.settle(requests, starts))
+        self._group_starts.unrecorded.update(topic for topic, _ in starts.offsets)
+        self._record(sorted(self._group_starts.unrecorded), lambda: self.apply(requests, starts))
 
     def _record(self, topics: Sequence[str], then: Callable[[], object]) -> None:
         starts, deadline = self._group_starts, Deadline(self._timeout)
         assert starts is not None
         self._task = BackgroundTask(lambda: starts.record(topics, deadline), lambda _: then())
 
-    def settle(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
-        """Let the client fetch partitions from the offsets that were found; a partition without an offset waits."""
+    def apply(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
+        """Let the client fetch partitions from the offsets that were found. Other partitions keep their requests."""
         ready: list[KafkaPartition] = []
         for each in self._assignment.current(requests):
             if (start := resolved.offsets.get(each.partition)) is None:
                 continue
             if not each.announced:
                 at = start.at if isinstance(start, LostPosition) else start
-                self._assignment.say("%s: is here, from %d on", shown([each.partition]), at)
+                self._assignment.log_for_group("%s: is read here, from %d on", as_text([each.partition]), at)
                 each.announce(self._listener.assigned(each.partition))
             if isinstance(start, LostPosition):
                 each.lose(start.why, start.at)
@@ -142,18 +142,18 @@ class StartLookup:
                 each.next = start
                 self._assignment.note_topic(each, resolved.topic_ids.get(each.partition[0], each.request.topic_id))
                 if start != each.request.target:
-                    each.since = None  # the group is beyond the target of the seek
+                    each.since = None  # the group's committed offset is beyond the target of the seek
                 ready.append(each)
-        self._assignment.place(ready)
+        self._assignment.start_fetching(ready)
 
     def request(self, requests: Mapping[KafkaPartition, SeekRequest]) -> None:
         """Move partitions to the targets of seek requests.
 
-        Without a group and with unchanged topic ids they are moved at once. Otherwise the next poll first looks up the
-        topics' ids and, in a group, its positions: acknowledged messages are not read again.
+        A reader without a group moves them at once if it knows that the topics' ids are unchanged. Otherwise the next
+        poll first looks up the topics' ids, and the group's offsets: acknowledged messages are not read again.
         """
         for each, request in requests.items():
             each.next = request.target
             each.seek(request)
         if self._group_starts is None and all(request.topic_id == p.topic_id for p, request in requests.items()):
-            self.settle(requests, ResolvedOffsets({p.partition: p.next for p in requests if p.next is not None}))
+            self.apply(requests, ResolvedOffsets({p.partition: p.next for p in requests if p.next is not None}))

@@ -1,4 +1,4 @@
-"""The offsets at which the reading of partitions starts, and resumes after a seek."""
+"""The offsets at which the reading of partitions starts, and at which it resumes after a seek."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest, SeekRequ
 
 _log = logging.getLogger("txnbridge")
 
-# The pause before undecided positions are looked up again: most open transactions end within milliseconds.
-_PAUSE = 0.02
-# After so long an undecided position may be due to a hanging transaction (hazard H9).
-_PATIENCE = 3.0
-_LONGEST_SEARCH = 10.0  # the search for one delays the look-ups for other partitions
+# The pause before a group's undecided offsets are looked up again: most open transactions end within milliseconds.
+_RETRY_SECONDS = 0.02
+# After this time an undecided offset may be due to a hanging transaction (hazard H9), which is then searched for.
+_UNDECIDED_SECONDS = 3.0
+_SEARCH_SECONDS = 10.0  # the longest search, which delays the look-ups for other partitions
 
 
 @dataclass(frozen=True)
 class LostPosition:
-    """A lost position, from which only a seek by the user can resume: the reason, and the last known offset."""
+    """An offset that cannot be read: the reason, and the offset. The partition is not read until the user seeks."""
 
     why: str
     at: int
@@ -33,22 +33,22 @@ class LostPosition:
 
 @dataclass(frozen=True)
 class ResolvedOffsets:
-    """The answers to seek requests. Offsets `to_commit` are first committed as the group's positions, then read."""
+    """The answers to seek requests. Offsets in `to_commit` are committed for the group before they are read."""
 
     offsets: Mapping[Partition, int | LostPosition]
     to_commit: Mapping[Partition, int] = field(default_factory=dict)
-    topic_ids: Mapping[str, str] = field(default_factory=dict)  # the topics' ids, if they have ids, before the look-up
+    topic_ids: Mapping[str, str] = field(default_factory=dict)  # the topics' ids, looked up before the offsets
 
 
 class KafkaStartPositions:
-    """The start positions of a reader without a group: the `start` of its subscription."""
+    """The start offsets of a reader without a group, by the `start` of its subscription."""
 
     def __init__(self, offsets: KafkaOffsets, subscription: Subscription) -> None:
         self._offsets = offsets
         self._subscription = subscription
 
     def first(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
-        """Return the first offset of each existing partition by the `start` of the subscription."""
+        """Return the first offset to read of each partition, by the `start` of the subscription."""
         match self._subscription.start:
             case "earliest":
                 return self._offsets.begins(partitions, deadline)
@@ -61,7 +61,7 @@ class KafkaStartPositions:
     def at_time(
         self, partitions: Mapping[Partition, KafkaPartition], timestamp: int, deadline: Deadline
     ) -> dict[KafkaPartition, SeekRequest]:
-        """Return the seek requests that move partitions to the first message stamped at or after a time."""
+        """Return the seek requests to the first messages with a timestamp at or after a time."""
         topic_ids = self._offsets.topic_ids({topic for topic, _ in partitions}, deadline)
         since = self._offsets.since(partitions, timestamp, deadline)
         return {
@@ -73,7 +73,7 @@ class KafkaStartPositions:
         return self._offsets.counts(self._subscription.topics, deadline)
 
     def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
-        """Answer seek requests. A partition that was added since the reader's start is read from its beginning."""
+        """Answer seek requests. A partition that was added after the reader's start is read from its beginning."""
         topic_ids, requests = self._of_known_topics(requests, deadline)
         targets = {partition: request.target for partition, request in requests.items() if request.target is not None}
         added = self._offsets.begins([partition for partition in requests if partition not in targets], deadline)
@@ -81,19 +81,19 @@ class KafkaStartPositions:
         return ResolvedOffsets({**targets, **added, **refused, **recreated}, topic_ids=topic_ids)
 
     def owner(self) -> str:
-        """Return the words for the position in an error's text: this reader's, or a group's."""
+        """Return the words that name the offset in errors' texts: this reader's position, or a group's."""
         return "this reader's position"
 
     def _of_known_topics(self, requests: SeekRequests, deadline: Deadline) -> tuple[Mapping[str, str], SeekRequests]:
-        """Return the topics' ids, and the requests about topics that the broker knows now.
+        """Return the topics' ids, and the requests for the topics that the broker knows now.
 
-        A broker that has just started answers before it has loaded its topics: the other requests are tried again.
+        A broker that has just started answers before it has loaded its topics. Requests for other topics wait.
         """
         topic_ids = self._offsets.topic_ids({topic for topic, _ in requests}, deadline)
         return topic_ids, {partition: request for partition, request in requests.items() if partition[0] in topic_ids}
 
     def _recreated(self, requests: SeekRequests, topic_ids: Mapping[str, str]) -> Mapping[Partition, LostPosition]:
-        """Return the lost positions of partitions whose topic was deleted and created again."""
+        """Return a lost position for each partition whose topic was deleted and created again."""
         return {
             partition: self.recreated(partition, request.target or request.refused or 0)
             for partition, request in requests.items()
@@ -104,7 +104,7 @@ class KafkaStartPositions:
         return LostPosition(recreated_text(self.owner(), partition, at), at)
 
     def _refused(self, requests: SeekRequests, deadline: Deadline) -> Mapping[Partition, int | LostPosition]:
-        """Return, for each offset that the broker refused, the offset if it is valid now, else a lost position."""
+        """Check the offsets that the broker refused: return the offset if it is valid now, else a lost position."""
         refused = {partition: request.refused for partition, request in requests.items() if request.refused is not None}
         begins, ends = self._offsets.begins(refused, deadline), self._offsets.ends(refused, deadline)
         return {
@@ -116,13 +116,13 @@ class KafkaStartPositions:
 
 
 class KafkaGroupStartPositions(KafkaStartPositions):
-    """The start positions of a group's member: the group's positions, or where a new group begins.
+    """The start offsets of a group's member: the group's committed offsets, or the first offsets of a new group.
 
-    The offset at which a group begins a partition is committed, and recorded in the decision log, before a message of
-    the partition is handed out. Because of the commit no message is skipped if the first batch aborts (hazard H23).
-    Because of the record a group whose positions the broker has dropped is not taken for a new group (hazard H24). A
-    topic's record has the number of partitions at the group's beginning, and for each partition the offset at which the
-    group began it, None if the group had not begun it when the record was written.
+    Before a partition's first message is handed out, the group's first offset is committed, and recorded in the
+    decision log. Because of the commit no message is skipped if the first batch aborts (hazard H23). Because of the
+    record, a group whose offsets the broker has dropped is not mistaken for a new group (hazard H24). The record of a
+    topic has the number of partitions when the group began, and the group's first offset in each partition: None if the
+    group had no offset there yet.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
     ) -> None:
         super().__init__(offsets, subscription)
         self._write_missing_markers = write_missing_markers
-        self._search_at: float | None = None  # when to search for a hanging transaction
+        self._search_at: float | None = None  # when to search for a hanging transaction, if offsets are still undecided
         self._counts = counts
         self._group = str(subscription.group)
         self._records = {
@@ -144,21 +144,21 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             for topic in subscription.topics
         }
         self._denied = False
-        self.unchecked = set(subscription.topics)  # topics whose records may not cover every begun partition
-        self.owed: set[str] = set()  # topics whose records certainly lack a begun partition
+        self.unchecked = set(subscription.topics)  # topics whose records may lack a partition that the group has begun
+        self.unrecorded: set[str] = set()  # topics whose records certainly lack such a partition
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
-        # "latest" means now, not when the group's members have got their partitions.
+        # "latest" is the end at this moment, and not when the group's members have got their partitions.
         self._latest = offsets.ends(partitions, deadline) if subscription.start == "latest" else None
 
     def owner(self) -> str:
         return f"the position of group {self._group!r}"
 
     def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
-        """Answer seek requests, except for partitions whose position an open transaction may still change."""
+        """Answer seek requests, except for partitions whose committed offset an open transaction may still change."""
         topic_ids, requests = self._of_known_topics(requests, deadline)
         committed = self._offsets.committed_with_topics(self._group, requests, deadline, decided=True)
         if len(committed) < len(requests):
-            time.sleep(min(_PAUSE, deadline.left()))
+            time.sleep(min(_RETRY_SECONDS, deadline.left()))
             self._search_for_hanging_transactions(deadline)
         else:
             self._search_at = None
@@ -186,25 +186,25 @@ class KafkaGroupStartPositions(KafkaStartPositions):
     def _search_for_hanging_transactions(self, deadline: Deadline) -> None:
         now = time.monotonic()
         if self._search_at is None or now < self._search_at:
-            self._search_at = self._search_at or now + _PATIENCE
+            self._search_at = self._search_at or now + _UNDECIDED_SECONDS
             return
-        self._search_at = math.inf  # without the right to write markers each attempt would fence a running producer
+        self._search_at = math.inf  # not again after `AccessDenied`: each attempt would fence a running producer
         try:
-            for written in self._write_missing_markers(Deadline(min(deadline.left(), _LONGEST_SEARCH))):
-                _log.warning("group %r stood still: the broker had forgotten an end of %s", self._group, written)
+            for written in self._write_missing_markers(Deadline(min(deadline.left(), _SEARCH_SECONDS))):
+                _log.warning("group %r waited for a hanging transaction; wrote its marker: %s", self._group, written)
         except AccessDenied as error:
             _log.warning(
-                "group %r waits for the end of a transaction that has acknowledged something. Whether a broker has"
-                " forgotten to write it cannot be found out, or not be mended, by this user: %s. See txnbridge doctor",
+                "group %r waits for the end of a transaction with acknowledgements. It may be a hanging transaction,"
+                " which this user may not look for or not end: %s. See txnbridge doctor",
                 *(self._group, error),
             )
             return
         except TxnBridgeError as error:
-            _log.debug("whether an end was forgotten that group %r waits for is asked again: %s", self._group, error)
-        self._search_at = time.monotonic() + _PATIENCE
+            _log.debug("searching for a hanging transaction for group %r is repeated: %s", self._group, error)
+        self._search_at = time.monotonic() + _UNDECIDED_SECONDS
 
     def _begin(self, topic: str, numbers: Sequence[int], requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
-        """Return first offsets for partitions without a position of the group, or that their position was lost."""
+        """Return first offsets for partitions without a committed offset; a lost position for one that had begun."""
         count, began = self._read_record(topic, deadline)
         targets: dict[Partition, int] = {}
         lost: dict[Partition, LostPosition] = {}
@@ -218,7 +218,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             elif at is not None:
                 lost[partition] = LostPosition(_expired_text(self._group, partition, at), at)
             else:
-                # A partition that was added to the topic since the group began is read from its beginning.
+                # A partition that was added to the topic after the group began is read from its beginning.
                 (old if number < count else added).append(partition)
         return ResolvedOffsets(lost, {**targets, **self._first(old, deadline), **self._offsets.begins(added, deadline)})
 
@@ -228,12 +228,12 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         return self.first(partitions, deadline)
 
     def record(self, topics: Iterable[str], deadline: Deadline) -> None:
-        """Complete the records of topics in the decision log: each partition with a position of the group is in it."""
+        """Add the partitions that the group has begun to the records of topics in the decision log."""
         for topic in topics:
             if not self._denied:
                 self._complete_record(topic, deadline)
             self.unchecked.discard(topic)
-            self.owed.discard(topic)
+            self.unrecorded.discard(topic)
 
     def _complete_record(self, topic: str, deadline: Deadline) -> None:
         count = self._offsets.counts([topic], deadline)[topic]
@@ -248,15 +248,15 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         try:
             self._records[topic].update(complete, deadline)
         except AccessDenied as error:
-            self._go_on_without(error)
+            self._continue_without_record(error)
 
     def _read_record(self, topic: str, deadline: Deadline) -> tuple[int, Sequence[int | None]]:
-        """Return the topic's partitions when the group began, and the offset at which it began each partition."""
+        """Return how many partitions the topic had when the group began, and the group's first offset in each."""
         record = None
         try:
             record = None if self._denied else self._records[topic].read(deadline)
         except AccessDenied as error:
-            self._go_on_without(error)
+            self._continue_without_record(error)
         return self._from_record(topic, record)
 
     def _from_record(self, topic: str, record: Mapping[str, Any] | None) -> tuple[int, Sequence[int | None]]:
@@ -264,35 +264,36 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             return self._counts[topic], ()
         return int(record["partitions"]), list(record["positions"])
 
-    def _go_on_without(self, error: AccessDenied) -> None:
+    def _continue_without_record(self, error: AccessDenied) -> None:
         self._denied = True
         _log.warning(
-            "group %r: without the rights to use the decision log nobody will notice if the broker forgets the group's"
-            " positions (after offsets.retention.minutes without members), and it would begin again: %s",
+            "group %r: this user may not use the decision log, so it is not noticed if the broker drops the group's"
+            " offsets (after offsets.retention.minutes without members), and the group would begin again: %s",
             self._group,
             error,
         )
 
 
 def out_of_range_text(owner: str, partition: Partition, at: int, begin: int, end: int) -> str:
-    """Return the error text for a position at an offset that the broker does not have (any more)."""
+    """Return the error text for an offset that the broker does not have."""
     topic, number = partition
     if at < begin:
         return (
             f"{owner} is {at} in {topic}[{number}], but retention has removed everything before {begin}."
-            f" Nothing was skipped: seek({{({topic!r}, {number}): ({begin},)}}) goes on there without what is gone"
+            f" Nothing was skipped. To continue without the removed messages: seek({{({topic!r}, {number}):"
+            f" ({begin},)}})"
         )
     return (
-        f"{owner} is {at} in {topic}[{number}], but the log ends at {end}: it was cut off, or the topic was deleted and"
-        f" made anew. Nothing was skipped: seek({{({topic!r}, {number}): (offset,)}}) says where to go on"
+        f"{owner} is {at} in {topic}[{number}], but the log ends at {end}: it was truncated, or the topic was deleted"
+        f" and created again. Nothing was skipped. Choose where to continue: seek({{({topic!r}, {number}): (offset,)}})"
     )
 
 
 def _expired_text(group: str, partition: Partition, began: int) -> str:
     topic, number = partition
     return (
-        f"group {group!r} began to read {topic}[{number}] at {began}, but the broker has no position of it any more: it"
-        " forgets those of a group without members after offsets.retention.minutes (7 days by default), and those of a"
-        f" deleted topic. Nothing was skipped or read again: say where to go on by seek({{({topic!r}, {number}):"
+        f"group {group!r} began to read {topic}[{number}] at {began}, but the broker has dropped its committed offset:"
+        " it drops those of a group without members after offsets.retention.minutes (7 days by default), and those of a"
+        f" deleted topic. Nothing was skipped or read again. Choose where to continue by seek({{({topic!r}, {number}):"
         " (offset,)}), or read with a new group"
     )

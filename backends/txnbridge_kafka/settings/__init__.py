@@ -12,8 +12,9 @@ from typing import Any
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Option, Url
 from txnbridge_kafka.settings import java, names, security
+from txnbridge_kafka.settings.timing import Timing
 
-PORT = 9092  # for a host without a port, as everywhere with Kafka
+PORT = 9092  # for a host without a port, as in other Kafka clients
 
 
 @dataclass(frozen=True)
@@ -28,25 +29,25 @@ class KafkaSettings:
     application: str
     create_topics: int  # partitions of a missing topic; 0: never create
     prefix: str = "_txnbridge-"  # of the name of every internal topic
-    replicas: int = -1  # of topics that the bridge creates; -1: the broker's default
+    replicas: int = -1  # the replicas of topics that the bridge creates; -1: the broker's default
     prepared_ids: int = 64  # how many prepared transactions of one transactional id may be unresolved
     group_protocol: str = "classic"
     assignment: str = "cooperative-sticky"
     # the syslog level up to which the client's log lines are passed to `logging`: 3 errors, 6 info, 7 debug
     log_level: int = 6
-    # librdkafka's settings for producers only and for consumers only: the other kind of client would warn about them.
+    # The settings for producers only and for consumers only: a client of the other kind would log a warning about them.
     producer: Mapping[str, Any] = field(default_factory=dict, repr=False)
     consumer: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
-    advice: str = ""  # the text in an error when no connection can be made: the settings to check
+    advice: str = ""  # the settings to check, for the error if no connection can be made
+    timing: Timing = field(default_factory=Timing)
 
     def log_topic(self, name: str) -> str:
         return f"{self.prefix}log-{name}"
 
     @property
     def soonest_retry(self) -> float:
-        """Return the shortest time in seconds after which a producer repeats a request that the broker has refused."""
-        # A producer waits for retry.backoff.ms, give or take a fifth, or longer.
+        """Return a time in seconds before which no producer repeats a request; it waits for retry.backoff.ms ± 20 %."""
         return float(self.client.get("retry.backoff.ms", 100)) / 2000
 
     def __reduce__(self) -> Any:
@@ -56,12 +57,12 @@ class KafkaSettings:
 _DEFAULTS = KafkaSettings("", {}, {}, 0, None, "", 0)
 
 OPTIONS: Mapping[str, Option] = {
-    "prefix": Option(str, _DEFAULTS.prefix, "how the names of our own topics begin: the decision logs"),
-    "replicas": Option(int, _DEFAULTS.replicas, "copies of each topic that we create; -1: as the broker has it"),
+    "prefix": Option(str, _DEFAULTS.prefix, "the prefix of the names of internal topics, such as decision logs"),
+    "replicas": Option(int, _DEFAULTS.replicas, "replicas of each topic that we create; -1: the broker's default"),
     "prepared_ids": Option(
         int,
         _DEFAULTS.prepared_ids,
-        "how many prepared transactions of one transactional id may wait for their end at once (1 to 1000)",
+        "how many prepared transactions of one transactional id may be unresolved at once (1 to 1000)",
     ),
     "group_protocol": Option(
         str,
@@ -78,31 +79,31 @@ OPTIONS: Mapping[str, Option] = {
     "log_level": Option(
         int,
         _DEFAULTS.log_level,
-        "what of the client's log goes on to `logging`, as syslog counts: 3 errors, 4 warnings, 6 all but debugging",
+        "the client's log lines up to this syslog level go to `logging`: 3 errors, 4 warnings, 6 all but debugging",
         tuple(range(8)),
     ),
 }
 
-# The name of a topic has 249 characters at most; in a decision log's name the application follows the prefix.
+# A topic's name has at most 249 characters, and a decision log's name is the prefix and the application's name.
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
-_MOST_PREPARED_IDS = 1000  # the coordinator keeps each id for seven days, and they are opened one after another
+_MOST_PREPARED_IDS = 1000  # a coordinator keeps each id in memory for seven days, and each is opened separately
 
 _ALL_IN_ORDER = "a transaction needs each message stored once, in order, by all replicas in sync"
-_ACKS = "what was read is acknowledged in transactions, by the backend"
-_LOG = "by its log the backend knows that a connection was lost; what you see of it is the option log_level"
+_ACKS = "the backend acknowledges messages, in transactions"
+_LOG = "the backend learns from the client's log that a connection was lost; to see more or less of it: log_level"
 _DEADLINE = "it follows from timeout= and hold= of connect() and transaction()"
 _JAVA_PARTITIONER = "murmur2_random"
 _PARTITIONER = "a key's partition is the one that Kafka's Java client picks"
 _CODECS = "values and keys are bytes, or what a topic's codec makes of them"
-_PLUGINS = "what listens is a plug-in of txnbridge: its events and headers"
+_PLUGINS = "interceptors and metrics are plug-ins of txnbridge, which get its events and headers"
 _REPORTS = "delivery reports are the writer's own"
-_POLL = "poll() and batches() say how many"
-_NOTHING_LIKE_IT = "neither client here has anything like it"
+_POLL = "the number is an argument of poll() and batches()"
+_NOTHING_LIKE_IT = "neither client library has a setting like it"
 _KEYS = "certificates and keys are PEM files or text here, because two clients need them"
-_OIDC = "the client's id and secret are shown to a token endpoint here, and nothing else"
+_OIDC = "only a client's id and secret are supported for a token endpoint"
 _KERBEROS = "Kerberos is not supported: the client's wheels are built without it"
 
-# The client settings that a user may not set, with the reason: the backend sets them, or they have no effect.
+# The client settings that a user may not set, each with the reason, which the error's text has.
 REFUSED: Mapping[str, str] = {
     name: reason
     for reason, listed in {
@@ -111,7 +112,7 @@ REFUSED: Mapping[str, str] = {
         _DEADLINE: "transaction.timeout.ms message.timeout.ms delivery.timeout.ms max.block.ms default.api.timeout.ms",
         _ALL_IN_ORDER: "enable.idempotence enable.gapless.guarantee request.required.acks queuing.strategy "
         "max.in.flight max.in.flight.requests.per.connection message.send.max.retries",
-        "only what is committed is read": "isolation.level",
+        "readers return committed messages only": "isolation.level",
         _ACKS: "enable.auto.commit auto.commit.enable auto.commit.interval.ms enable.auto.offset.store "
         "offset.store.method offset.store.path offset.store.sync.interval.ms",
         "it is consumer(start=…)": "auto.offset.reset",
@@ -121,7 +122,7 @@ REFUSED: Mapping[str, str] = {
         "it is connect(create_topics=…)": "allow.auto.create.topics",
         "readers set it themselves": "enable.partition.eof",
         _LOG: "log.connection.close log.queue log.thread.name",
-        "by it the backend learns its producer id": "statistics.interval.ms",
+        "the backend does not deliver statistics": "statistics.interval.ms",
         _REPORTS: "delivery.report.only.error produce.offset.report",
         _PARTITIONER: "partitioner.class partitioner.ignore.keys partitioner.adaptive.partitioning.enable "
         "partitioner.availability.timeout.ms",
@@ -129,10 +130,10 @@ REFUSED: Mapping[str, str] = {
         _PLUGINS: "interceptor.classes plugin.library.paths metric.reporters metrics.num.samples "
         "metrics.recording.level metrics.sample.window.ms",
         _POLL: "max.poll.records consume.callback.max.messages",
-        "there are no share groups here": "share.acknowledgement.mode share.acquire.mode",
-        "prepared transactions here need nothing of it": "transaction.two.phase.commit.enable",
+        "share groups are not supported": "share.acknowledgement.mode share.acquire.mode",
+        "prepared transactions work without it": "transaction.two.phase.commit.enable",
         "any value may be env:NAME or file:/path": "config.providers",
-        "both clients agree on TLS 1.2 or newer by themselves": "ssl.protocol ssl.enabled.protocols",
+        "both clients use TLS 1.2 or newer": "ssl.protocol ssl.enabled.protocols",
         _KEYS: "ssl.engine.location ssl.engine.id ssl.providers ssl.engine.factory.class ssl.certificate.verify_cb",
         _OIDC: "enable.sasl.oauthbearer.unsecure.jwt sasl.oauthbearer.config sasl.oauthbearer.grant.type "
         "sasl.oauthbearer.metadata.authentication.type sasl.oauthbearer.assertion.algorithm "
@@ -161,8 +162,8 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-# Refused settings that a program written for another client may pass, with the values that the backend uses anyway.
-_AS_IT_IS: Mapping[str, frozenset[str]] = {
+# Refused settings with the values that are accepted, because the backend uses the same: other programs pass them.
+_HARMLESS_VALUES: Mapping[str, frozenset[str]] = {
     "acks": frozenset({"all", "-1"}),
     "request.required.acks": frozenset({"all", "-1"}),
     "enable.idempotence": frozenset({"true"}),
@@ -172,18 +173,18 @@ _AS_IT_IS: Mapping[str, frozenset[str]] = {
 
 
 def read(url: Url, options: Mapping[str, Any], context: Context) -> KafkaSettings:
-    """Return the settings from a URL, its options and the client's settings. Raise `InvalidOption` for a wrong one."""
+    """Return the settings from a URL, its options and the client's settings. Raise `InvalidOption` if one is wrong."""
     bootstrap = _bootstrap(url)
     _check(options)
     given = {name: _value(name, value) for name, value in context.client_options.items()}
-    given = {name: value for name, value in given.items() if value.lower() not in _AS_IT_IS.get(name, ())}
+    given = {name: value for name, value in given.items() if value.lower() not in _HARMLESS_VALUES.get(name, ())}
     for name in given:
         if name in REFUSED:
             raise InvalidOption(f"{name!r} is not yours to set: {REFUSED[name]}")
     completed = security.complete(java.librdkafka_names(given))
     client, producer, consumer = _sorted({**_defaults(context.timeout), **completed})
     raw = security.raw(client)
-    _ask_the_client(client, producer, consumer, options["group_protocol"])
+    _check_by_creating_clients(client, producer, consumer, options["group_protocol"])
     return KafkaSettings(
         bootstrap=bootstrap,
         client={"bootstrap.servers": bootstrap, **client},
@@ -228,22 +229,22 @@ def _value(name: str, value: Any) -> str:
 
 
 def _defaults(timeout: float) -> dict[str, str]:
-    """Return the backend's defaults where they differ from librdkafka's. The user's settings override them."""
-    # A half-open connection must be noticed, and another tried, well within one deadline. The client warns about less
-    # than 1.5 seconds: a fetch waits half a second at the broker, and the client wants another second.
+    """Return the backend's defaults that differ from librdkafka's. The user's settings override them."""
+    # Within one deadline a half-open connection must be noticed, and another tried. The client warns about less than
+    # 1.5 seconds: a fetch waits at the broker for half a second, and the client wants one second more.
     patience = str(int(min(max(timeout / 3, 1.5), 10.0) * 1000))
     return {
         "client.id": "txnbridge",
         "socket.timeout.ms": patience,
         "socket.connection.setup.timeout.ms": patience,
-        # A new client waits half of this time after the first metadata before it connects to a broker: with the
-        # client's default of 100 ms this is most of the time to open a transactional id. Each attempt doubles it.
+        # A new client waits for half of this time before it connects to a broker. The client's default of 100 ms would
+        # be most of the time to open a transactional id. Each attempt doubles the time.
         "reconnect.backoff.ms": "20",
-        # The client's default, ten seconds between two connection attempts, is too long for a deadline of thirty.
+        # The client's default of ten seconds between two connection attempts is too long for a deadline of thirty.
         "reconnect.backoff.max.ms": "1000",
-        # The broker closes an idle connection after ten minutes, perhaps during a request: the client closes it before.
+        # Less than the broker's ten minutes: the broker might close an idle connection during a request.
         "connections.max.idle.ms": "540000",
-        # By default a producer would create a topic with a mistyped name if the broker allows it.
+        # By default a client creates a topic with a mistyped name if the broker allows that.
         "allow.auto.create.topics": "false",
     }
 
@@ -256,7 +257,7 @@ def _sorted(settings: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]
     return {name: value for name, value in settings.items() if name not in own}, producer, consumer
 
 
-def _ask_the_client(
+def _check_by_creating_clients(
     client: Mapping[str, str], producer: Mapping[str, str], consumer: Mapping[str, str], group_protocol: str
 ) -> None:
     """Check setting names and values by creating clients, which connect to no broker and fetch no OAuth token."""
@@ -265,14 +266,14 @@ def _ask_the_client(
     tried = {**client, "sasl.oauthbearer.method": "default"}
     group = {"group.id": "settings", "group.protocol": group_protocol}
     try:
-        Producer({**tried, **producer}, logger=_Silent())
-        Consumer({**tried, **consumer, **group}, logger=_Silent()).close()
+        Producer({**tried, **producer}, logger=_SilentLogger())
+        Consumer({**tried, **consumer, **group}, logger=_SilentLogger()).close()
     except KafkaException as error:
         raise _refusal(error.args[0].str(), client) from None
 
 
-class _Silent:
-    """A logger that drops the lines of a client that only checks settings: the real clients log the same lines."""
+class _SilentLogger:
+    """A logger that drops the log lines of clients that only check settings: the real clients log them again."""
 
     def log(self, *line: object) -> None:
         pass

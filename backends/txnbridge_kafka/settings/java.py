@@ -43,7 +43,7 @@ _CONVERTED: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "ssl.endpoint.identification.algorithm": ("ssl.endpoint.identification.algorithm", _algorithm),
 }
 
-# Java classes whose function both clients have built in, so that the setting can be ignored.
+# Settings with the Java classes that are ignored, because both clients do the same by themselves.
 _CLASSES = {
     "sasl.login.callback.handler.class": (
         "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginCallbackHandler",
@@ -58,7 +58,7 @@ NAMES = frozenset({*_RENAMED, *_CONVERTED, *_CLASSES, *_STORE_SETTINGS, "sasl.ja
 
 
 def librdkafka_names(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the given settings in librdkafka's names. Raise `InvalidOption`, without secrets, for a wrong one."""
+    """Return the settings in librdkafka's names. Raise `InvalidOption`, without secrets, if one is wrong."""
     left = dict(given)
     line = left.pop("sasl.jaas.config", None)
     pairs = [pair for store in _STORES for pair in _store(store, left)]
@@ -69,14 +69,14 @@ def librdkafka_names(given: Mapping[str, str]) -> dict[str, str]:
     named: dict[str, str] = {}
     for name, value in pairs:
         if name in named:
-            raise InvalidOption(f"{name!r} is given twice, under two of its names")
+            raise InvalidOption(f"{name!r} is given twice: also under its name in Kafka's Java clients")
         named[name] = value
     return named
 
 
 def _is_known_class(name: str, value: str) -> bool:
     if name in _CLASSES and value not in _CLASSES[name]:
-        raise InvalidOption(f"{name!r} names a Java class, which no client here can load; leave it out")
+        raise InvalidOption(f"{name!r} names a Java class, which these clients cannot load; leave it out")
     return name in _CLASSES
 
 
@@ -98,15 +98,15 @@ def _store(store: str, left: dict[str, str]) -> list[tuple[str, str]]:
     password = left.pop(f"{store}.password", None)
     if location is None:
         if password is not None or kind not in ("", "PEM"):
-            raise InvalidOption(f"'{store}.type' and '{store}.password' say nothing without '{store}.location'")
+            raise InvalidOption(f"'{store}.type' and '{store}.password' have no effect without '{store}.location'")
         return []
     if kind != "PEM":
         raise InvalidOption(
-            f"'{store}.location' must be a PEM file here, named as one by {store}.type=PEM; convert the store by: "
+            f"'{store}.location' must be a PEM file here, with {store}.type=PEM; convert the store by: "
             f"{_conversion(store, location, kind)}"
         )
     if password is not None:
-        raise InvalidOption(f"'{store}.password': a PEM file has none; that of its key is 'ssl.key.password'")
+        raise InvalidOption(f"'{store}.password': a PEM file has no password; its key's is 'ssl.key.password'")
     if store == "ssl.truststore":
         return [("ssl.ca.location", location)]
     return [("ssl.certificate.location", location), ("ssl.key.location", location)]
@@ -149,11 +149,11 @@ class _Token(NamedTuple):
 
 
 def parse_jaas(line: str) -> tuple[str, dict[str, str]]:
-    """Return the login module and the options of a JAAS line. Raise `InvalidOption`, without its text, if malformed."""
+    """Parse a JAAS line into its login module and options. Raise `InvalidOption`, without its text, if malformed."""
     tokens = _tokens(line)
     module = _text(next(tokens))
     if _text(next(tokens)).lower() not in _FLAGS:
-        raise InvalidOption(f"'sasl.jaas.config' has no control flag behind the module: {FORM}")
+        raise InvalidOption(f"'sasl.jaas.config' has no control flag after the module: {FORM}")
     options: dict[str, str] = {}
     while (token := next(tokens)).mark != ";":
         name = _text(token)
@@ -171,8 +171,8 @@ def _tokens(line: str) -> Iterator[_Token]:
         match = _TOKEN.match(line, at)
         if match is None:
             raise InvalidOption(
-                f"'sasl.jaas.config' cannot be read from character {at + 1} on: a quote is not closed, or what stands "
-                f"there needs quotes: {FORM}"
+                f"'sasl.jaas.config' cannot be read from character {at + 1} on: a quote is not closed, or the value "
+                f"needs quotes: {FORM}"
             )
         kind, text = str(match.lastgroup), str(match[str(match.lastgroup)])
         if kind in ("double", "single"):
@@ -229,7 +229,7 @@ def login(line: str, mechanism: str | None) -> dict[str, str]:
     module, options = parse_jaas(line)
     if module not in _MODULES:
         known = ", ".join(name.rpartition(".")[2] for name in _MODULES)
-        raise InvalidOption(f"the login module of 'sasl.jaas.config' is none of {known}; others need Java")
+        raise InvalidOption(f"the login module of 'sasl.jaas.config' must be one of {known}; others need Java")
     settings = {"sasl.mechanism": _mechanism(module, mechanism)}
     extensions = []
     for name, value in options.items():

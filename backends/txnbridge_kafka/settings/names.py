@@ -1,7 +1,7 @@
 """The librdkafka settings that a user may set: for producers, for consumers, and for every client.
 
-A client warns about settings of another kind of client. A name that is not listed here is passed to every client, and
-librdkafka accepts or refuses it: a newer version may have more settings.
+A consumer logs warnings about producers' settings, and a producer about consumers'. A name that is not listed here is
+passed to every client, and librdkafka accepts or refuses the name: a newer version may have more settings.
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ _OAUTH_NEEDS = (_ENDPOINT, "sasl.oauthbearer.client.id", "sasl.oauthbearer.clien
 
 
 def secrets(client: Mapping[str, str]) -> Iterator[str]:
-    """Yield the values of the secret settings, such as passwords, which must not be in an error's text."""
+    """Yield the values of the secret settings, such as passwords. They are removed from errors' texts."""
     yield from (client[name] for name in _SECRETS if client.get(name))
 
 
 def complete(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings with their security protocol and SASL mechanism. Raise `InvalidOption` for a useless one.
+    """Add the security protocol and the SASL mechanism to the settings.
 
-    A password that is not used, or a certificate that is not checked, would weaken security without a notice.
+    Raise `InvalidOption` for a setting without effect: an unused password, for example, weakens security unnoticed.
     """
     settings = {**given, "security.protocol": given.get("security.protocol", "PLAINTEXT").upper()}
     protocol = settings["security.protocol"]
@@ -70,7 +70,7 @@ def _sasl(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def advice(client: Mapping[str, str]) -> str:
-    """Return the advice for a failed connection: the security settings that must match the broker's listener."""
+    """Return the advice for the error of a failed connection: the settings that must match the broker's listener."""
     protocol, checks = client["security.protocol"], []
     if protocol.startswith("SASL"):
         checks += list(_OAUTH_NEEDS) if client["sasl.mechanism"] == _OAUTH else ["sasl.username", "sasl.password"]
@@ -83,7 +83,7 @@ def advice(client: Mapping[str, str]) -> str:
 
 
 def raw(client: Mapping[str, str]) -> dict[str, Any]:
-    """Return kafka-python's settings for the given librdkafka settings."""
+    """Translate librdkafka's settings into kafka-python's."""
     patience = int(client["socket.timeout.ms"])
     config: dict[str, Any] = {
         "client_id": client["client.id"],
@@ -108,50 +108,50 @@ def raw(client: Mapping[str, str]) -> dict[str, Any]:
 
 
 def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
-    """Return a TLS context with librdkafka's checks. Raise `InvalidOption` for a file or a cipher that is unusable."""
-    context = _trusting(client, "ssl.ca")
-    context.sslsocket_class = _Socket
+    """Return a TLS context with librdkafka's checks. Raise `InvalidOption` for an unusable file or cipher."""
+    context = _tls_context(client, "ssl.ca")
+    context.sslsocket_class = _SelfClosingSocket
     if client.get("enable.ssl.certificate.verification", "true").lower() in ("false", "f", "0"):
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     elif client.get("ssl.endpoint.identification.algorithm") == "none":
         context.check_hostname = False
     if "ssl.crl.location" in client:
-        with _naming("ssl.crl.location"):
+        with _naming_option("ssl.crl.location"):
             context.load_verify_locations(client["ssl.crl.location"])
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     if "ssl.cipher.suites" in client:
-        with _naming("ssl.cipher.suites"):
+        with _naming_option("ssl.cipher.suites"):
             context.set_ciphers(client["ssl.cipher.suites"])
     with contextlib.ExitStack() as files:
         certificate = _file(client, "ssl.certificate", files)
         key = _file(client, "ssl.key", files)
         if certificate and key:
-            password = client.get("ssl.key.password", "")  # without a password OpenSSL would ask at the terminal
-            with _naming("the certificate and key under 'ssl.certificate…' and 'ssl.key…'"):
+            password = client.get("ssl.key.password", "")  # without it OpenSSL would ask for a password at the terminal
+            with _naming_option("the certificate and key under 'ssl.certificate…' and 'ssl.key…'"):
                 context.load_cert_chain(certificate, key, lambda: password)
         elif certificate or key:
-            raise InvalidOption("a certificate to show needs both: ssl.certificate.location (or .pem) and ssl.key.…")
+            raise InvalidOption("a client certificate needs both: ssl.certificate.location (or .pem) and ssl.key.…")
     return context
 
 
-class _Socket(ssl.SSLSocket):
+class _SelfClosingSocket(ssl.SSLSocket):
     """A TLS socket that is closed when it is freed: kafka-python leaks a connection whose handshake failed."""
 
     def __del__(self) -> None:
         self.close()
 
 
-def _trusting(client: Mapping[str, str], option: str) -> ssl.SSLContext:
-    """Return a TLS context that trusts the certificate authorities of an option, or without it the system's."""
+def _tls_context(client: Mapping[str, str], option: str) -> ssl.SSLContext:
+    """Return a TLS context that trusts an option's certificate authorities, or the system's if it is not set."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2  # some systems' OpenSSL would still accept an older version
     location, pem = client.get(f"{option}.location"), client.get(f"{option}.pem")
     if pem:
-        with _naming(f"{option}.pem"):
+        with _naming_option(f"{option}.pem"):
             context.load_verify_locations(cadata=pem)
     elif location and location != "probe":  # librdkafka's value for the system's authorities
-        with _naming(f"{option}.location"):
+        with _naming_option(f"{option}.location"):
             if os.path.isdir(location):
                 context.load_verify_locations(capath=location)
             else:
@@ -162,18 +162,18 @@ def _trusting(client: Mapping[str, str], option: str) -> ssl.SSLContext:
 
 
 def _file(client: Mapping[str, str], option: str, files: contextlib.ExitStack) -> str | None:
-    """Return the path of an option's file; PEM text is written to a temporary file that `files` removes at its end."""
+    """Return the path of an option's file. PEM text is written to a temporary file, which `files` removes."""
     pem = client.get(f"{option}.pem")
     if pem is None:
         return client.get(f"{option}.location")
-    file = files.enter_context(tempfile.NamedTemporaryFile("w"))  # only its owner may read the file
+    file = files.enter_context(tempfile.NamedTemporaryFile("w"))  # readable by this user only
     file.write(pem)
     file.flush()
     return file.name
 
 
 @contextlib.contextmanager
-def _naming(option: str) -> Iterator[None]:
+def _naming_option(option: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # also ssl.SSLError
@@ -183,10 +183,10 @@ def _naming(option: str) -> Iterator[None]:
 
 # --- OAuth -----------------------------------------------------------------------------------------------------------
 
-# An OAuth token is renewed after this part of its lifetime, as Kafka's Java client and librdkafka do.
-_RENEWED_AFTER = 0.8
-# The lifetime of an OAuth token without `expires_in`: for each connection a new token is fetched.
-_UNSAID = 0.0
+# An OAuth token is renewed after this share of its lifetime, as by Kafka's Java client and librdkafka.
+_RENEWED_SHARE = 0.8
+# The lifetime of an OAuth token without `expires_in`: with 0 a new token is fetched for each connection.
+_DEFAULT_LIFETIME = 0.0
 
 
 class OAuthTokens:
@@ -197,30 +197,30 @@ class OAuthTokens:
         self._credentials = f"{client['sasl.oauthbearer.client.id']}:{client['sasl.oauthbearer.client.secret']}"
         self._scope = client.get("sasl.oauthbearer.scope")
         self._extensions = client.get("sasl.oauthbearer.extensions", "")
-        self._tls = _trusting(client, "https.ca")
+        self._tls = _tls_context(client, "https.ca")
         self._timeout = timeout
         self._lock = threading.Lock()
         self._token = ""
-        self._renew_at = self._dies_at = 0.0  # by time.monotonic()
+        self._renew_at = self._expires_at = 0.0  # by time.monotonic()
 
     def token(self) -> str:
-        """Return a valid OAuth token. Raise `AccessDenied` if the endpoint refuses, `BrokerUnavailable` if it fails."""
+        """Return a valid OAuth token, for kafka-python. Raise `AccessDenied` if the token endpoint refuses."""
         with self._lock:
             now = time.monotonic()
             if now >= self._renew_at:
                 try:
                     answer = self._fetch()
                 except BrokerUnavailable:
-                    if now >= self._dies_at:
+                    if now >= self._expires_at:
                         raise
                 else:
-                    life = float(answer.get("expires_in", _UNSAID))
+                    life = float(answer.get("expires_in", _DEFAULT_LIFETIME))
                     self._token = str(answer["access_token"])
-                    self._renew_at, self._dies_at = now + _RENEWED_AFTER * life, now + life
+                    self._renew_at, self._expires_at = now + _RENEWED_SHARE * life, now + life
             return self._token
 
     def extensions(self) -> dict[str, str]:
-        """Return the SASL extensions that are sent to the broker with the OAuth token."""
+        """Return the SASL extensions, for kafka-python, which sends them to the broker with the token."""
         return dict(pair.split("=", 1) for pair in self._extensions.split(",") if "=" in pair)
 
     def _fetch(self) -> dict[str, Any]:
@@ -245,4 +245,4 @@ class OAuthTokens:
         return answer
 
     def __reduce__(self) -> Any:
-        raise TypeError("it holds secrets; it is not pickled")
+        raise TypeError("OAuthTokens hold secrets and cannot be pickled")

@@ -1,7 +1,8 @@
 """The writing side: the owner of a transactional id, the opening of the id, and the transactions written under it.
 
-`owner` records and checks which process owns an id, and `opening` opens the id so that no older owner can write under
-it. `writer` writes one transaction after another: `producer_session` holds its `producer`, which is dropped when one of
-its requests may still be under way, `acks` has the acknowledgements, and `failures` translates errors. `prepared` has
-the transactional ids of prepared transactions; `publisher` sends without a transaction.
+`owner` records and checks which process owns an id. `opening` opens the id, which fences older owners. `writer` writes
+one transaction after another, with a `producer` of confluent-kafka. `producer_session` frees the producer, and opens
+the id again, when one of the producer's requests may still be under way. `acks` has the acknowledgements, and
+`failures` translates errors. `prepared` writes prepared transactions, each under a transactional id that no other open
+transaction uses. `publisher` sends without a transaction.
 """

@@ -1,4 +1,4 @@
-"""Acknowledgements: a group's positions, written in a transaction with the member's proof of group membership."""
+"""Acknowledgements: a group's offsets, committed in a transaction with the group membership of the consumer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from txnbridge_kafka.client.offsets import KafkaOffsets, is_another_topic, recre
 
 
 class KafkaAckContext:
-    """The group that acknowledges, and the member's proof of group membership (its consumer group metadata).
+    """A group, and its consumer's group metadata (member id and generation), which acknowledgements send to the broker.
 
-    The proof is taken at the reader's last delivery. A later proof may be wrong: the metadata of a member that was
-    removed from the group names no member, and a broker accepts such metadata from any producer. An earlier proof may
-    be refused: the group's generation also changes while a partition stays assigned to its member.
+    The reader updates the metadata at each delivery. Later metadata may be wrong: that of a member removed from the
+    group has no member id, and the broker accepts such metadata from any producer. Earlier metadata may be refused,
+    because the generation also changes while a partition stays assigned to its member.
     """
 
     __slots__ = ("group", "metadata", "topic_ids")
@@ -22,7 +22,7 @@ class KafkaAckContext:
     def __init__(self, group: str) -> None:
         self.group = group
         self.metadata: object = None
-        self.topic_ids: dict[Partition, str] = {}  # by partition, the id of its topic, if topics have ids
+        self.topic_ids: dict[Partition, str] = {}  # by partition, the id of its topic, if it has one
 
 
 def check_topics(

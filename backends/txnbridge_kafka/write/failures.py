@@ -1,4 +1,4 @@
-"""The translation of the client's errors in a transaction: whether it was fenced, aborted, or timed out."""
+"""The translation of confluent-kafka's errors in a transaction: was it aborted, did it time out, was it fenced?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GROUP_MOVED_ON = {
     KafkaError.FENCED_MEMBER_EPOCH,
 }
 _FENCED = {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED}
-# With these codes the coordinator has ended the transaction, or another producer has the transactional id.
+# The codes after which the coordinator has ended the transaction, or another producer has the transactional id.
 ENDED = {*_FENCED, KafkaError.INVALID_TXN_STATE, KafkaError.INVALID_PRODUCER_ID_MAPPING}
 # By the error code, the rights that an administrator has to grant.
 _NEEDED = {
@@ -52,9 +52,10 @@ def failure(
     deadline: Deadline,
     otherwise: type[TransactionAborted],
 ) -> TxnBridgeError:
-    """Return the core's error for an error of the client after which a transaction is aborted or must be.
+    """Return the core's error for an error of confluent-kafka after which a transaction is, or must be, aborted.
 
-    `what` names the failed action, `id` the transactional id, and `deadline` is the transaction's deadline.
+    `what` names the failed action in the error's text. `newer_owner` returns `Fenced` if the id has a newer owner.
+    Without a special meaning the error is of the type `otherwise`.
     """
     code, text = error.code(), f"{what}: {error.str()} ({error.name()})"
     if code in _GROUP_MOVED_ON:
@@ -63,7 +64,7 @@ def failure(
         needed = f"; the user of {id} needs {_NEEDED[code]}" if code in _NEEDED else ""
         return AccessDenied(text + needed)
     if code == KafkaError.MSG_SIZE_TOO_LARGE:
-        return otherwise(f"{text}: it is larger than its topic takes (max.message.bytes); smaller messages pass")
+        return otherwise(f"{text}: the message is larger than its topic's max.message.bytes; send smaller messages")
     fenced = newer_owner() if code in ENDED or _is_lost(error) else None
     if fenced is not None:
         return fenced
@@ -73,7 +74,7 @@ def failure(
 def _lost(error: KafkaError, text: str, deadline: Deadline) -> TxnBridgeError:
     """Return the error of a transaction whose producer has a fatal error, or was fenced without a newer owner."""
     if error.code() not in ENDED:
-        return TransactionAborted(f"{text}: the client could not go on, and the transaction is aborted; run it again")
+        return TransactionAborted(f"{text}: the client failed, and the transaction is aborted; run it again")
     if deadline.expired:
-        return TransactionTimedOut(f"{text}: the transaction was aborted because its time was over; run it again")
+        return TransactionTimedOut(f"{text}: the transaction timed out and was aborted; run it again")
     return TransactionAborted(f"{text}: the broker or an administrator ended the transaction; run it again")

@@ -13,23 +13,20 @@ from txnbridge.spi import Deadline, Identity, Ledger, LedgerEntry
 
 _log = logging.getLogger("txnbridge")
 
-# Kinds of records in the ledger of an id; the core's ledger itself also interprets "prepare" records.
+# The kinds of records in an id's ledger. The core's ledger interprets "prepare" records too.
 PREPARE, OUTCOME = "prepare", "outcome"
 
 
 class KafkaOwner:
-    """Checks whether this process still owns a transactional id, and records outcomes in the decision log.
-
-    An outcome is recorded before the coordinator forgets it.
-    """
+    """Opens a transactional id in the decision log, checks whether this process still owns it, and records outcomes."""
 
     def __init__(self, identity: Identity, ledger: Ledger, prepared_ids: int) -> None:
         self.identity = identity
         self.ledger = ledger
         self.prepared_ids = prepared_ids
         self.opening: str | None = None
-        self.spared: list[str] = []  # ids under which earlier owners have left prepared transactions
-        self.denied = ""  # the rights that are missing, if the id was opened without the decision log
+        self.inherited_ids: list[str] = []  # ids with unresolved prepared transactions of earlier owners
+        self.denied = ""  # the missing rights, if this owner opened the id without the decision log
         self._lock = threading.Lock()
 
     @property
@@ -39,9 +36,8 @@ class KafkaOwner:
     def open(self, writers: int, deadline: Deadline) -> Mapping[str, Any]:
         """Record an opening, which makes this process the id's owner. Return the data of the previous opening.
 
-        The record has the largest number of writers that any owner had: if an owner dies while it opens the id, the
-        next owner still fences the writers of all earlier owners. (It also has the largest number of ids for prepared
-        transactions, which earlier versions of this backend read.)
+        The record has the largest number of writers that any owner had. So if an owner dies while it opens the id, the
+        next owner still fences all writers. (Earlier versions of this backend also read `prepared_ids`.)
         """
         with self._lock:
             newest = self.ledger.newest_opening(deadline)
@@ -55,25 +51,25 @@ class KafkaOwner:
             self.opening = self.ledger.opened(about, deadline)
             return before
 
-    def go_on_without_log(self, error: AccessDenied) -> None:
+    def continue_without_log(self, error: AccessDenied) -> None:
         """Own the id without the decision log, with fencing by the broker only, and log which guarantees are lost.
 
-        This holds for the owner's whole life, even if the right is granted meanwhile: an opening that is recorded later
+        The owner never uses the decision log afterwards, even if the right is granted: an opening that is recorded late
         would fence another owner that has opened the id since.
         """
         self.denied = str(error)
         _log.warning(
-            "%s was opened without its decision log, which this user may not use. The broker fences older owners all"
-            " the same, but one that may use the log can take the id back, and what that is preparing is not ended. A"
-            " transaction whose time is over at the broker looks like a newer owner: it stops this one. Nothing can be"
-            " prepared, and how a transaction ended is unknown once its writer was opened again. What gives all of it"
-            " back: %s",
+            "%s was opened without its decision log, which this user may not use. The broker still fences older owners,"
+            " but an older owner that may use the log can take the id back, and its unprepared transactions under ids"
+            " for prepared ones are not aborted. A transaction that times out at the broker stops this owner, because"
+            " it looks like a newer owner. No transaction can be prepared, and a transaction's outcome is unknown after"
+            " its writer was opened again. To get all of this: %s",
             self.name,
             error,
         )
 
     def open_once(self, deadline: Deadline) -> None:
-        """Record an opening unless this owner has one: a bridge's made-up id is opened before its first record."""
+        """Record an opening if there is none yet: an id that the bridge generated is opened before its first record."""
         if self.opening is None and not self.denied:
             self.open(0, deadline)
 
@@ -89,26 +85,24 @@ class KafkaOwner:
             )
 
     def record_outcome(self, key: str, committed: bool, deadline: Deadline) -> None:
-        """Record the outcome of an id's last transaction, before opening the id makes the coordinator forget it.
+        """Record the outcome of an id's last transaction. The caller then opens the id, and the coordinator forgets it.
 
-        The caller passes only outcomes of transactions that this owner has begun: another owner may have begun one
-        since the coordinator described the id.
+        It must be a transaction of this owner: another owner may have begun one since the coordinator's description.
         """
         if self.opening is None:
-            return  # without the decision log there is no guarantee that the outcome can be looked up
+            return  # without the decision log no outcome is recorded
         self.ledger.record(OUTCOME, key, {"state": "committed" if committed else "aborted"}, deadline)
 
 
 def evidence_key(id: str, pid: int, mark: str) -> str:
-    """Return the ledger key of an outcome. `mark` is a plain transaction's epoch or a prepared one's start time."""
+    """Return the ledger key of an outcome. `mark` is the epoch of a plain transaction, the start time of a prepared."""
     return f"{id}/{pid}/{mark}"
 
 
 def recorded_outcome(ledger: Ledger, key: str, deadline: Deadline, under: object = None) -> str | None:
-    """Return the outcome recorded under a key, "committed" or "aborted"; None if there is no record (any more).
+    """Return the outcome recorded under a key, "committed" or "aborted"; None if there is no record.
 
-    With `under` only the record of that opening counts: an earlier version of this backend also recorded outcomes that
-    the next owner had seen.
+    With `under` only a record by that opening counts, because in an earlier version the next owner also wrote records.
     """
     try:
         entries: list[LedgerEntry] = ledger.find(key, deadline)

@@ -1,4 +1,7 @@
-"""Prepared transactions: each has its own transactional id, which is opened again before the next transaction."""
+"""Prepared transactions, and the pool of transactional ids for them.
+
+Until a prepared transaction is resolved, no other transaction uses its id. Then the id is opened again for the next.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,23 @@ from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
 
-# The interval of checks for a resolved transaction while unresolved ones hold all ids.
+# The interval of checks for a free id, while all ids have unresolved transactions.
 _CHECK_SECONDS = 0.2
-# The time for opening an id ahead of its use, in the background.
-_AHEAD_SECONDS = 30.0
+# The longest opening of an id in the background, ahead of its use.
+_OPEN_AHEAD_SECONDS = 30.0
 
 
 def is_pool_id(id: str, name: str) -> bool:
-    """Return whether a transactional id of Kafka is one for prepared transactions of the bridge's id `name`.
+    """Return whether a transactional id of Kafka is for prepared transactions of the bridge's transactional id `name`.
 
-    An id for prepared transactions contains its owner's opening, so that another owner opens it only to abort a
-    leftover transaction (hazard H15). In earlier versions the id did not contain the opening.
+    Such an id contains its owner's opening, so that another owner opens it only to abort a leftover transaction (hazard
+    H15). In earlier versions it did not contain the opening.
     """
     return re.fullmatch(rf"{re.escape(name)}(\.[0-9a-f]{{16}})?\.p\d+", id) is not None
 
 
 class KafkaPreparedWriter(KafkaWriter):
-    """Writes one transaction, which is prepared or aborted; `close` returns the transactional id to the pool."""
+    """Writes one transaction, and prepares or aborts it. `close` returns the transactional id to the pool."""
 
     def __init__(
         self, pool: PreparedIdPool, cluster: KafkaCluster, owner: KafkaOwner, id: str, timeout_ms: int
@@ -54,9 +57,9 @@ class KafkaPreparedWriter(KafkaWriter):
         super().begin(begin)
 
     def open(self, deadline: Deadline) -> None:
-        """Open the id; if a request of the opening may still be under way, replace the id by a new one.
+        """Open the id. If a copy of an InitProducerId request may still be under way, open a new id instead.
 
-        A late copy of the InitProducerId request would abort a transaction prepared under the id later (hazard H17).
+        A late copy of the request would abort the transaction that is prepared under the id (hazard H17).
         """
         while True:
             try:
@@ -85,24 +88,23 @@ class KafkaPreparedWriter(KafkaWriter):
         empty = not self.messages and not self._acks
         self._store(deadline)
         if empty:
-            # A transaction begins at the coordinator with its first partition. For an empty transaction this is the
-            # partition of a group that no consumer uses.
+            # A transaction begins with its first partition or group. A group that no consumer uses is added to it.
             group = f"{self._cluster.settings.prefix}empty"
             self._cluster.requests.add_offsets(self.id, opened.pid, opened.epoch, group, deadline)
         last = self._cluster.requests.describe([self.id], deadline).get(self.id)
         if last is None or last.state != OPEN or (last.pid, last.epoch) != (opened.pid, opened.epoch):
             self._owner.check(deadline)
             self.session.abort_from_outside(deadline)
-            raise TransactionTimedOut("the transaction was ended before it was prepared: its time was over")
+            raise TransactionTimedOut("the transaction timed out before it was prepared")
         self._start = last.start
         with self._cluster.events.step("step:record", self._begun.transaction):
             self._record(deadline)
         self.session.drop()
 
     def _record(self, deadline: Deadline) -> None:
-        """Write the prepare record, because of which the next owner does not abort the transaction.
+        """Write the prepare record: the next owner does not abort transactions that have one.
 
-        If there is a next owner already, abort the transaction and raise `Fenced`.
+        If there is a newer owner already, abort the transaction and raise `Fenced`.
         """
         evidence = self.evidence()
         data = {
@@ -128,7 +130,7 @@ class KafkaPreparedWriter(KafkaWriter):
 class PreparedIdPool:
     """The transactional ids of one owner for prepared transactions.
 
-    One id is opened ahead in the background. An id that holds an unresolved transaction is never opened.
+    One id is opened ahead in the background. An id with an unresolved transaction is never opened.
     """
 
     def __init__(self, cluster: KafkaCluster, owner: KafkaOwner, timeout_ms: int, longest_ms: int) -> None:
@@ -146,15 +148,15 @@ class PreparedIdPool:
         self._closed = False
 
     def timeout_ms(self, begin: Begin) -> int:
-        """Return a transaction's time-out at the broker: its deadline plus its hold, or without a hold the pool's."""
+        """Return a transaction's time-out at the broker: deadline plus `hold`; without `hold` the pool's time-out."""
         if begin.hold is None:
             return self._timeout_ms
         return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
 
     def take(self, deadline: Deadline) -> KafkaPreparedWriter:
-        """Return a writer with a newly opened id.
+        """Return a writer with a newly opened id; wait while every id has an unresolved transaction.
 
-        Raise `Fenced` if the id has a newer owner, and `DeadlineExceeded` if every id holds an unresolved transaction.
+        Raise `Fenced` if the owner's id has a newer owner, and `DeadlineExceeded` if no id gets free in time.
         """
         self._owner.open_once(deadline)
         with self._lock:
@@ -162,7 +164,7 @@ class PreparedIdPool:
                 self._ids.append(self._new_id())
         writer, oldest = self._take_or_open(deadline), None
         while writer is None:
-            # Looked up before the deadline expires: the error names the oldest transaction, which the caller may end.
+            # The error at the deadline names the oldest transaction, which the caller may then end.
             oldest = self._oldest(deadline) or oldest
             if deadline.left() <= _CHECK_SECONDS:
                 raise DeadlineExceeded(self._all_taken(oldest))
@@ -175,7 +177,7 @@ class PreparedIdPool:
         return writer
 
     def _take_or_open(self, deadline: Deadline) -> KafkaPreparedWriter | None:
-        """Return a writer with a newly opened id; None if every id holds an unresolved transaction."""
+        """Return a writer with a newly opened id; None if every id has an unresolved transaction."""
         with self._lock:
             writer = self._ready.popleft() if self._ready else None
         return writer or self._open_one(deadline)
@@ -184,7 +186,7 @@ class PreparedIdPool:
         return f"{self._owner.name}.{self._owner.opening}.p{next(self._numbers)}"
 
     def replace_id(self, id: str) -> str:
-        """Replace an id in the pool by a new id, and return the new one. The old id is never used again."""
+        """Replace an id of the pool by a new id, and return the new id. The old id is never used again."""
         with self._lock:
             new = self._ids[self._ids.index(id)] = self._new_id()
             self._taken.discard(id)
@@ -196,7 +198,7 @@ class PreparedIdPool:
             self._taken.discard(writer.id)
 
     def close(self, deadline: Deadline) -> None:
-        """Close the writers that were opened ahead, and open no more."""
+        """Close the writer that was opened ahead, and open no more."""
         with self._lock:
             self._closed = True
             ready, self._ready = list(self._ready), deque()
@@ -214,9 +216,9 @@ class PreparedIdPool:
 
     def _open_in_background(self) -> None:
         try:
-            writer = self._open_one(Deadline(_AHEAD_SECONDS))
+            writer = self._open_one(Deadline(_OPEN_AHEAD_SECONDS))
         except TxnBridgeError as error:
-            # The next transaction that needs an id opens it in the foreground, and reports the error.
+            # The next call of `take` opens an id itself, and raises the error if it still occurs.
             _log.debug("no id could be opened ahead for a prepared transaction: %s", error)
             return
         if writer is None:
@@ -228,7 +230,7 @@ class PreparedIdPool:
         writer.close()
 
     def _open_one(self, deadline: Deadline) -> KafkaPreparedWriter | None:
-        """Open an id that holds no unresolved transaction, and return its writer; None if there is none now."""
+        """Open an id without an unresolved transaction, and return its writer; None if there is no such id."""
         free = self._find_free(deadline)
         if free is None:
             return None
@@ -247,14 +249,11 @@ class PreparedIdPool:
         return writer
 
     def _find_free(self, deadline: Deadline) -> tuple[str, TransactionDescription | None] | None:
-        """Mark the next id without an unresolved transaction as taken, and return it with its description.
-
-        Return None if there is no such id.
-        """
+        """Mark the next id without an unresolved transaction as taken, and return it with its description, or None."""
         with self._lock:
             order = self._ids[self._next :] + self._ids[: self._next]
             candidates = [id for id in order if id not in self._taken]
-        described = self._cluster.requests.describe([*self._ids, *self._owner.spared], deadline)
+        described = self._cluster.requests.describe([*self._ids, *self._owner.inherited_ids], deadline)
         if sum(last.state == OPEN for last in described.values()) >= self._owner.prepared_ids:
             return None
         for id in candidates:
@@ -262,7 +261,7 @@ class PreparedIdPool:
             if last is not None and last.state == OPEN:
                 continue
             if last is not None and last.state not in ("Empty", "CompleteCommit", "CompleteAbort", "Dead"):
-                continue  # the coordinator is ending the id's transaction at this moment
+                continue  # the coordinator is just ending the id's transaction
             with self._lock:
                 if id in self._taken:
                     continue
@@ -272,19 +271,19 @@ class PreparedIdPool:
         return None
 
     def _oldest(self, deadline: Deadline) -> Token | None:
-        """Return the token of the oldest unresolved prepared transaction; None if it cannot be found out now."""
+        """Return the token of the oldest unresolved prepared transaction; None if it cannot be looked up now."""
         try:
-            described = self._cluster.requests.describe([*self._ids, *self._owner.spared], deadline).items()
+            described = self._cluster.requests.describe([*self._ids, *self._owner.inherited_ids], deadline).items()
             unresolved = {(id, last.pid, last.start) for id, last in described if last.state == OPEN}
             for entry in self._owner.ledger.entries(PREPARE, deadline):
                 if (entry.data["id"], entry.data["pid"], entry.data["start"]) in unresolved:
                     return token_of(entry, self._cluster, deadline)
         except TxnBridgeError as error:
-            _log.debug("which prepared transaction is the oldest cannot be told: %s", error)
+            _log.debug("the oldest prepared transaction could not be looked up: %s", error)
         return None
 
     def _all_taken(self, oldest: Token | None) -> str:
-        text = f"all {len(self._ids)} ids for prepared transactions of {self._owner.name} hold unresolved ones"
+        text = f"all {len(self._ids)} ids for prepared transactions of {self._owner.name} have unresolved ones"
         if oldest is not None:
             text += f"; the oldest is {oldest}"
         return f"{text}: commit or abort some, or connect with a larger prepared_ids"

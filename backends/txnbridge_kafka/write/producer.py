@@ -1,4 +1,7 @@
-"""One transactional producer of confluent-kafka, and the monitor of its log for requests that may arrive late."""
+"""One transactional producer of confluent-kafka, and the monitor of its log.
+
+The monitor detects after which events a request of the producer may still arrive late.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,33 @@ from confluent_kafka import KafkaError, KafkaException
 
 from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline
-from txnbridge_kafka.client.librdkafka import LEAST_SECONDS, make_producer, refresh_metadata, seconds, settle
+from txnbridge_kafka.client.librdkafka import LEAST_SECONDS, make_producer, refresh_metadata, seconds, warm_up
 from txnbridge_kafka.errors import kafka_error, too_late, translate
 from txnbridge_kafka.settings import KafkaSettings
 
 _log = logging.getLogger("txnbridge.kafka.client")
-_log.addHandler(logging.NullHandler())  # without it Python would print the lines of a program without logging
+_log.addHandler(logging.NullHandler())  # without it Python prints the lines if the program configures no logging
 
 # The shortest transaction time-out that librdkafka and a broker accept.
 LEAST_TIMEOUT_MS = 1000
-# Log lines of connections that were never established, so that no request can be under way on them.
+# The log lines about connections that were never established: no request can be under way on them.
 _NEVER_CONNECTED = ("Connect to ", "Failed to resolve", "Connection setup timed out")
-# The longest call of the client: a call cannot be interrupted, and a program that stops may shorten its deadline.
-_SLICE_SECONDS = 0.5
-# Error codes which say that the transaction has failed before, without the reason.
+# The longest single call of the client. A call cannot be interrupted, and a program that stops shortens its deadlines.
+_LONGEST_CALL = 0.5
+# The error codes of calls after a failure of the transaction. They do not say what the failure was.
 _CONSEQUENCES = {KafkaError._STATE, KafkaError._FATAL, KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}
 
 
-# By the option log_level, which is a syslog level as in the client's log, the level of `logging`.
+# The levels of `logging` for the option log_level, which is a syslog level.
 _THRESHOLDS = {3: logging.ERROR, 4: logging.WARNING, 5: logging.INFO, 6: logging.INFO, 7: logging.DEBUG}
 
 
 class ClientLogMonitor:
-    """Watches the client's log for lost connections and timed-out requests, after which a producer is not reused.
+    """The logger of a producer: it forwards log lines, and detects lost connections and timed-out requests.
 
-    A request of the current transaction may then still be under way, and would take effect in the next transaction,
-    because the client keeps one epoch for all of them (hazard H1). Only the log shows these events: the client
-    reconnects, repeats the request and reports success.
+    After such an event a request of the current transaction may still be under way, and may take effect in the next
+    transaction, which has the same epoch (hazard H1). Only the log shows the event: the client reconnects, repeats the
+    request and reports success. So `taint_reason` is set, and the producer is not used for another transaction.
     """
 
     def __init__(self, log_level: int) -> None:
@@ -44,22 +47,24 @@ class ClientLogMonitor:
         self._threshold = _THRESHOLDS.get(log_level, logging.CRITICAL)
 
     def log(self, level: int, text: str, *parts: str) -> None:
-        """Take a line of the client's log; its kind is the first part. The client calls this during a poll."""
+        """Check a log line of the client, and forward it to `logging`.
+
+        confluent-kafka calls this method, as it would call `logging.Logger.log`, during a poll. The first of `parts` is
+        librdkafka's name for the kind of event, such as "FAIL".
+        """
         line = text % parts if parts else text
         kind = parts[0] if parts else line
         if kind == "REQTMOUT" or (kind == "FAIL" and not any(harmless in line for harmless in _NEVER_CONNECTED)):
-            # The first reason is kept, and the client is dropped because of it. A client that were kept would not log
-            # the same failure of one connection again within half a minute.
+            # The first reason is kept. The client logs no second failure of a connection within half a minute.
             self.taint_reason = self.taint_reason or line
         if level >= self._threshold:
             _log.log(level, "%s", line)
 
 
 class TransactionalProducer:
-    """A producer with a transactional id, for one thread at a time. It is freed by `drop` and never closed.
+    """A producer with a transactional id, for one thread at a time. It is freed by `drop`, and never closed.
 
-    Methods that end or fill a transaction return the client's last error, or None on success: what an error means for
-    the transaction depends on the calls before it.
+    The methods of a transaction return the client's error, or None on success. The writer interprets the error.
     """
 
     def __init__(self, settings: KafkaSettings, id: str, timeout_ms: int) -> None:
@@ -82,15 +87,15 @@ class TransactionalProducer:
         self.poll: Callable[[float], int] = self._client.poll
 
     def refresh_metadata(self, topic: str, deadline: Deadline) -> None:
-        """Refresh the client's metadata of a topic, so that it writes to partitions that were added just now."""
+        """Refresh the client's metadata of a topic, so that the client knows newly added partitions."""
         try:
             refresh_metadata(self._client, deadline, topic)
         except KafkaException as error:
             raise translate(error, f"looking at topic {topic!r}") from error
 
     def open(self, deadline: Deadline) -> None:
-        """Open the transactional id: the coordinator fences its previous producer and aborts the open transaction."""
-        settle(self._client, self._log_topic, deadline)
+        """Send InitProducerId: the coordinator fences the previous producer and aborts its open transaction."""
+        warm_up(self._client, self._log_topic, deadline)
         error = self._until_done(self._client.init_transactions, deadline)
         if error is not None:
             what = f"opening the transactional id {self.id}"
@@ -101,26 +106,26 @@ class TransactionalProducer:
         try:
             self._client.begin_transaction()
         except (KafkaException, SystemError) as error:
-            return _require(error)
+            return _client_error(error)
         return None
 
     def flush(self, deadline: Deadline) -> KafkaError | None:
-        """Send all buffered messages. Raise `DeadlineExceeded` if the broker has not stored all of them in time."""
+        """Wait until the broker has stored all messages. Raise `DeadlineExceeded` if it has not in time."""
         try:
-            while (left := self._client.flush(_slice(deadline))) and not deadline.expired:
+            while (left := self._client.flush(_call_seconds(deadline))) and not deadline.expired:
                 pass
         except (KafkaException, SystemError) as error:
-            return _require(error)
+            return _client_error(error)
         if left:
             raise DeadlineExceeded(f"{left} messages were not stored within {deadline.seconds:g} s")
         return self._first_failure()
 
     def wait(self, seconds: float) -> KafkaError | None:
-        """Poll the client, which makes room in its buffer. Return the first delivery's error, or None."""
+        """Poll the client, which frees space in its buffer. Return the error of the first failed delivery, or None."""
         try:
             self.poll(seconds)
         except (KafkaException, SystemError) as error:
-            return _require(error)
+            return _client_error(error)
         return self._first_failure()
 
     def _first_failure(self) -> KafkaError | None:
@@ -133,52 +138,51 @@ class TransactionalProducer:
         return self._until_done(self._client.abort_transaction, deadline)
 
     def cause(self, error: KafkaError) -> KafkaError:
-        """Return the original error of a failed transaction for an error that is only its consequence.
+        """Return the error by which the transaction failed, if the given error is only a consequence of that failure.
 
         Any other error is returned unchanged.
         """
-        # begin() is refused after a failure, and the refusal has the original error. No request is sent.
+        # After a failure the client refuses `begin` with the original error, and sends no request.
         return (self.begin() or error) if error.code() in _CONSEQUENCES else error
 
     def taint_reason(self) -> str:
-        """Poll the client's log, and return the reason why this producer must not be reused; empty if it may be."""
+        """Read the client's log, and return why the producer must not begin another transaction; empty if it may."""
         try:
             self.poll(0)
         except (KafkaException, SystemError) as error:
-            return str(_require(error))
+            return str(_client_error(error))
         if self.failures:
             return f"a delivery failed: {self.failures[0].str()}"
         return self.log_monitor.taint_reason
 
     def drop(self) -> None:
-        """Free the client without ending its open transaction: closing would abort it and wait without a limit."""
+        """Free the client without ending the open transaction. `close` would abort it, without a time limit."""
         del self._client, self.produce, self.poll
 
     def _until_done(self, call: Callable[[float], object], deadline: Deadline) -> KafkaError | None:
-        """Call the client until it succeeds, the error is not retriable, or the deadline passes; return the error."""
+        """Repeat a call of the client while its error is retriable, until the deadline; return the last error."""
         while True:
             try:
-                call(_slice(deadline))
+                call(_call_seconds(deadline))
             except (KafkaException, SystemError) as raised:
-                error = _require(raised)
+                error = _client_error(raised)
                 if not error.retriable() or deadline.expired:
                     return error
-                self._serve()
+                self._serve_delivery_reports()
             else:
                 return None
 
-    def _serve(self) -> None:
-        # An abort waits for deliveries, whose reports a poll has to serve. The client's next call repeats a fatal
-        # error, so it can be ignored.
+    def _serve_delivery_reports(self) -> None:
+        # An abort waits for delivery reports, which a poll serves. The client's next call raises a fatal error again.
         with suppress(KafkaException, SystemError):
             self.poll(LEAST_SECONDS)
 
 
-def _slice(deadline: Deadline) -> float:
-    return min(seconds(deadline), _SLICE_SECONDS)
+def _call_seconds(deadline: Deadline) -> float:
+    return min(seconds(deadline), _LONGEST_CALL)
 
 
-def _require(error: BaseException) -> KafkaError:
+def _client_error(error: BaseException) -> KafkaError:
     cause = kafka_error(error)
     if cause is None:
         raise error

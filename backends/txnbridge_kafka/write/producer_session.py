@@ -1,4 +1,4 @@
-"""A transactional id of Kafka with the producer of this process: opened, checked, and dropped when it is in doubt."""
+"""A transactional id of Kafka, and this process's producer with that id, which is replaced if it may be unsafe."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from txnbridge_kafka.write.producer import LEAST_TIMEOUT_MS, TransactionalProduc
 
 _log = logging.getLogger("txnbridge")
 
-# The pause before the next request to a coordinator that is ending a transaction, which takes milliseconds.
-_PAUSE = 0.01
+# The pause before a coordinator that is ending a transaction is asked again. Ending takes milliseconds.
+_RETRY_SECONDS = 0.01
 
 
 class ProducerSession:
     """A transactional id of Kafka, and this process's producer with that id. One thread at a time.
 
-    Whenever a request of the producer may still be under way, the producer is dropped and the id is opened again
-    (hazard H1): `stale` has the reason.
+    If a request of the producer may still be under way, `stale` has the reason. Before the next transaction the
+    producer is then freed, and the id opened again (hazard H1).
     """
 
     def __init__(self, cluster: KafkaCluster, owner: KafkaOwner, id: str, timeout_ms: int) -> None:
         self.id = id
         self.timeout_ms = max(timeout_ms, LEAST_TIMEOUT_MS)
         self.producer: TransactionalProducer | None = None
-        # By topic, the client's method `produce`. Cleared with the producer: a bound method keeps the client alive.
+        # By topic, the client's method `produce`. Cleared with the producer, because the method keeps the client alive.
         self.quick: dict[str, Callable[..., object]] = {}
-        self.stale = ""  # why the producer is not used for another transaction
-        # The coordinator's description of the id right after this process opened the id, and right before.
+        self.stale = ""  # the reason why the producer is not used for another transaction
+        # The coordinator's descriptions of the id, right after this process opened it and right before.
         self.opened: TransactionDescription | None = None
         self.previous_transaction: TransactionDescription | None = None
-        self.unrecorded = False  # whether opening the id again destroys the only evidence about its last transaction
+        self.unrecorded = False  # whether only the coordinator has the last transaction's outcome
         self._cluster = cluster
         self._owner = owner
         self._coordinator: CoordinatorSession | None = None
 
     def use_id(self, id: str) -> None:
-        """Drop the producer, and continue with another transactional id, which has not been opened yet."""
+        """Free the producer, and continue with another transactional id, which is not opened yet."""
         self.drop()
         self.id = id
         self.opened = self.previous_transaction = None
@@ -61,29 +61,27 @@ class ProducerSession:
         # A process that was suspended since its last check would fence a newer owner (hazard H14).
         self.check_owner(deadline)
         if self._owner.denied or self.unrecorded:
-            # A time-out raises the epoch by one, and so does an opening. A recorded outcome distinguishes the two cases
-            # for a token; without a record this extra opening makes the epoch rise by two instead.
+            # A token must distinguish a time-out of its transaction, which raises the epoch by one, from an opening. If
+            # no outcome is recorded, this additional opening raises the epoch by two.
             self._cluster.requests.fence(self.id, self.timeout_ms, deadline)
         producer = TransactionalProducer(self._cluster.settings, self.id, self.timeout_ms)
         with self._cluster.events.step("step:open", id=self.id):
             try:
                 producer.open(deadline)
             except BrokerUnavailable as error:
-                if is_fenced(error.__cause__):  # another process opens the id at the same moment
+                if is_fenced(error.__cause__):  # another process is opening the id at this moment
                     self.check_owner(deadline)
                 raise
         with ExitStack() as unless_opened:
             coordinator = self._cluster.requests.coordinator_session(self.id, deadline)
             unless_opened.callback(coordinator.close)
             opened = coordinator.first_description
-            # If another process opened the id after this one, the description is of the other opening, and the decision
-            # log names the other process as the owner.
+            # The description may be of a later opening by another process. Then the decision log has a newer owner.
             self._owner.check(deadline)
             if opened is None:
                 raise BrokerUnavailable(f"the coordinator does not know {self.id}, which was just opened; try again")
             if self._owner.denied and self.opened is not None and opened.epoch not in (1, self.opened.epoch + 2):
-                # Another process opened the id between this process's check and its opening, which has fenced the other
-                # process: both stop.
+                # Another process opened the id after the check, and was fenced by this opening: both stop.
                 raise self._taken_over()
             unless_opened.pop_all()
         self.drop()
@@ -92,7 +90,7 @@ class ProducerSession:
         self.quick.clear()
 
     def check_owner(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if the id has a newer owner by the decision log or, without the log, by the current epoch."""
+        """Raise `Fenced` if the id has a newer owner, by the decision log or (without it) by the producer epoch."""
         self._owner.check(deadline)
         if self._owner.denied and self.opened is not None:
             now = self.describe(deadline)
@@ -101,33 +99,30 @@ class ProducerSession:
 
     def _taken_over(self) -> Fenced:
         return Fenced(
-            f"{self.id} was opened by another process since, or the time of its transaction was over: without the"
-            " decision log nobody can tell which, so this owner must stop"
+            f"{self.id} was opened by another process since, or its transaction timed out: without the decision log the"
+            " two cannot be distinguished, so this owner must stop"
         )
 
     def newer_owner(self, deadline: Deadline) -> Fenced | None:
-        """Return a `Fenced` error if the id has a newer owner; None if it has none, or if the check fails now."""
+        """Return a `Fenced` error if the id has a newer owner; None if it has not, or if that cannot be checked now."""
         try:
             self.check_owner(deadline)
         except Fenced as fenced:
             return fenced
         except TxnBridgeError as error:
-            _log.debug("whether %s has a newer owner is asked again before its next transaction: %s", self.id, error)
+            _log.debug("the owner of %s is checked again before its next transaction: %s", self.id, error)
         return None
 
     def is_usable(self, deadline: Deadline) -> bool:
-        """Return whether the producer may begin another transaction.
-
-        Events after its last transaction count too: a broker that has died since may have forgotten markers.
-        """
+        """Return whether the producer may begin another transaction; otherwise the id must be opened again."""
         producer = self.producer
         return producer is not None and not (self.stale or producer.taint_reason()) and self._is_complete(deadline)
 
     def _is_complete(self, deadline: Deadline) -> bool:
         """Return whether the control markers of the last transaction are certainly written.
 
-        If a marker is missing, the producer's next transaction in that partition would include the messages of the last
-        one, and its outcome would apply to them: an abort would abort committed messages (hazard H6).
+        In a partition without the marker the producer's next transaction would include the messages of the last one. An
+        abort of the next would then abort committed messages (hazard H6).
         """
         assert self._coordinator is not None
         last = self._coordinator.last_transaction(deadline)
@@ -145,19 +140,19 @@ class ProducerSession:
         return self._cluster.requests.describe([self.id], deadline).get(self.id)
 
     def is_own(self, description: TransactionDescription) -> bool:
-        """Return whether the coordinator's description has the producer id and epoch of this opening of the id."""
+        """Return whether a description has the producer id and epoch of this process's opening of the id."""
         opened = self.opened
         return opened is not None and (description.pid, description.epoch) == (opened.pid, opened.epoch)
 
     def start_of_open_transaction(self, deadline: Deadline) -> int | None:
-        """Return the open transaction's start time, by which a later transaction of the epoch differs (hazard H19)."""
+        """Return the start time of the open transaction: a later one of the same epoch has another (hazard H19)."""
         now = self.describe(deadline)
         return now.start if now is not None and now.state == OPEN and self.is_own(now) else None
 
     def acknowledge(
         self, context: KafkaAckContext, offsets: Mapping[Partition, int], deadline: Deadline
     ) -> KafkaError | None:
-        """Add a group's positions to the transaction by a raw request (hazard H20). Return the refusal, or None."""
+        """Add a group's offsets to the transaction by a raw request (hazard H20). Return the error, or None."""
         assert self.opened is not None and isinstance(context.metadata, bytes)
         pid, epoch, member = self.opened.pid, self.opened.epoch, membership_of(context.metadata)
         lost = "the answer to an acknowledgement was lost"  # a copy of the request may still arrive (hazard H4)
@@ -173,7 +168,7 @@ class ProducerSession:
         return None if result.code == DONE else KafkaError(result.code)
 
     def commit_by_request(self, deadline: Deadline) -> tuple[KafkaError | None, bool]:
-        """Commit by a raw EndTxn; return the refusal or None, and whether only one copy of it can have arrived."""
+        """Commit by a raw EndTxn. Return the broker's error or None, and whether the request was sent only once."""
         assert self.opened is not None
         pid, epoch = self.opened.pid, self.opened.epoch
         try:
@@ -184,10 +179,10 @@ class ProducerSession:
         return (None if ended.code == DONE else KafkaError(ended.code)), ended.only_once
 
     def end_if_open(self, deadline: Deadline) -> TransactionDescription | None:
-        """Abort this opening's open transaction, and describe the id's last one; None if the id has expired.
+        """Abort the transaction if it is still open. Return the last transaction's description; None if the id expired.
 
-        The producer must have been dropped: it would continue with the same epoch, and commit messages sent after the
-        abort. A transaction of another producer id or epoch is a newer owner's, and is not touched.
+        The producer must have been freed: with the same epoch it could still send messages after the abort, and commit
+        them. A transaction with another producer id or epoch is a newer owner's, and is not aborted.
         """
         while True:
             now = self.describe(deadline)
@@ -196,14 +191,14 @@ class ProducerSession:
             if now.state == OPEN:
                 with self._cluster.events.step("step:end", id=self.id, decision="abort"):
                     ended = self._cluster.requests.end(self.id, now.pid, now.epoch, False, deadline)
-                if ended.code == 0:
-                    # The description keeps the old epoch: ending may have raised it, and tokens have the old one.
+                if ended.code == DONE:
+                    # The end may have raised the epoch. The description keeps the old epoch, as tokens do.
                     return replace(now, state="CompleteAbort")
             deadline.check(f"waiting until the coordinator has ended the last transaction of {self.id}")
-            time.sleep(_PAUSE)
+            time.sleep(_RETRY_SECONDS)
 
     def abort_from_outside(self, deadline: Deadline) -> None:
-        """Drop the producer, and abort its transaction by a raw request if the coordinator still has it open."""
+        """Free the producer, and abort its transaction by a raw request if it is still open."""
         self.drop()
         try:
             self.end_if_open(deadline)

@@ -1,4 +1,4 @@
-"""Sending without transactions: an idempotent producer that stops for good at a message that it cannot store."""
+"""Sending without transactions, by an idempotent producer. It stops for good at a message that cannot be stored."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from txnbridge_kafka.client.librdkafka import (
     milliseconds,
     refresh_metadata,
     seconds,
-    settle,
     too_large,
+    warm_up,
 )
 from txnbridge_kafka.errors import DENIED, kafka_error, translate
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import KafkaTopics
 
 _log = logging.getLogger("txnbridge.kafka.client.publisher")
-# The client warns about enable.gapless.guarantee, which has been in it unchanged since it became idempotent.
+# librdkafka calls enable.gapless.guarantee experimental, but the setting has never changed since it was added.
 _log.addFilter(lambda record: "enable.gapless.guarantee is experimental" not in record.getMessage())
 
-# Delivery reports are served after so many messages, which frees their memory and costs little time.
+# After so many messages delivery reports are served, which frees the memory of stored messages.
 _SERVE_AFTER = 1000
-_SLICE = 0.1
-_PAUSE = 0.01
+_LONGEST_CALL = 0.1
+_RETRY_SECONDS = 0.01
 _UNKNOWN = {KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
-_NO_SEQUENCE = "Kafka keeps no sequence of a publisher beyond its session, so it cannot skip what is stored already"
+_NO_SEQUENCE = "Kafka keeps no sequence of a publisher beyond its session, so it cannot skip messages stored before"
 
 
 class KafkaPublisher(Publisher):
-    """Stores each message once and each partition's messages in order.
+    """Stores each message once, and each partition's messages in order.
 
-    A message is retried until it is stored, refused, or the publisher is closed: if it timed out while later messages
-    are stored, the partition would have a gap. After a refusal no more messages of that partition are stored, and the
-    publisher takes no more. Other partitions may by then have stored messages that were sent later.
+    A message is retried until it is stored or refused, or until the publisher is closed. It never times out, because
+    the partition would have a gap if later messages were stored. After a refusal no later message of that partition is
+    stored, and the publisher accepts no more. Other partitions may already have later messages.
     """
 
     def __init__(self, settings: KafkaSettings, topics: KafkaTopics) -> None:
@@ -63,22 +63,22 @@ class KafkaPublisher(Publisher):
     ) -> None:
         if sequence is not None:
             raise NotSupported(_NO_SEQUENCE)
-        producer = self._ready()
+        producer = self._usable_producer()
         if not self._partitions:
-            settle(producer, topic, deadline)
+            warm_up(producer, topic, deadline)
         if partition is None:
             partition = -1
             if topic not in self._partitions:
                 self._partitions[topic] = self._topics.require(topic, None, deadline)
         elif not 0 <= partition < self._partitions.get(topic, 0):
             self._partitions[topic] = self._topics.require(topic, partition, deadline)
-        while not self._take(producer, topic, value, key, headers or (), partition, milliseconds(timestamp), deadline):
-            deadline.check(f"waiting for room for a message to {topic}")  # or for metadata of a new partition
+        while not self._push(producer, topic, value, key, headers or (), partition, milliseconds(timestamp), deadline):
+            deadline.check(f"waiting for buffer space for a message to {topic}")  # or for a new partition's metadata
         self._unserved += 1
         if self._unserved >= _SERVE_AFTER:
             self._serve(producer, 0)
 
-    def _take(
+    def _push(
         self,
         producer: ConfluentProducer,
         topic: str,
@@ -89,11 +89,11 @@ class KafkaPublisher(Publisher):
         timestamp: int,
         deadline: Deadline,
     ) -> bool:
-        """Give a message to the client. Return False if its buffer is full or it lacks metadata of the partition."""
+        """Pass a message to the client. Return False if it has no buffer space, or no metadata of the partition yet."""
         try:
             producer.produce(topic, value, key, partition=partition, timestamp=timestamp, headers=list(headers))
         except BufferError:
-            self._serve(producer, min(_SLICE, seconds(deadline)))
+            self._serve(producer, min(_LONGEST_CALL, seconds(deadline)))
             return False
         except KafkaException as error:
             cause: KafkaError = error.args[0]
@@ -112,19 +112,19 @@ class KafkaPublisher(Publisher):
             refresh_metadata(producer, deadline, topic)
         except KafkaException as error:
             raise translate(error, f"looking at topic {topic!r}") from error
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY_SECONDS)
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until every message is stored. A message that is not stored by the deadline is still retried."""
-        producer = self._ready()
-        while left := self._serve(producer, min(_SLICE, seconds(deadline)), flush=True):
+        """Wait until every message is stored. The client retries unstored messages also after the deadline."""
+        producer = self._usable_producer()
+        while left := self._serve(producer, min(_LONGEST_CALL, seconds(deadline)), flush=True):
             if deadline.expired:
                 raise DeadlineExceeded(
-                    f"{left} messages were not stored within {deadline.seconds:g} s; they may yet be"
+                    f"{left} messages were not stored within {deadline.seconds:g} s; they may still be stored later"
                 )
 
     def _serve(self, producer: ConfluentProducer, wait: float, flush: bool = False) -> int:
-        """Take delivery reports, and return how many messages are not stored. Raise `DeliveryFailed` for a refusal."""
+        """Serve delivery reports; return how many messages are not stored yet. Raise `DeliveryFailed` for a refusal."""
         self._unserved = 0
         try:
             if flush:
@@ -141,17 +141,17 @@ class KafkaPublisher(Publisher):
         return len(producer)
 
     def _fail(self, error: KafkaError) -> None:
-        """Stop the publisher after a refused message: buffered messages are dropped. Raise the refusal's error."""
+        """Stop the publisher after a refused message: drop buffered messages, and raise the error of the refusal."""
         self._failures.append(error)
-        self._let_go()
-        self._ready()
+        self._drop_producer()
+        self._usable_producer()
 
-    def _ready(self) -> ConfluentProducer:
+    def _usable_producer(self) -> ConfluentProducer:
         if self._failures:
             first = self._failures[0]
             kind = AccessDenied if first.code() in DENIED else DeliveryFailed
             raise kind(
-                "a message could not be stored, and nothing after it in its partition was:"
+                "a message could not be stored, and no later message of its partition was stored; open a new publisher:"
                 f" {first.str()} ({first.name()})"
             ) from KafkaException(first)
         if self._producer is None:
@@ -162,19 +162,19 @@ class KafkaPublisher(Publisher):
         raise NotSupported(_NO_SEQUENCE)
 
     def close(self, deadline: Deadline) -> None:
-        """Flush, and free the producer. If `flush` raises, the messages that are not stored are dropped."""
+        """Flush, and free the producer. If `flush` raises an error, the messages that are not stored are dropped."""
         if self._producer is None:
             return
         try:
             self.flush(deadline)
         finally:
-            self._let_go()
+            self._drop_producer()
 
-    def _let_go(self) -> None:
-        """Drop the producer and its buffered messages. The client's own `close` would wait without a limit."""
+    def _drop_producer(self) -> None:
+        """Free the producer, and drop its buffered messages. The client's own `close` waits without a time limit."""
         producer, self._producer = self._producer, None
         if producer is not None:
-            # If the caller keeps an error, its traceback keeps the client, which would send its buffered messages.
+            # The traceback of an error that the caller keeps would keep the client, which would go on sending.
             producer.purge()
 
 
@@ -182,9 +182,9 @@ def _own(settings: KafkaSettings) -> dict[str, Any]:
     return {
         "acks": "all",
         "enable.idempotence": True,
-        # Without this setting the client sends the messages after one that the broker refused.
+        # Without this setting the client sends later messages after the broker has refused one.
         "enable.gapless.guarantee": True,
-        # No message times out: the client sends the messages after a timed-out one in spite of the setting above.
+        # No message times out: in spite of the setting above, the client sends later messages after a time-out.
         "message.timeout.ms": 0,
         "log_level": settings.log_level,
         "logger": _log,

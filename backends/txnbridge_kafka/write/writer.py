@@ -1,4 +1,4 @@
-"""One writer: transactions, one after another, on a producer that is replaced when its requests may arrive late."""
+"""One writer: it writes one transaction after another under one transactional id of Kafka."""
 
 from __future__ import annotations
 
@@ -53,16 +53,13 @@ from txnbridge_kafka.write.producer_session import ProducerSession
 
 _log = logging.getLogger("txnbridge")
 
-# The least time for an abort, also after the transaction's deadline: its caller has to learn that it is aborted.
-_ABORT_GRACE = 2.0
-# The time for sending buffered messages before an abort. A request that is under way at the abort may arrive late, so
-# that the producer would have to be replaced.
+# The least time for an abort, also after the transaction's deadline: the caller must learn that it is aborted.
+_SHORTEST_ABORT = 2.0
+# The longest flush before an abort: a Produce request under way may arrive late, and the producer must be replaced.
 _FLUSH_BEFORE_ABORT = 0.5
-# How many messages are given to the client at a time: half a millisecond in which no other Python code runs.
-_CHUNK = 1000
-_PLAIN = {bytes, type(None)}  # types of values and keys that the client takes unconverted
-# The longest of the waits for room in the client's buffer, between which the deadline is checked.
-_ROOM_SECONDS = 0.05
+# How many messages are passed to the client at a time, in half a millisecond. No other Python thread runs meanwhile.
+_SENT_AT_ONCE = 1000
+_PLAIN = {bytes, type(None)}  # the types of values and keys that need no conversion
 
 
 class KafkaWriter(Writer):
@@ -75,14 +72,14 @@ class KafkaWriter(Writer):
         self.quick: dict[str, Callable[..., object]] = self.session.quick
         self._cluster = cluster
         self._owner = owner
-        self._begun_under: TransactionDescription | None = None  # the opening that the last transaction is in
-        self._unknown = False  # whether a token was given out whose only evidence is at the coordinator
+        self._begun_under: TransactionDescription | None = None  # the id's description when the transaction began
+        self._unknown = False  # whether only the coordinator has the outcome of a transaction with a token
         self._log: Mapping[str, Any] | None = None
-        self._partitions: dict[str, int] = {}  # by topic, the partitions, if it was checked since the id was opened
+        self._partitions: dict[str, int] = {}  # by topic that was checked since the id was opened: its partitions
         self._checked_groups: set[str] = set()
         self._acks: dict[str, tuple[KafkaAckContext, dict[Partition, int]]] = {}
-        self._asked = False  # whether a commit was requested, after every message was stored
-        self._start: int | None = None  # the transaction's start time at the coordinator, if it was looked up
+        self._asked = False  # whether the commit was requested
+        self._start: int | None = None  # the transaction's start time, if it was looked up at the coordinator
 
     @property
     def id(self) -> str:
@@ -108,7 +105,7 @@ class KafkaWriter(Writer):
         self._unknown = False
         topics, groups = list(self._partitions), list(self._checked_groups)
         self.open(deadline)
-        # Control markers that a killed broker forgot in these partitions would block readers and groups from now on.
+        # Missing control markers in these partitions would block readers and groups from now on.
         for topic in topics:
             self._check_topic(topic, None, deadline)
         for group in groups:
@@ -122,9 +119,9 @@ class KafkaWriter(Writer):
                 self._owner.open_once(deadline)
                 self._record_outcome(deadline)
             except AccessDenied as error:
-                # The writer continues: a token of the last transaction, if there is one, has the status UNKNOWN.
+                # The writer continues. The status of the last transaction's token, if there is one, is UNKNOWN.
                 self.session.unrecorded = True
-                _log.warning("what became of the last transaction of %s cannot be recorded: %s", self.id, error)
+                _log.warning("the outcome of the last transaction of %s cannot be recorded: %s", self.id, error)
 
     def _record_outcome(self, deadline: Deadline) -> None:
         how = self.evidence().how
@@ -144,7 +141,7 @@ class KafkaWriter(Writer):
         return self.session.producer
 
     def _open_for_longer(self, timeout_ms: int, deadline: Deadline) -> None:
-        """Open the id with a longer time-out (hazard H25). Raise `InvalidOption` if the broker does not allow it."""
+        """Open the id with a longer transaction time-out (hazard H25). Raise `InvalidOption` if the broker refuses."""
         before, self.session.timeout_ms = self.session.timeout_ms, timeout_ms
         try:
             self._reopen(deadline)
@@ -179,7 +176,7 @@ class KafkaWriter(Writer):
         except EvidenceLost:
             raise
         except OutcomeUnknown as error:
-            # The ledger may have stored a record without use. Of the transaction itself nothing is stored.
+            # The ledger may have stored a record that is not needed. Nothing of the transaction is stored.
             raise BrokerUnavailable(f"the transaction did not begin: {error}") from error
 
     def send(
@@ -204,7 +201,7 @@ class KafkaWriter(Writer):
             try:
                 self.quick[topic](topic, value, key, **where)
             except BufferError:
-                self._wait_for_room()
+                self._wait_for_buffer_space()
             except KafkaException as error:
                 raise self._refused(error, topic) from error
             else:
@@ -215,13 +212,13 @@ class KafkaWriter(Writer):
         if topic not in self._partitions:
             self._check_topic(topic, None, self._begun.deadline)
         if isinstance(items, list | tuple):
-            for start in range(0, len(items), _CHUNK):
-                self._send_chunk(topic, items[start : start + _CHUNK])
+            for start in range(0, len(items), _SENT_AT_ONCE):
+                self._send_chunk(topic, items[start : start + _SENT_AT_ONCE])
         else:
             self._send_each(topic, items)
 
     def _send_chunk(self, topic: str, items: Sequence[Item]) -> None:
-        """Send items; plain ones in a loop that runs in C, which saves a fifth of the CPU time for small messages."""
+        """Send items. A loop in C sends items that need no conversion: for small messages it saves 20 % of CPU time."""
         done = 0
         if columns := _columns(items):
             left = iter(columns[0])
@@ -242,7 +239,7 @@ class KafkaWriter(Writer):
                 self.send(topic, value, key, headers, None, None)
 
     def _check_topic(self, topic: str, partition: int | None, deadline: Deadline) -> None:
-        """Before the first message to a topic, check that the topic exists, and write missing markers of this id."""
+        """Check that a topic exists, and write missing markers of this id there, before the first message to it."""
         count = self._cluster.topics.require(topic, partition, deadline)
         partitions = [(topic, number) for number in range(count)]
         self._cluster.watched_partitions.update(partitions)
@@ -259,9 +256,10 @@ class KafkaWriter(Writer):
             self.session.write_missing_markers([offsets_partition(group, count)], deadline)
         self._checked_groups.add(group)
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_buffer_space(self) -> None:
         self._begun.deadline.check("waiting for the broker to take messages")
-        error = self._producer().wait(min(_ROOM_SECONDS, self._begun.deadline.left()))
+        longest = self._cluster.settings.timing.buffer_poll
+        error = self._producer().wait(min(longest, self._begun.deadline.left()))
         if error is not None:
             raise self._not_stored(error, self._begun.deadline) from KafkaException(error)
 
@@ -286,7 +284,7 @@ class KafkaWriter(Writer):
         _, offsets = self._acks.get(context.group, (context, {}))
         self._acks[context.group] = context, offsets
         for partition, acked in positions.items():
-            # A group has one position in a partition: the next offset to read.
+            # A group's committed offset in a partition is the next offset to read.
             offsets[partition] = max(offsets.get(partition, 0), max(map(itemgetter(0), acked)) + 1)
 
     def _send_acks(self, deadline: Deadline) -> None:
@@ -319,12 +317,12 @@ class KafkaWriter(Writer):
         return Evidence(how, self.messages, log=self._log)
 
     def prepare(self, deadline: Deadline) -> None:
-        raise NotImplementedError("a plain writer is never asked to prepare")
+        raise NotImplementedError("a plain writer never prepares")
 
     def commit(self, deadline: Deadline) -> None:
         session, producer = self.session, self._producer()
         self._store(deadline)
-        # If a message or a position was stored, the coordinator's state is of this transaction, not of the previous.
+        # If a message or an offset was stored, the coordinator describes this transaction, and not the previous one.
         self._asked = bool(self.messages or self._acknowledged)
         if self._asked and (session.stale or producer.taint_reason()):
             self._start = session.start_of_open_transaction(deadline)
@@ -334,7 +332,7 @@ class KafkaWriter(Writer):
             if error is None:
                 error = producer.commit(deadline)
         at_once = once and time.monotonic() - asked_at < self._cluster.settings.soonest_retry
-        session.stale = session.stale or producer.taint_reason() or ("" if once else "a commit was asked for twice")
+        session.stale = session.stale or producer.taint_reason() or ("" if once else "a commit was sent twice")
         if error is None:
             return
         refused_only_once = at_once and not producer.log_monitor.taint_reason and error.code() in ENDED
@@ -347,7 +345,7 @@ class KafkaWriter(Writer):
     def _has_acks_alone(self) -> bool:
         """Return whether the transaction has acknowledgements and no messages.
 
-        Acknowledgements are sent by raw requests, so the client takes such a transaction for empty and does not end it.
+        Acknowledgements are sent by raw requests. So the client regards such a transaction as empty, and cannot end it.
         """
         return self._acknowledged and not self.messages
 
@@ -359,10 +357,10 @@ class KafkaWriter(Writer):
             raise
 
     def _store(self, deadline: Deadline) -> None:
-        """Store messages, then acknowledgements. Abort after `TransactionAborted` or `Fenced`; else the caller does."""
+        """Store messages, then acknowledgements. Abort after `TransactionAborted` or `Fenced`, and raise the error."""
         deadline.check("the transaction")
         try:
-            # One after the other, because the coordinator adds one new partition or group at a time.
+            # Not in parallel, because the coordinator adds new partitions and groups one at a time.
             self.flush(deadline)
             self._send_acks(deadline)
         except (TransactionAborted, Fenced):
@@ -370,14 +368,14 @@ class KafkaWriter(Writer):
             raise
 
     def _settle(self, error: KafkaError, refused_only_once: bool, deadline: Deadline) -> None:
-        """Find out the outcome after the broker has refused a commit: return if committed, else raise an error.
+        """Find out the outcome after the broker has refused a commit: return if it is committed, else raise an error.
 
-        The coordinator's description decides. If it no longer describes the transaction, because the id was opened
-        since, a commit that was refused and of which only one copy can have arrived was certainly not carried out.
+        The coordinator's description decides. If it is of another transaction, because the id was opened since, a
+        commit that was sent only once and refused was certainly not carried out.
         """
         self._unknown = True
         try:
-            # If the transaction is still open, it is undecided, and no request of this producer may follow.
+            # If the transaction is still open, no request of this producer may decide it any more.
             self.session.drop()
             last = self.session.end_if_open(deadline)
             if refused_only_once and not (last is not None and self.session.is_own(last)):
@@ -385,7 +383,7 @@ class KafkaWriter(Writer):
             status = plain_status(self._cluster, self._owner.ledger, self.evidence().how, deadline)
         except (BrokerUnavailable, AccessDenied) as unheard:
             raise OutcomeUnknown(
-                f"neither the coordinator nor the decision log says what became of the commit: {unheard}"
+                f"the outcome of the commit could not be read from the coordinator or the decision log: {unheard}"
             ) from unheard
         if status.state is TokenState.COMMITTED:
             return
@@ -407,17 +405,17 @@ class KafkaWriter(Writer):
         return self._failed(error, "storing messages", deadline, DeliveryFailed)
 
     def abort(self, deadline: Deadline) -> None:
-        if deadline.left() < _ABORT_GRACE:
-            deadline = Deadline(_ABORT_GRACE)
+        if deadline.left() < _SHORTEST_ABORT:
+            deadline = Deadline(_SHORTEST_ABORT)
         session, producer = self.session, self.session.producer
         if producer is None:
             return
         if not session.stale:
             with suppress(BrokerUnavailable):
                 producer.flush(Deadline(min(_FLUSH_BEFORE_ABORT, deadline.left())))
-        # After a failure the client would open the id by itself, which looks like an opening by another process.
+        # After a failure the client's own abort would open the id, which looks like an opening by another process.
         if self._has_acks_alone():
-            session.stale = session.stale or "it has acknowledgements that its client did not see"
+            session.stale = session.stale or "the client does not know of the transaction's acknowledgements"
         if not session.stale and not producer.failures and producer.abort(Deadline(deadline.left() / 2)) is None:
             session.stale = producer.taint_reason()
             return
@@ -430,7 +428,7 @@ class KafkaWriter(Writer):
 
 
 def _columns(items: Sequence[Item]) -> tuple[Sequence[bytes | None], ...]:
-    """Return the columns (values,) or (values, keys) if the client takes all items unconverted, else ()."""
+    """Return (values,) or (values, keys) of all items, as lists, if none of them needs conversion; else ()."""
     kinds = set(map(type, items))
     if kinds == {bytes}:
         return (items,)

@@ -1,1 +1,1 @@
-"""Administration: topics, open transactions, repairs and advice; and the cleanup of proof topics."""
+"""Administration: topics, open transactions, repairs, the doctor, the cleanup of proof topics, and the REST client."""

@@ -24,22 +24,22 @@ from txnbridge.spi import (
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin import doctor
 from txnbridge_pulsar.admin.open_transactions import ListedTransaction, ListingBlocked, abort, list_open, token_of
-from txnbridge_pulsar.admin.repair import end_by_hand, is_number, repair
-from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable
+from txnbridge_pulsar.admin.repair import end_by_hand, is_txn_id, repair
+from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of, unavailable
 from txnbridge_pulsar.cluster import ClusterAccess
-from txnbridge_pulsar.errors import again, translate
+from txnbridge_pulsar.errors import retry_translated, translate
 from txnbridge_pulsar.outcome.outcome import end_prepared
 from txnbridge_pulsar.topics import NEEDS_REST
 
 _log = logging.getLogger("txnbridge")
 
 # Seconds between checks whether a topic or partition was created or deleted.
-_LOOK_SECONDS = 0.05
+_CHECK_SECONDS = 0.05
 # Parallel requests: each topic needs one, and there may be thousands of topics.
-_SIDE_BY_SIDE = 8
+_PARALLEL_REQUESTS = 8
 _MINUTE, _MEGABYTE = 60, 1024 * 1024
 # Parts of the names of Pulsar's system topics, such as a subscription's pending-ack store.
-_PULSARS_OWN = ("__transaction", "__change_events")
+_SYSTEM_TOPIC_NAMES = ("__transaction", "__change_events")
 
 
 class PulsarAdmin(Admin):
@@ -66,21 +66,21 @@ class PulsarAdmin(Admin):
         created = self._topics.create(name, partitions, deadline)
         count = self._wait_until_known(name, partitions if created else 1, deadline)
         if count != partitions:
-            raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
+            raise InvalidOption(f"topic {name!r} exists already, with {count} partitions")
         if created and policy is not None:
             self._set_retention(name, policy, deadline)
         elif created and 0 in self._retention_of(name, deadline):
             _log.warning(
-                "topic %r has a retention of 0: brokers delete what no subscription needs, also what is open or"
-                " prepared. Make the subscription before the first message, or create the topic with a retention",
+                "topic %r has a retention of 0: brokers delete messages that no subscription needs, also those of open"
+                " and prepared transactions. Create the subscription before the first message, or set a retention",
                 name,
             )
         return created
 
     def _wait_until_known(self, topic: str, partitions: int, deadline: Deadline) -> int:
-        while (count := len(self._topics.look(topic, deadline))) < partitions:
+        while (count := len(self._topics.existing(topic, deadline))) < partitions:
             deadline.check(f"waiting until topic {topic!r} has {partitions} partitions")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
         return count
 
     def _set_retention(self, topic: str, policy: dict[str, int], deadline: Deadline) -> None:
@@ -95,7 +95,7 @@ class PulsarAdmin(Admin):
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
         partitions_of = self._topics.all(deadline)
-        with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+        with ThreadPoolExecutor(_PARALLEL_REQUESTS) as asking:
             kept = asking.map(lambda name: self._retention_of(name, deadline), partitions_of)
             return [
                 TopicInfo(name, partitions, self._is_internal(name), *limits)
@@ -103,7 +103,7 @@ class PulsarAdmin(Admin):
             ]
 
     def _is_internal(self, name: str) -> bool:
-        return name.startswith(self._settings.prefix) or any(own in name for own in _PULSARS_OWN)
+        return name.startswith(self._settings.prefix) or any(own in name for own in _SYSTEM_TOPIC_NAMES)
 
     def _retention_of(self, name: str, deadline: Deadline) -> tuple[float | None, int | None]:
         """Return a topic's retention in seconds and bytes; None for no limit, or if it is not known."""
@@ -121,15 +121,15 @@ class PulsarAdmin(Admin):
         )
 
     def delete_topic(self, name: str, deadline: Deadline) -> None:
-        concrete = set(self._topics.look(name, deadline))
+        concrete = set(self._topics.existing(name, deadline))
         if concrete and self._cluster.rest is not None:
             for listed in list_open(self._cluster, deadline):
                 if concrete.intersection(listed.topics):
-                    raise InvalidState(f"topic {name!r} is in use by transaction {listed.name}; end that first")
+                    raise InvalidState(f"topic {name!r} is in use by transaction {listed.name}; end it first")
         self._topics.delete(name, deadline)
-        while self._topics.look(name, deadline):
+        while self._topics.existing(name, deadline):
             deadline.check(f"waiting until topic {name!r} is gone")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
         self._topics.grow(name, partitions, deadline)
@@ -138,7 +138,7 @@ class PulsarAdmin(Admin):
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
         bounds = {}
         for topic in topics:
-            concrete = self._topics.look(topic, deadline)
+            concrete = self._topics.existing(topic, deadline)
             if not concrete:
                 raise NotFound(f"there is no topic {topic!r}")
             for number, name in enumerate(concrete):
@@ -147,23 +147,23 @@ class PulsarAdmin(Admin):
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
         """Return topic ids: the creation time of the first partition's record in the metadata store. A recreated topic
-        has another one; growing, moving and retention do not change it. Without an `admin_url` the ids are not known.
+        has another id; growing, moving and retention do not change it. Without an `admin_url` no ids are known.
         """
         rest = self._cluster.rest
         if rest is None:
             return {}
-        with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+        with ThreadPoolExecutor(_PARALLEL_REQUESTS) as asking:
             ids = asking.map(lambda topic: self._topic_id(rest, topic, deadline), topics)
             return {topic: id for topic, id in zip(topics, ids, strict=True) if id}
 
     def _topic_id(self, rest: Rest, topic: str, deadline: Deadline) -> str:
-        concrete = self._topics.look(topic, deadline)
+        concrete = self._topics.existing(topic, deadline)
         if not concrete:
             return ""
         try:
             info = rest.get(f"/admin/v2/persistent/{path_of(concrete[0])}/internal-info", deadline)
         except AccessDenied as error:
-            _log.debug("this user is not told the id of topic %r: %s", topic, error)
+            _log.debug("this user may not read the id of topic %r: %s", topic, error)
             return ""
         except RestRefused as refused:
             if refused.status == 404:
@@ -172,7 +172,7 @@ class PulsarAdmin(Admin):
         return str(info.get("creationDate") or "")
 
     def _bounds(self, concrete: str, deadline: Deadline) -> tuple[Position, Position]:
-        """Return the first position and the end of a concrete topic, as a reader at the beginning gets them."""
+        """Return the first position and the end of a concrete topic."""
         what = f"asking where {concrete} begins and ends"
 
         def ask() -> tuple[wire.MessageId, wire.MessageId | None]:
@@ -182,12 +182,12 @@ class PulsarAdmin(Admin):
             finally:
                 reader.close(deadline.left())
 
-        last, before_first = again(ask, lambda error: translate(error, what), deadline)
-        first = _behind(before_first) if before_first is not None else (0, 0, 0)
-        return first, max(first, _behind(last), self._max_read_position(concrete, deadline))
+        last, before_first = retry_translated(ask, lambda error: translate(error, what), deadline)
+        first = _position_after(before_first) if before_first is not None else (0, 0, 0)
+        return first, max(first, _position_after(last), self._max_read_position(concrete, deadline))
 
     def _max_read_position(self, concrete: str, deadline: Deadline) -> Position:
-        """Return the position after the max read position, which only REST shows if the last entries are aborted."""
+        """Return the position after the max read position. If the last entries are aborted, only REST shows it."""
         if self._cluster.rest is None:
             return (0, 0, 0)
         try:
@@ -218,18 +218,19 @@ class PulsarAdmin(Admin):
         )
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End a transaction, given by its id or by the coordinator's number, such as 0:15; see `Admin.end`.
+        """End a transaction, given by its name or by its id at the coordinator, such as 0:15; see `Admin.end`.
 
-        The number also ends a transaction that no coordinator knows, and that is open on topics and holds readers back.
+        By its id a transaction is also ended if no coordinator knows it, and it is open on topics and holds readers
+        back.
         """
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")
         commit = decision is Decision.COMMIT
         named = [each for each in list_open(self._cluster, deadline) if transaction in (each.name, str(each.txn))]
-        if not named and self._cluster.rest is not None and is_number(transaction):
+        if not named and self._cluster.rest is not None and is_txn_id(transaction):
             return end_by_hand(self._cluster, self._cluster.rest, transaction, commit, deadline)
         if not named:
-            raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
+            raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or never existed")
         (listed,) = named
         token = token_of(self._cluster, listed)
         if token is not None:
@@ -251,7 +252,7 @@ class PulsarAdmin(Admin):
 
     def _check_all(self, deadline: Deadline) -> Iterator[Advice]:
         if self._cluster.rest is None:
-            yield Advice("warning", "rest", f"nothing can be looked into: {NEEDS_REST}", "give the option admin_url")
+            yield Advice("warning", "rest", f"the cluster cannot be checked: {NEEDS_REST}", "give the option admin_url")
             return
         rest = self._cluster.rest
         parts: tuple[Callable[[], Iterable[Advice]], ...] = (
@@ -268,15 +269,15 @@ class PulsarAdmin(Admin):
             except AccessDenied as error:
                 yield Advice("warning", "rights", str(error), "let an administrator of the cluster ask")
             except ListingBlocked as error:
-                yield Advice("problem", "open transactions", str(error), "wait, or end it where it was begun")
+                yield Advice("problem", "open transactions", str(error), "wait, or end it in the program that began it")
 
     def _check_open(self, deadline: Deadline) -> Iterator[Advice]:
         listed = list_open(self._cluster, deadline)
-        yield from doctor.check_open(map(self._as_open_transaction, listed))
+        yield from doctor.check_open(map(self._as_open_transaction, listed), self._settings.timing)
         yield from doctor.check_at_risk(self._cluster, listed, deadline)
 
 
-def _behind(id: wire.MessageId) -> Position:
+def _position_after(id: wire.MessageId) -> Position:
     return id.ledger, id.entry + 1, 0
 
 

@@ -1,8 +1,7 @@
 """Cleanup of proof topics: drops records that no valid token needs, and deletes topics of dead writers.
 
-Before its transactions each writer records on its proof topic until when any of them can be open. An hour after this
-time their tokens are no longer valid. Only this time decides, not a record's age, nor whether a writer seems to be
-alive.
+A writer's presence record says until when the following transactions can be open. Their tokens are valid for an hour
+longer. Only this time decides whether records are dropped, not their age, nor whether a writer seems to be alive.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from txnbridge.errors import InvalidState, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.client.rest import RestRefused, path_of
+from txnbridge_pulsar.admin.rest import RestRefused, path_of
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.proof import PRESENCE, ProofRecord, proof_prefix, record_of
@@ -24,40 +23,38 @@ from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
 
 _log = logging.getLogger("txnbridge")
 
-# A token shows its transaction's outcome for this long after the deadline; clocks may differ by much less.
-KEPT_SECONDS = 3600.0
-# Seconds until the first cleanup, so that a short-lived bridge does none, and between two cleanups.
-_FIRST_SECONDS, _EVERY_SECONDS = 5.0, 600.0
+
 # Proof topics of other owners in one cleanup, chosen at random so that bridges share the work.
-_OTHERS = 20
-_SECONDS_A_TOPIC = 30.0
+_MAX_OTHER_TOPICS = 20
+_TOPIC_SECONDS = 30.0
 
 
 def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadline) -> None:
-    """Drop expired records from a proof topic, given by its full name. Delete the topic if no other record is left and
-    its writer has no transactional id.
+    """Drop expired records from a proof topic (its full name). Delete the topic if no other record is left and its
+    writer has no transactional id.
 
-    Raise `NotFound` if the topic does not exist. A topic with a producer is not deleted. At the deadline the rest
-    stays.
+    Raise `NotFound` if the topic does not exist. A topic with a producer is not deleted. At the deadline stop; the next
+    cleanup continues.
     """
-    with translated(f"clearing up {topic}"):
+    expired_ms = now_ms - cluster.settings.timing.token_valid_seconds * 1000
+    with translated(f"cleaning up {topic}"):
         try:
             consumer = cluster.client.subscribe(topic, SUBSCRIPTION, timeout=deadline.left(), create=False)
         except wire.ConsumerBusy:
             return  # another process cleans it up
         try:
-            newest, passed = _look_through(consumer, now_ms, deadline)
+            newest, passed = _find_expired(consumer, expired_ms, deadline)
             if passed is not None:
                 consumer.acknowledge_up_to(passed, timeout=deadline.left())
         finally:
             consumer.close(deadline.left())
-    if newest is not None and not newest.owned and _is_over(newest, now_ms):
+    if newest is not None and not newest.owned and newest.until < expired_ms:
         _delete(cluster, topic, deadline)
 
 
 def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
-    """Delete a proof topic, unless its writer is idle but alive, or a transaction on it is still open because no client
-    connected to the coordinators. Brokers list no transactions while a topic of an open transaction is missing.
+    """Delete a proof topic, unless its writer is idle but alive, or a transaction is still open on it because no client
+    has connected to the coordinators. While a topic of an open transaction is missing, brokers list no transactions.
     """
     if cluster.rest is None:
         return
@@ -66,15 +63,16 @@ def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
         if not stats.get("ongoingTxnSize"):
             cluster.topics.delete(topic, deadline, force=False)
     except (InvalidState, RestRefused) as error:
-        _log.debug("%s stays: %s", topic, error)
+        _log.debug("%s is not deleted: %s", topic, error)
 
 
-def _look_through(
-    consumer: wire.PulsarConsumer, now_ms: float, deadline: Deadline
+def _find_expired(
+    consumer: wire.PulsarConsumer, expired_ms: float, deadline: Deadline
 ) -> tuple[ProofRecord | None, wire.MessageId | None]:
     """Read from the last dropped record to the first presence record that has not expired, or to the end.
 
-    Return the last presence record read, and the last entry before it: records up to that entry can be dropped.
+    Return the last presence record read, and the id of the last entry before it: records up to this entry can be
+    dropped.
     """
     newest: ProofRecord | None = None
     passed: wire.MessageId | None = None
@@ -83,7 +81,7 @@ def _look_through(
         record = record_of(entry)
         if record is not None and record.kind == PRESENCE:
             newest, passed = record, before
-            if not _is_over(record, now_ms):
+            if record.until >= expired_ms:
                 break
         before = entry.id
     return newest, passed
@@ -99,12 +97,8 @@ def _entries(consumer: wire.PulsarConsumer, deadline: Deadline) -> Iterator[wire
             yield entry
 
 
-def _is_over(record: ProofRecord, now_ms: float) -> bool:
-    return record.until + KEPT_SECONDS * 1000 < now_ms
-
-
 class ProofTopicCleanup:
-    """A thread that regularly cleans up an owner's proof topics, and a few of other owners."""
+    """A thread that regularly cleans up an owner's proof topics, and a few proof topics of other owners."""
 
     def __init__(self, cluster: ClusterAccess, name: str) -> None:
         self._cluster = cluster
@@ -116,26 +110,26 @@ class ProofTopicCleanup:
         threading.Thread(target=self._run, name="txnbridge-pulsar-tidier", daemon=True).start()
 
     def _run(self) -> None:
-        pause = _FIRST_SECONDS
+        pause = self._cluster.settings.timing.first_cleanup_seconds
         while not self._stop.wait(pause):
             try:
                 self.sweep()
             except TxnBridgeError as error:
-                _log.debug("proof topics are not cleared up: %s", error)
-            pause = _EVERY_SECONDS
+                _log.debug("proof topics are not cleaned up: %s", error)
+            pause = self._cluster.settings.timing.cleanup_every_seconds
 
     def sweep(self) -> None:
-        """Clean up once. Log errors instead of raising them."""
-        topics = self._cluster.topics.all_concrete(Deadline(_SECONDS_A_TOPIC))
+        """Clean up once. Errors of a topic are logged, not raised."""
+        topics = self._cluster.topics.all_concrete(Deadline(_TOPIC_SECONDS))
         own = [topic for topic in topics if topic.startswith(self._own)]
         others = [topic for topic in topics if topic.startswith(self._all) and not topic.startswith(self._own)]
-        for topic in (*own, *random.sample(others, min(len(others), _OTHERS))):
+        for topic in (*own, *random.sample(others, min(len(others), _MAX_OTHER_TOPICS))):
             if self._stop.is_set():
                 return
             try:
-                clean_up(self._cluster, topic, time.time() * 1000, Deadline(_SECONDS_A_TOPIC))
+                clean_up(self._cluster, topic, time.time() * 1000, Deadline(_TOPIC_SECONDS))
             except TxnBridgeError as error:
-                _log.debug("%s is not cleared up: %s", topic, error)
+                _log.debug("%s is not cleaned up: %s", topic, error)
 
     def close(self) -> None:
         """Stop the thread. A running cleanup ends when the client is closed."""

@@ -13,29 +13,26 @@ from txnbridge.errors import AccessDenied
 from txnbridge.spi import Advice, Deadline, OpenTransaction, TopicInfo
 from txnbridge_pulsar.admin.open_transactions import ListedTransaction
 from txnbridge_pulsar.admin.repair import held_back
-from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of
+from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.outcome.proof import proof_prefix
 from txnbridge_pulsar.settings import PulsarSettings
+from txnbridge_pulsar.settings.timing import Timing
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.write.fence import at_risk, fence_prefix
 
-# A transaction that is open for longer is reported: no message after it can be read.
-_LONG_SECONDS = 60
-# Stored copies that a write needs, so that losing one machine loses no message.
-_COPIES = 2
-# A prepared transaction with less than this part of its time left is reported while it can still be committed.
-_LAST_PART = 0.25
-_NOT_KNOWN = ""
+# Bookies that have to store an entry before its receipt, so that no message is lost with one machine.
+_MIN_ACK_QUORUM = 2
+
+_UNKNOWN_SUBSCRIPTION = ""
 # Parallel requests: each topic needs one, and there may be thousands.
-_SIDE_BY_SIDE = 8
-# Seconds after which a pending-ack store that is still opening counts as stuck: it reads some thousand records.
-_OPENING_SECONDS = 10
-_PAUSE = 0.2
-_OPENING = "Initializing"
+_PARALLEL_REQUESTS = 8
+
+_POLL_SECONDS = 0.2
+_STORE_OPENING = "Initializing"
 _CONF = "set it in broker.conf, and restart the brokers"
 _EVICTING = "consumer_backlog_eviction"
-_QUOTA = "the backlog quota drops what is not acknowledged, the decision log's records among it"
+_QUOTA = "the backlog quota drops messages that are not acknowledged, also records of the decision log"
 
 
 def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
@@ -43,7 +40,7 @@ def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
     yield from _unless_set(
         config,
         "transactionCoordinatorEnabled",
-        Advice("problem", "transactions", "they are off: transactionCoordinatorEnabled is false", _CONF),
+        Advice("problem", "transactions", "transactions are off: transactionCoordinatorEnabled is false", _CONF),
     )
     yield from _unless_set(
         config,
@@ -51,8 +48,8 @@ def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
         Advice(
             "warning",
             "acknowledgements",
-            "acknowledgmentAtBatchIndexLevelEnabled is false: brokers may deliver again what was acknowledged, where"
-            " other messages of the same entry were not",
+            "acknowledgmentAtBatchIndexLevelEnabled is false: brokers may redeliver acknowledged messages if other"
+            " messages of the same entry are not acknowledged",
             _CONF,
         ),
     )
@@ -62,17 +59,17 @@ def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
         Advice(
             "warning",
             "deduplication",
-            "brokerDeduplicationEnabled is false: a connection that is lost while a transaction sends ends that"
-            " transaction, and publishers have no sequences",
+            "brokerDeduplicationEnabled is false: a transaction is aborted if its connection is lost while it sends,"
+            " and publishers have no sequences",
             f"{_CONF}, or for a namespace: pulsar-admin namespaces set-deduplication --enable TENANT/NAMESPACE",
         ),
     )
-    if _int_of(config, "managedLedgerDefaultAckQuorum", _COPIES) < _COPIES:
+    if _int_of(config, "managedLedgerDefaultAckQuorum", _MIN_ACK_QUORUM) < _MIN_ACK_QUORUM:
         yield Advice(
             "warning",
             "copies",
-            "managedLedgerDefaultAckQuorum is 1: what was committed is lost with one disk",
-            "set it to 2 with a write quorum of 3, where there are three bookies",
+            "managedLedgerDefaultAckQuorum is 1: committed messages are lost if one disk fails",
+            "set it to 2 with a write quorum of 3, which needs three bookies",
         )
     yield from _losses("the brokers", config, "ttlDurationDefaultInSeconds", "subscriptionExpirationTimeMinutes")
     limits = ("backlogQuotaDefaultLimitBytes", "backlogQuotaDefaultLimitGB", "backlogQuotaDefaultLimitSecond")
@@ -100,7 +97,7 @@ def check_topics(
 ) -> Iterator[Advice]:
     """Report topics that lose messages, and internal topics that lose records."""
     yield from _check_kept(cluster, rest, topics, deadline)
-    yield from _check_own(cluster, rest, topics, deadline)
+    yield from _check_internal(cluster, rest, topics, deadline)
     yield from _check_expiring(cluster, rest, topics, deadline)
 
 
@@ -114,38 +111,42 @@ def _check_kept(
         for topic in topics
         if not topic.internal
         and 0 in (topic.retention_seconds, topic.retention_bytes)
-        and not all(_subscriptions(rest, each, deadline) for each in cluster.topics.look(topic.name, deadline))
+        and not all(_subscriptions(rest, each, deadline) for each in cluster.topics.existing(topic.name, deadline))
     ]
     if dropped:
         yield Advice(
             "warning",
             f"namespace {namespace}",
-            f"{', '.join(sorted(dropped))}: their retention is 0 and they have no subscription, so brokers delete what"
-            " is committed there, and what is open too, before anybody has read it",
-            "make the subscription before the first message (pulsar-admin topics create-subscription), or keep what"
-            f" nobody has read yet: pulsar-admin namespaces set-retention --time 7d --size -1 {namespace}",
+            f"{', '.join(sorted(dropped))}: their retention is 0 and they have no subscription, so brokers delete their"
+            " messages, also those of open transactions, before they are read",
+            "create the subscription before the first message (pulsar-admin topics create-subscription), or keep unread"
+            f" messages: pulsar-admin namespaces set-retention --time 7d --size -1 {namespace}",
         )
 
 
-def _check_own(cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+def _check_internal(
+    cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
+) -> Iterator[Advice]:
     """Report internal topics whose subscription `txnbridge` was deleted."""
     settings = cluster.settings
-    own = [settings.namespace.full_name(name) for name in _kept_by_us(cluster, [topic.name for topic in topics])]
-    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+    own = [
+        settings.namespace.full_name(name) for name in _kept_by_subscription(cluster, [topic.name for topic in topics])
+    ]
+    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as asking:
         subscriptions = asking.map(lambda topic: _subscriptions(rest, topic, deadline), own)
         for topic, names in zip(own, subscriptions, strict=True):
-            if not names & {SUBSCRIPTION, _NOT_KNOWN}:
+            if not names & {SUBSCRIPTION, _UNKNOWN_SUBSCRIPTION}:
                 yield Advice(
                     "problem",
                     settings.namespace.short_name(topic),
-                    f"the subscription {SUBSCRIPTION!r} of this topic of our own is gone: brokers delete what tells how"
-                    " transactions ended, and which ones have not, and when nobody uses it the topic itself",
+                    f"the subscription {SUBSCRIPTION!r} of this internal topic was deleted: brokers delete its records,"
+                    " which show the outcomes of transactions and the open ones, and, while it is unused, the topic",
                     f"pulsar-admin topics create-subscription --subscription {SUBSCRIPTION} --messageId earliest"
                     f" {shlex.quote(topic)}; and find out who deletes subscriptions",
                 )
 
 
-def _kept_by_us(cluster: ClusterAccess, names: Sequence[str]) -> Iterator[str]:
+def _kept_by_subscription(cluster: ClusterAccess, names: Sequence[str]) -> Iterator[str]:
     """Yield the internal topics that must have the subscription `txnbridge`. Proof topics of bridges without a
     transactional id need none: without REST such a bridge deletes the subscription when it closes, and the broker
     deletes the topic.
@@ -165,7 +166,7 @@ def _check_expiring(
     settings = cluster.settings
     asked = [topic for topic in topics if topic.name.startswith(settings.prefix) or not topic.internal]
     names = [settings.namespace.full_name(topic.name) for topic in asked]
-    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as asking:
         seconds_of = asking.map(lambda name: _time_to_live(rest, name, deadline), names)
         for topic, name, seconds in zip(asked, names, seconds_of, strict=True):
             if seconds:
@@ -174,16 +175,16 @@ def _check_expiring(
                     topic.name,
                     f"messages expire on this topic after {seconds} s: "
                     + (
-                        "decisions, and what tells how transactions ended, are lost with them"
+                        "decisions and outcomes of transactions are lost with them"
                         if topic.internal
-                        else "what a group has not acknowledged by then is taken from it, and it is not told"
+                        else "a group loses, without an error, what it has not acknowledged by then"
                     ),
                     f"pulsar-admin topics remove-message-ttl {shlex.quote(name)}",
                 )
 
 
 def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
-    """Return a topic's message TTL in seconds; 0 if the topic has none, or it is not known."""
+    """Return a topic's own message TTL in seconds; 0 if the topic has none, or it is not known."""
     try:
         return int(rest.get(f"/admin/v2/persistent/{path_of(full)}/messageTTL", deadline) or 0)
     except (RestRefused, AccessDenied):
@@ -191,32 +192,34 @@ def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
 
 
 def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
-    """Return a topic's durable subscriptions, which keep messages; `{_NOT_KNOWN}` if they are not known."""
+    """Return a topic's durable subscriptions, which keep messages; `{_UNKNOWN_SUBSCRIPTION}` if they are not known."""
     try:
         subscriptions = rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)["subscriptions"]
     except RestRefused:
-        return {_NOT_KNOWN}
+        return {_UNKNOWN_SUBSCRIPTION}
     return {name for name, each in subscriptions.items() if each.get("durable")}
 
 
 def check_stores(
     cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Report subscriptions that a broker does not serve, because opening their pending-ack stores never finishes."""
-    concrete = [each for topic in topics if not topic.internal for each in cluster.topics.look(topic.name, deadline)]
-    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
-        names = asking.map(lambda topic: _subscriptions(rest, topic, deadline) - {_NOT_KNOWN}, concrete)
+    """Report subscriptions that a broker does not serve, because opening their pending-ack stores does not finish."""
+    concrete = [
+        each for topic in topics if not topic.internal for each in cluster.topics.existing(topic.name, deadline)
+    ]
+    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as asking:
+        names = asking.map(lambda topic: _subscriptions(rest, topic, deadline) - {_UNKNOWN_SUBSCRIPTION}, concrete)
         groups = [(topic, group) for topic, durable in zip(concrete, names, strict=True) for group in sorted(durable)]
-        until = Deadline(min(_OPENING_SECONDS, deadline.left() / 2))
+        until = Deadline(min(cluster.settings.timing.store_opening_seconds, deadline.left() / 2))
         opening = list(asking.map(lambda group: _is_opening(rest, group, until, deadline), groups))
     for (topic, group), stuck in zip(groups, opening, strict=True):
         if stuck:
             yield Advice(
                 "problem",
                 f"group {group}",
-                f"the broker opens its store of acknowledgements on {topic}, and comes to no end: until then nobody can"
-                " join the group there, and no transaction that acknowledges in it can end",
-                "if it stays so, start that broker anew; brokers up to 4.2.4 may wait there for ever"
+                f"the broker does not finish opening the group's pending-ack store on {topic}: until then no member can"
+                " join the group there, and no transaction with its acknowledgements can end",
+                "if this lasts, restart that broker; brokers up to 4.2.4 may wait there for ever"
                 " (https://github.com/apache/pulsar/issues/26368)",
             )
 
@@ -226,21 +229,21 @@ def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: D
     topic, name = group
     path = f"/admin/v3/transactions/pendingAckStats/{path_of(topic)}/{quote(name, safe='')}"
     try:
-        while rest.get(path, deadline)["state"] == _OPENING:
+        while rest.get(path, deadline)["state"] == _STORE_OPENING:
             if until.expired:
                 return True
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
     except (RestRefused, AccessDenied):
         pass
     return False
 
 
-def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
+def check_open(transactions: Iterable[OpenTransaction], timing: Timing) -> Iterator[Advice]:
     now = time.time() * 1000
     for txn in transactions:
-        yield from _check_expiry(txn, now)
+        yield from _check_expiry(txn, now, timing.expiry_warning_share)
         seconds = (now - (txn.since or now)) / 1000
-        if seconds > _LONG_SECONDS:
+        if seconds > timing.long_open_seconds:
             topics = ", ".join(sorted({topic for topic, _ in txn.partitions})) or "no topic of users"
             yield Advice(
                 "warning",
@@ -251,11 +254,11 @@ def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
             )
 
 
-def _check_expiry(txn: OpenTransaction, now: float) -> Iterator[Advice]:
+def _check_expiry(txn: OpenTransaction, now: float, share: float) -> Iterator[Advice]:
     if txn.state != "prepared" or not txn.since or not txn.expires_at:
         return
     left = txn.expires_at - now
-    if left < _LAST_PART * (txn.expires_at - txn.since):
+    if left < share * (txn.expires_at - txn.since):
         yield Advice(
             "problem",
             f"transaction {txn.transaction}",
@@ -268,10 +271,10 @@ def _check_expiry(txn: OpenTransaction, now: float) -> Iterator[Advice]:
 def check_at_risk(
     cluster: ClusterAccess, transactions: Sequence[ListedTransaction], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Report transactions of older owners that were ended, and whose late messages brokers do not refuse yet.
+    """Report transactions of older owners that were ended, but whose late messages brokers do not refuse yet.
 
-    Brokers cannot refuse them while the coordinator has an older transaction open. Afterwards the newer owner makes
-    brokers refuse them, which no other process can see.
+    Brokers cannot refuse late messages while the coordinator has an older transaction open. Afterwards the newer owner
+    makes brokers refuse them, which no other process can see.
     """
     oldest: dict[int, ListedTransaction] = {}
     for each in sorted(transactions, key=lambda each: each.txn):
@@ -285,19 +288,19 @@ def check_at_risk(
                 f"transaction {ended.transaction}",
                 f"was ended for an older owner, which may still be sending: as long as transaction {older.name} is"
                 f" open, a late message would hold back all readers of {topics or 'no topic of users'}",
-                f"end {older.name}, or wait until it has ended; stop whoever else has opened the id",
+                f"end {older.name}, or wait until it has ended; stop the older owner's process",
             )
 
 
 def check_held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[Advice]:
-    """Report topics with an open transaction that no coordinator knows, so that it never ends by itself."""
+    """Report topics on which a transaction is open that no coordinator knows, so that it never ends by itself."""
     for topic, txn in held_back(cluster, rest, deadline):
         yield Advice(
             "problem",
             topic,
-            f"is held back by transaction {txn}, which no coordinator knows: a message came after the transaction had"
-            " ended, or its topic was never named, and until it is ended there, too, nothing behind it can be read",
-            f"stop whoever still sends in it, then: txnbridge transactions repair {txn} --yes --reason TEXT",
+            f"is held back by transaction {txn}, which no coordinator knows: a message arrived after the transaction's"
+            " end, or the topic was never registered. Until it is ended here, too, no later message can be read",
+            f"stop the program that sends in it, then: txnbridge transactions repair {txn} --yes --reason TEXT",
         )
 
 
@@ -311,16 +314,15 @@ def _losses(whose: str, config: Mapping[str, Any], ttl: str, expiry: str) -> Ite
         yield Advice(
             "problem",
             whose,
-            f"{ttl} is {config[ttl]}: what is older counts as acknowledged, and decisions are lost with it",
-            "let no messages expire in the namespace of our own topics",
+            f"{ttl} is {config[ttl]}: older messages count as acknowledged, and decisions are lost with them",
+            "let no messages expire in the namespace of the internal topics",
         )
     if _int_of(config, expiry, 0) > 0:
         yield Advice(
             "problem",
             whose,
-            f"{expiry} is {config[expiry]}: subscriptions that nobody uses are deleted, those that keep our own topics"
-            " among them",
-            "let no subscriptions expire in the namespace of our own topics",
+            f"{expiry} is {config[expiry]}: unused subscriptions are deleted, also those that keep internal topics",
+            "let no subscriptions expire in the namespace of the internal topics",
         )
 
 

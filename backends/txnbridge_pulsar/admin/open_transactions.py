@@ -12,8 +12,8 @@ from typing import Any
 
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, NotSupported, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Outcome, Token
+from txnbridge_pulsar.admin.rest import RestRefused, unavailable
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.client.rest import RestRefused, unavailable
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.end_delivery import Participants
@@ -27,16 +27,16 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLoca
 
 _log = logging.getLogger("txnbridge")
 
-_NUMBER = re.compile(r"\((\d+),\s*(\d+)\)")
+_TXN_ID = re.compile(r"\((\d+),\s*(\d+)\)")
 # A writer's name: the transactional id and the writer's number, with a p for prepared transactions.
 _WRITER = re.compile(r"(?P<owner>.+)\.(?P<prepares>p?)\d+", re.DOTALL)
 # While a registered topic is not loaded, coordinators refuse to list, and those of 4.0 never answer.
-_UNLOADED = re.compile(r"Topic not found (persistent://\S+)")
+_UNLOADED_TOPIC_TEXT = re.compile(r"Topic not found (persistent://\S+)")
 # Part of the broker's error about a deleted subscription, which does not name the subscription.
-_DELETED = "PersistentSubscription.getTransactionInPendingAckStats"
-_PATIENCE = 3.0
-_SIDE_BY_SIDE = 8
-_PAUSE = 0.1
+_DELETED_SUBSCRIPTION_TEXT = "PersistentSubscription.getTransactionInPendingAckStats"
+_LATE_WRITES_SECONDS = 3.0  # for having late messages of an aborted transaction refused
+_PARALLEL_REQUESTS = 8
+_RETRY_PAUSE_SECONDS = 0.1
 _NO_PROOF = ProofLocation("", (0, 0), "")
 
 
@@ -65,7 +65,7 @@ class ListedTransaction:
 
     @property
     def name(self) -> str:
-        """Return the id of a bridge's transaction; for other programs' transactions, the coordinator's number."""
+        """Return the name of a bridge's transaction; for other programs' transactions, the id at the coordinator."""
         return self.transaction or str(self.txn)
 
     @property
@@ -74,13 +74,11 @@ class ListedTransaction:
 
 
 def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransaction]:
-    """Return the open transactions of all programs. Raise `NotSupported` without an `admin_url`, `ListingBlocked` if an
-    open transaction acknowledges on a deleted subscription.
-    """
+    """Return all programs' open transactions. Raise `NotSupported` without an `admin_url`, and `ListingBlocked`."""
     listed = [_as_listed(cluster, number, about) for number, about in _listed(cluster, deadline).items()]
     owners = {transaction.owner for transaction in listed if transaction.owner}
     announced = {each.txn: each for owner in owners for each in _under_way(cluster, owner, deadline)}
-    return [_completed(cluster, transaction, announced.get(transaction.txn), deadline) for transaction in listed]
+    return [_with_details(cluster, transaction, announced.get(transaction.txn), deadline) for transaction in listed]
 
 
 def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
@@ -89,7 +87,7 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
         raise NotSupported(f"open transactions cannot be listed: {NEEDS_REST}")
     with translated("loading the coordinators"):  # else coordinators do not answer, and no transaction times out
         cluster.client.transactions.connect(deadline.left())
-    patience = Deadline(min(_PATIENCE, deadline.left()))
+    patience = Deadline(min(cluster.settings.timing.listing_seconds, deadline.left()))
     while True:
         try:
             return rest.get("/admin/v3/transactions/slowTransactions/0", patience) or {}
@@ -99,23 +97,23 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
             patience, unloaded = deadline, None
             _load_all(cluster, deadline)
         except RestRefused as refused:
-            if _DELETED in refused.text:
+            if _DELETED_SUBSCRIPTION_TEXT in refused.text:
                 raise ListingBlocked(
-                    "listing open transactions: one of them names a subscription that was deleted, and until that one"
-                    " has ended brokers list none. They abort it when its time is over"
+                    "listing open transactions: one of them names a subscription that was deleted, and brokers list"
+                    " none until this one has ended. They abort it when it times out"
                 ) from refused
-            if deadline.left() <= _PAUSE:
+            if deadline.left() <= _RETRY_PAUSE_SECONDS:
                 raise unavailable(refused, "listing open transactions") from refused
-            unloaded = _UNLOADED.search(refused.text)
+            unloaded = _UNLOADED_TOPIC_TEXT.search(refused.text)
         if unloaded is None:
-            time.sleep(_PAUSE)
+            time.sleep(_RETRY_PAUSE_SECONDS)
         else:
             _load(cluster, unloaded[1], deadline)
 
 
 def _load_all(cluster: ClusterAccess, deadline: Deadline) -> None:
     """Have brokers load all topics of the namespace, because the broker does not say which topic is not loaded."""
-    with ThreadPoolExecutor(_SIDE_BY_SIDE) as loading:
+    with ThreadPoolExecutor(_PARALLEL_REQUESTS) as loading:
         for loaded in [
             loading.submit(_load, cluster, topic, deadline) for topic in cluster.topics.all_concrete(deadline)
         ]:
@@ -128,7 +126,7 @@ def _load(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 
 
 def _as_listed(cluster: ClusterAccess, number: str, about: Mapping[str, Any]) -> ListedTransaction:
-    most, least = _NUMBER.findall(number)[0]
+    most, least = _TXN_ID.findall(number)[0]
     topics = tuple(about.get("producedPartitions") or {})
     opened = int(about["openTimestamp"])
     begins = f"persistent://{cluster.settings.namespace}/{proof_prefix(cluster)}"
@@ -161,13 +159,13 @@ def _pairs(acked: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 def _under_way(cluster: ClusterAccess, owner: str, deadline: Deadline) -> tuple[AnnouncedTransaction, ...]:
     """Return the transactions that the newest owner of a transactional id has announced; none without a fence topic."""
     name = f"{fence_prefix(cluster)}{encoded(owner)}"
-    if not cluster.topics.look(name, deadline):
+    if not cluster.topics.existing(name, deadline):
         return ()
     newest = last_fence_record(cluster, f"persistent://{cluster.settings.namespace}/{name}", deadline)
     return () if newest is None else tuple(newest[1].under_way)
 
 
-def _completed(
+def _with_details(
     cluster: ClusterAccess, listed: ListedTransaction, announced: AnnouncedTransaction | None, deadline: Deadline
 ) -> ListedTransaction:
     if announced is not None:
@@ -219,21 +217,21 @@ def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline)
     if ended is EndResult.COMMITTED:
         return Outcome.COMMITTED
     if listed.proof is None:
-        raise OutcomeUnknown(f"transaction {listed.name} ended while it was to be aborted, nobody knows how")
+        raise OutcomeUnknown(f"transaction {listed.name} ended before the abort, and its outcome is not known")
     return outcome_by_proof(cluster, listed.txn, listed.proof, deadline)
 
 
 def _have_late_writes_refused(cluster: ClusterAccess, aborted: AnnouncedTransaction, deadline: Deadline) -> None:
     """Have brokers refuse the late messages of an aborted transaction. Log a warning if they do not do so in time."""
     reason = "an older transaction is open"
-    until = Deadline(min(deadline.left(), _PATIENCE))
+    until = Deadline(min(deadline.left(), _LATE_WRITES_SECONDS))
     while not until.expired:
         try:
             if refuse_late_writes(cluster, aborted, until):
                 return
         except TxnBridgeError as error:
             reason = str(error)
-        time.sleep(min(until.left(), _PAUSE))
+        time.sleep(min(until.left(), _RETRY_PAUSE_SECONDS))
     _log.warning(
         "transaction %s is aborted, but brokers do not refuse late messages of its writer yet (%s): such a message may"
         " hold readers of its topics back. Stop that writer, and end older transactions (txnbridge transactions list)",

@@ -1,4 +1,4 @@
-"""Repair of transactions that no coordinator knows, and that are still open on a topic and hold readers back.
+"""Repair of transactions that no coordinator knows, but that are open on a topic and hold readers back.
 
 A message that arrives after its transaction's end opens the transaction again on the message's topic, and no
 coordinator ends it any more. A topic that was never registered with the transaction gets no end either. An
@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption, InvalidState, NotFound
 from txnbridge.spi import Deadline, Outcome
+from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of, unavailable
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.broker_evidence import (
@@ -30,62 +30,63 @@ from txnbridge_pulsar.outcome.broker_evidence import (
 
 _log = logging.getLogger("txnbridge")
 
-_NUMBER = re.compile(r"(\d+):(\d+)")
+_TXN_ID = re.compile(r"(\d+):(\d+)")
 _REST = "/admin/v3/transactions"
-# Seconds to wait for a coordinator: one that knows a transaction answers in milliseconds.
-_PATIENCE = 3.0
 
 
-def is_number(transaction: str) -> bool:
-    return _NUMBER.fullmatch(transaction) is not None
+def is_txn_id(transaction: str) -> bool:
+    return _TXN_ID.fullmatch(transaction) is not None
 
 
 def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[tuple[str, TxnId]]:
-    """Yield each concrete topic whose readers wait for a transaction that no coordinator knows, with this transaction.
+    """Yield each concrete topic whose readers wait for a transaction that no coordinator knows, and this transaction's
+    id.
 
     Topics that are not loaded have no readers and are left out.
     """
     coordinators = _connect(cluster, deadline)
     for topic in topics_but_canary(cluster, deadline):
         txn = _oldest_open(rest, topic, deadline)
+        patience = Deadline(min(cluster.settings.timing.coordinator_seconds, deadline.left()))
         if (
             txn is not None
-            and not _may_be_known(rest, txn, coordinators, deadline)
-            and first_open_message(rest, topic, txn, deadline)  # it may have ended between the two questions
+            and not _may_be_known(rest, txn, coordinators, patience)
+            and first_open_message(rest, topic, txn, deadline)  # it may have ended between the two requests
         ):
             yield topic, txn
 
 
 def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> bool:
-    """Return whether a coordinator may know a transaction. If the coordinator does not answer, return True."""
+    """Return whether a coordinator may know a transaction: True also if the coordinator does not answer."""
     try:
-        return _is_known(rest, txn, coordinators, Deadline(min(_PATIENCE, deadline.left())))
+        return _is_known(rest, txn, coordinators, deadline)
     except DeadlineExceeded:
         return True
 
 
 def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
-    """Commit a transaction on topics where it is open again, if it was committed. Return a sentence with the proof.
+    """Commit a transaction on topics where it is open again, if it was committed. Return a sentence that names the
+    evidence.
 
-    Raise `InvalidState` if no proof of a commit exists or a coordinator knows the transaction, `NotFound` if the
-    transaction is open on no topic, `AccessDenied` if the user is no superuser.
+    Raise `InvalidState` without evidence of a commit or if a coordinator knows the transaction, `NotFound` if the
+    transaction is open on no topic, `AccessDenied` if the user is not a superuser.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     where = ", ".join(map(cluster.settings.namespace.short_name, held))
     proof = proof_of_commit(cluster, rest, txn, held, deadline)
     if proof is None:
         raise InvalidState(
-            f"{txn} holds back {where}, and nothing was found that tells whether it had been committed; if it had, an"
-            " abort takes committed messages away. Nothing was changed; if you know how it had ended, say so by:"
-            f" txnbridge transactions abort {txn} --yes --reason TEXT, or commit {txn}"
+            f"{txn} holds back {where}, and no evidence of its outcome was found. If it was committed, an abort would"
+            " drop committed messages, so nothing was changed. If you know its outcome, run: txnbridge transactions"
+            f" abort {txn} --yes --reason TEXT, or the same with commit"
         )
     _end(cluster, txn, held, True, deadline)
-    return f"committed {txn} on {where}: {proof}, so it had been committed"
+    return f"committed {txn} on {where}: {proof}, so it was committed before"
 
 
 def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bool, deadline: Deadline) -> Outcome:
-    """End a transaction on topics where it is open again, with the outcome that an administrator gives; commit it in
-    any case if a proof of its commit exists. Raise the errors of `repair`, except for a missing proof.
+    """End a transaction on topics where it is open again, with the outcome that an administrator gives. If there is
+    evidence of its commit, commit it in any case. Raise the errors of `repair`, except for missing evidence.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     committed = commit or proof_of_commit(cluster, rest, txn, held, deadline) is not None
@@ -97,15 +98,15 @@ def _find_held(
     cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline
 ) -> tuple[TxnId, dict[str, tuple[int, int]]]:
     """Return the id of a transaction that no coordinator knows, and its first message on each topic where open."""
-    number = _NUMBER.fullmatch(transaction)
+    number = _TXN_ID.fullmatch(transaction)
     if number is None:
-        raise InvalidOption(f"{transaction!r} is no number of a transaction as the doctor tells it, such as 0:15")
+        raise InvalidOption(f"{transaction!r} is not a transaction's id as the doctor shows it, such as 0:15")
     txn = TxnId(int(number[1]), int(number[2]))
     # Ask the coordinator first: a transaction that is open on a topic after its coordinator has forgotten it stays
     # open.
     if _is_known(rest, txn, _connect(cluster, deadline), deadline):
         raise InvalidState(
-            f"transaction {txn} has a coordinator that knows it, so there is nothing to repair; end it with:"
+            f"transaction {txn} has a coordinator that knows it, so it needs no repair; end it with:"
             f" txnbridge transactions abort {txn}"
         )
     firsts = ((topic, first_open_message(rest, topic, txn, deadline)) for topic in topics_but_canary(cluster, deadline))
@@ -153,18 +154,20 @@ def _oldest_open(rest: Rest, topic: str, deadline: Deadline) -> TxnId | None:
         if not stats.get("ongoingTxnSize"):
             return None
         ledgers = ledger_sizes(rest, topic, deadline)
-        headers = entry_headers(rest, topic, _behind(parse_position(stats["maxReadPosition"]), ledgers), deadline)
+        headers = entry_headers(
+            rest, topic, _position_after(parse_position(stats["maxReadPosition"]), ledgers), deadline
+        )
         return txn_of_headers(headers)
     except (RestRefused, KeyError):
         return None  # the topic is not loaded, or the transaction has ended meanwhile
 
 
-def _behind(place: tuple[int, int], sizes: Mapping[int, int]) -> tuple[int, int]:
-    """Return the position of the entry after `place`, perhaps in a later ledger. Raise `KeyError` if there is none."""
-    ledger, entry = place
+def _position_after(position: tuple[int, int], sizes: Mapping[int, int]) -> tuple[int, int]:
+    """Return the position of the entry after `position`, perhaps in a later ledger. Raise `KeyError` without one."""
+    ledger, entry = position
     if entry + 1 < sizes.get(ledger, 0):
         return ledger, entry + 1
     for later in sorted(sizes):
         if later > ledger and sizes[later]:
             return later, 0
-    raise KeyError(place)
+    raise KeyError(position)

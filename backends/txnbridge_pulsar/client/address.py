@@ -1,4 +1,4 @@
-"""Service URLs with one or more hosts, and the full names of topics and partitions."""
+"""Parsing of service URLs, and conversion of short topic names to full names of topics and partitions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ _HOST = re.compile(r"(?P<host>\[[^\]]+\]|[^:\[\]/?#@\s]+)(:(?P<port>\d{1,5}))?")
 
 
 class Address(NamedTuple):
-    """The address of a broker."""
-
     host: str
     port: int
 
@@ -20,7 +18,7 @@ class Address(NamedTuple):
 
 
 class ServiceUrl(NamedTuple):
-    """The addresses of a cluster; any of its brokers answers."""
+    """A parsed service URL: the addresses of some brokers of a cluster, each of which answers lookups."""
 
     addresses: tuple[Address, ...]
     tls: bool
@@ -43,7 +41,7 @@ def _address(text: str, port: int) -> Address:
 
 
 def full_topic_name(topic: str) -> str:
-    """Return `persistent://public/default/orders` for `orders`, likewise for `t/n/orders`; a full name unchanged."""
+    """Return the full name: `persistent://public/default/orders` for `orders`, likewise for `tenant/namespace/name`."""
     if "://" in topic:
         return topic
     parts = topic.split("/")

@@ -1,4 +1,6 @@
-"""Credentials, which the broker asks for at each connection, and again when they expire."""
+"""Authentication methods. A broker asks for credentials when a client connects, and again before the credentials
+expire.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Protocol
 
 
 class Authentication(Protocol):
-    """A way to authenticate. `data` returns the current credentials; it is called each time and may block briefly."""
+    """An authentication method. The client calls `data` when a broker asks for credentials; it may block briefly."""
 
     method: str
 
@@ -17,8 +19,6 @@ class Authentication(Protocol):
 
 
 class NoAuthentication:
-    """No credentials, for brokers without authentication."""
-
     method = "none"
 
     def data(self) -> bytes:
@@ -26,7 +26,7 @@ class NoAuthentication:
 
 
 class TokenAuthentication:
-    """A token, or a function that returns the current token, called at each connection and when a token expires."""
+    """Authentication by a token, or by a function that returns the current token."""
 
     method = "token"
 
@@ -42,13 +42,11 @@ class TokenAuthentication:
 
 
 def token_file(path: str | Path) -> TokenAuthentication:
-    """Return the token of a file, which is read again whenever the broker asks."""
+    """Return authentication by the token in a file, which is read again each time the broker asks for credentials."""
     return TokenAuthentication(lambda: Path(path).read_text())
 
 
 class BasicAuthentication:
-    """A user and a password."""
-
     method = "basic"
 
     def __init__(self, user: str, password: str) -> None:
@@ -62,7 +60,7 @@ class BasicAuthentication:
 
 
 class TlsAuthentication:
-    """Authentication by the connection's certificate, which is given to `tls_context`."""
+    """Authentication by a client certificate, which is given to `tls_context`."""
 
     method = "tls"
 
@@ -77,7 +75,7 @@ def tls_context(
     verify_hostname: bool = True,
     verify: bool = True,
 ) -> ssl.SSLContext:
-    """Return the TLS context from PEM files; by default the system's authorities are trusted."""
+    """Return a TLS context that uses these PEM files. Without `ca` the system's certificate authorities are trusted."""
     context = ssl.create_default_context(cafile=None if ca is None else str(ca))
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if certificate is not None:

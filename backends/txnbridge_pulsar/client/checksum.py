@@ -1,7 +1,7 @@
-"""CRC-32C, the checksum of every entry: by a C library if it is installed, else in Python.
+"""CRC-32C, the checksum of every entry: computed by a C library if one is installed, else in Python.
 
-The Python version folds the data as one big number, because Python shifts and xors big numbers in C: about a hundred
-times as fast as a table lookup for each byte.
+The Python version folds the data as one big number, because Python shifts and xors big numbers in C. This is about a
+hundred times as fast as a table lookup for each byte.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Protocol
 
 
 class Checksum(Protocol):
-    """Computes the checksum of data, or continues from the checksum `before`."""
+    """A function that returns the checksum of data. `before` is the checksum of the bytes that precede the data."""
 
     def __call__(self, data: bytes, before: int = 0, /) -> int: ...
 
 
 POLYNOMIAL = 0x82F63B78  # Castagnoli, lowest bit first
 _ALL_ONES = 0xFFFFFFFF
-# Below this size folding does not pay.
-_SHORT = 512  # bits
-# Room for two products of a part and a 32-bit remainder, so that no fold shifts to the right.
-_SPARE = 64  # bits
+# Data below this size is not folded, because a table lookup for each byte is faster.
+_MIN_FOLDED_BITS = 512  # bits
+# Bits by which the rest of each fold is longer, so that the products with a 32-bit remainder need no right shift.
+_FOLD_SPARE_BITS = 64  # bits
 
 
 def _table() -> list[int]:
@@ -46,7 +46,7 @@ def _by_table(state: int, data: bytes) -> int:
 
 @lru_cache(maxsize=64)
 def _remainder(exponent: int) -> tuple[int, ...]:
-    """Return x to the exponent (at least 39) modulo the polynomial, as the powers of x in it."""
+    """Return x to the exponent (at least 39) modulo the polynomial, as the list of the powers of x in the remainder."""
     # One set bit followed by n bits leaves x^(n + 32) as the state; each further bit raises the power.
     state = _by_table(0, b"\x01" + bytes((exponent - 39) // 8))
     for _ in range((exponent - 39) % 8):
@@ -56,14 +56,14 @@ def _remainder(exponent: int) -> tuple[int, ...]:
 
 def crc32c_in_python(data: bytes, before: int = 0) -> int:
     start = before ^ _ALL_ONES
-    if len(data) * 8 <= 2 * _SHORT:
+    if len(data) * 8 <= 2 * _MIN_FOLDED_BITS:
         return _by_table(start, data) ^ _ALL_ONES
     # Bit i of the number is the i-th bit of the data, and the highest power of x comes first.
     bits, number = len(data) * 8, int.from_bytes(data, "little") ^ start
     keep = 1 << (bits - 1).bit_length()
-    while keep > _SHORT:
+    while keep > _MIN_FOLDED_BITS:
         keep >>= 1
-        rest = keep + _SPARE
+        rest = keep + _FOLD_SPARE_BITS
         if bits <= rest:
             continue
         cut = bits - rest
@@ -78,7 +78,7 @@ def crc32c_in_python(data: bytes, before: int = 0) -> int:
 def _google() -> Checksum:
     library = import_module("google_crc32c")
     if library.implementation != "c":
-        raise ImportError("this google_crc32c is slower than we are")
+        raise ImportError("google_crc32c without its C library is slower than `crc32c_in_python`")
     extend = library.extend
     return lambda data, before=0: int(extend(before, data))
 

@@ -1,4 +1,4 @@
-"""Reassembly of messages that were sent in several chunks, each an entry of its own."""
+"""Reassembly of large messages that a producer has sent in several chunks, each an entry of its own."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import threading
 from .incoming import ReceivedEntry
 
 # The most incomplete messages that are kept: a dead sender leaves its message incomplete.
-MOST_AT_ONCE = 16
+MAX_INCOMPLETE_MESSAGES = 16
 # Bytes counted for a chunk besides its content: else many small chunks could take any amount of memory.
-CHUNK_BYTES = 1024
+CHUNK_OVERHEAD_BYTES = 1024
 # The number of dropped messages that are remembered, to report them if more of their chunks arrive.
-_REMEMBERED = 1000
+_MAX_REMEMBERED_DROPS = 1000
 
 
 class Chunks:
-    """The incomplete messages of one consumer, with a limit for their total size.
+    """The chunks of one consumer's incomplete messages, with a limit for their total size.
 
-    A message that exceeds the limit becomes a faulty entry, and its chunks are dropped. If several messages together
-    exceed it, the oldest is dropped, because its sender may be dead; its next chunk, if one arrives, becomes a faulty
-    entry. Faulty entries stay unacknowledged.
+    A message that is larger than the limit becomes a faulty entry, and its chunks are dropped. If several messages
+    together exceed the limit, the oldest message is dropped, because its sender may be dead. If another chunk of the
+    dropped message arrives, this chunk becomes a faulty entry. Faulty entries stay unacknowledged.
 
     One thread calls `add`; any thread may call `clear`.
     """
@@ -31,15 +31,13 @@ class Chunks:
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
 
     def add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
-        """Add a chunk. Return the complete message after its last chunk, a faulty entry, or None. Drop a
-        wrong chunk.
-        """
+        """Add a chunk. Return the message after its last chunk, a faulty entry, or None. Drop a chunk out of order."""
         with self._lock:
             return self._add(entry, chunk, max_bytes)
 
     def _add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
         uuid, number, of = chunk
-        if number == 0:  # perhaps redelivered from the start
+        if number == 0:  # a new message, or one that is redelivered from its first chunk on
             self._begin(uuid)
         earlier = self._begun.get(uuid)
         if earlier is None or len(earlier) != number:
@@ -47,8 +45,8 @@ class Chunks:
             if not repeated:
                 self._forget(uuid)
             return entry if self._is_of_dropped_message(uuid, entry) else None
-        size = self._sizes[uuid] + entry.size + CHUNK_BYTES
-        claimed = entry.metadata.get("total_chunk_msg_size", 0) + of * CHUNK_BYTES
+        size = self._sizes[uuid] + entry.size + CHUNK_OVERHEAD_BYTES
+        claimed = entry.metadata.get("total_chunk_msg_size", 0) + of * CHUNK_OVERHEAD_BYTES
         if max(size, claimed) > max_bytes:
             self._forget(uuid)
             entry.refuse(f"a message in {of} chunks is larger, or claims so, than the {max_bytes} bytes that are held")
@@ -71,15 +69,15 @@ class Chunks:
         self._sizes.pop(uuid, None)
 
     def _make_room(self, max_bytes: int) -> None:
-        while len(self._begun) > MOST_AT_ONCE or sum(self._sizes.values()) > max_bytes:
+        while len(self._begun) > MAX_INCOMPLETE_MESSAGES or sum(self._sizes.values()) > max_bytes:
             oldest = next(iter(self._begun))
             self._forget(oldest)
             self._dropped[hash(oldest)] = None
-            if len(self._dropped) > _REMEMBERED:
+            if len(self._dropped) > _MAX_REMEMBERED_DROPS:
                 del self._dropped[next(iter(self._dropped))]
 
     def _is_of_dropped_message(self, uuid: str, entry: ReceivedEntry) -> bool:
-        """Return whether a chunk belongs to a dropped message; True only once for each message."""
+        """Return whether a chunk belongs to a dropped message: True only for the first such chunk of each message."""
         if hash(uuid) not in self._dropped:
             return False
         del self._dropped[hash(uuid)]

@@ -1,4 +1,4 @@
-"""The client of one cluster: opens producers, consumers and readers, and gives access to transactions."""
+"""`PulsarClient`: opens producers, consumers and readers of one cluster, and gives access to its transactions."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ import uuid
 
 from .address import full_topic_name, service_url
 from .authentication import Authentication, NoAuthentication, tls_context
-from .clock import ClientDeadline
 from .compression import Compression
-from .connection import QUIET_SECONDS, ConnectionOptions
+from .connection import KEEPALIVE_SECONDS, ConnectionOptions
+from .connection_pool import ConnectionPool
 from .consumer import ConsumerOptions, PulsarConsumer, SubscriptionType
+from .deadline import ClientDeadline
 from .ids import EARLIEST, LATEST, MessageId
 from .inbox import Inbox
 from .lookup import Lookup
-from .pool import ConnectionPool
 from .producer import AccessMode, ProducerOptions, PulsarProducer
 from .sending import Budget
 from .transactions import Transactions
 
-# Unconfirmed frames over all producers: some seconds of a slow broker's work, and little beside what batches take.
+# Limit on the bytes without a receipt over all producers: a slow broker stores as much in some seconds.
 DEFAULT_UNCONFIRMED_BYTES = 64 * 1024 * 1024
 DEFAULT_PERMITS = 5000
+# Seconds for one attempt to open a producer or consumer. A broker that was cut off from the cluster may never answer
+# for a topic that another broker serves by then. A healthy broker loads a topic in less time; if not, the next attempt
+# waits for the same loading.
+OPENING_ATTEMPT_SECONDS = 15.0
 
 
 class PulsarClient:
-    """Client of one cluster, which connects when needed. Thread-safe; every wait ends with its timeout.
+    """Client of one cluster. Connections are made when they are needed. Thread-safe; every call returns within its
+    timeout.
 
     Producers and consumers with different `connection_key`s share no connection. A producer that may be fenced needs a
     key of its own, because the broker closes the whole connection of a fenced producer.
@@ -40,20 +45,22 @@ class PulsarClient:
         authentication: Authentication | None = None,
         tls: ssl.SSLContext | None = None,
         listener: str | None = None,
-        quiet_seconds: float = QUIET_SECONDS,
+        keepalive_seconds: float = KEEPALIVE_SECONDS,
         unconfirmed_bytes: int = DEFAULT_UNCONFIRMED_BYTES,
+        opening_attempt_seconds: float = OPENING_ATTEMPT_SECONDS,
     ) -> None:
-        """`url` names one or more brokers: `pulsar://host:6650,host2:6650`, or `pulsar+ssl://`, which takes `tls` or
-        the system's authorities. `listener` is the advertised listener to ask for. Connections are made later.
+        """Make a client without connecting. `url` names one or more brokers: `pulsar://host:6650,host2:6650`, or the
+        same with `pulsar+ssl://`. `tls` is the context for `pulsar+ssl://`; by default the system's certificate
+        authorities are trusted. `listener` is the advertised listener to ask brokers for.
         """
         service = service_url(url)
         if service.tls:
             tls = tls or tls_context()
         elif tls is not None:
             raise ValueError("TLS needs a service URL that begins with pulsar+ssl://")
-        options = ConnectionOptions(authentication or NoAuthentication(), tls, quiet_seconds)
+        options = ConnectionOptions(authentication or NoAuthentication(), tls, keepalive_seconds)
         self._pool = ConnectionPool(options)
-        self._lookup = Lookup(self._pool, service, listener)
+        self._lookup = Lookup(self._pool, service, listener, opening_attempt_seconds)
         self._budget = Budget(unconfirmed_bytes)
         self._ids = itertools.count()
         self._ids_lock = threading.Lock()
@@ -77,7 +84,7 @@ class PulsarClient:
         return self._lookup.partitions(topic, ClientDeadline(timeout))
 
     def topics(self, namespace: str, timeout: float) -> list[str]:
-        """Return the full names of a namespace's persistent topics, each partition by itself."""
+        """Return the full names of the persistent topics in a namespace. Each partition is listed as a topic."""
         return self._lookup.topics(namespace, ClientDeadline(timeout))
 
     def create_producer(
@@ -94,10 +101,10 @@ class PulsarClient:
     ) -> PulsarProducer:
         """Open a producer on a topic or on one partition (`partition_name`).
 
-        `name` identifies it for the broker's deduplication; the default is unique. With `transactions`, wait until the
-        topic accepts transactional sends. Temporary errors are retried until the timeout. Raise `ProducerBusy` if the
-        name is in use, `ProducerFenced` if another producer holds the topic, `MissingLibrary`, `NotAuthorized`, and
-        others.
+        The broker deduplicates by the producer's `name`; by default the broker chooses a unique one. With
+        `transactions`, wait until the topic accepts transactional sends. Temporary errors are retried until the
+        timeout. Raise `ProducerBusy` if the name is in use, `ProducerFenced` if another producer holds the topic,
+        `MissingLibrary`, `NotAuthorized`, and others.
         """
         options = ProducerOptions(name, access, compression, transactions, properties, connection_key)
         producer = PulsarProducer(self._lookup, self._budget, self._next_id(), full_topic_name(topic), options)
@@ -125,11 +132,12 @@ class PulsarClient:
     ) -> PulsarConsumer:
         """Open a consumer on a topic or on one partition.
 
-        `start` is where a new subscription begins: `EARLIEST`, `LATEST`, or, if not `durable`, after a message. `inbox`
-        may be shared with other consumers. At most `permits` messages of this consumer wait in the inbox, fewer if they
-        are large; with 0, only as many as `allow` requests. `hash_ranges` are a key-shared consumer's; the broker
-        chooses by default. Without `create` a missing topic is `TopicNotFound`, even where brokers create topics by
-        themselves.
+        A new subscription begins at `start`: `EARLIEST` or `LATEST`, or after a message if the subscription is not
+        `durable`. `inbox` is the queue for received entries, which may be shared with other consumers. At most
+        `permits` messages of this consumer wait in the inbox, fewer if they are large. With 0 permits the broker sends
+        only the messages that `PulsarConsumer.request_messages` has requested. `hash_ranges` are the key hashes of a
+        key-shared consumer; by default the broker chooses them. Without `create` a missing topic is `TopicNotFound`,
+        even where brokers create topics automatically.
 
         Temporary errors are retried until the timeout. Raise `ConsumerBusy` if other consumers have the subscription
         exclusively or with another type, `NotAuthorized`, `TopicNotFound`, and others.
@@ -165,7 +173,7 @@ class PulsarClient:
         connection_key: str = "",
         create: bool = True,
     ) -> PulsarConsumer:
-        """Open a reader: a consumer without a lasting subscription, from `start` on. `create` as in `subscribe`."""
+        """Open a reader: a consumer from `start` on, with a temporary subscription. `create` is as in `subscribe`."""
         return self.subscribe(
             topic,
             f"reader-{uuid.uuid4().hex[:12]}",
@@ -179,12 +187,9 @@ class PulsarClient:
         )
 
     def hang_up(self, connection_key: str) -> None:
-        """Close the connections of one key at once. Its producers and consumers are lost, and may be reopened.
-
-        Frames written before may still reach the broker.
-        """
+        """Close the connections of one key: their producers and consumers are lost. Written frames may still arrive."""
         self._pool.hang_up(connection_key)
 
     def close(self) -> None:
-        """Close all connections at once; flush and close producers before. Calls may be repeated."""
+        """Close all connections at once. Producers should be flushed and closed before. Calls may be repeated."""
         self._pool.close()

@@ -1,4 +1,4 @@
-"""Protocol buffers, as far as the schema needs them: dicts to bytes and back.
+"""Encoding and decoding of the protocol-buffer messages in the schema, as dicts.
 
 The codec is written by hand: it is small, needs no generated code, and handles invalid data safely. For any bytes
 `decode` returns or raises `Malformed`, in time and memory bounded by their length.
@@ -13,7 +13,7 @@ from .schema import TYPES, Field, MessageType
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED = {_FIXED64: 8, _FIXED32: 4}
-# A message id can contain another one without end; nothing meaningful is nested deeper than this.
+# A message id can contain another message id, and so on; no valid message is nested deeper than this.
 MAX_DEPTH = 8
 
 Fields = dict[str, Any]
@@ -40,7 +40,7 @@ _ONE_BYTE = [bytes((number,)) for number in range(128)]
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number at an offset, and the offset after it. Raise `IndexError` if the bytes end before."""
+    """Return the number at an offset, and the offset after it. Raise `IndexError` if its bytes are incomplete."""
     byte = data[at]
     if byte < 128:
         return byte, at + 1
@@ -56,25 +56,25 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def with_length(data: bytes) -> bytes:
-    """Return bytes or a message with their length, as a field holds them."""
+    """Return bytes, or an encoded message, with their length in front: the encoding of a bytes field's value."""
     return varint(len(data)) + data
 
 
 def tag(type_name: str, field_name: str) -> bytes:
-    """Return the tag that precedes a field's value."""
+    """Return the encoded field number and wire type that precede a field's value."""
     return _WRITERS[type_name][field_name][0]
 
 
 def encode(type_name: str, fields: Mapping[str, Any]) -> bytes:
-    """Encode a message, its fields in the given order. A field that is None is left out."""
+    """Encode a message, its fields in the given order. Fields that are None are left out."""
     return _encode(_WRITERS[type_name], fields)
 
 
 def decode(type_name: str, data: bytes) -> Fields:
-    """Decode the fields that are present; unknown fields are skipped.
+    """Decode a message. Return the fields that are present; skip unknown fields.
 
-    The last value of a field counts, unless it is repeated. Invalid UTF-8 is replaced: else one invalid property would
-    make a topic unreadable.
+    If a field that is not `repeated` occurs several times, its last value counts. Invalid UTF-8 is replaced: else one
+    invalid property would make a topic unreadable.
     """
     try:
         return _decode(TYPES[type_name], data, 0)
@@ -130,25 +130,25 @@ _WRITERS = {type.name: {field.name: _writer(field) for field in type.fields} for
 
 # ------------------------------------------------------------------------------------------------ reading
 
-# How to read a field, by its tag: its name, the function that converts its number or bytes (None for a message of the
-# type that follows), and whether it is repeated.
-_Plan = tuple[str, "Callable[[Any], Any] | None", str, bool]
+# The decoding of one field: its name, the function that converts its number or bytes (None for a nested message), the
+# name of its type, and whether it is repeated.
+_FieldReader = tuple[str, "Callable[[Any], Any] | None", str, bool]
 
 
 def _decode(type: MessageType, data: bytes, depth: int) -> Fields:
     if depth > MAX_DEPTH:
         raise Malformed(f"a {type.name} is nested too deep")
     fields: Fields = {}
-    plans = _PLANS[type.name]
+    readers = _FIELD_READERS[type.name]
     at, end = 0, len(data)
     while at < end:
         tag, at = read_varint(data, at)
         value, at = _value(data, at, tag & 7)
-        plan = plans.get(tag)
-        if plan is None:
-            _put_odd(fields, type, tag, value)
+        reader = readers.get(tag)
+        if reader is None:
+            _store_packed(fields, type, tag, value)
             continue
-        name, read, of, repeated = plan
+        name, read, of, repeated = reader
         value = _decode(TYPES[of], value, depth + 1) if read is None else read(value)
         if repeated:
             fields.setdefault(name, []).append(value)
@@ -160,7 +160,7 @@ def _decode(type: MessageType, data: bytes, depth: int) -> Fields:
 
 
 def _value(data: bytes, at: int, wire_type: int) -> tuple[Any, int]:
-    """Return the value after a tag, and the offset after the value. Raise `IndexError` if the bytes end before."""
+    """Return the value after a tag, and the offset after the value. Raise `IndexError` if its bytes are incomplete."""
     if wire_type == _VARINT:
         return read_varint(data, at)
     if wire_type == _BYTES:
@@ -176,8 +176,8 @@ def _value(data: bytes, at: int, wire_type: int) -> tuple[Any, int]:
     return value, end
 
 
-def _put_odd(fields: Fields, type: MessageType, tag: int, value: Any) -> None:
-    """Store a field with an unusual tag: repeated numbers may be packed; unknown fields are skipped."""
+def _store_packed(fields: Fields, type: MessageType, tag: int, value: Any) -> None:
+    """Store a field whose tag is not the schema's, because repeated numbers may be packed. Skip unknown fields."""
     field = type.by_number.get(tag >> 3)
     if field is None:
         return
@@ -213,7 +213,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "string": lambda data: data.decode("utf-8", "replace"),
     "bytes": bytes,
 }
-_PLANS: dict[str, dict[int, _Plan]] = {
+_FIELD_READERS: dict[str, dict[int, _FieldReader]] = {
     type.name: {
         read_varint(_WRITERS[type.name][field.name][0], 0)[0]: (
             field.name,

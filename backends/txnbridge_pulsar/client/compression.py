@@ -1,4 +1,4 @@
-"""Compression of an entry's payload: zlib from the standard library, others if their packages are installed."""
+"""Compression of entry payloads: zlib from the standard library, other algorithms if their packages are installed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from .errors import CorruptEntry, MissingLibrary
 
 
 class Compression(IntEnum):
-    """A producer's compression of its payloads."""
-
     NONE = 0
     LZ4 = 1
     ZLIB = 2
@@ -31,21 +29,22 @@ def compress(kind: Compression, data: bytes) -> bytes:
 
 
 def decompress(kind: int, data: bytes, size: int, limit: int) -> bytes:
-    """Decompress a payload, which must have the size that its metadata claim, at most the limit.
+    """Decompress a payload. Its decompressed size must be `size`, as the entry's metadata say, and at most `limit`.
 
-    Raise `CorruptEntry`, before decompressing if the claimed size is over the limit; `MissingLibrary`.
+    Raise `CorruptEntry` for any other size, `MissingLibrary` if the package is not installed. A `size` above the limit
+    is refused before decompressing.
     """
     if kind == Compression.NONE:
         return data
     if kind not in Compression._value2member_map_:
         raise CorruptEntry(f"an entry has the unknown compression {kind}")
     if size > limit:
-        raise CorruptEntry(f"an entry claims {size} bytes unpacked; at most {limit} are taken")
+        raise CorruptEntry(f"an entry claims {size} bytes unpacked; the limit is {limit}")
     try:
         unpacked = _decompressors[Compression(kind)](data, size)
     except MissingLibrary:
         raise
-    except Exception as error:  # each library has its own
+    except Exception as error:  # each library has exceptions of its own
         raise CorruptEntry(f"an entry cannot be unpacked: {type(error).__name__}") from error
     if len(unpacked) != size:
         raise CorruptEntry("an entry is not of the size that it claims")
@@ -53,7 +52,7 @@ def decompress(kind: int, data: bytes, size: int, limit: int) -> bytes:
 
 
 def check_installed(kind: Compression) -> None:
-    """Raise `MissingLibrary` if the compression's package is not installed, before the first message needs it."""
+    """Raise `MissingLibrary` if the algorithm's package is missing. A producer calls this before its first message."""
     compress(kind, b"")
 
 
@@ -101,7 +100,7 @@ def _snappy_decompress(data: bytes, size: int) -> bytes:
 
 
 def _snappy_size(data: bytes) -> int:
-    """Return the decompressed size that a snappy block claims: the decoder would allocate this size at once."""
+    """Return the size that a snappy block claims. It is checked first, because the decoder allocates it at once."""
     return read_varint(data, 0)[0]
 
 

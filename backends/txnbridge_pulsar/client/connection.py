@@ -1,4 +1,4 @@
-"""One connection to one broker: requests by id, entries in both directions, and a ping after silence.
+"""One connection to one broker: requests and their answers, entries in both directions, and keepalive pings.
 
 The connection's only thread reads and never blocks: it resolves responses, and passes receipts and entries to the
 registered producers and consumers. When the connection ends, all waiting calls raise the reason.
@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from .address import Address
 from .authentication import Authentication, NoAuthentication
-from .clock import ClientDeadline
 from .codec import Fields
+from .deadline import ClientDeadline
 from .dialing import dial
 from .errors import (
     BrokerConnectionLost,
@@ -41,16 +41,16 @@ CLIENT_VERSION = "txnbridge"
 # The newest version that brokers know: 17 answers acknowledgements, 19 lets clients connect to coordinators.
 PROTOCOL_VERSION = 21
 TRANSACTIONS_SINCE = 19
-# As in brokers: a ping after half a minute of silence; the connection ends after another half minute.
-QUIET_SECONDS = 30.0
-# The most unanswered requests: with more of them, no answers arrive any more.
+# As in brokers: a ping after this time without data; the connection ends after the same time again.
+KEEPALIVE_SECONDS = 30.0
+# The most unanswered requests: if there are more, the broker has probably stopped answering.
 MAX_IN_FLIGHT = 50_000
 # Seconds for opening a connection: if it takes longer, a packet was lost, and the next attempt may succeed.
 CONNECT_SECONDS = 10.0
 
 
-class ProducerSide(Protocol):
-    """A producer, as the reading thread calls it; these methods may not block."""
+class ProducerCallbacks(Protocol):
+    """The methods of a producer that the connection's reading thread calls. They may not block."""
 
     def on_receipt(self, fields: Fields) -> None: ...
 
@@ -59,8 +59,8 @@ class ProducerSide(Protocol):
     def on_lost(self, reason: PulsarError) -> None: ...
 
 
-class ConsumerSide(Protocol):
-    """A consumer, as the reading thread calls it; these methods may not block."""
+class ConsumerCallbacks(Protocol):
+    """The methods of a consumer that the connection's reading thread calls. They may not block."""
 
     def on_message(self, fields: Fields, tail: bytes) -> None: ...
 
@@ -73,15 +73,15 @@ class ConsumerSide(Protocol):
 
 @dataclass(frozen=True)
 class ConnectionOptions:
-    """The options of all connections of a client. `tls` decides whether they are encrypted."""
+    """The options of all connections of a client. With a `tls` context connections are encrypted."""
 
     authentication: Authentication = field(default_factory=NoAuthentication)
     tls: ssl.SSLContext | None = None
-    quiet_seconds: float = QUIET_SECONDS
+    keepalive_seconds: float = KEEPALIVE_SECONDS
 
 
 class BrokerConnection:
-    """An open connection to a broker, which `open` returns. Thread-safe."""
+    """An open connection to a broker, made by `open`. Thread-safe."""
 
     def __init__(
         self, transport: Transport, address: Address, logical: Address | None, options: ConnectionOptions
@@ -96,12 +96,12 @@ class BrokerConnection:
         self._lock = threading.Lock()
         self._request_ids = itertools.count(1)
         self._requests: dict[int, Response] = {}
-        self._producers: dict[int, ProducerSide] = {}
-        self._consumers: dict[int, ConsumerSide] = {}
-        self._hello = Response(lambda: None, "the greeting", "connected")
+        self._producers: dict[int, ProducerCallbacks] = {}
+        self._consumers: dict[int, ConsumerCallbacks] = {}
+        self._connected = Response(lambda: None, "the greeting", "connected")
         self._reason: PulsarError | None = None
         self._frames = FrameReader()
-        self._heard = time.monotonic()
+        self._last_received_at = time.monotonic()
         self._pinged = False
         self._reader = threading.Thread(target=self._read, name=f"pulsar {address}", daemon=True)
 
@@ -114,7 +114,8 @@ class BrokerConnection:
     def open(
         cls, address: Address, options: ConnectionOptions, deadline: ClientDeadline, logical: Address | None = None
     ) -> BrokerConnection:
-        """Connect and send CONNECT. `logical` names the broker behind a proxy at the address.
+        """Connect, and wait for the broker's answer to CONNECT. If a proxy listens at `address`, `logical` names the
+        broker that the proxy connects to.
 
         Raise `ConnectFailed` if no connection was made, or the broker's refusal, usually `NotAuthenticated`.
         """
@@ -126,13 +127,13 @@ class BrokerConnection:
         connection = cls(Transport(sock), address, logical, options)
         connection._reader.start()
         try:
-            connection._introduce(deadline)
+            connection._send_connect(deadline)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _introduce(self, deadline: ClientDeadline) -> None:
+    def _send_connect(self, deadline: ClientDeadline) -> None:
         authentication = self._options.authentication
         hello = command(
             "connect",
@@ -145,20 +146,20 @@ class BrokerConnection:
         )
         try:
             self._write(hello, deadline)
-            answer = self._hello.result(deadline.left)
+            answer = self._connected.result(deadline.left)
         except BrokerConnectionLost as error:
-            raise ConnectFailed(f"{self.address} did not let us in: {error}") from error
+            raise ConnectFailed(f"{self.address} did not accept the connection: {error}") from error
         self.server_version = answer["server_version"]
         self.protocol_version = answer.get("protocol_version", 0)
 
-    # ------------------------------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------------------------------ requests
 
     @property
     def closed(self) -> bool:
         return self._reason is not None
 
     def request(self, name: str, deadline: ClientDeadline, **fields: Any) -> Response:
-        """Send a request without waiting for the answer. Raise `BrokerConnectionLost` or `RequestTimedOut`."""
+        """Send a request without waiting for its answer. Raise `BrokerConnectionLost` or `RequestTimedOut`."""
         with self._lock:
             self._check_open()
             if len(self._requests) >= MAX_IN_FLIGHT:
@@ -176,7 +177,7 @@ class BrokerConnection:
         return response
 
     def ask(self, name: str, deadline: ClientDeadline, **fields: Any) -> Fields:
-        """Send a request and return the answer's fields. Raise the errors of `Response.result`."""
+        """Send a request, wait for the answer and return its fields. Raise the errors of `Response.result`."""
         return self.request(name, deadline, **fields).result(deadline.left)
 
     def _forget(self, id: int) -> None:
@@ -190,7 +191,7 @@ class BrokerConnection:
         self._write(frame, deadline)
 
     def post(self, frame: bytes) -> None:
-        """Write a small frame once the connection takes it, without waiting or raising."""
+        """Write a small frame without waiting and without raising: at once, or as soon as the socket takes more."""
         with suppress(OSError):
             self._transport.post(frame)
 
@@ -200,7 +201,7 @@ class BrokerConnection:
         except NotWritten as error:
             if self._reason is not None:
                 raise self._lost(error.started) from self._reason
-            text = f"{self.address} took nothing more in {deadline.seconds:g} s"
+            text = f"{self.address} accepted no more data in {deadline.seconds:g} s"
             raise RequestTimedOut(text, may_have_had_effect=error.started) from None
         except OSError as error:
             self._transport.interrupt()
@@ -213,16 +214,16 @@ class BrokerConnection:
     def _lost(self, may_have_had_effect: bool) -> BrokerConnectionLost:
         return BrokerConnectionLost(f"the connection to {self.address} is closed: {self._reason}", may_have_had_effect)
 
-    # ------------------------------------------------------------------------------------------ who listens
+    # ------------------------------------------------------------------------------------------ producers and consumers
 
-    def add_producer(self, id: int, producer: ProducerSide) -> None:
-        """Register a producer to get its receipts. Raise `BrokerConnectionLost` if the connection has ended."""
+    def add_producer(self, id: int, producer: ProducerCallbacks) -> None:
+        """Register a producer to receive its receipts. Raise `BrokerConnectionLost` if the connection has ended."""
         with self._lock:
             self._check_open()
             self._producers[id] = producer
 
-    def add_consumer(self, id: int, consumer: ConsumerSide) -> None:
-        """Register a consumer to get its entries. Raise `BrokerConnectionLost` if the connection has ended."""
+    def add_consumer(self, id: int, consumer: ConsumerCallbacks) -> None:
+        """Register a consumer to receive its entries. Raise `BrokerConnectionLost` if the connection has ended."""
         with self._lock:
             self._check_open()
             self._consumers[id] = consumer
@@ -241,11 +242,11 @@ class BrokerConnection:
         try:
             while True:
                 with self._frames.space() as space:
-                    received = self._transport.read_into(space, self._quiet_left())
+                    received = self._transport.read_into(space, self._silence_left())
                 if received is None:
                     self._keep_alive()
                     continue
-                self._heard = time.monotonic()
+                self._last_received_at = time.monotonic()
                 self._pinged = False
                 for data in self._frames.frames(received):
                     self._handle(parse(data))
@@ -257,15 +258,18 @@ class BrokerConnection:
             _log.exception("a frame from %s could not be handled", self.address)
             self._end(ProtocolError(f"a frame could not be handled: {type(error).__name__}"))
 
-    def _quiet_left(self) -> float:
-        return max(0.0, self._heard + self._options.quiet_seconds * (2 if self._pinged else 1) - time.monotonic())
+    def _silence_left(self) -> float:
+        return max(
+            0.0,
+            self._last_received_at + self._options.keepalive_seconds * (2 if self._pinged else 1) - time.monotonic(),
+        )
 
     def _keep_alive(self) -> None:
-        if self._quiet_left() > 0:
+        if self._silence_left() > 0:
             return
         if self._pinged:
             raise BrokerConnectionLost(
-                f"nothing came for {2 * self._options.quiet_seconds:g} s, not even an answer to a ping"
+                f"nothing was received for {2 * self._options.keepalive_seconds:g} s, not even an answer to a ping"
             )
         self._pinged = True
         self._transport.post(command("ping"))
@@ -277,24 +281,24 @@ class BrokerConnection:
         elif "request_id" in frame.fields:
             self._answer(frame.name, frame.fields)
         else:
-            _log.debug("%s sent %s, which means nothing here", self.address, frame.name or "an unknown command")
+            _log.debug("%s sent an unexpected command: %s", self.address, frame.name or "unknown")
 
     def _answer(self, name: str, fields: Fields) -> None:
         if name == "producer_success" and not fields.get("producer_ready", True):
-            return  # the producer waits for the topic; a second answer with the same id says when it has it
+            return  # the producer waits for exclusive access; a second answer with the same id grants it
         with self._lock:
             response = self._requests.pop(fields["request_id"], None)
         if response is None and name == "error":
-            response = self._hello  # no longer needed once it is answered
+            response = self._connected  # no longer needed once it is answered
         if response is not None:
-            response.resolve(_refusal(fields) or _unfit(name, response.kind) or fields)
+            response.resolve(_refusal(fields) or _unexpected_answer(name, response.kind) or fields)
 
     def _on_connected(self, frame: Frame) -> None:
         largest = frame.fields.get("max_message_size", 0)
         if largest > 0:
             self.max_message_size = largest
             self._frames.limit = largest + FRAME_ALLOWANCE
-        self._hello.resolve(frame.fields)
+        self._connected.resolve(frame.fields)
 
     def _on_ping(self, frame: Frame) -> None:
         self._transport.post(command("pong"))
@@ -308,7 +312,7 @@ class BrokerConnection:
         try:
             data = authentication.data()
         except Exception as error:  # any exception of the user's function; without an answer the broker hangs up
-            _log.warning("new credentials could not be had: %s", type(error).__name__)
+            _log.warning("new credentials could not be fetched: %s", type(error).__name__)
             return
         response = {"auth_method_name": authentication.method, "auth_data": data}
         self.post(
@@ -356,14 +360,14 @@ class BrokerConnection:
         with self._lock:
             side = sides.pop(id, None)
         if side is not None:
-            side.on_lost(BrokerConnectionLost("the broker has closed it; the topic may have moved"))
+            side.on_lost(BrokerConnectionLost("closed by the broker; the topic may have moved"))
 
     # ------------------------------------------------------------------------------------------ ending
 
     def close(self) -> None:
-        """Close. Waiting calls get `BrokerConnectionLost`. Wait a moment for the reading thread only."""
+        """Close the connection, so that waiting calls raise `BrokerConnectionLost`. Wait briefly for its thread."""
         with self._lock:
-            self._reason = self._reason or Closed("it was closed on this side")
+            self._reason = self._reason or Closed("this process closed it")
         self._transport.interrupt()
         if threading.current_thread() is not self._reader:
             self._reader.join(1.0)
@@ -371,8 +375,8 @@ class BrokerConnection:
     def _end(self, reason: PulsarError) -> None:
         with self._lock:
             self._reason = reason = self._reason or reason
-            requests, self._requests = [*self._requests.values(), self._hello], {}
-            sides: list[ProducerSide | ConsumerSide] = [*self._producers.values(), *self._consumers.values()]
+            requests, self._requests = [*self._requests.values(), self._connected], {}
+            sides: list[ProducerCallbacks | ConsumerCallbacks] = [*self._producers.values(), *self._consumers.values()]
             self._producers.clear()
             self._consumers.clear()
         self._transport.close()
@@ -400,7 +404,7 @@ _HANDLERS: dict[str, Callable[[BrokerConnection, Frame], None]] = {
 }
 
 
-def _unfit(name: str, expected: str) -> PulsarError | None:
+def _unexpected_answer(name: str, expected: str) -> PulsarError | None:
     return None if name == expected else ProtocolError(f"the broker answered {name} where {expected} was due")
 
 

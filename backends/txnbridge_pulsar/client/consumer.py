@@ -1,8 +1,9 @@
 """A consumer: one subscription to one topic or partition, on one connection at a time.
 
-Entries arrive in the consumer's inbox; permits limit what the broker sends. The consumer never reconnects by itself:
-when the connection ends or the topic moves, `lost` returns the reason, and `reopen` subscribes again. The broker then
-redelivers all unacknowledged messages, and a higher `generation` tells new deliveries from older ones.
+Received entries wait in the consumer's inbox, and permits limit how many the broker sends. The consumer never
+reconnects by itself: when the connection ends or the topic moves, `lost` returns the reason, and `reopen` subscribes
+again. The broker then redelivers all unacknowledged messages. Each `reopen` raises `generation`, by which older
+deliveries are recognized.
 """
 
 from __future__ import annotations
@@ -14,36 +15,40 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from .chunks import Chunks
-from .clock import ClientDeadline
 from .codec import Fields
 from .connection import BrokerConnection
+from .deadline import ClientDeadline
 from .errors import BrokerConnectionLost, Closed, PulsarError
 from .frames import command
 from .ids import EARLIEST, MessageId, TxnId, cumulative_ack_fields, individual_ack_fields, message_id, position_fields
 from .inbox import Inbox
 from .incoming import ReceivedEntry
 from .lookup import Lookup
-from .pool import an_attempt, retrying
 from .responses import Response
+from .retry import retry
 
-# Messages that are requested before their size is known: so few that even the largest fit into memory.
+# Permits before the size of messages is known: so few that even the largest messages fit into memory.
 FIRST_PERMITS = 16
 # The estimated message size shrinks slowly after a large message, which would else slow the consumer down for ever.
-_FORGETTING = 0.99
-# Ids in one command, which keeps it far below the size of a frame, even with the bits of large batches.
-MOST_IDS = 5000
+_SIZE_DECAY = 0.99
+# With this limit a command stays far below the size of a frame, even with the bits of large batches.
+MAX_IDS_PER_COMMAND = 5000
 _INDIVIDUAL, _CUMULATIVE = 0, 1
 
 
 def _commands(ids: Sequence[Fields], in_transaction: bool) -> list[Sequence[Fields]]:
-    """Divide ids into ACK commands of up to 5000; in a transaction each part of an entry gets a command of its own.
+    """Divide message ids into ACK commands of up to 5000 ids. In a transaction each partly acknowledged entry gets a
+    command of its own.
 
     A broker that loads a topic reads the transactions' ACK commands from the pending-ack log, and skips a whole command
-    if the subscription's cursor has one of its positions. The cursor keeps whole entries, and parts may be in the log
-    alone. So a part that shared its command with a whole entry would be redelivered (hazard H55).
+    if the subscription's cursor already has one of its positions. The cursor has only entries that are acknowledged
+    whole; an entry's partial acknowledgement may exist in the log alone. If both shared a command, the broker would
+    skip the partial acknowledgement, too, and redeliver its messages (hazard H55).
     """
     together = [id for id in ids if not (in_transaction and id.get("ack_set"))]
-    commands: list[Sequence[Fields]] = [together[at : at + MOST_IDS] for at in range(0, len(together), MOST_IDS)]
+    commands: list[Sequence[Fields]] = [
+        together[at : at + MAX_IDS_PER_COMMAND] for at in range(0, len(together), MAX_IDS_PER_COMMAND)
+    ]
     return [*commands, *([id] for id in ids if in_transaction and id.get("ack_set"))]
 
 
@@ -74,12 +79,12 @@ class ConsumerOptions(NamedTuple):
 
     @property
     def ordered(self) -> bool:
-        """Return whether the broker keeps a position in the topic, and not a set of messages."""
+        """Return whether the subscription delivers in order, so that its progress is one position."""
         return self.type in (SubscriptionType.EXCLUSIVE, SubscriptionType.FAILOVER)
 
 
 class PulsarConsumer:
-    """A subscribed consumer. One thread receives; any thread may acknowledge."""
+    """A subscribed consumer. Only one thread receives; any thread may acknowledge."""
 
     def __init__(
         self, lookup: Lookup, next_id: Callable[[], int], topic: str, options: ConsumerOptions, inbox: Inbox | None
@@ -89,10 +94,10 @@ class PulsarConsumer:
         self.inbox = Inbox() if inbox is None else inbox
         self.generation = 0
         self.active: bool | None = None
-        # How often a failover subscription has given it the topic; every time messages are redelivered.
+        # How often the failover subscription has activated this consumer, each time with a redelivery.
         self.activations = 0
         self.at_end = False
-        # How many entries of this generation have come, and how many of them were taken or dropped.
+        # The number of entries that have arrived in this generation; `_taken` of them were taken or dropped.
         self.arrived = 0
         self._taken = 0
         self._lookup = lookup
@@ -104,7 +109,7 @@ class PulsarConsumer:
         self._subscribed = False
         self._was_subscribed = False
         self._state = threading.Lock()
-        self._start = options.start._replace(first_chunk=())  # behind the last chunk of a message in chunks
+        self._start = options.start._replace(first_chunk=())  # after the last chunk of a message in chunks
         self._epoch = 0
         self._outstanding = 0
         self._largest = 0.0
@@ -119,7 +124,7 @@ class PulsarConsumer:
 
     @property
     def lost(self) -> PulsarError | None:
-        """Return the error because of which the consumer has to be reopened; None while it is subscribed."""
+        """Return the error after which the consumer has to be reopened; None while it is subscribed."""
         return self._lost
 
     @property
@@ -128,20 +133,20 @@ class PulsarConsumer:
 
     @property
     def all_taken(self) -> bool:
-        """Return whether none of its entries wait in the inbox."""
+        """Return whether none of this consumer's entries wait in the inbox."""
         return self._taken == self.arrived
 
     def reopen(self, timeout: float) -> None:
-        """Subscribe again. A durable subscription continues after its acknowledgements. Another subscription continues
-        after the last entry that was taken, or before an incomplete message in chunks. Raise the errors of
-        `PulsarClient.subscribe`.
+        """Subscribe again. A durable subscription continues after its acknowledgements. Any other subscription
+        continues after the last entry that was taken from the inbox, or before an incomplete message in chunks. Raise
+        the errors of `PulsarClient.subscribe`.
         """
         if isinstance(self._lost, Closed) and self._connection is not None:
             raise Closed("the consumer is closed")
         deadline = ClientDeadline(timeout)
         self._leave(deadline)
         self._epoch += 1
-        retrying(deadline, lambda: self._open(an_attempt(deadline)))
+        retry(deadline, lambda: self._open(self._lookup.opening_attempt(deadline)))
 
     def _open(self, deadline: ClientDeadline) -> None:
         connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)
@@ -152,7 +157,7 @@ class PulsarConsumer:
             self._chunks.clear()
             self.active, self.at_end = None, False
             self._lost, self._subscribed = None, False
-        connection.add_consumer(self._id, _Side(self, self.generation))
+        connection.add_consumer(self._id, _GenerationCallbacks(self, self.generation))
         try:
             connection.ask("subscribe", deadline, **self._subscribe_fields())
         except BaseException as error:
@@ -179,7 +184,7 @@ class PulsarConsumer:
             "durable": options.durable,
             "start_message_id": None if options.durable else position_fields(self._start),
             "read_compacted": options.read_compacted or None,
-            # A deleted subscription is created again, with everything that has come since.
+            # If the subscription was deleted, create it again at the topic's beginning, so that it skips nothing.
             "initial_position": 1 if options.start == EARLIEST or self._was_subscribed else 0,
             "force_topic_creation": None if options.create else False,
             "key_shared_meta": key_shared if options.type is SubscriptionType.KEY_SHARED else None,
@@ -190,9 +195,9 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ receiving
 
     def receive(self, timeout: float, most: int = 100) -> list[ReceivedEntry]:
-        """Return up to `most` entries of this consumer, or of all that share its inbox; empty at the timeout.
+        """Return up to `most` entries of all consumers that share this consumer's inbox; an empty list at the timeout.
 
-        Raise `lost` once all entries that had arrived before the loss are taken.
+        Raise the error in `lost` once all entries that had arrived before the loss are taken.
         """
         entries = self.inbox.take(timeout, most)
         if not entries and self._lost is not None:
@@ -200,7 +205,7 @@ class PulsarConsumer:
         return entries
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None:
-        """Parse an entry from the inbox, and grant permits for others. Return None if it is dropped or incomplete."""
+        """Parse an entry for the inbox, and grant new permits. Return None for a dropped or incomplete message."""
         entry = ReceivedEntry(self, generation, fields, tail)
         with self._state:
             if generation != self.generation:
@@ -208,21 +213,21 @@ class PulsarConsumer:
             self._outstanding -= entry.permits
             self._taken += 1
             entry.arrival = self._taken
-            self._largest = max(entry.size / entry.permits, self._largest * _FORGETTING)
+            self._largest = max(entry.size / entry.permits, self._largest * _SIZE_DECAY)
         self._grant()
         if entry.is_marker or fields.get("consumer_epoch", self._epoch) < self._epoch:
             return None
-        if not self._options.durable and not self._is_behind_start(entry):
+        if not self._options.durable and not self._is_after_start(entry):
             return None
-        place, chunk = entry.id, entry.chunk
-        # With many consumers each gets little room, but a message may be as large as with one.
+        id, chunk = entry.id, entry.chunk
+        # The limit for a message in chunks does not depend on the number of consumers that share the inbox.
         whole = entry if chunk is None else self._chunks.add(entry, chunk, self.inbox.max_bytes)
-        if not self._chunks.incomplete:  # else the held chunks would not come again
-            self._start = place
+        if not self._chunks.incomplete:  # else a reopened consumer would not receive the first chunks again
+            self._start = id
         return whole
 
-    def _is_behind_start(self, entry: ReceivedEntry) -> bool:
-        """Return whether the entry has messages after `start`: the broker sends the start message's whole entry."""
+    def _is_after_start(self, entry: ReceivedEntry) -> bool:
+        """Return whether the entry has messages after `start`; skip its earlier ones, which the broker also sends."""
         start = self._start
         if (start.ledger, start.entry) != (entry.id.ledger, entry.id.entry):
             return True
@@ -232,26 +237,26 @@ class PulsarConsumer:
         return True
 
     def hold(self, held: bool) -> None:
-        """Stop granting permits, or start again. Messages that were requested before still arrive."""
+        """Stop granting permits, or start again. Messages for which the broker already has permits still arrive."""
         self._held = held
         self._grant()
 
-    def allow(self, messages: int) -> None:
-        """Request messages, so that this many are on their way. A consumer without `permits` requests them only so."""
-        self._let(lambda: messages, 1)
+    def request_messages(self, messages: int) -> None:
+        """Grant permits for this many messages in all. A consumer that was opened with 0 `permits` gets no others."""
+        self._grant_up_to(lambda: messages, 1)
 
     def _grant(self) -> None:
-        """Grant permits for the free room in the inbox, once there is enough for a command."""
-        self._let(self._room, 2)
+        """Grant permits up to the space in the inbox, once at least half of them are missing."""
+        self._grant_up_to(self._permits_that_fit, 2)
 
-    def _room(self) -> int:
+    def _permits_that_fit(self) -> int:
         if self._held:
             return 0
         if not self._largest:
             return min(self._options.permits, FIRST_PERMITS)
         return min(self._options.permits, max(1, int(self.inbox.bytes_each / self._largest)))
 
-    def _let(self, room: Callable[[], int], worth: int) -> None:
+    def _grant_up_to(self, room: Callable[[], int], worth: int) -> None:
         with self._state:
             grant = (wanted := room()) - self._outstanding
             # A broker drops flow permits that arrive before it has created the consumer.
@@ -267,10 +272,12 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ acknowledging
 
     def acknowledge(self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float) -> None:
-        """Acknowledge messages by id, of a batch only those given; in a transaction if `txn` is given.
+        """Acknowledge messages by id, in a transaction if `txn` is given. Of a batch only the given messages are
+        acknowledged.
 
-        For an entry in several chunks give all its `parts`. Raise `TransactionConflict`, which leaves all ids of its
-        command unacknowledged (see `_commands`), or `BrokerConnectionLost`, after which the result is not known.
+        For an entry that came in chunks give the ids of all its `parts`. Raise `TransactionConflict`, after which no id
+        of the same ACK command is acknowledged (see `_commands`), or `BrokerConnectionLost`, after which the result is
+        not known.
         """
         deadline = ClientDeadline(timeout)
         for response in self.start_acknowledge(ids, txn, timeout=timeout):
@@ -279,13 +286,13 @@ class PulsarConsumer:
     def start_acknowledge(
         self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float
     ) -> list[Response]:
-        """Acknowledge without waiting for the answers, which fail as `acknowledge` says."""
+        """Send the commands of `acknowledge` without waiting. Return their responses, which raise its errors."""
         deadline = ClientDeadline(timeout)
         commands = _commands(individual_ack_fields(ids), in_transaction=txn is not None)
         return [self._acknowledge(_INDIVIDUAL, command, txn, deadline) for command in commands]
 
     def acknowledge_up_to(self, id: MessageId, txn: TxnId | None = None, *, timeout: float) -> None:
-        """Acknowledge all messages up to and including one, on exclusive and failover subscriptions.
+        """Acknowledge all messages up to and including this one, on an exclusive or failover subscription.
 
         Raise `ValueError` on other subscriptions, on which the broker would do nothing, and the errors of
         `acknowledge`.
@@ -307,14 +314,15 @@ class PulsarConsumer:
             if reason is None and generation == self.generation:
                 self._answers.append(answer)
                 return answer
-        answer.resolve(_unanswered(reason or "it was opened anew"))
+        answer.resolve(_unanswered(reason or "it was reopened"))
         return answer
 
     def redeliver(self, ids: Iterable[MessageId] | None = None) -> None:
-        """Have unacknowledged messages redelivered: all of them, or on shared subscriptions these entries.
+        """Have the broker redeliver unacknowledged messages: on a shared subscription those of the given entries, or
+        all.
 
-        Exclusive and failover subscriptions always redeliver all messages: waiting entries are dropped first, so that
-        each message arrives once and in order. Raise `BrokerConnectionLost` if the consumer is lost.
+        Exclusive and failover subscriptions always redeliver all messages. Entries in the inbox are dropped first, so
+        that each message arrives once and in order. Raise `BrokerConnectionLost` if the consumer is lost.
         """
         connection = self._open_connection()
         fields: list[Fields] = []
@@ -323,13 +331,13 @@ class PulsarConsumer:
                 self._epoch += 1
             self._drop_waiting()
         else:
-            places = {(id.ledger, id.entry) for id in ids or ()}
-            fields = [{"ledger_id": ledger, "entry_id": entry} for ledger, entry in sorted(places)]
+            entries = {(id.ledger, id.entry) for id in ids or ()}
+            fields = [{"ledger_id": ledger, "entry_id": entry} for ledger, entry in sorted(entries)]
             if ids is not None and not fields:
                 return
         epoch = self._epoch if self._options.ordered else None
-        for at in range(0, len(fields) or 1, MOST_IDS):
-            part = fields[at : at + MOST_IDS]
+        for at in range(0, len(fields) or 1, MAX_IDS_PER_COMMAND):
+            part = fields[at : at + MAX_IDS_PER_COMMAND]
             connection.post(command("redeliver", consumer_id=self._id, message_ids=part, consumer_epoch=epoch))
 
     def _drop_waiting(self) -> None:
@@ -342,13 +350,14 @@ class PulsarConsumer:
                     self._taken += 1
         self._grant()
 
-    # ------------------------------------------------------------------------------------------ moving and asking
+    # ------------------------------------------------------------------------------------------ positions
 
     def seek(self, to: MessageId | int, timeout: float) -> None:
-        """Go to a message, to `EARLIEST` or `LATEST`, or to the first one published at a time (milliseconds since
-        1970).
+        """Move a durable subscription to a message, to `EARLIEST` or `LATEST`, or to the first message published at or
+        after a time (milliseconds since 1970).
 
-        This subscribes again and drops waiting entries. Raise `ValueError` for a subscription that is not durable.
+        The consumer subscribes again and drops its entries in the inbox. Raise `ValueError` if the subscription is not
+        durable.
         """
         deadline = ClientDeadline(timeout)
         if not self._options.durable:
@@ -360,19 +369,19 @@ class PulsarConsumer:
         self.reopen(deadline.left)
 
     def last_message_id(self, timeout: float) -> MessageId:
-        """Return the last message that can be read now, before any open transaction; entry -1 if there is none."""
+        """Return the id of the last message that can be read now, before any open transaction; entry -1 for none."""
         return self.progress(timeout)[0]
 
     def progress(self, timeout: float) -> tuple[MessageId, MessageId | None]:
-        """Return the last message that can be read now, and the mark-delete position, None if not known."""
+        """Return the id of the last message that can be read now, and the mark-delete position, None if not known."""
         answer = self._ask("get_last_message_id", ClientDeadline(timeout))
         acknowledged = answer.get("consumer_mark_delete_position")
         return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)
 
     def unsubscribe(self, timeout: float, force: bool = False) -> None:
-        """Delete the subscription for all its consumers, and close this one. With `force`, also if others use it."""
+        """Delete the subscription, and close this consumer. With `force` delete it even if it has other consumers."""
         self._ask("unsubscribe", ClientDeadline(timeout), force=force or None)
-        self._finish()
+        self._mark_closed()
 
     def _ask(self, name: str, deadline: ClientDeadline, **fields: object) -> Fields:
         return self._open_connection().ask(name, deadline, consumer_id=self._id, **fields)
@@ -382,16 +391,16 @@ class PulsarConsumer:
         if lost is not None or connection is None:
             if isinstance(lost, Closed):
                 raise Closed(str(lost))
-            raise BrokerConnectionLost(f"the consumer is to be reopened: {lost}", False) from lost
+            raise BrokerConnectionLost(f"the consumer has to be reopened: {lost}", False) from lost
         return connection
 
-    # ------------------------------------------------------------------------------------------ told by the connection
+    # ------------------------------------------------------------------------------------------ callbacks
 
-    def told_message(self, generation: int, fields: Fields, tail: bytes) -> None:
+    def entry_arrived(self, generation: int, fields: Fields, tail: bytes) -> None:
         self.arrived += generation == self.generation
         self.inbox.put(self, generation, fields, tail)
 
-    def told_active(self, generation: int, active: bool) -> None:
+    def activity_changed(self, generation: int, active: bool) -> None:
         with self._state:
             if generation != self.generation:
                 return
@@ -401,7 +410,7 @@ class PulsarConsumer:
             self._drop_waiting()  # another consumer receives these entries, or this one again
         self.inbox.wake()
 
-    def told_lost(self, generation: int, reason: PulsarError) -> None:
+    def connection_lost(self, generation: int, reason: PulsarError) -> None:
         with self._state:
             if generation != self.generation or self._lost is not None:
                 return
@@ -414,11 +423,11 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ ending
 
     def close(self, timeout: float) -> None:
-        """Leave the subscription; a durable subscription stays. Calls may be repeated."""
+        """Close the consumer. A durable subscription stays. Calls may be repeated."""
         self._leave(ClientDeadline(timeout))
-        self._finish()
+        self._mark_closed()
 
-    def _finish(self) -> None:
+    def _mark_closed(self) -> None:
         if self._connection is not None:
             self._connection.remove_consumer(self._id)
         with self._state:
@@ -435,27 +444,27 @@ class PulsarConsumer:
         self.inbox.leave(self)
 
 
-class _Side:
-    """One generation of a consumer, registered at its connection."""
+class _GenerationCallbacks:
+    """The callbacks of one generation of a consumer, so that late callbacks of earlier generations are recognized."""
 
     def __init__(self, consumer: PulsarConsumer, generation: int) -> None:
         self._consumer = consumer
         self._generation = generation
 
     def on_message(self, fields: Fields, tail: bytes) -> None:
-        self._consumer.told_message(self._generation, fields, tail)
+        self._consumer.entry_arrived(self._generation, fields, tail)
 
     def on_active(self, active: bool) -> None:
-        self._consumer.told_active(self._generation, active)
+        self._consumer.activity_changed(self._generation, active)
 
     def on_end_of_topic(self) -> None:
         self._consumer.at_end = True
         self._consumer.inbox.wake()
 
     def on_lost(self, reason: PulsarError) -> None:
-        self._consumer.told_lost(self._generation, reason)
+        self._consumer.connection_lost(self._generation, reason)
 
 
 def _unanswered(reason: object) -> BrokerConnectionLost:
-    """Return the error for unanswered requests: a broker that closes a consumer answers none of its requests."""
+    """Return the error for an acknowledgement without an answer: a broker that closes a consumer sends no answers."""
     return BrokerConnectionLost(f"the consumer was closed before it was answered: {reason}")

@@ -1,7 +1,7 @@
-"""The client's errors. Their classes distinguish a refusal, a temporary error, and an unknown result.
+"""The client's errors. Their classes distinguish refusals, temporary errors and unknown results.
 
-Every error says in `may_have_had_effect` whether the broker may have acted on the request; False is a promise that it
-has not. Errors can be pickled, and contain no payloads, keys or credentials.
+Every error says in `may_have_had_effect` whether the broker may have acted on the request; False means that it
+certainly has not. Errors can be pickled, and contain no payloads, keys or credentials.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ServerErrorCode(IntEnum):
 
 
 # Temporary errors of the broker's stores, load or ownership: the same request may succeed a moment later.
-_PASSING = {
+_TEMPORARY = {
     ServerErrorCode.UNKNOWN,
     ServerErrorCode.METADATA,
     ServerErrorCode.PERSISTENCE,
@@ -65,7 +65,7 @@ class ConnectFailed(PulsarError):
 
 
 class BrokerConnectionLost(PulsarError):
-    """The connection ended before the answer; or, with `may_have_had_effect` False, before anything was sent."""
+    """The connection ended before the answer arrived, or before the request was sent: see `may_have_had_effect`."""
 
     retriable = True
 
@@ -78,7 +78,7 @@ class BrokerConnectionLost(PulsarError):
 
 
 class RequestTimedOut(BrokerConnectionLost):
-    """The deadline passed before the answer arrived. A later answer is ignored."""
+    """The answer did not arrive by the deadline. If it arrives later, it is ignored."""
 
     retriable = False
 
@@ -96,7 +96,7 @@ class CorruptEntry(PulsarError):
 
 
 class PerhapsDropped(PulsarError):
-    """The broker failed to store an entry, then dropped its repetition as a duplicate: it may be stored or not."""
+    """The broker failed to store an entry, then dropped its repetition as a duplicate: it may or may not be stored."""
 
     may_have_had_effect = True
 
@@ -113,7 +113,7 @@ class MissingLibrary(PulsarError):
 
 
 class ServerError(PulsarError):
-    """The broker refused a request, with its code and text. `server_error` chooses the class."""
+    """The broker refused a request, with a code and a text. `server_error` chooses the subclass."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(code, text)
@@ -128,14 +128,14 @@ class ServerError(PulsarError):
 
     @property
     def retriable(self) -> bool:  # type: ignore[override]
-        return self.code in _PASSING
+        return self.code in _TEMPORARY
 
     def __str__(self) -> str:
         return f"{self.name}: {self.text}" if self.text else self.name
 
 
 class ServiceNotReady(ServerError):
-    """The broker does not serve this topic or coordinator now: look it up again."""
+    """The broker does not serve this topic or coordinator now: a new lookup finds the broker that does."""
 
 
 class NotAuthenticated(ServerError):
@@ -143,7 +143,7 @@ class NotAuthenticated(ServerError):
 
 
 class NotAuthorized(ServerError):
-    """The credentials are valid, but lack the right."""
+    """The credentials are valid, but their role lacks a right."""
 
 
 class NotOwner(NotAuthorized):
@@ -151,7 +151,7 @@ class NotOwner(NotAuthorized):
 
 
 class TopicNotFound(ServerError):
-    """The topic does not exist, and asking does not create it."""
+    """The topic does not exist, and this request does not create it."""
 
 
 class TopicTerminated(ServerError):
@@ -159,27 +159,27 @@ class TopicTerminated(ServerError):
 
 
 class ConsumerBusy(ServerError):
-    """The exclusive subscription has a consumer, or the subscription is of another type."""
+    """The exclusive subscription already has a consumer, or the subscription is of another type."""
 
 
 class ProducerBusy(ServerError):
-    """The producer's name is in use on the topic; during a takeover only for a moment."""
+    """The producer's name is in use on the topic. During a takeover this lasts only for a moment."""
 
 
 class ProducerFenced(ServerError):
-    """Another producer holds the topic exclusively, or took it over."""
+    """Another producer holds the topic exclusively, or has taken it over from this producer."""
 
 
 class NotAllowed(ServerError):
-    """The request is not allowed now: transactions are off, or the transaction has ended on the topic."""
+    """The broker does not allow the request: transactions are off, or this one has already ended on the topic."""
 
 
 class CoordinatorNotFound(ServerError):
-    """The broker does not have the coordinator: connect to it again."""
+    """The broker does not run this transaction coordinator: connect to the coordinator again."""
 
 
 class InvalidTransactionStatus(ServerError):
-    """The transaction is not open; `state` is the broker's word for its state, empty if it gives none."""
+    """The transaction is not open. `state` is the broker's name of its state; empty if the broker gives none."""
 
     @property
     def state(self) -> str:
@@ -188,15 +188,15 @@ class InvalidTransactionStatus(ServerError):
 
 
 class TransactionNotFound(ServerError):
-    """The coordinator does not know the transaction: committed, aborted, timed out, or never begun."""
+    """The coordinator does not know the transaction: it was committed, aborted, timed out, or never begun."""
 
 
 class TransactionConflict(ServerError):
-    """A position is acknowledged already, or pending in an open transaction, perhaps in this one."""
+    """A message is already acknowledged, or is a pending ack of an open transaction, perhaps of the same one."""
 
 
 class DuplicateUndecided(ServerError):
-    """The broker cannot tell yet whether it has this sequence id: send it again later."""
+    """The broker cannot say yet whether it has stored this sequence id: send the entry again later."""
 
 
 _CLASSES: dict[int, type[ServerError]] = {
@@ -217,7 +217,7 @@ _CLASSES: dict[int, type[ServerError]] = {
 
 
 def server_error(code: int, text: str) -> ServerError:
-    """Return the error, of the class for its code and text, for a broker's error answer."""
+    """Return the error for a broker's code and text, of the matching class."""
     if code == ServerErrorCode.PERSISTENCE and text.startswith("Cannot determine whether the message is a duplicate"):
         return DuplicateUndecided(code, text)
     # The code says that the transaction does not exist, and the text that it does.

@@ -1,4 +1,4 @@
-"""Frames: the encoding of commands, and of the entries after them, on a connection."""
+"""Frames: the encoding of commands on a connection, and of the entry that follows a SEND or MESSAGE command."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CHECKED = struct.Struct(">HII")  # magic, checksum, size of the metadata
 _CHECKSUM_MARK = b"\x0e\x01"
 _BROKER_METADATA_MARK = b"\x0e\x02"
 
-# A broker's default limit for a message, and the room that it allows a frame beyond the message.
+# A broker's default limit for a message, and by how much a frame may be larger than its message.
 DEFAULT_MAX_MESSAGE = 5 * 1024 * 1024
 FRAME_ALLOWANCE = 10 * 1024
-# The most that one read from the socket takes; larger frames get a larger buffer for a while.
+# The size of the receive buffer, which grows for a larger frame.
 _BUFFER = 256 * 1024
 
 _TYPE_NAMES = {number: TYPES["BaseCommand"].by_name[name].type for name, number in COMMANDS.items()}
@@ -30,7 +30,7 @@ _PREFIXES = {name: b"\x08" + varint(number) + varint(number << 3 | 2) for name, 
 
 
 class Frame(NamedTuple):
-    """A received frame: the command's name (empty if unknown), its fields, and the entry after it."""
+    """A received frame: the command's name (empty if unknown) and fields, and in `tail` the entry after the command."""
 
     name: str
     fields: Fields
@@ -102,7 +102,7 @@ def _fields(base: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def split_entry(tail: bytes) -> tuple[Fields, bytes, Fields]:
-    """Return an entry's metadata, its payload as stored, and the broker's fields. Raise `CorruptEntry` if invalid."""
+    """Return an entry's metadata, its payload as stored, and the broker's metadata. Raise `CorruptEntry` if invalid."""
     try:
         return _split_entry(tail)
     except (Malformed, struct.error) as error:
@@ -128,9 +128,10 @@ def _split_entry(tail: bytes) -> tuple[Fields, bytes, Fields]:
 
 
 class FrameReader:
-    """Cuts received bytes into frames; holds at most one frame of bytes.
+    """Cuts received bytes into frames, and keeps the bytes of an incomplete frame. `limit` is the largest accepted
+    frame.
 
-    `limit` is the largest accepted frame. Receive into `space()`, then take the completed frames from `frames(n)`.
+    Receive n bytes into `space()`, then take the completed frames from `frames(n)`.
     """
 
     def __init__(self, limit: int = DEFAULT_MAX_MESSAGE + FRAME_ALLOWANCE) -> None:
@@ -139,20 +140,18 @@ class FrameReader:
         self._end = 0
 
     def space(self) -> memoryview:
-        """Return the buffer for the next bytes; never empty."""
+        """Return the free part of the buffer for the next bytes; it is never empty."""
         return memoryview(self._buffer)[self._end :]
 
     def frames(self, received: int) -> list[bytes]:
-        """Return the frames that n received bytes complete, without sizes. Raise `ProtocolError` if one is
-        too large.
-        """
+        """Return the frames that n received bytes complete, without sizes. Raise `ProtocolError` above `limit`."""
         self._end += received
         at, frames = 0, []
         with memoryview(self._buffer) as view:
             while self._end - at >= 4:
                 (size,) = _SIZE.unpack_from(view, at)
                 if not 4 <= size <= self.limit:
-                    raise ProtocolError(f"the broker sent a frame of {size} bytes; at most {self.limit} are taken")
+                    raise ProtocolError(f"the broker sent a frame of {size} bytes; the limit is {self.limit}")
                 if at + 4 + size > self._end:
                     break
                 frames.append(bytes(view[at + 4 : at + 4 + size]))

@@ -1,4 +1,4 @@
-"""Ids of messages and transactions, and bit sets of the acknowledged messages in a batch."""
+"""Ids of messages and transactions, and the bit sets that name messages of a batch in acknowledgements."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from .codec import Fields
 
-_NOWHERE = 0xFFFFFFFFFFFFFFFF
+_UINT64_MAX = 0xFFFFFFFFFFFFFFFF
 
 
 class TxnId(NamedTuple):
-    """A transaction; `most` is its coordinator. (0, 0) is valid: test for None, never for truth."""
+    """A transaction's id; `most` is the number of its coordinator. (0, 0) is a valid id: do not test for truth."""
 
     most: int
     least: int
@@ -25,9 +25,11 @@ class TxnId(NamedTuple):
 
 
 class MessageId(NamedTuple):
-    """The position of a message; in a batch `batch_index` of `batch_size`, else -1 of 0.
+    """The position of a message in a topic. A message of a batch has a `batch_index` and `batch_size`, others have -1
+    and 0.
 
-    Ids are ordered as stored in a partition. `first_chunk` is the (ledger, entry) of a chunked message's first chunk.
+    Ids are ordered as messages are stored in a partition. `first_chunk` is the (ledger, entry) of a chunked message's
+    first chunk.
     """
 
     ledger: int
@@ -39,7 +41,7 @@ class MessageId(NamedTuple):
 
     @property
     def whole_entry(self) -> MessageId:
-        """Return the id without the batch index."""
+        """Return the id of the message's entry, without the batch index."""
         return MessageId(self.ledger, self.entry, self.partition)
 
 
@@ -49,12 +51,12 @@ LATEST = MessageId((1 << 63) - 1, (1 << 63) - 1)
 
 
 def message_id(fields: Fields) -> MessageId:
-    """Return the id in a message of the broker; the schema requires ledger and entry."""
+    """Return the `MessageId` in a broker's MessageIdData."""
     ledger, entry = fields["ledger_id"], fields["entry_id"]
     first = fields.get("first_chunk_message_id")
     return MessageId(
-        -1 if ledger == _NOWHERE else ledger,
-        -1 if entry == _NOWHERE else entry,
+        -1 if ledger == _UINT64_MAX else ledger,
+        -1 if entry == _UINT64_MAX else entry,
         fields.get("partition", -1),
         fields.get("batch_index", -1),
         fields.get("batch_size", 0),
@@ -63,7 +65,7 @@ def message_id(fields: Fields) -> MessageId:
 
 
 def position_fields(id: MessageId) -> Fields:
-    """Return the fields for beginning at, or seeking to, an id; in a batch from the id's index on."""
+    """Return the MessageIdData of a position to start at or to seek to; in a batch from the id's index on."""
     fields: Fields = {"ledger_id": id.ledger, "entry_id": id.entry}
     if id.partition >= 0:
         fields["partition"] = id.partition
@@ -77,27 +79,29 @@ def position_fields(id: MessageId) -> Fields:
 
 
 def individual_ack_fields(ids: Iterable[MessageId]) -> list[Fields]:
-    """Return one id for each entry, with bits for the messages of its batch that these ids do not name.
+    """Return MessageIdData for ACK commands, one for each entry. Bits name the messages of a batch that stay
+    unacknowledged.
 
-    An id with a size and no index stands for the whole batch, which goes without bits, but with the size that the
-    broker counts by. The bits describe this acknowledgement alone: earlier ones may be another transaction's.
+    An id with a batch size and no index means the whole batch, for which no bits are sent, but the batch size, because
+    the broker counts by it. The bits describe only this acknowledgement: earlier ones may belong to another
+    transaction.
     """
     indexes: dict[tuple[int, int], set[int]] = {}
     sizes: dict[tuple[int, int], int] = {}
     for id in ids:
-        place = (id.ledger, id.entry)
-        indexes.setdefault(place, set())
+        entry = (id.ledger, id.entry)
+        indexes.setdefault(entry, set())
         if id.batch_size:
-            sizes[place] = id.batch_size
+            sizes[entry] = id.batch_size
         if id.batch_index >= 0:
-            indexes[place].add(id.batch_index)
+            indexes[entry].add(id.batch_index)
         elif id.batch_size:
-            indexes[place].update(range(id.batch_size))
+            indexes[entry].update(range(id.batch_size))
     acks = []
-    for place, acked in indexes.items():
-        fields: Fields = {"ledger_id": place[0], "entry_id": place[1]}
+    for entry, acked in indexes.items():
+        fields: Fields = {"ledger_id": entry[0], "entry_id": entry[1]}
         if acked:
-            size = sizes[place]
+            size = sizes[entry]
             fields["ack_set"] = [] if len(acked) == size else ack_set(size, acked)
             fields["batch_size"] = size
         acks.append(fields)
@@ -105,7 +109,7 @@ def individual_ack_fields(ids: Iterable[MessageId]) -> list[Fields]:
 
 
 def cumulative_ack_fields(id: MessageId) -> Fields:
-    """Return the fields that acknowledge everything up to and including an id."""
+    """Return the MessageIdData that acknowledges all messages up to and including an id."""
     fields: Fields = {"ledger_id": id.ledger, "entry_id": id.entry}
     if id.batch_index >= 0:
         fields["ack_set"] = ack_set(id.batch_size, range(id.batch_index + 1))
@@ -114,18 +118,16 @@ def cumulative_ack_fields(id: MessageId) -> Fields:
 
 
 def ack_set(size: int, acked: Iterable[int]) -> list[int]:
-    """Return a batch's bits in 64-bit words, lowest first; 1 means *not* acknowledged. Empty if all are
-    acknowledged.
-    """
+    """Return a batch's bits in 64-bit words, lowest first; 1 means *not* acknowledged. No words: all acknowledged."""
     bits = (1 << size) - 1
     for index in acked:
         bits &= ~(1 << index)
     if not bits:
         return []
-    words = [bits >> shift & _NOWHERE for shift in range(0, size, 64)]
+    words = [bits >> shift & _UINT64_MAX for shift in range(0, size, 64)]
     return [word - (1 << 64) if word >> 63 else word for word in words]
 
 
 def delivered_indexes(words: Sequence[int]) -> list[int]:
-    """Return the indexes of the messages in a batch that the broker delivers: those whose bits are 1."""
+    """Return the batch indexes of the messages that the broker delivers: those whose bits are 1."""
     return [64 * at + bit for at, word in enumerate(words) for bit in range(64) if word >> bit & 1]

@@ -1,4 +1,4 @@
-"""The queue in which entries wait to be taken, for one consumer or for many."""
+"""The queue in which received entries of one or several consumers wait until the caller takes them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import threading
 from collections import deque
 from typing import Protocol
 
-from .clock import ClientDeadline
 from .codec import Fields
+from .deadline import ClientDeadline
 from .incoming import ReceivedEntry
 
 
 class EntryAcceptor(Protocol):
-    """The methods of a consumer that its inbox calls."""
+    """The method of a consumer by which its inbox parses an entry that is taken."""
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None: ...
 
@@ -24,9 +24,11 @@ DEFAULT_BYTES = 64 * 1024 * 1024
 
 
 class Inbox:
-    """A queue that consumers share. Permits bound it to about `max_bytes` over all of them.
+    """A queue of received entries that consumers may share. Permits limit it to about `max_bytes` for all consumers
+    together.
 
-    Each consumer may hold as many bytes again in incomplete messages. Only one thread at a time may call `take`.
+    Each consumer may also keep chunks of incomplete messages, up to `max_bytes`. Only one thread at a time may call
+    `take`.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
@@ -37,9 +39,9 @@ class Inbox:
         self._woken = False
 
     def take(self, timeout: float, most: int = 100) -> list[ReceivedEntry]:
-        """Return up to `most` entries in the order of arrival; empty at the timeout.
+        """Return up to `most` entries in the order of arrival; an empty list at the timeout.
 
-        Return an empty list at once if a consumer of this inbox is lost; `PulsarConsumer.lost` is the reason.
+        Return an empty list at once if a consumer of this inbox is lost; `PulsarConsumer.lost` has the reason.
         """
         deadline = ClientDeadline(timeout)
         while True:
@@ -60,7 +62,7 @@ class Inbox:
 
     @property
     def bytes_each(self) -> int:
-        """Return how many bytes each consumer may have on their way."""
+        """Return each consumer's share of the inbox, in bytes."""
         return self.max_bytes // max(1, len(self._consumers))
 
     def join(self, consumer: EntryAcceptor) -> None:
@@ -68,7 +70,7 @@ class Inbox:
             self._consumers.add(id(consumer))
 
     def leave(self, consumer: EntryAcceptor) -> None:
-        """Remove a consumer, and drop its waiting entries."""
+        """Remove a consumer and its waiting entries."""
         with self._changed:
             self._consumers.discard(id(consumer))
         self.drop(consumer)

@@ -1,4 +1,4 @@
-"""Received entries, as the broker stores them, and their messages."""
+"""Received entries as the broker stores them, and the messages in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_UNPACKED = 256 * 1024 * 1024
 
 
 class ReceivedMessage:
-    """One message of an entry, whose parts are parsed at their first use."""
+    """One message of a received entry. Its key, properties and other fields are parsed when they are used."""
 
     __slots__ = ("_described", "entry", "index", "payload")
 
@@ -60,12 +60,12 @@ class ReceivedMessage:
 
     @property
     def event_time(self) -> int | None:
-        """Return the sender's time in milliseconds since 1970; None for 0, which other clients write for none."""
+        """Return the sender's time in milliseconds since 1970; None also for 0, which other clients write for none."""
         return self._described.get("event_time") or None
 
     @property
     def sequence_id(self) -> int:
-        """Return the message's own sequence id if the batch has it, else an id counted from the entry's."""
+        """Return the message's sequence id. In a batch without ids of its own, the id is counted from the entry's."""
         own: int = self._described.get("sequence_id", self.entry.sequence_id + max(self.index, 0))
         return own
 
@@ -83,10 +83,10 @@ def _key(described: Fields) -> bytes | None:
 
 
 class ReceivedEntry:
-    """One received entry, whose metadata are parsed, but not its messages.
+    """A received entry, with its metadata parsed. Its messages are parsed by `messages`.
 
-    An unreadable entry has a `fault`, which `messages` raises: the caller decides what to do with it. `parts` are the
-    ids of all chunks, in order, of a message that was sent in several.
+    An unreadable entry has a `fault`, which `messages` raises: the caller decides what to do with the entry. If a
+    message was sent in several chunks, `parts` are the ids of all its chunks, in order.
     """
 
     __slots__ = (
@@ -133,12 +133,12 @@ class ReceivedEntry:
 
     @property
     def count(self) -> int:
-        """Return how many messages the entry has, delivered or not."""
+        """Return the number of messages in the entry, including those that are not delivered."""
         return max(1, int(self.metadata.get("num_messages_in_batch", 1)))
 
     @property
     def permits(self) -> int:
-        """Return how many permits the broker counts for the entry."""
+        """Return the number of permits that the broker counts for the entry."""
         return max(1, len(delivered_indexes(self._index_words))) if self._index_words else self.count
 
     @property
@@ -162,12 +162,12 @@ class ReceivedEntry:
 
     @property
     def publish_time(self) -> int:
-        """Return milliseconds since 1970 by the sender's clock."""
+        """Return the sender's time of sending, in milliseconds since 1970."""
         return int(self.metadata.get("publish_time", 0))
 
     @property
     def chunk(self) -> tuple[str, int, int] | None:
-        """Return the message's uuid, the chunk's number and their count; None for an entry that is no chunk."""
+        """Return the message's uuid, the chunk's number and the chunk count; None for an entry that is no chunk."""
         chunks = self.metadata.get("num_chunks_from_msg", 0)
         if chunks < 2 or self.parts:
             return None
@@ -178,7 +178,7 @@ class ReceivedEntry:
         self.fault = CorruptEntry(f"{why} ({self.id.ledger}:{self.id.entry})")
 
     def join(self, earlier: list[ReceivedEntry]) -> None:
-        """Make this last chunk the complete message. If the sizes do not match, set `fault` to `CorruptEntry`."""
+        """Turn this last chunk into the complete message. If the chunks do not have the message's size, set `fault`."""
         first = earlier[0].id
         self.parts = (*(chunk.id for chunk in earlier), self.id)
         self.id = self.id._replace(first_chunk=(first.ledger, first.entry))
@@ -188,15 +188,15 @@ class ReceivedEntry:
             self.fault = CorruptEntry(f"the chunks of a message are not of its size ({first.ledger}:{first.entry})")
 
     def messages(self) -> list[ReceivedMessage]:
-        """Return the messages of this delivery: those of a batch that are not acknowledged yet.
+        """Return the messages of this delivery. Messages of a batch that are already acknowledged are left out.
 
-        Raise `CorruptEntry`, `MissingLibrary`.
+        Raise `CorruptEntry`, or `MissingLibrary` if a compression's package is not installed.
         """
         return [ReceivedMessage(self, *record) for record in self.records()]
 
     def records(self) -> list[tuple[int, bytes, Fields]]:
-        """Return the messages' parts: the index in the batch, the payload, and the metadata beside the entry's, which
-        are mostly empty. `ReceivedMessage` reads them.
+        """Return the messages of this delivery as tuples: the index in the batch, the payload, and the message's own
+        metadata, which are mostly empty. `ReceivedMessage` reads these metadata.
         """
         if self.fault is not None:
             raise self.fault
@@ -213,7 +213,7 @@ class ReceivedEntry:
         return [record for record in records if record[0] >= self._skipped] if self._skipped else records
 
     def skip(self, messages: int) -> None:
-        """Leave out the first messages of the batch."""
+        """Leave out this many messages at the start of the batch."""
         self._skipped = messages
 
     def _unpacked(self) -> bytes:
@@ -223,8 +223,8 @@ class ReceivedEntry:
         return decompress(kind, self._payload, size, MAX_UNPACKED)
 
     def _alike(self, payload: bytes) -> list[tuple[int, bytes, Fields]]:
-        """Return the messages of a batch without metadata and of equal size, as most are, in few steps for all of them;
-        empty for any other batch.
+        """Return the messages of a batch if all have the same size and no metadata, as in most batches: in few steps
+        for the whole batch. Return an empty list for any other batch.
         """
         count, step = self.count, len(payload) // self.count
         if payload[4:5] != b"\x18" or step * count != len(payload):
@@ -236,8 +236,8 @@ class ReceivedEntry:
             return []
         nothing: Fields = {}
         # An empty last message begins where the batch ends.
-        places = range(start, len(payload) + 1, step)
-        return [(index, payload[at : at + length], nothing) for index, at in enumerate(places)]
+        starts = range(start, len(payload) + 1, step)
+        return [(index, payload[at : at + length], nothing) for index, at in enumerate(starts)]
 
     def _batched(self, payload: bytes) -> list[tuple[int, bytes, Fields]]:
         records: list[tuple[int, bytes, Fields]] = []
@@ -262,8 +262,8 @@ class ReceivedEntry:
 
 
 def _described(data: bytes) -> tuple[int, Fields]:
-    """Return the size of a message in a batch, and its metadata."""
-    # Most have only the required size field.
+    """Return the payload size of a message in a batch, and the message's metadata."""
+    # Most messages have only the required size field.
     if data[:1] == b"\x18":
         length, end = read_varint(data, 1)
         if end == len(data) and length >> 31 == 0:

@@ -1,4 +1,4 @@
-"""Finds a topic's broker, through redirects and proxies, and the number of its partitions."""
+"""Lookup: finds the broker that serves a topic, through redirects and proxies, and counts a topic's partitions."""
 
 from __future__ import annotations
 
@@ -8,36 +8,44 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from .address import Address, ServiceUrl, full_topic_name, service_url
-from .clock import ClientDeadline
 from .connection import BrokerConnection
+from .connection_pool import ConnectionPool, ConnectionTarget
+from .deadline import ClientDeadline
 from .errors import ProtocolError, PulsarError, ServiceNotReady, server_error
-from .pool import ConnectionPool, ConnectionTarget, retrying
+from .retry import retry
 
 T = TypeVar("T")
 
 _REDIRECT, _CONNECT = 0, 1
 # The most redirects, as in the Java client: more of them are a loop.
-MOST_REDIRECTS = 20
+MAX_REDIRECTS = 20
 # Seconds for one broker's answer; after that another broker is asked.
-_SECONDS_AN_ATTEMPT = 10.0
-_LANE = ""
+_ATTEMPT_SECONDS = 10.0
+_CONNECTION_KEY = ""
 
 
 class Lookup:
-    """Lookup requests, which any broker answers. Each is repeated at the next broker until its deadline."""
+    """Lookup requests, which any broker of the cluster answers. After a failure the next broker of the URL is asked."""
 
-    def __init__(self, pool: ConnectionPool, service: ServiceUrl, listener: str | None) -> None:
+    def __init__(
+        self, pool: ConnectionPool, service: ServiceUrl, listener: str | None, opening_attempt_seconds: float
+    ) -> None:
         self._pool = pool
         self._service = service
         self._listener = listener
-        self._turn = itertools.cycle(service.addresses)
-        self._current = next(self._turn)
+        self._opening_attempt_seconds = opening_attempt_seconds
+        self._next_addresses = itertools.cycle(service.addresses)
+        self._current = next(self._next_addresses)
 
     def connection(self, topic: str, connection_key: str, deadline: ClientDeadline) -> BrokerConnection:
-        """Return a connection to the broker that serves a topic. If this broker then refuses the caller's request, the
-        caller repeats lookup and request.
+        """Return a connection to the broker that serves a topic. If this broker refuses the request that follows, the
+        topic has moved: the caller repeats the lookup and the request.
         """
         return self._pool.get(self._target(full_topic_name(topic), deadline), connection_key, deadline)
+
+    def opening_attempt(self, deadline: ClientDeadline) -> ClientDeadline:
+        """Return the deadline of one attempt to open a producer or consumer, which is repeated until `deadline`."""
+        return ClientDeadline(min(deadline.left, self._opening_attempt_seconds))
 
     def partitions(self, topic: str, deadline: ClientDeadline) -> int:
 
@@ -47,7 +55,7 @@ class Lookup:
             )
             return int(answer.get("partitions", 0))
 
-        return self._anywhere(deadline, ask)
+        return self._ask_any_broker(deadline, ask)
 
     def topics(self, namespace: str, deadline: ClientDeadline) -> list[str]:
 
@@ -55,56 +63,58 @@ class Lookup:
             answer = connection.ask("get_topics_of_namespace", left, namespace=namespace, mode=0)
             return list(answer.get("topics", []))
 
-        return self._anywhere(deadline, ask)
+        return self._ask_any_broker(deadline, ask)
 
-    def _anywhere(self, deadline: ClientDeadline, ask: Callable[[BrokerConnection, ClientDeadline], T]) -> T:
+    def _ask_any_broker(self, deadline: ClientDeadline, ask: Callable[[BrokerConnection, ClientDeadline], T]) -> T:
         def attempt() -> T:
-            left = _shorter(deadline)
+            left = _attempt_deadline(deadline)
             with self._next_on_failure():
-                return ask(self._pool.get(ConnectionTarget(self._current), _LANE, left), left)
+                return ask(self._pool.get(ConnectionTarget(self._current), _CONNECTION_KEY, left), left)
 
-        return retrying(deadline, attempt)
+        return retry(deadline, attempt)
 
     def _target(self, topic: str, deadline: ClientDeadline) -> ConnectionTarget:
-        left = _shorter(deadline)
+        left = _attempt_deadline(deadline)
         with self._next_on_failure():
             return self._follow(topic, ConnectionTarget(self._current), left)
 
     def _follow(self, topic: str, target: ConnectionTarget, deadline: ClientDeadline) -> ConnectionTarget:
         authoritative = False
-        for _ in range(MOST_REDIRECTS):
-            answer = self._pool.get(target, _LANE, deadline).ask(
+        for _ in range(MAX_REDIRECTS):
+            answer = self._pool.get(target, _CONNECTION_KEY, deadline).ask(
                 "lookup", deadline, topic=topic, authoritative=authoritative, advertised_listener_name=self._listener
             )
-            target = self._named(answer.get("broker_service_url"), answer.get("broker_service_url_tls"), answer)
+            target = self._target_in_answer(
+                answer.get("broker_service_url"), answer.get("broker_service_url_tls"), answer
+            )
             if answer.get("response") != _REDIRECT:
                 return target
             authoritative = answer.get("authoritative", False)
         raise ServiceNotReady(6, f"the brokers redirect in circles for {topic}")
 
-    def _named(self, url: str | None, url_tls: str | None, answer: dict[str, object]) -> ConnectionTarget:
+    def _target_in_answer(self, url: str | None, url_tls: str | None, answer: dict[str, object]) -> ConnectionTarget:
         if answer.get("response") not in (_REDIRECT, _CONNECT):
             raise server_error(0, "the lookup failed")
         try:
             (broker,) = service_url((url_tls if self._service.tls else url) or "").addresses
         except ValueError:
             raise ProtocolError("a lookup was answered without the address of a broker") from None
-        return self._through(broker) if answer.get("proxy_through_service_url") else ConnectionTarget(broker)
+        return self._proxied_target(broker) if answer.get("proxy_through_service_url") else ConnectionTarget(broker)
 
-    def _through(self, broker: Address) -> ConnectionTarget:
+    def _proxied_target(self, broker: Address) -> ConnectionTarget:
         return (
             ConnectionTarget(broker) if broker in self._service.addresses else ConnectionTarget(self._current, broker)
         )
 
     @contextmanager
     def _next_on_failure(self) -> Iterator[None]:
-        """Make the next broker of the service URL the current one if the block fails."""
+        """Ask the next broker of the service URL from now on if the block fails."""
         try:
             yield
         except PulsarError:
-            self._current = next(self._turn)
+            self._current = next(self._next_addresses)
             raise
 
 
-def _shorter(deadline: ClientDeadline) -> ClientDeadline:
-    return ClientDeadline(min(deadline.left, _SECONDS_AN_ATTEMPT))
+def _attempt_deadline(deadline: ClientDeadline) -> ClientDeadline:
+    return ClientDeadline(min(deadline.left, _ATTEMPT_SECONDS))

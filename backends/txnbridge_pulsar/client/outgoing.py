@@ -1,6 +1,7 @@
-"""Content to send: one message, or a batch of messages in one entry.
+"""The content of an entry to send: one message, or a batch of messages.
 
-Brokers work by entries, so messages in a batch cost little: a thousand of 100 bytes are about a hundred times as fast.
+Brokers work by entries, so messages in a batch cost little: a thousand messages of 100 bytes are sent about a hundred
+times as fast in one batch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Properties = Sequence[tuple[str, str]]
 
 
 def key_fields(key: bytes | str | None) -> Fields:
-    """Return a key as messages hold it: text unchanged, bytes in base64 with a flag."""
+    """Return the metadata fields of a key: text unchanged, bytes in base64 with a flag."""
     if key is None:
         return {}
     if isinstance(key, str):
@@ -29,7 +30,7 @@ def _base64(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """One message in an entry of its own. A payload of None is a tombstone."""
+    """One message as an entry of its own. A payload of None is a tombstone."""
 
     payload: bytes | None
     key: bytes | str | None = None
@@ -49,7 +50,7 @@ class Single:
         return self.payload or b""
 
     def metadata(self) -> Fields:
-        """Return the message's part of the entry's metadata."""
+        """Return the fields that the message adds to the entry's metadata."""
         return {
             "properties": [{"key": name, "value": value} for name, value in self.properties],
             **key_fields(self.key),
@@ -60,10 +61,10 @@ class Single:
 
 
 class MessageBatch:
-    """Messages that share an entry: stored together or not at all, and in one transaction.
+    """Messages in one entry: the broker stores all of them or none, in the same transaction.
 
-    Append until `size` or `count` suffices, then send it once. The broker routes the entry by the key of its first
-    message, so on a key-shared subscription a batch must have one key only.
+    Append messages until `size` or `count` suffices, then send the batch once. The broker routes the entry by the key
+    of its first message, so on a key-shared subscription all messages of a batch must have the same key.
     """
 
     __slots__ = ("_first", "_heads", "_parts", "count", "size")
@@ -86,7 +87,7 @@ class MessageBatch:
         event_time: int | None = None,
         ordering_key: bytes | None = None,
     ) -> None:
-        """Add one message; None is a tombstone."""
+        """Add one message. A payload of None is a tombstone."""
         if not self.count:
             self._first = {**key_fields(key), "ordering_key": ordering_key}
         if key is None and not properties and event_time is None and ordering_key is None and payload is not None:
@@ -99,7 +100,7 @@ class MessageBatch:
         self.count += 1
 
     def extend(self, payloads: Iterable[bytes]) -> None:
-        """Add messages without metadata: the fastest way, above all for payloads of equal size."""
+        """Add messages without metadata. This is the fastest way, above all for payloads of equal size."""
         payloads = payloads if isinstance(payloads, (list, tuple)) else list(payloads)
         lengths = set(map(len, payloads))
         heads = {length: self._heads.get(length) or self._head(length) for length in lengths}
@@ -138,7 +139,7 @@ def _head(
     event_time: int | None,
     ordering_key: bytes | None,
 ) -> bytes:
-    """Return the head of a message in a batch. Encoded by hand, because it is done for every message."""
+    """Return the encoded metadata before a payload in a batch: without `encode`, because it runs for each message."""
     parts: list[bytes] = []
     for name, value in properties:
         pair = _NAME + with_length(name.encode()) + _VALUE + with_length(value.encode())

@@ -1,9 +1,9 @@
 """A producer: sends entries without waiting, and reports the result of each.
 
 The producer never sends an entry twice by itself. When the connection ends, or the broker moves the topic, every send
-without a receipt fails with `BrokerConnectionLost`: the entry may or may not be stored. The caller decides: `reopen`,
-and `resend` the unconfirmed sends (byte for byte, which makes duplicates unless the broker removes them), or `forget`
-them. Sequence ids are never reused, whether or not their messages were stored.
+without a receipt fails with `BrokerConnectionLost`: the entry may or may not be stored. Then the caller reopens the
+producer, and calls `resend` or `forget` for these unconfirmed sends. `resend` sends the same bytes again, which makes
+duplicates unless the broker removes them. Sequence ids are never reused, whether or not their messages were stored.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import NamedTuple
 
-from .clock import ClientDeadline
 from .codec import Fields, encode
 from .compression import Compression, check_installed, compress
 from .connection import BrokerConnection
+from .deadline import ClientDeadline
 from .errors import (
     BrokerConnectionLost,
     Closed,
@@ -33,21 +33,21 @@ from .errors import (
 from .frames import command, send_command
 from .ids import MessageId, TxnId, message_id
 from .lookup import Lookup
-from .pool import an_attempt, retrying
+from .retry import retry
 from .sending import Budget, Content, Receipt, Send
 
 
-def nobody(send: Send) -> None:
-    """Ignore the result of a send."""
+def ignore_result(send: Send) -> None:
+    """Do nothing with the result of a send: the default of `when_done`."""
 
 
 class AccessMode(IntEnum):
-    """Which other producers a topic may have beside this one."""
+    """Whether a topic may have other producers besides this one."""
 
     SHARED = 0
-    EXCLUSIVE = 1  # none; refused with `ProducerFenced` if another has the topic
-    WAIT_FOR_EXCLUSIVE = 2  # none; waits for its turn
-    EXCLUSIVE_WITH_FENCING = 3  # none; the other producer is fenced, and its next send loses its whole connection
+    EXCLUSIVE = 1  # no other; refused with `ProducerFenced` if the topic has another
+    WAIT_FOR_EXCLUSIVE = 2  # no other; waits until the others are closed
+    EXCLUSIVE_WITH_FENCING = 3  # no other; the others are fenced, and lose their whole connections at the next send
 
 
 class ProducerOptions(NamedTuple):
@@ -62,7 +62,7 @@ class ProducerOptions(NamedTuple):
 
 
 class PulsarProducer:
-    """An open producer. Any thread may send; entries are sent in the order of the calls."""
+    """A producer on one topic or partition. Any thread may send; entries are sent in the order of the calls."""
 
     def __init__(self, lookup: Lookup, budget: Budget, id: int, topic: str, options: ProducerOptions) -> None:
         check_installed(options.compression)
@@ -91,12 +91,12 @@ class PulsarProducer:
 
     @property
     def lost(self) -> PulsarError | None:
-        """Return the error because of which the producer has to be reopened; None while it is open."""
+        """Return the error after which the producer has to be reopened; None while it is open."""
         return self._lost
 
     @property
     def generation(self) -> int:
-        """Return how often the producer was reopened."""
+        """Return the number of times that the producer was reopened."""
         return self._epoch
 
     @property
@@ -105,15 +105,16 @@ class PulsarProducer:
 
     @property
     def unconfirmed(self) -> list[Send]:
-        """Return the sends without a receipt at the end of the connection, in order; an entry may be stored or not."""
+        """Return, in order, the sends without a receipt from a lost connection: they may or may not be stored."""
         with self._state:
             return list(self._unconfirmed)
 
     def reopen(self, timeout: float) -> None:
-        """Reopen the producer with the same name, and with the same epoch if it holds the topic exclusively.
+        """Open the producer again with the same name. If it holds the topic exclusively, it keeps its epoch.
 
-        Unconfirmed sends stay unconfirmed. `last_sequence_id` is then the broker's, -1 if it keeps none. Raise
-        `ProducerFenced` if another producer took the topic over, and the errors of `PulsarClient.create_producer`.
+        Unconfirmed sends stay unconfirmed. Afterwards `last_sequence_id` is the broker's, -1 if the broker has none.
+        Raise `ProducerFenced` if another producer has taken over the topic, and the errors of
+        `PulsarClient.create_producer`.
         """
         if self._epoch >= 0 and isinstance(self._lost, Closed):
             raise Closed(str(self._lost))
@@ -121,7 +122,7 @@ class PulsarProducer:
             self._leave(self._connection)
         self._epoch += 1
         deadline = ClientDeadline(timeout)
-        retrying(deadline, lambda: self._open(an_attempt(deadline)))
+        retry(deadline, lambda: self._open(self._lookup.opening_attempt(deadline)))
 
     def _open(self, deadline: ClientDeadline) -> None:
         connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)
@@ -130,7 +131,7 @@ class PulsarProducer:
             self._connection, self._lost = None, None
         connection.add_producer(self.id, self)
         try:
-            answer = self._take_topic(connection, deadline)
+            answer = self._open_on_broker(connection, deadline)
         except BaseException as error:
             connection.remove_producer(self.id)
             self._lost = BrokerConnectionLost("the producer was not opened", may_have_had_effect=False)
@@ -144,23 +145,24 @@ class PulsarProducer:
             self._next = max(self._next, self.last_sequence_id + 1)
             self._connection = connection
 
-    def _take_topic(self, connection: BrokerConnection, deadline: ClientDeadline) -> Fields:
-        """Request the topic; with the producer's own epoch if it held the topic exclusively, which fences no other
-        producer.
+    def _open_on_broker(self, connection: BrokerConnection, deadline: ClientDeadline) -> Fields:
+        """Request the producer from the broker. A producer that held the topic exclusively before first asks with its
+        own epoch, which fences no other producer.
 
-        The broker refuses to fence with an epoch that is not the newest, but closes the owner's connection all the
-        same. So we only fence our own older connection, whose end the broker has not noticed.
+        A broker refuses to fence with an epoch that is not the newest, but closes the newest owner's connection anyway.
+        So fencing is requested only if the existing producer is our own, on an older connection whose end the broker
+        has not noticed.
         """
         access = self._options.access
         if access is AccessMode.EXCLUSIVE_WITH_FENCING and self.topic_epoch is not None:
             try:
-                return self._introduce(connection, AccessMode.EXCLUSIVE, deadline)
+                return self._request_producer(connection, AccessMode.EXCLUSIVE, deadline)
             except ProducerFenced as error:
                 if not error.text.endswith(f" existing exclusive producer: {self.name}"):
                     raise
-        return self._introduce(connection, access, deadline)
+        return self._request_producer(connection, access, deadline)
 
-    def _introduce(self, connection: BrokerConnection, access: AccessMode, deadline: ClientDeadline) -> Fields:
+    def _request_producer(self, connection: BrokerConnection, access: AccessMode, deadline: ClientDeadline) -> Fields:
         options = self._options
         return connection.ask(
             "producer",
@@ -185,16 +187,17 @@ class PulsarProducer:
         *,
         sequence_id: int | None = None,
         timeout: float,
-        when_done: Callable[[Send], None] = nobody,
+        when_done: Callable[[Send], None] = ignore_result,
     ) -> Send:
-        """Send an entry. `sequence_id` is its first message's; by default the next one. `when_done` is called as in
-        `Send.when_done`, even for an entry that was sent although this call raised.
+        """Send an entry. `sequence_id` is that of its first message; by default the next free one. `when_done` is
+        called as in `Send.when_done`, even if this call raises after the entry was sent.
 
-        Wait only while the limit of unconfirmed bytes is reached. Raise `MessageTooLarge`; `BrokerConnectionLost` or
-        `RequestTimedOut`, which say whether the entry may have been sent: if so, it is unconfirmed.
+        Wait only while the limit of unconfirmed bytes is reached. Raise `MessageTooLarge`, `BrokerConnectionLost` or
+        `RequestTimedOut`. If `may_have_had_effect` of the error is True, the entry may have been sent and is
+        unconfirmed.
         """
         deadline = ClientDeadline(timeout)
-        with self._turn(deadline):
+        with self._send_order(deadline):
             connection = self._open_connection()
             first = self._next if sequence_id is None else sequence_id
             frame = self._frame(content, txn, first, connection.max_message_size)
@@ -206,28 +209,28 @@ class PulsarProducer:
                 self._write(connection, send, deadline)
             except BrokerConnectionLost as error:
                 if not error.may_have_had_effect:
-                    self._withdraw(send)
+                    self._cancel_send(send)
                 raise
             return send
 
     @contextmanager
-    def _turn(self, deadline: ClientDeadline) -> Iterator[None]:
-        """Inside the block, assign ids and write frames in the same order."""
+    def _send_order(self, deadline: ClientDeadline) -> Iterator[None]:
+        """Hold the lock by which ids are assigned and frames are written in the same order."""
         if not self._sending.acquire(timeout=deadline.left):
-            raise RequestTimedOut(f"other sends are in the way for {deadline.seconds:g} s", may_have_had_effect=False)
+            raise RequestTimedOut(f"other threads were sending for {deadline.seconds:g} s", may_have_had_effect=False)
         try:
             yield
         finally:
             self._sending.release()
 
-    def resend(self, timeout: float, when_done: Callable[[Send], None] = nobody) -> list[Send]:
-        """Send the unconfirmed entries again, with the same bytes in the same order. Return them; `when_done` is called
-        for each.
+    def resend(self, timeout: float, when_done: Callable[[Send], None] = ignore_result) -> list[Send]:
+        """Send the unconfirmed entries again, with the same bytes in the same order. Return their sends; `when_done` is
+        called for each.
 
-        Raise `BrokerConnectionLost` or `RequestTimedOut`; entries that were not sent stay unconfirmed.
+        Raise `BrokerConnectionLost` or `RequestTimedOut`. Entries that were not sent then stay unconfirmed.
         """
         deadline = ClientDeadline(timeout)
-        with self._turn(deadline):
+        with self._send_order(deadline):
             connection = self._open_connection()
             with self._state:
                 sends, self._unconfirmed = self._unconfirmed, []
@@ -242,14 +245,14 @@ class PulsarProducer:
         return sends
 
     def forget(self) -> None:
-        """Forget the unconfirmed sends; they may still be stored."""
+        """Drop the list of unconfirmed sends. Their entries may still be stored."""
         with self._state:
             forgotten, self._unconfirmed = self._unconfirmed, []
         for send in forgotten:
             self._budget.give_back(send.size)
 
     def flush(self, timeout: float) -> None:
-        """Wait until each entry has a receipt or a failure, which its `Send` has. Raise `RequestTimedOut`."""
+        """Wait until each entry has a receipt or a failure, as its `Send` shows. Raise `RequestTimedOut`."""
         with self._state:
             if not self._state.wait_for(lambda: not self._pending, timeout):
                 raise RequestTimedOut(f"{len(self._pending)} sends have no receipt after {timeout:g} s")
@@ -259,7 +262,7 @@ class PulsarProducer:
         if self._lost is not None or connection is None:
             if isinstance(self._lost, Closed):
                 raise Closed(str(self._lost))
-            raise BrokerConnectionLost(f"the producer is to be reopened: {self._lost}", False) from self._lost
+            raise BrokerConnectionLost(f"the producer has to be reopened: {self._lost}", False) from self._lost
         return connection
 
     def _frame(self, content: Content, txn: TxnId | None, first: int, limit: int) -> bytes:
@@ -285,11 +288,11 @@ class PulsarProducer:
     def _write(self, connection: BrokerConnection, send: Send, deadline: ClientDeadline) -> None:
         with self._state:
             if self._lost is not None:
-                raise BrokerConnectionLost(f"the producer is to be reopened: {self._lost}", False) from self._lost
+                raise BrokerConnectionLost(f"the producer has to be reopened: {self._lost}", False) from self._lost
             self._pending[send.sequence_id] = send
         connection.write(send.frame, deadline)
 
-    def _withdraw(self, send: Send) -> None:
+    def _cancel_send(self, send: Send) -> None:
         with self._state:
             self._pending.pop(send.sequence_id, None)
             if send in self._unconfirmed:
@@ -298,14 +301,14 @@ class PulsarProducer:
         self._budget.give_back(send.size)
 
     def _keep_unconfirmed(self, sends: Iterable[Send]) -> None:
-        """Keep sends in the order of their first sending: others may be added later, when the loss is reported."""
+        """Add unconfirmed sends in the order of their first sending: losses may be reported in another order."""
         with self._state:
             self._unconfirmed = sorted({*self._unconfirmed, *sends}, key=lambda send: send.number)
             for send in self._unconfirmed:
                 self._pending.pop(send.sequence_id, None)
             self._state.notify_all()
 
-    # ------------------------------------------------------------------------------------------ told by the connection
+    # ------------------------------------------------------------------------------------------ callbacks
 
     def on_receipt(self, fields: Fields) -> None:
         with self._state:
@@ -330,7 +333,7 @@ class PulsarProducer:
                     del self._pending[send.sequence_id]
             self._state.notify_all()
         if named and error.retriable:
-            # The topic moves, or the store has trouble: this and later entries are sent again in order, or not at all.
+            # The topic moves, or its store fails for a moment: the caller resends this and later entries in order.
             self.on_lost(error)
             return
         for send in named:
@@ -352,7 +355,7 @@ class PulsarProducer:
     # ------------------------------------------------------------------------------------------ ending
 
     def close(self, timeout: float) -> None:
-        """Close the producer. Entries without a receipt fail with `BrokerConnectionLost`. Calls may be repeated."""
+        """Close the producer. Sends without a receipt fail with `BrokerConnectionLost`. Calls may be repeated."""
         connection = self._connection
         closed = Closed("the producer is closed")
         self.on_lost(closed)
@@ -365,7 +368,7 @@ class PulsarProducer:
             connection.remove_producer(self.id)
 
     def _leave(self, connection: BrokerConnection) -> None:
-        self.on_lost(BrokerConnectionLost("the producer is opened anew"))
+        self.on_lost(BrokerConnectionLost("the producer is being reopened"))
         connection.remove_producer(self.id)
         if not connection.closed:
             connection.post(command("close_producer", producer_id=self.id, request_id=0))

@@ -1,4 +1,4 @@
-"""Responses: a request is sent now, and its answer is waited for later."""
+"""`Response`: the answer to a request, for which the caller waits after sending the request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def answer_to(name: str) -> str:
 
 
 class Response:
-    """The answer to one request, which may arrive later."""
+    """The answer to one request. It may arrive after the request's sender has continued."""
 
     def __init__(self, forget: Callable[[], None], what: str, kind: str) -> None:
         self.kind = kind  # the command that answers, unless it is an error
@@ -33,7 +33,7 @@ class Response:
         return self._future.done()
 
     def result(self, timeout: float) -> Fields:
-        """Wait for the answer's fields. Raise a `ServerError`, `BrokerConnectionLost`, or `RequestTimedOut`."""
+        """Wait for the answer's fields. Raise a refusal (`ServerError`), `BrokerConnectionLost`, `RequestTimedOut`."""
         try:
             return self._future.result(timeout)
         except FutureTimeout:
@@ -41,11 +41,11 @@ class Response:
             raise RequestTimedOut(f"no answer to {self._what} in {timeout:g} s") from None
 
     def when_done(self, call: Callable[[], object]) -> None:
-        """Have `call` called with the answer: by the reading thread, so without blocking, or now if it is known."""
+        """Call `call` when the answer has arrived: on the reading thread, so `call` may not block."""
         self._future.add_done_callback(lambda _: call())
 
     def resolve(self, outcome: Fields | PulsarError) -> None:
-        """Set the result; only the first one counts."""
+        """Set the result. Only the first call has an effect."""
         with suppress(InvalidStateError):
             if isinstance(outcome, PulsarError):
                 self._future.set_exception(outcome)

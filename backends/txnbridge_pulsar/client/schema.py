@@ -1,6 +1,7 @@
-"""The protocol's messages in proto2 notation, and the codec's tables made from them.
+"""The protocol's messages in proto2 notation, and the tables that the codec makes from them.
 
-It has only what this client writes or reads; other fields are skipped. Enumerations are int32, as they are encoded.
+Only messages and fields that this client writes or reads are listed; others are skipped. Enumerations are listed as
+int32, because they are encoded like int32.
 """
 
 from __future__ import annotations
@@ -434,7 +435,7 @@ SCALARS = frozenset({"uint64", "int64", "uint32", "int32", "bool", "string", "by
 
 @dataclass(frozen=True)
 class Field:
-    """One field; `type` is a scalar's name or another message's."""
+    """A field of a message. `type` is the name of a scalar type or of another message."""
 
     label: str
     type: str
@@ -444,7 +445,7 @@ class Field:
 
 @dataclass
 class MessageType:
-    """One message: its fields as written, by name and by number."""
+    """A message of the protocol, with its fields in the order of the schema, by name and by number."""
 
     name: str
     fields: tuple[Field, ...]

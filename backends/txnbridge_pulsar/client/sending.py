@@ -1,4 +1,4 @@
-"""Entries that were sent and have no receipt yet, and the limit on their total size."""
+"""Sends: entries that were sent, their receipts, and the limit on the bytes that have no receipt yet."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import NamedTuple, Protocol
 
-from .clock import ClientDeadline
 from .codec import Fields
+from .deadline import ClientDeadline
 from .errors import PulsarError, RequestTimedOut
 from .ids import MessageId, TxnId
 
 
 class Content(Protocol):
-    """Content that can be sent: `Single` or `MessageBatch`."""
+    """The content of an entry: `Single` or `MessageBatch`."""
 
     @property
     def count(self) -> int: ...
@@ -26,7 +26,7 @@ class Content(Protocol):
 
 
 class Receipt(NamedTuple):
-    """The broker's receipt for an entry; if `duplicate`, the broker dropped the entry because of its sequence ids."""
+    """The broker's receipt for an entry. If `duplicate`, the broker dropped the entry because of its sequence ids."""
 
     sequence_id: int
     message_id: MessageId
@@ -37,7 +37,7 @@ class Receipt(NamedTuple):
 
 
 class Budget:
-    """The bytes that may be sent and unconfirmed, shared by all producers of a client."""
+    """The limit on sent bytes without a receipt, for all producers of a client together."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -45,7 +45,7 @@ class Budget:
         self._changed = threading.Condition()
 
     def take(self, size: int, deadline: ClientDeadline) -> None:
-        """Wait until `size` bytes fit; an entry above the limit is sent alone. Raise `RequestTimedOut` if too late."""
+        """Wait until `size` bytes fit, and count them; a larger entry is sent alone. Raise `RequestTimedOut`."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit, deadline.left):
                 text = f"no room for another entry in {deadline.seconds:g} s: the broker confirms too slowly"
@@ -59,7 +59,7 @@ class Budget:
 
 
 class Send:
-    """One sent entry, with `sequence_id` to `highest_sequence_id`, in a transaction or none, and its result."""
+    """One sent entry and its result. The entry has the sequence ids `sequence_id` to `highest_sequence_id`."""
 
     __slots__ = ("_receipt", "count", "frame", "highest_sequence_id", "number", "refused", "sequence_id", "txn")
 
@@ -86,25 +86,23 @@ class Send:
         return self._receipt.done()
 
     def result(self, timeout: float) -> Receipt:
-        """Wait for the receipt. Raise `BrokerConnectionLost`, a `ServerError`, or `RequestTimedOut`
-        while on its way.
-        """
+        """Wait for the receipt. Raise `BrokerConnectionLost`, a `ServerError`, or `RequestTimedOut` at the timeout."""
         try:
             return self._receipt.result(timeout)
         except FutureTimeout:
             raise RequestTimedOut(f"no receipt for sequence id {self.sequence_id} in {timeout:g} s") from None
 
     def when_done(self, call: Callable[[Send], None]) -> None:
-        """Call `call` with the result: from the reading thread, so without blocking, or at once if it is known."""
+        """Call `call` when this send has a result: on the reading thread, so `call` may not block."""
         self._receipt.add_done_callback(lambda _: call(self))
 
     def resolve(self, outcome: Receipt | PulsarError) -> None:
-        """Set the result. Only the first result counts, unless `begin_again` was called."""
+        """Set the result, once for each time that the entry is sent."""
         if isinstance(outcome, PulsarError):
             self._receipt.set_exception(outcome)
         else:
             self._receipt.set_result(outcome)
 
     def begin_again(self) -> None:
-        """Reset the result, because the entry is sent again."""
+        """Clear the result, because the entry is sent again."""
         self._receipt = Future()

@@ -1,9 +1,9 @@
-"""Transactions at their coordinators: begin, register, end.
+"""Requests to transaction coordinators: begin a transaction, register topics and subscriptions, end the transaction.
 
-Coordinator i owns partition i of an internal topic, and a transaction's id names its coordinator. Requests that are
-harmless to repeat are repeated until the deadline, at whichever broker owns the coordinator by then. The end is not
-repeated: a lost answer is `BrokerConnectionLost` or `RequestTimedOut`, and a second request may get
-`TransactionNotFound` for what the first one has done.
+Coordinator i owns partition i of an internal topic, and a transaction's id contains its coordinator's number. Requests
+that are harmless to repeat are repeated until the deadline, at the broker that runs the coordinator by then. The end is
+not repeated: a lost answer is `BrokerConnectionLost` or `RequestTimedOut`. If a caller repeats the end, the second
+request may get `TransactionNotFound` because the first one has ended the transaction.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from .address import full_topic_name
-from .clock import ClientDeadline, pauses
 from .codec import Fields
 from .connection import TRANSACTIONS_SINCE, BrokerConnection
+from .deadline import ClientDeadline
 from .errors import BrokerConnectionLost, NotAllowed, ProtocolError, PulsarError, RequestTimedOut, TopicNotFound
 from .ids import TxnId
 from .lookup import Lookup
-from .pool import retrying
+from .retry import backoff_pauses, retry
 
 ASSIGN_TOPIC = "persistent://pulsar/system/transaction_coordinator_assign"
 _COMMIT, _ABORT = 0, 1
 
 
 class Transactions:
-    """Requests to the coordinators of a cluster. Thread-safe. A client may end any transaction whose id it has."""
+    """Requests to the coordinators of a cluster. Thread-safe. A client may end any transaction whose id it knows."""
 
     def __init__(self, lookup: Lookup, connection_key: str = "") -> None:
         self._lookup = lookup
         self._connection_key = connection_key
         self._lock = threading.Lock()
         self._connections: dict[int, BrokerConnection] = {}
-        self._turn = itertools.count()
+        self._next_coordinator = itertools.count()
 
     def coordinators(self, timeout: float) -> int:
-        """Return how many coordinators there are. Raise `NotAllowed` if transactions are off, or not set up."""
+        """Return the number of coordinators. Raise `NotAllowed` if transactions are off, or not set up."""
         return self._coordinators(ClientDeadline(timeout))
 
     def _coordinators(self, deadline: ClientDeadline) -> int:
         # A broker that has just started creates their topic a moment after it serves its first client.
-        for pause in pauses():
+        for pause in backoff_pauses():
             with suppress(TopicNotFound):
                 if count := self._lookup.partitions(ASSIGN_TOPIC, deadline):
                     return count
@@ -54,23 +54,24 @@ class Transactions:
         raise AssertionError("pauses never end")
 
     def connect(self, timeout: float) -> int:
-        """Connect to every coordinator; return their number. After a broker restart no transaction times out before."""
+        """Connect to every coordinator; return their number. After a restart this starts transactions' timeouts."""
         deadline = ClientDeadline(timeout)
         count = self._coordinators(deadline)
         for coordinator in range(count):
-            retrying(deadline, lambda coordinator=coordinator: self._connect(coordinator, deadline))  # type: ignore[misc]
+            retry(deadline, lambda coordinator=coordinator: self._connect(coordinator, deadline))  # type: ignore[misc]
         return count
 
     def begin(self, ttl_ms: int, timeout: float, coordinator: int | None = None) -> TxnId:
-        """Begin a transaction at one coordinator, or at each in turn. The coordinator aborts it after `ttl_ms`.
+        """Begin a transaction at the given coordinator, by default at the next one in round-robin order. The
+        coordinator aborts the transaction after `ttl_ms`.
 
-        If the answer is lost, another transaction is begun; the first stays empty and times out.
+        If the answer is lost, another transaction is begun; the first one stays empty and times out.
         """
         deadline = ClientDeadline(timeout)
         if coordinator is None:
-            coordinator = next(self._turn) % self._coordinators(deadline)
+            coordinator = next(self._next_coordinator) % self._coordinators(deadline)
         # The field is named seconds and holds milliseconds.
-        answer = self._repeatable(coordinator, "new_txn", deadline, txn_ttl_seconds=ttl_ms, tc_id=coordinator)
+        answer = self._ask_repeatedly(coordinator, "new_txn", deadline, txn_ttl_seconds=ttl_ms, tc_id=coordinator)
         try:
             return TxnId(answer["txnid_most_bits"], answer["txnid_least_bits"])
         except KeyError:
@@ -79,9 +80,9 @@ class Transactions:
     def register(
         self, txn: TxnId, timeout: float, topics: Sequence[str] = (), subscriptions: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Register the concrete topics that a transaction sends to and the (topic, subscription) pairs that it
-        acknowledges on, both at once. Call this before the first send or acknowledgement on them: the broker does not
-        check it, and the end never reaches an unregistered one. Calls may be repeated.
+        """Register the concrete topics to which a transaction sends, and the (topic, subscription) pairs on which it
+        acknowledges. Call this before the first message or acknowledgement there: the broker does not check the order,
+        and the transaction's end never reaches an unregistered topic or subscription. Calls may be repeated.
 
         Raise `InvalidTransactionStatus` or `TransactionNotFound` if the transaction has ended.
         """
@@ -94,34 +95,35 @@ class Transactions:
             asked.append(("add_subscription_to_txn", {"subscription": named}))
         if len(asked) < 2:
             for name, fields in asked:
-                self._repeatable(txn.most, name, deadline, **txn.fields, **fields)
+                self._ask_repeatedly(txn.most, name, deadline, **txn.fields, **fields)
             return
-        self._both(txn, asked, deadline)
+        self._register_both(txn, asked, deadline)
 
-    def _both(self, txn: TxnId, asked: list[tuple[str, Fields]], deadline: ClientDeadline) -> None:
+    def _register_both(self, txn: TxnId, asked: list[tuple[str, Fields]], deadline: ClientDeadline) -> None:
         def attempt() -> None:
             connection = self._coordinator(txn.most, deadline)
-            with self._rediscovering(txn.most):
+            with self._forgetting_lost_coordinator(txn.most):
                 answers = [connection.request(name, deadline, **txn.fields, **fields) for name, fields in asked]
                 for answer in answers:
                     answer.result(deadline.left)
 
-        retrying(deadline, attempt)
+        retry(deadline, attempt)
 
     def end(self, txn: TxnId, commit: bool, timeout: float) -> None:
         """Commit or abort a transaction. When this returns, markers are written and acknowledgements applied.
 
-        The request is sent once. Raise `TransactionNotFound` (it ended before, in either way),
-        `InvalidTransactionStatus` (`state` says which end is under way), `CoordinatorNotFound` (also if the coordinator
-        lost its store after it began; the next coordinator carries out what was stored), `BrokerConnectionLost` or
-        `RequestTimedOut`, whose `may_have_had_effect` is True unless nothing was sent.
+        The request is sent once. Raise `TransactionNotFound` if the transaction has ended before, in either way, and
+        `InvalidTransactionStatus`, whose `state` is the end under way. Raise `CoordinatorNotFound` also if the
+        coordinator lost its store after it began; the next coordinator carries out what was stored. Raise
+        `BrokerConnectionLost` or `RequestTimedOut` without an answer; their `may_have_had_effect` is True unless
+        nothing was sent.
         """
         deadline = ClientDeadline(timeout)
         fields = {**txn.fields, "txn_action": _COMMIT if commit else _ABORT}
-        for pause in pauses():
-            connection = retrying(deadline, lambda: self._coordinator(txn.most, deadline))
+        for pause in backoff_pauses():
+            connection = retry(deadline, lambda: self._coordinator(txn.most, deadline))
             try:
-                with self._rediscovering(txn.most):
+                with self._forgetting_lost_coordinator(txn.most):
                     connection.ask("end_txn", deadline, **fields)
                 return
             except BrokerConnectionLost as error:
@@ -130,11 +132,11 @@ class Transactions:
             time.sleep(pause)
 
     def end_on_partition(self, txn: TxnId, topic: str, commit: bool, timeout: float) -> None:
-        """Repair: end a transaction that no coordinator knows on one topic. Only a superuser has the right."""
+        """End a transaction on one topic, for repair if no coordinator knows it. Only a superuser may do this."""
         self._end_on(txn, topic, "end_txn_on_partition", {"topic": full_topic_name(topic)}, commit, timeout)
 
     def end_on_subscription(self, txn: TxnId, topic: str, subscription: str, commit: bool, timeout: float) -> None:
-        """Repair: end a transaction's acknowledgements on one subscription. Only a superuser has the right."""
+        """End a transaction on one subscription, like `end_on_partition`."""
         named = {"subscription": {"topic": full_topic_name(topic), "subscription": subscription}}
         self._end_on(txn, topic, "end_txn_on_subscription", named, commit, timeout)
 
@@ -147,17 +149,17 @@ class Transactions:
         def attempt() -> None:
             self._lookup.connection(topic, self._connection_key, deadline).ask(name, deadline, **fields)
 
-        retrying(deadline, attempt)
+        retry(deadline, attempt)
 
     # ------------------------------------------------------------------------------------------ coordinators
 
-    def _repeatable(self, coordinator: int, name: str, deadline: ClientDeadline, **fields: Any) -> Fields:
+    def _ask_repeatedly(self, coordinator: int, name: str, deadline: ClientDeadline, **fields: Any) -> Fields:
         def attempt() -> Fields:
             connection = self._coordinator(coordinator, deadline)
-            with self._rediscovering(coordinator):
+            with self._forgetting_lost_coordinator(coordinator):
                 return connection.ask(name, deadline, **fields)
 
-        return retrying(deadline, attempt)
+        return retry(deadline, attempt)
 
     def _coordinator(self, coordinator: int, deadline: ClientDeadline) -> BrokerConnection:
         with self._lock:
@@ -174,8 +176,8 @@ class Transactions:
         return connection
 
     @contextmanager
-    def _rediscovering(self, coordinator: int) -> Iterator[None]:
-        """Forget a coordinator's broker if the block fails because this broker does not have it or is down."""
+    def _forgetting_lost_coordinator(self, coordinator: int) -> Iterator[None]:
+        """Forget a coordinator's connection if the block fails because the coordinator is down or has moved."""
         try:
             yield
         except PulsarError as error:

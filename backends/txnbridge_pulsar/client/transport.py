@@ -1,7 +1,7 @@
-"""A socket, plain or TLS, to which several threads write whole frames and from which one reads.
+"""A socket, plain or TLS, to which several threads write whole frames and from which one thread reads.
 
-The socket never blocks. A writer waits for it within its deadline. The reading thread cannot wait, so it leaves its
-bytes to the next writer, or writes them itself when the socket takes more.
+The socket never blocks. A writing thread waits within its deadline until the socket accepts its frame. The reading
+thread may not wait: it leaves its frames to the next writing thread, or writes them when the socket accepts more.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import threading
 from collections import deque
 from contextlib import suppress
 
-from .clock import ClientDeadline
+from .deadline import ClientDeadline
 
 _READ = select.POLLIN | select.POLLERR | select.POLLHUP
 _WRITE = select.POLLOUT | select.POLLERR | select.POLLHUP
-# A TLS write that waits for handshake bytes does not see them if the reader takes them first.
-_TLS_LOOK_AGAIN = 0.02
+# A TLS write may wait for handshake bytes that the reading thread has received, so it tries again after this time.
+_TLS_POLL_SECONDS = 0.02
 # More milliseconds than fit in a C int are an error.
-_LONGEST_WAIT = 3600.0
-# Small frames (pongs) of the reading thread that could not be written yet; more of them mean a dead peer.
-_MOST_WAITING = 1000
+_MAX_POLL_SECONDS = 3600.0
+# The most small frames, such as pongs, that wait to be written: if there are more, the peer does not read.
+_MAX_QUEUED_FRAMES = 1000
 
 
 class NotWritten(OSError):
-    """A frame was not written in time. If a part was written, the rest is written later."""
+    """A frame was not written by the deadline. If a part of it was written (`started`), the rest is written later."""
 
     def __init__(self, started: bool) -> None:
-        super().__init__("the connection does not take more in time")
+        super().__init__("the connection did not accept the frame in time")
         self.started = started
 
 
 class Transport:
-    """A connected socket that writes frames and reads bytes. All errors are `OSError`; after one only `close` works."""
+    """A connected socket that writes frames and reads bytes. All errors are `OSError`; then only `close` works."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -69,8 +69,8 @@ class Transport:
         return True
 
     def post(self, frame: bytes) -> None:
-        """Write a small frame as soon as possible, without waiting."""
-        if len(self._waiting) >= _MOST_WAITING:
+        """Write a small frame without waiting: at once, or as soon as the socket accepts more."""
+        if len(self._waiting) >= _MAX_QUEUED_FRAMES:
             raise OSError("the other side has stopped reading")
         self._waiting.append(frame)
         self._flush_waiting()
@@ -90,11 +90,11 @@ class Transport:
         while not self._push():
             if deadline.expired or self._closed:
                 return False
-            self._wait(_WRITE, min(deadline.left, _TLS_LOOK_AGAIN) if self._tls else deadline.left)
+            self._wait(_WRITE, min(deadline.left, _TLS_POLL_SECONDS) if self._tls else deadline.left)
         return True
 
     def _push(self) -> bool:
-        """Write what the socket takes now. Return whether nothing is left."""
+        """Write as much as the socket accepts now. Return whether all is written."""
         while self._unsent:
             try:
                 sent = self._send()
@@ -144,7 +144,7 @@ class Transport:
     def _wait(self, events: int, seconds: float) -> None:
         poll = select.poll()
         poll.register(self._sock, events)
-        poll.poll(min(max(0.0, seconds), _LONGEST_WAIT) * 1000)
+        poll.poll(min(max(0.0, seconds), _MAX_POLL_SECONDS) * 1000)
 
     # ------------------------------------------------------------------------------------------ ending
 
@@ -155,7 +155,7 @@ class Transport:
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket. Only the reading thread may call it, as its last act."""
+        """Close the socket. Only the reading thread may call this, as its last step."""
         self.interrupt()
         with self._writing:
             self._sock.close()

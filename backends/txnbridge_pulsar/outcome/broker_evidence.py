@@ -1,4 +1,4 @@
-"""Evidence, found by REST, that a transaction which its coordinator has forgotten was committed."""
+"""Evidence by REST that a transaction was committed, for transactions that their coordinators have forgotten."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from itertools import islice
 from txnbridge.errors import DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of, unavailable
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.outcome.proof import proof_prefix
@@ -24,20 +24,19 @@ _log = logging.getLogger("txnbridge")
 _REST = "/admin/v3/transactions"
 _COMMIT_MARKER = "21"
 # Entries before a late message that are searched for the transaction's commit marker; each takes a request.
-_MOST_BEFORE = 500
-# Messages of a transaction are searched within this time before and after a known one: transactions live for hours at
-# most.
-_AROUND_MS = 3 * 3600 * 1000
+_MAX_ENTRIES_SEARCHED = 500
+# A transaction's messages are searched within this time before and after a known one: no transaction lives longer.
+_SEARCH_WINDOW_MS = 3 * 3600 * 1000
 
 
 def topics_but_canary(cluster: ClusterAccess, deadline: Deadline) -> list[str]:
-    """Return all topics of the namespace but the canary, where late messages are sent on purpose."""
+    """Return all concrete topics of the namespace except the canary, to which late messages are sent on purpose."""
     canary = cluster.settings.namespace.full_name(cluster.settings.late_write_canary)
     return [topic for topic in cluster.topics.all_concrete(deadline) if topic != canary]
 
 
 def first_open_message(rest: Rest, topic: str, txn: TxnId, deadline: Deadline) -> tuple[int, int] | None:
-    """Return the position of a transaction's first message on a topic; None if it is not open on the topic."""
+    """Return the position of a transaction's first message on a topic; None if the transaction is not open there."""
     path = f"{_REST}/transactionInBufferStats/{path_of(topic)}/{txn.most}/{txn.least}"
     try:
         position = rest.get(path, deadline).get("startPosition")
@@ -63,14 +62,14 @@ def ledger_sizes(rest: Rest, topic: str, deadline: Deadline) -> dict[int, int]:
     return sizes
 
 
-def entry_headers(rest: Rest, topic: str, place: tuple[int, int], deadline: Deadline) -> Mapping[str, str]:
-    ledger, entry = place
+def entry_headers(rest: Rest, topic: str, position: tuple[int, int], deadline: Deadline) -> Mapping[str, str]:
+    ledger, entry = position
     return rest.headers(f"/admin/v2/persistent/{path_of(topic)}/ledger/{ledger}/entry/{entry}", deadline)
 
 
-def _before(place: tuple[int, int], sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield the positions of the entries before `place`, the nearest first."""
-    ledger, entry = place
+def _positions_before(position: tuple[int, int], sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield the positions of the entries before `position`, the nearest first."""
+    ledger, entry = position
     for each in sorted(sizes, reverse=True):
         if each <= ledger:
             yield from ((each, at) for at in reversed(range(entry if each == ledger else sizes[each])))
@@ -79,7 +78,7 @@ def _before(place: tuple[int, int], sizes: Mapping[int, int]) -> Iterator[tuple[
 def proof_of_commit(
     cluster: ClusterAccess, rest: Rest, txn: TxnId, held: Mapping[str, tuple[int, int]], deadline: Deadline
 ) -> str | None:
-    """Return a sentence that names the evidence that a transaction was committed; None without evidence.
+    """Return a sentence that names the evidence of a transaction's commit; None without evidence.
 
     `held` has the topics on which the transaction is open, with its first message on each. Nothing proves an abort:
     brokers also write an abort marker when they drop messages that a commit has not reached (hazard H46).
@@ -88,7 +87,7 @@ def proof_of_commit(
     markers_read_by = Deadline(deadline.left() / 4)
     for topic, first in held.items():
         if _has_commit_marker(rest, topic, txn, first, markers_read_by):
-            return f"the marker of its commit stands on {short_name(topic)}"
+            return f"its commit marker is on {short_name(topic)}"
     about = min(_publish_time(rest, topic, first, deadline) for topic, first in held.items())
     topics = topics_but_canary(cluster, deadline)
     markers = f"persistent://{cluster.settings.namespace}/{proof_prefix(cluster)}"
@@ -106,7 +105,7 @@ def had_committed(
 ) -> bool | None:
     """Return whether a transaction that its coordinator has forgotten was committed; None without evidence.
 
-    Return False if the transaction is open on none of its topics: then no later end can take a commit back.
+    Return False also if the transaction is open on none of its topics: then no later end can take a commit back.
     """
     try:
         for topic in topics:  # brokers list open transactions only of loaded topics
@@ -118,26 +117,26 @@ def had_committed(
             return False
         return True if proof_of_commit(cluster, rest, txn, held, deadline) else None
     except (TxnBridgeError, RestRefused) as error:
-        _log.debug("how %s ended: %s", txn, error)
+        _log.debug("the outcome of transaction %s is not known: %s", txn, error)
         return None
 
 
 def _has_commit_marker(rest: Rest, topic: str, txn: TxnId, first: tuple[int, int], deadline: Deadline) -> bool:
-    """Return whether one of the last entries before the transaction's late message `first` is its commit marker."""
+    """Return whether the transaction's commit marker is among the last entries before its late message `first`."""
     with suppress(RestRefused, DeadlineExceeded):
-        for place in islice(_before(first, ledger_sizes(rest, topic, deadline)), _MOST_BEFORE):
-            headers = entry_headers(rest, topic, place, deadline)
+        for position in islice(_positions_before(first, ledger_sizes(rest, topic, deadline)), _MAX_ENTRIES_SEARCHED):
+            headers = entry_headers(rest, topic, position, deadline)
             if headers.get("x-pulsar-marker-type") == _COMMIT_MARKER and txn_of_headers(headers) == txn:
                 return True
     return False
 
 
-def _publish_time(rest: Rest, topic: str, place: tuple[int, int], deadline: Deadline) -> int:
-    """Return a message's publish time in milliseconds."""
+def _publish_time(rest: Rest, topic: str, position: tuple[int, int], deadline: Deadline) -> int:
+    """Return a message's publish time in milliseconds since 1970."""
     try:
-        published = entry_headers(rest, topic, place, deadline)["x-pulsar-publish-time"]
+        published = entry_headers(rest, topic, position, deadline)["x-pulsar-publish-time"]
     except RestRefused as refused:
-        raise unavailable(refused, f"looking at message {place} of {topic}") from refused
+        raise unavailable(refused, f"reading the publish time of message {position} of {topic}") from refused
     # Python 3.10 parses neither a Z nor a fraction of any length.
     return int(datetime.fromisoformat(re.sub(r"\.\d+", "", published).replace("Z", "+00:00")).timestamp() * 1000)
 
@@ -145,7 +144,7 @@ def _publish_time(rest: Rest, topic: str, place: tuple[int, int], deadline: Dead
 def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, about: int, deadline: Deadline) -> bool:
     """Return whether readers see a message of a transaction on a topic. Search only around the publish time `about`."""
     what = f"reading {topic}"
-    first = rest.get(f"/admin/v2/persistent/{path_of(topic)}/messageid/{about - _AROUND_MS}", deadline)
+    first = rest.get(f"/admin/v2/persistent/{path_of(topic)}/messageid/{about - _SEARCH_WINDOW_MS}", deadline)
     start = wire.MessageId(first["ledgerId"], first["entryId"])
     with translated(what):
         reader = cluster.client.read(topic, timeout=deadline.left(), start=start_before(start))
@@ -157,7 +156,7 @@ def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, abo
                 for entry in reader.receive(deadline.left()):
                     if entry.txn == txn:
                         return True
-                    if entry.publish_time > about + _AROUND_MS:
+                    if entry.publish_time > about + _SEARCH_WINDOW_MS:
                         return False
                     at = entry.id.ledger, entry.id.entry
             return False

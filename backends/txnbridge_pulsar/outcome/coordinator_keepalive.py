@@ -1,4 +1,4 @@
-"""Connects to the transaction coordinators regularly, so that they time transactions out.
+"""Connects to the transaction coordinators regularly, so that they abort transactions whose timeout is over.
 
 After a restart of the brokers no transaction times out until a client has connected to its coordinator: a transaction
 that a dead process left open would hold readers back for ever. So each open bridge connects to all coordinators
@@ -14,15 +14,15 @@ from txnbridge_pulsar import client as wire
 
 _log = logging.getLogger("txnbridge")
 
-# Seconds between connects: readers wait this much longer after a restart. A connect is two small requests to each one.
-EVERY_SECONDS = 10.0
-_SECONDS_A_TRY = 10.0
+# After a restart readers wait up to these seconds longer. A connect is two small requests to each coordinator.
+CONNECT_EVERY_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
 
 
 class CoordinatorKeepalive:
-    """A thread that connects to all coordinators until it is closed."""
+    """A thread that connects to all coordinators at regular intervals until it is closed."""
 
-    def __init__(self, client: wire.PulsarClient, every: float = EVERY_SECONDS) -> None:
+    def __init__(self, client: wire.PulsarClient, every: float = CONNECT_EVERY_SECONDS) -> None:
         self._client = client
         self._every = every
         self._stop = threading.Event()
@@ -32,7 +32,7 @@ class CoordinatorKeepalive:
     def _run(self) -> None:
         while not self._stop.wait(self._every):
             try:
-                self._client.transactions.connect(_SECONDS_A_TRY)
+                self._client.transactions.connect(_CONNECT_SECONDS)
             except wire.PulsarError as error:
                 _log.debug("the transaction coordinators do not answer: %s", error)
 

@@ -1,13 +1,13 @@
 """Makes sure that the end of a transaction reaches every topic and subscription.
 
-A coordinator passes the end on to the brokers that serve them. While a broker unloads a topic, the coordinator takes
-"being unloaded" for "deleted" and counts the end as delivered, but the end never arrives. Committed messages stay
-hidden on this topic, and the end of a later transaction on it turns the commit into an abort: messages are lost, and
+A coordinator sends the end to the brokers that serve them. While a broker unloads a topic, the coordinator mistakes
+"being unloaded" for "deleted", and counts the end as delivered although it never arrives. Committed messages stay
+hidden on this topic, and the end of a later transaction there turns the commit into an abort: messages are lost, and
 acknowledged ones are processed twice (hazard H49).
 
-The broker tells each producer and consumer on an unloaded topic that it is closed. So an owner remembers each
-transaction for some seconds after its end, and ends it again on every topic that was unloaded. This fails if the
-process dies in these seconds, or another program ends a transaction on the topic first.
+The broker closes each producer and consumer on an unloaded topic. So an owner remembers each transaction for some
+seconds after its end, and ends it again on every topic whose producer or consumer was closed. This fails if the process
+dies in these seconds, or another program ends a transaction on the topic first.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from txnbridge_pulsar.settings.topic_names import whole_topic
 
 _log = logging.getLogger("txnbridge")
 
-# Seconds for which an ended transaction is kept. A broker closes producers within milliseconds of unloading a topic,
-# but unloads the topics of a large bundle one by one.
+# Seconds for which an ended transaction is remembered. A broker closes producers within milliseconds of unloading a
+# topic, but unloads the topics of a large bundle one by one.
 _KEEP_SECONDS = 5.0
-_LOOK_SECONDS = 0.05
+_UNLOAD_CHECK_SECONDS = 0.05
 # Seconds for one delivery. Topics of a killed broker are retried until the other brokers notice its death.
-_TURN_SECONDS = 2.0
-# Seconds that a writer which closes right after a commit waits for brokers' messages about unloaded topics.
-_LINGER_SECONDS = 0.02
-# The most characters of participants in a token: a token has 4,096 in all, some of which its encoding takes.
-_MOST_TOKEN_CHARACTERS = 1800
-_SIDE_BY_SIDE = 8
+_DELIVERY_SECONDS = 2.0
+
+# Limit for the participants in a token, which has 4,096 characters in all.
+_MAX_TOKEN_CHARACTERS = 1800
+_PARALLEL_DELIVERIES = 8
 
 
 class Participant(NamedTuple):
-    """A topic or subscription in a transaction, with the producer or consumer that is informed of an unload."""
+    """A topic or subscription in a transaction, with our producer or consumer there, which an unload closes."""
 
     topic: str
     subscription: str | None
@@ -54,25 +53,26 @@ class Participant(NamedTuple):
     @property
     def has_moved(self) -> bool:
         lost = self.user.lost
-        # A producer or consumer that this process has closed is not informed of an unload; see `linger`.
+        # A producer or consumer that this process has closed is not informed of an unload; see
+        # `wait_for_unload_notices`.
         ours = isinstance(lost, wire.Closed) or (lost is not None and isinstance(lost.__cause__, wire.Closed))
         return self.user.generation != self.generation or (lost is not None and not ours)
 
 
 @dataclass(frozen=True)
 class Participants:
-    """The names of a transaction's topics and subscriptions, for a process without producers and consumers on them."""
+    """The names of a transaction's topics and subscriptions, for processes without producers and consumers there."""
 
     topics: tuple[str, ...] = ()
     subscriptions: tuple[tuple[str, str], ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """Return fields for a token, with the partitions of each topic as a bit set; no fields if they are too long."""
+        """Return fields for a token, each topic's partitions as a bit set; no fields if they are too long."""
         groups: dict[str, list[str]] = {}
         for topic, name in self.subscriptions:
             groups.setdefault(name, []).append(topic)
         packed = {"r": _packed(self.topics), "g": {name: _packed(topics) for name, topics in groups.items()}}
-        return packed if len(json.dumps(packed)) <= _MOST_TOKEN_CHARACTERS else {}
+        return packed if len(json.dumps(packed)) <= _MAX_TOKEN_CHARACTERS else {}
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Participants:
@@ -107,7 +107,7 @@ def _unpacked(sets: Mapping[str, str]) -> Iterator[str]:
 def deliver_everywhere(
     cluster: ClusterAccess, txn: TxnId, commit: bool, participants: Participants, deadline: Deadline
 ) -> None:
-    """End a transaction again on each of its topics and subscriptions, which may have been unloaded during the first
+    """End a transaction again on each of its topics and subscriptions: some may have been unloaded during the first
     end.
 
     Errors are logged, not raised, because the outcome is decided. With authorization on, only a superuser has the
@@ -118,14 +118,14 @@ def deliver_everywhere(
         try:
             _end_on(cluster, txn, commit, *target, deadline)
         except wire.PulsarError as error:
-            _log.debug("ending %s once more on %s: %s", txn, target[0], error)
+            _log.debug("ending transaction %s again on %s: %s", txn, target[0], error)
 
     targets: list[tuple[str, str | None]] = [
         *((topic, None) for topic in participants.topics),
         *participants.subscriptions,
     ]
     if targets:
-        with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(targets))) as pool:
+        with ThreadPoolExecutor(min(_PARALLEL_DELIVERIES, len(targets))) as pool:
             list(pool.map(tell, targets))
 
 
@@ -146,7 +146,7 @@ class _EndedTransaction(NamedTuple):
 
 
 def participant_of(topic: str, subscription: str | None, via: wire.PulsarProducer | wire.PulsarConsumer) -> Participant:
-    """Return a participant; call this before the end is requested, so that a later unload is noticed."""
+    """Return a participant. Call this before the end is requested, so that a later unload is noticed."""
     return Participant(topic, subscription, via, via.generation)
 
 
@@ -163,7 +163,7 @@ class EndDelivery:
         self._thread: threading.Thread | None = None
 
     def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
-        """Remember a transaction that has ended. Return when its end has been sent to the unloaded participants."""
+        """Remember an ended transaction. Return when its end was sent again to participants already unloaded."""
         ended = _EndedTransaction(time.monotonic(), txn, commit)
         with self._changed:
             for each in participants:
@@ -178,7 +178,8 @@ class EndDelivery:
         """Deliver remembered ends to those of these topics that were unloaded. Return when that is done, or at the
         deadline.
 
-        Call this before another transaction ends on these topics: its end would drop messages whose commit is missing.
+        Call this before another transaction ends on these topics: its end would drop messages whose commit has not
+        arrived.
         """
         for each in self._moved(topics):
             self._deliver_again(each, deadline)
@@ -190,7 +191,7 @@ class EndDelivery:
             return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
 
     def _deliver_again(self, missed: Participant, deadline: Deadline) -> None:
-        """End all remembered transactions again on one unloaded participant. Failed ends are kept for another try."""
+        """Send the remembered ends to one unloaded participant. Ends that fail are kept for another attempt."""
         with self._changed:
             ended = self._recent.pop(missed, None)
             if ended is None:
@@ -206,7 +207,7 @@ class EndDelivery:
                 self._give_up(missed, ended, error)
                 ended.clear()
             else:
-                _log.debug("ending %s once more on %s: %s", ended[0].txn, missed.topic, error)
+                _log.debug("ending transaction %s again on %s: %s", ended[0].txn, missed.topic, error)
         finally:
             with self._changed:
                 if ended:
@@ -220,17 +221,17 @@ class EndDelivery:
         committed = [str(each.txn) for each in ended if each.commit]
         if committed:
             _log.error(
-                "%s was moved or unloaded while these transactions were committed: %s. The broker may not know there"
-                " that they are, and would take it back: %s. An administrator should run `txnbridge transactions"
-                " repair` for each at once",
+                "%s was unloaded while these transactions were committed: %s. The commits may not have reached the"
+                " topic, and a later transaction would turn them into aborts there: %s. An administrator should run"
+                " `txnbridge transactions repair` for each transaction at once",
                 *(missed.topic, ", ".join(committed), error),
             )
 
     def _watch(self) -> None:
-        while not self._stop.wait(_LOOK_SECONDS):
+        while not self._stop.wait(_UNLOAD_CHECK_SECONDS):
             if moved := self._moved():
-                with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(moved))) as pool:
-                    list(pool.map(lambda each: self._deliver_again(each, Deadline(_TURN_SECONDS)), moved))
+                with ThreadPoolExecutor(min(_PARALLEL_DELIVERIES, len(moved))) as pool:
+                    list(pool.map(lambda each: self._deliver_again(each, Deadline(_DELIVERY_SECONDS)), moved))
             with self._changed:
                 self._drop_old()
                 if not self._recent:
@@ -245,9 +246,12 @@ class EndDelivery:
             if not ended:
                 del self._recent[each]
 
-    def linger(self) -> None:
-        """Wait until producers are informed of unloads during the last end. Call this before producers are closed."""
-        time.sleep(max(0.0, self._last_at + _LINGER_SECONDS - time.monotonic()))
+    def wait_for_unload_notices(self) -> None:
+        """Wait until the broker has had time to close producers on topics that were unloaded during the last end. A
+        writer calls this before it closes its producers, because a closed producer is not informed.
+        """
+        seconds = self._cluster.settings.timing.unload_notice_seconds
+        time.sleep(max(0.0, self._last_at + seconds - time.monotonic()))
 
     def close(self, deadline: Deadline) -> None:
         """Stop the thread, and deliver ends to unloaded topics once more."""

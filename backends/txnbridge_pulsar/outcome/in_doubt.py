@@ -1,6 +1,6 @@
 """Transactions in doubt: their coordinators have forgotten them, and their proof topics do not show the outcomes yet.
 
-On a topic that has not received a commit, the end of any later transaction takes the commit back. So the owner ends no
+On a topic that a commit has not reached, the end of any later transaction takes the commit back. So the owner ends no
 transaction on the topics of transactions in doubt, and uses other proof topics meanwhile (hazard H50).
 """
 
@@ -27,7 +27,7 @@ class InDoubt:
 
     def resolve(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
         """Find a transaction's outcome, and deliver a commit to all its topics again. Return whether the outcome is
-        known; if not, the transaction counts as in doubt.
+        known; if it is not, the transaction is in doubt from now on.
         """
         clear = confirm_by_proof(self._cluster, ended, deadline)
         with self._lock:
@@ -38,7 +38,7 @@ class InDoubt:
         return clear
 
     def touching(self, topics: Iterable[str]) -> list[AnnouncedTransaction]:
-        """Return the transactions in doubt that wrote to, or acknowledged on, one of these topics."""
+        """Return the transactions in doubt that used one of these topics for messages or acknowledgements."""
         if not self._transactions:
             return []
         wanted = set(topics)
@@ -54,9 +54,9 @@ class InDoubt:
         for ended in asked:
             if not self.resolve(ended, deadline):
                 raise BrokerUnavailable(
-                    f"nobody can tell how transaction {ended.txn} of this id ended, and whatever ends behind it on its"
-                    " topics would take it back, had it been committed. `txnbridge doctor` names the topics; then:"
-                    f" txnbridge transactions repair {ended.txn} --yes --reason TEXT"
+                    f"the outcome of transaction {ended.txn} of this id is not known. If it was committed, a later"
+                    " transaction on its topics would take the commit back. `txnbridge doctor` names the topics; then"
+                    f" run: txnbridge transactions repair {ended.txn} --yes --reason TEXT"
                 )
         return asked
 

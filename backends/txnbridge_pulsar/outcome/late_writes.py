@@ -27,12 +27,11 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
 
 _log = logging.getLogger("txnbridge")
 
-# Timeout of the empty transaction, which lives for milliseconds. If its process dies, it holds back only other empty
-# transactions.
-_TTL_MS = 10_000
+# Timeout of the empty transaction, which lives for milliseconds. After its process's death it holds no reader back.
+_EMPTY_TRANSACTION_TTL_MS = 10_000
 # Pauses between tries, growing: older transactions may stay open until they time out.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
-_SECONDS_A_TURN = 10.0
+_ATTEMPT_SECONDS = 10.0
 
 
 def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
@@ -44,8 +43,8 @@ def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, dead
     transactions = cluster.client.transactions
     closed = terminated(cluster, ended.topics, deadline)
     topics = [topic for topic in ended.topics if topic not in closed]
-    with translated(f"making the brokers refuse what comes late for {ended.txn}"):
-        empty = transactions.begin(_TTL_MS, deadline.left(), ended.txn.most)
+    with translated(f"having brokers refuse late messages of {ended.txn}"):
+        empty = transactions.begin(_EMPTY_TRANSACTION_TTL_MS, deadline.left(), ended.txn.most)
         transactions.register(empty, deadline.left(), [*topics, canary], ended.subscriptions)
         transactions.end(empty, True, deadline.left())
         for topic, subscription in ended.subscriptions:
@@ -60,12 +59,12 @@ def _release_late_acks(
     try:
         transactions.end_on_subscription(txn, topic, subscription, False, deadline.left())
     except wire.ServerError as error:  # with authorization on, only a superuser has the right
-        _log.debug("late acknowledgements of %s on %s are held until the group's next: %s", txn, topic, error)
+        _log.debug("late acknowledgements of %s on %s may stay pending: %s", txn, topic, error)
 
 
 def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: Deadline) -> bool:
     """Send a late message to the canary topic, where it does no harm. Return whether the broker refuses it."""
-    what = f"looking whether late messages of {txn} are refused"
+    what = f"checking whether late messages of {txn} are refused"
     with translated(what):
         producer = cluster.client.create_producer(canary, timeout=deadline.left())
     try:
@@ -97,7 +96,7 @@ class LateWriteGuard:
             return tuple(self._at_risk)
 
     def add(self, ended: AnnouncedTransaction, deadline: Deadline) -> None:
-        """Make brokers refuse late messages of an ended transaction: try once now, then repeat in the background."""
+        """Make brokers refuse late messages of an ended transaction: try now, then repeatedly in the background."""
         if self._try(ended, deadline):
             return
         with self._lock:
@@ -113,7 +112,7 @@ class LateWriteGuard:
             self._end_delivery.settle(set(ended.topics), deadline)
             return refuse_late_writes(self._cluster, ended, deadline)
         except TxnBridgeError as error:
-            _log.debug("what comes late for %s is not refused yet: %s", ended.transaction, error)
+            _log.debug("late messages of %s are not refused yet: %s", ended.transaction, error)
             return False
 
     def _run(self) -> None:
@@ -121,7 +120,7 @@ class LateWriteGuard:
             if self._stop.wait(pause):
                 return
             for ended in self.at_risk:
-                if not self._stop.is_set() and self._try(ended, Deadline(_SECONDS_A_TURN)):
+                if not self._stop.is_set() and self._try(ended, Deadline(_ATTEMPT_SECONDS)):
                     with self._lock:
                         self._at_risk.remove(ended)
             with self._lock:
@@ -134,7 +133,7 @@ class LateWriteGuard:
         self._stop.set()
         thread = self._thread
         if thread is not None:
-            thread.join(min(deadline.left(), _SECONDS_A_TURN))
+            thread.join(min(deadline.left(), _ATTEMPT_SECONDS))
 
 
 def _pauses() -> Iterator[float]:

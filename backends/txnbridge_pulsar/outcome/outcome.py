@@ -1,4 +1,4 @@
-"""Ends transactions by their numbers, and finds their outcomes: from the coordinator, then from the proof message.
+"""Ends transactions by their ids, and finds their outcomes: from the coordinator, then from the proof message.
 
 A coordinator forgets a transaction that has ended, and then gives the same answer for committed, aborted, timed-out and
 never begun ones (hazard H46). If an end request is not answered, it is repeated; then only the proof message shows the
@@ -30,16 +30,15 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLoca
 _log = logging.getLogger("txnbridge")
 
 # Seconds between requests about a transaction that is being ended, or to a coordinator that is not available.
-_PAUSE = 0.05
+_RETRY_PAUSE_SECONDS = 0.05
 # A deadline has time for this many end requests: a lost answer never arrives, so the request is repeated.
-_ATTEMPTS = 3
-_LEAST_PATIENCE = 1.0
-_PATIENCE_SHARE = 0.8  # of the time left; the rest is for finding out why there was no answer
+_ATTEMPTS_PER_DEADLINE = 3
+_MIN_ATTEMPT_SECONDS = 1.0
+_REQUEST_SHARE = 0.8  # of the time left; the rest is for finding out why there was no answer
 # Seconds that `status_of` waits for a transaction that is being ended, which takes milliseconds.
-_MOMENT = 2.0
-# Seconds for reading a proof topic. A proof that cannot be read by then is hidden by an open transaction, which may
-# stay open much longer.
-_LOOK_SECONDS = 5.0
+_ENDING_SECONDS = 2.0
+# Seconds for reading a proof topic. A proof that cannot be read by then is hidden by an open transaction.
+_PROOF_SECONDS = 5.0
 
 _COMMITTING = {"COMMITTING", "COMMITTED"}
 _ABORTING = {"ABORTING", "ABORTED"}
@@ -56,7 +55,7 @@ class EndResult(Enum):
 
 @dataclass(frozen=True)
 class TokenEvidence:
-    """Pulsar's part of a transaction's token. `txn` is None if the transaction was never begun at a coordinator."""
+    """The fields that Pulsar adds to a token. `txn` is None if no coordinator has begun the transaction."""
 
     txn: TxnId | None
     proof: ProofLocation | None
@@ -92,18 +91,18 @@ class TokenEvidence:
 def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str], deadline: Deadline) -> EndResult:
     """Request a transaction's commit or abort from its coordinator, and repeat the same request until it is answered.
 
-    `topics` are the registered topics, as far as known: a terminated one may keep the coordinator from ever answering.
+    `topics` are the registered topics as far as known: if one is terminated, the coordinator may never answer.
 
     Raise `OutcomeUnknown` if a request was sent and not answered by the deadline, `BrokerUnavailable` if none could be
     sent, `AccessDenied` if the bridge's user may not end the transaction.
     """
     asked = False
-    patience = max(deadline.seconds / _ATTEMPTS, _LEAST_PATIENCE)
+    patience = max(deadline.seconds / _ATTEMPTS_PER_DEADLINE, _MIN_ATTEMPT_SECONDS)
     patient = Deadline(patience)
     under_way: EndResult | None = None  # the end that the coordinator says it is carrying out
     while True:
         try:
-            cluster.client.transactions.end(txn, commit, min(deadline.left() * _PATIENCE_SHARE, patience))
+            cluster.client.transactions.end(txn, commit, min(deadline.left() * _REQUEST_SHARE, patience))
             return EndResult.COMMITTED if commit else EndResult.ABORTED
         except wire.TransactionNotFound:
             return under_way or (EndResult.UNCLEAR if asked else EndResult.BEFORE)
@@ -111,7 +110,7 @@ def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str],
             under_way = _end_under_way(error) or under_way
             last: wire.PulsarError = error
         except wire.PulsarError as error:
-            if not _may_pass(error):
+            if not _is_temporary(error):
                 in_doubt = asked or under_way is not None or error.may_have_had_effect
                 raise _not_answered(txn, commit, in_doubt, error) from error
             asked = asked or error.may_have_had_effect or isinstance(error, wire.ServerError)
@@ -120,24 +119,25 @@ def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str],
             if _is_stuck_abort(cluster, txn, topics, deadline):
                 return EndResult.ABORTED
             patient = Deadline(patience)
-        if deadline.left() <= _PAUSE:
+        if deadline.left() <= _RETRY_PAUSE_SECONDS:
             raise _not_answered(txn, commit, asked or under_way is not None, last) from last
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY_PAUSE_SECONDS)
 
 
 def _is_stuck_abort(cluster: ClusterAccess, txn: TxnId, topics: Sequence[str], deadline: Deadline) -> bool:
-    """Return whether a transaction will certainly be aborted, although its coordinator never finishes because one of
-    its topics was terminated.
+    """Return whether a transaction will certainly be aborted, although its coordinator never answers because one of the
+    transaction's topics was terminated.
 
-    An abort that the coordinator has begun is stored, and nobody can turn it into a commit. Messages on the terminated
-    topic could only become visible by a commit marker there, and no marker can be stored. The coordinator has sent the
-    abort to all other topics and to all subscriptions at the same time, and keeps sending it, so late messages are
-    aborted, too. That includes the terminated topic's subscriptions, whose pending-ack logs are ledgers of their own.
+    The coordinator has stored an abort that it has begun, and nobody can turn it into a commit. Messages on the
+    terminated topic could only become visible by a commit marker there, and no marker can be stored. The coordinator
+    has sent the abort to all other topics and to all subscriptions at the same time, and keeps sending it, so late
+    messages are aborted, too. This includes the terminated topic's subscriptions, whose pending-ack logs are ledgers of
+    their own.
 
     Raise `OutcomeUnknown` for a commit that is stuck: it has not arrived everywhere and cannot be taken back. Its
     messages on the terminated topic are lost, which only a user may accept.
     """
-    deadline = Deadline(min(_LOOK_SECONDS, deadline.left()))
+    deadline = Deadline(min(_PROOF_SECONDS, deadline.left()))
     stopped = terminated(cluster, topics, deadline)
     if not stopped:
         return False
@@ -147,7 +147,7 @@ def _is_stuck_abort(cluster: ClusterAccess, txn: TxnId, topics: Sequence[str], d
         _log.debug("whether %s is being aborted: %s", txn, error)
         return False
     if state in _COMMITTING:
-        raise OutcomeUnknown(f"the commit of {txn} does not end: {repair_hint(stopped)}")
+        raise OutcomeUnknown(f"the commit of {txn} cannot finish: {repair_hint(stopped)}")
     return state in _ABORTING
 
 
@@ -157,7 +157,7 @@ def _end_under_way(error: wire.InvalidTransactionStatus) -> EndResult | None:
     return EndResult.ABORTED if error.state in _ABORTING else None
 
 
-def _may_pass(error: wire.PulsarError) -> bool:
+def _is_temporary(error: wire.PulsarError) -> bool:
     """Return whether a repeated request may succeed, as after an error of the coordinator's store."""
     return error.retriable or isinstance(error, wire.BrokerConnectionLost)
 
@@ -172,10 +172,10 @@ def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError
 
 
 def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction by its token. Return the true outcome, which another process may have decided."""
+    """End a prepared transaction by its token. Return the actual outcome; another process may have ended it."""
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
-        raise InvalidToken("this token is damaged: a prepared transaction has a number")
+        raise InvalidToken("this token is damaged: it has no id of the prepared transaction")
     with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as event:
         topics = tuple(dict.fromkeys((evidence.proof.topic, *evidence.participants.topics)))
         ended = end(cluster, evidence.txn, commit, topics, deadline)
@@ -196,26 +196,26 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Led
 
 
 def outcome_by_proof(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> Outcome:
-    """Return the outcome, by its proof message, of a transaction that its coordinator has forgotten.
+    """Return the outcome of a transaction that its coordinator has forgotten, as its proof message shows it.
 
     Raise `OutcomeUnknown` if an open transaction hides the proof, `EvidenceLost` if the proof topic has lost records.
     """
-    committed = _by_proof(cluster, proof, txn, deadline)
+    committed = _committed_by_proof(cluster, proof, txn, deadline)
     if committed is None:
-        raise OutcomeUnknown(f"how {txn} ended cannot be read yet: an open transaction hides it on {proof.topic}")
+        raise OutcomeUnknown(f"the outcome of {txn} is not known yet: an open transaction hides it on {proof.topic}")
     return Outcome.COMMITTED if committed else Outcome.ABORTED
 
 
 def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-    """Find a forgotten transaction's outcome, and deliver a commit to all its topics and subscriptions again. The next
-    end of another transaction on a topic that a commit has not reached would take the commit back.
+    """Find a forgotten transaction's outcome, and deliver a commit to all its topics and subscriptions again. On a
+    topic that a commit has not reached, the next end of another transaction would take the commit back.
 
     Return whether the outcome is known. Until it is, no other transaction may end on these topics.
     """
     try:
-        committed = _by_proof(cluster, ended.proof, ended.txn, deadline)
+        committed = _committed_by_proof(cluster, ended.proof, ended.txn, deadline)
     except EvidenceLost as lost:
-        _log.debug("how %s ended: %s", ended.txn, lost)
+        _log.debug("the outcome of transaction %s is not known: %s", ended.txn, lost)
         committed = None
     if committed is None and cluster.rest is not None:
         committed = had_committed(cluster, cluster.rest, ended.txn, ended.topics, deadline)
@@ -229,9 +229,9 @@ def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: De
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
         state = TokenState.COMMITTED if evidence.asked else TokenState.ABORTED
-        return Status(state, reason="it was empty, and nothing was asked of the broker")
+        return Status(state, reason="it was empty, so the broker never knew of it")
     if not (evidence.asked or token.prepared):
-        return Status(TokenState.ABORTED, reason="its writer never came to ask for its commit, and nobody else does")
+        return Status(TokenState.ABORTED, reason="its writer has not requested its commit, and no other process may")
     state_now = _wait_for_end(cluster, evidence.txn, evidence.proof, deadline)
     if state_now == "OPEN":
         if token.prepared:
@@ -242,7 +242,7 @@ def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: De
     if state_now:
         return Status(TokenState.UNKNOWN, reason=f"its coordinator says that it is {state_now}")
     try:
-        committed = _by_proof(cluster, evidence.proof, evidence.txn, deadline)
+        committed = _committed_by_proof(cluster, evidence.proof, evidence.txn, deadline)
     except EvidenceLost as lost:
         return Status(TokenState.UNKNOWN, reason=str(lost), permanent=True)
     if committed is None:
@@ -250,22 +250,22 @@ def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: De
     return Status(TokenState.COMMITTED if committed else TokenState.ABORTED)
 
 
-def _by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
-    """Return `was_committed` for a transaction; repeat until the deadline while no broker serves the proof topic."""
+def _committed_by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
+    """Return `was_committed` for a transaction. While no broker serves the proof topic, repeat until the deadline."""
     while True:
         try:
-            return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _LOOK_SECONDS)))
+            return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _PROOF_SECONDS)))
         except BrokerUnavailable:
-            if deadline.left() <= _PAUSE:
+            if deadline.left() <= _RETRY_PAUSE_SECONDS:
                 raise
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY_PAUSE_SECONDS)
 
 
 def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Return `coordinator_state` of a transaction. Wait up to `_MOMENT` if the transaction is being ended."""
-    until = Deadline(min(_MOMENT, deadline.left()))
+    """Return `coordinator_state` of a transaction. If the transaction is being ended, wait up to `_ENDING_SECONDS`."""
+    until = Deadline(min(_ENDING_SECONDS, deadline.left()))
     while (state := coordinator_state(cluster, txn, proof, deadline)) not in ("", "OPEN") and not until.expired:
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY_PAUSE_SECONDS)
     return state
 
 
@@ -273,7 +273,7 @@ def coordinator_state(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, 
     """Return a transaction's state at its coordinator, such as "OPEN"; empty if the coordinator has forgotten it.
 
     The protocol has no request for the state. But registering a topic again changes nothing, and the coordinator
-    refuses it with the state if the transaction is not open.
+    refuses this with the state if the transaction is not open.
     """
     return _register_again(cluster, txn, deadline, topics=[proof.topic])
 
@@ -282,7 +282,7 @@ def note_prepared(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, dead
     """Note at the coordinator that an open transaction is prepared. Return `coordinator_state` of the transaction.
 
     The protocol has no field for the note, so the proof topic's subscription is registered with the transaction. The
-    coordinator then lists it with the transaction, which never acknowledges on it.
+    coordinator then lists this subscription with the transaction, which never acknowledges on it.
     """
     return _register_again(cluster, txn, deadline, subscriptions=[(proof.topic, SUBSCRIPTION)])
 

@@ -26,29 +26,28 @@ from txnbridge_pulsar.write.fence_records import ProofLocation
 
 VERSION = 1
 PRESENCE, PROOF, PROBE = "here", "mark", "probe"
-# A presence record serves the transactions that begin within this time. The record states until when any of them can be
-# open, and the cleanup drops the record long after that. Writing a record takes ten milliseconds.
-PRESENCE_SECONDS = 300.0
+
 # The most entries that are received at once; each is small.
-_A_TURN = 1000
-# Seconds to wait for entries: stored ones arrive within milliseconds, and a longer wait only delays the probe.
-_A_LOOK = 0.05
+_MAX_ENTRIES_PER_RECEIVE = 1000
+# Seconds without an entry after which all stored ones count as read; stored entries arrive within milliseconds.
+_RECEIVE_SECONDS = 0.05
 
 
 def proof_prefix(cluster: ClusterAccess) -> str:
-    """Return the prefix of all proof topics' names; the encoded name of the writer follows it."""
+    """Return the prefix of all proof topics' names, after which the encoded name of the writer follows."""
     return f"{cluster.settings.prefix}marker-"
 
 
 def proof_topic(cluster: ClusterAccess, writer: str, deadline: Deadline) -> str:
-    """Return the full name of a writer's proof topic; create the topic if it is missing."""
+    """Return the full name of a writer's proof topic. Create the topic if it is missing."""
     return cluster.topics.internal(f"{proof_prefix(cluster)}{encoded(writer)}", deadline)
 
 
 @dataclass(frozen=True)
 class ProofRecord:
-    """A record on a proof topic: `PRESENCE` before a writer's first transaction, `PROOF` inside each transaction,
-    `PROBE` by a process that looks for an outcome. A `PRESENCE` record of a prepared transaction names it.
+    """A record on a proof topic. A writer writes `PRESENCE` before its first transaction, and `PROOF` inside each
+    transaction. A process that looks for an outcome writes `PROBE`. For a prepared transaction `PRESENCE` has the
+    transaction's name.
     """
 
     kind: str
@@ -70,7 +69,7 @@ class ProofRecord:
 
     @classmethod
     def unpack(cls, data: bytes | None) -> ProofRecord | None:
-        """Parse a record; return None if the data is not a record of this version."""
+        """Parse a record. Return None if the data is not a record of this version."""
         try:
             fields: Any = json.loads(data or b"")
             if fields["v"] != VERSION:
@@ -88,8 +87,8 @@ def new_nonce() -> str:
 
 
 def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tuple[ProofLocation, ProofRecord] | None:
-    """Return a proof topic's last readable record if it is a presence record. While a prepared transaction is open,
-    this is the record that names the transaction.
+    """Return a proof topic's last readable record if it is a presence record, else None. While a prepared transaction
+    is open, the last readable record is the one that names it.
     """
     entry = last_entry(cluster, topic, deadline)
     record = None if entry is None else record_of(entry)
@@ -99,18 +98,20 @@ def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tup
 
 
 def was_committed(cluster: ClusterAccess, proof: ProofLocation, txn: wire.TxnId, deadline: Deadline) -> bool | None:
-    """Return whether a proof message shows that a transaction was committed; None if an open transaction hides it.
+    """Return whether a proof message shows that a transaction was committed; None if an open transaction hides the
+    message.
 
-    Call this after the coordinator has forgotten the transaction. Raise `EvidenceLost` if the topic has lost records.
+    Call this only after the coordinator has forgotten the transaction. Raise `EvidenceLost` if the topic has lost
+    records.
     """
     try:
         with (
-            translated(f"asking {proof.topic} how transaction {txn} ended"),
+            translated(f"reading the outcome of transaction {txn} from {proof.topic}"),
             _reading(cluster, proof.topic, proof.since, deadline) as entries,
         ):
             return _search_proof(cluster, entries, proof, txn, deadline)
     except NotFound as error:
-        gone = f"the proof topic {proof.topic} is gone, and with it what told how transactions ended"
+        gone = f"the proof topic {proof.topic} was deleted, and with it the outcomes of its transactions"
         raise EvidenceLost(gone) from error
 
 
@@ -153,7 +154,7 @@ def _check_first(proof: ProofLocation, entry: wire.ReceivedEntry) -> None:
     record = record_of(entry)
     is_expected = (entry.id.ledger, entry.id.entry) == proof.since
     if not is_expected or record is None or (record.kind, record.nonce) != (PRESENCE, proof.nonce):
-        raise EvidenceLost(f"the proof topic {proof.topic} has lost records: nobody can tell how transactions ended")
+        raise EvidenceLost(f"the proof topic {proof.topic} has lost records, and with them outcomes of transactions")
 
 
 def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadline: Deadline) -> tuple[int, int]:
@@ -171,21 +172,20 @@ def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadlin
 def write_presence(
     cluster: ClusterAccess, topic: str, transaction: str, owned: bool, deadline: Deadline
 ) -> ProofLocation:
-    """Write a presence record, after which the proof messages of a writer's next transactions are looked for. Call this
-    before the first transaction on the topic, and again after `PRESENCE_SECONDS`.
+    """Write a presence record, after which the proof messages of a writer's next transactions are looked for. A writer
+    calls this before the first transaction on the topic, and again after `Timing.presence_seconds`.
 
     All earlier transactions on this topic must have ended.
     """
     nonce = new_nonce()
-    until = int((time.time() + PRESENCE_SECONDS + cluster.settings.longest_transaction) * 1000)
+    settings = cluster.settings
+    until = int((time.time() + settings.timing.presence_seconds + settings.longest_transaction) * 1000)
     since = write_plain(cluster, topic, ProofRecord(PRESENCE, nonce, transaction, until, owned), deadline)
     return ProofLocation(topic, since, nonce)
 
 
 def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
-    """Delete a proof topic that is no longer needed. Without REST, delete its subscription: then the broker deletes the
-    unused topic by itself.
-    """
+    """Delete an unneeded proof topic. Without REST delete its subscription: then the broker deletes the topic."""
     if cluster.rest is not None:
         cluster.topics.delete(topic, deadline)
         return
@@ -197,9 +197,7 @@ def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _reading(
     cluster: ClusterAccess, topic: str, since: tuple[int, int], deadline: Deadline
 ) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
-    """Yield an iterator of the entries from a position on, and None when no more are stored, until
-    `DeadlineExceeded`.
-    """
+    """Yield an iterator of a topic's entries from a position on, which yields None while no entry arrives."""
     start = start_before(wire.MessageId(*since))
     reader = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
     try:
@@ -210,7 +208,7 @@ def _reading(
 
 def _entries(reader: wire.PulsarConsumer, topic: str, deadline: Deadline) -> Iterator[wire.ReceivedEntry | None]:
     while True:
-        received = reader.receive(min(deadline.left(), _A_LOOK), most=_A_TURN)
+        received = reader.receive(min(deadline.left(), _RECEIVE_SECONDS), most=_MAX_ENTRIES_PER_RECEIVE)
         yield from received
         if not received:
             deadline.check(f"reading {topic}")
@@ -222,5 +220,5 @@ def _first(entries: Iterator[wire.ReceivedEntry | None]) -> wire.ReceivedEntry:
 
 
 def record_of(entry: wire.ReceivedEntry) -> ProofRecord | None:
-    """Return the record in an entry of a proof topic; None if the entry is not our record."""
+    """Return the record in an entry of a proof topic; None if the entry is not such a record."""
     return ProofRecord.unpack(entry.messages()[0].value)

@@ -13,14 +13,14 @@ from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import ClusterAccess
 
-_ASKED_AT_ONCE = 8
+_PARALLEL_CHECKS = 8
 
 
 def terminated(cluster: ClusterAccess, topics: Sequence[str], deadline: Deadline) -> tuple[str, ...]:
-    """Return the concrete topics that are known to be terminated."""
+    """Return those of the concrete topics that are known to be terminated."""
     if not topics:
         return ()
-    with ThreadPoolExecutor(min(_ASKED_AT_ONCE, len(topics))) as asking:
+    with ThreadPoolExecutor(min(_PARALLEL_CHECKS, len(topics))) as asking:
         answers = asking.map(lambda topic: _is_terminated(cluster, topic, deadline), topics)
         return tuple(topic for topic, is_terminated in zip(topics, answers, strict=True) if is_terminated)
 
@@ -28,8 +28,7 @@ def terminated(cluster: ClusterAccess, topics: Sequence[str], deadline: Deadline
 def _is_terminated(cluster: ClusterAccess, topic: str, deadline: Deadline) -> bool:
     client = cluster.client
     try:
-        # Before the producer, which would create a deleted topic anew, open a reader with `create=False`: it fails for
-        # one.
+        # A producer would create a deleted topic anew, so first open a reader with `create=False`, which fails.
         client.read(topic, timeout=deadline.left(), create=False).close(deadline.left())
         client.create_producer(topic, timeout=deadline.left()).close(deadline.left())
     except wire.TopicTerminated:
@@ -40,10 +39,10 @@ def _is_terminated(cluster: ClusterAccess, topic: str, deadline: Deadline) -> bo
 
 
 def repair_hint(topics: Sequence[str]) -> str:
-    """Return the part of an error that says which messages terminated topics lose, and how to end the commit."""
+    """Return the part of an error that says which messages are lost, and how an administrator ends the commit."""
     names = ", ".join(topics)
     return (
         f"{names} was terminated while the transaction was open, so its coordinator commits it on all other topics and"
-        " never ends: its messages there, and those behind them, are lost to readers. Save what you need of"
-        f" {names}; once it is deleted, the commit ends by itself: pulsar-admin topics delete --force"
+        " never finishes: readers cannot get its messages there, nor later ones. Save the messages that you need of"
+        f" {names}; once it is deleted, the commit finishes by itself: pulsar-admin topics delete --force"
     )

@@ -1,1 +1,1 @@
-"""The reading side: `reader` reads topics, `partition` is one partition of it, `subscriptions` the ways to read."""
+"""The reading side: `reader` reads topics, `partition` has its state for one partition, `subscriptions` the modes."""

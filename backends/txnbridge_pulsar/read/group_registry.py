@@ -15,68 +15,64 @@ from urllib.parse import quote
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, PositionLost
 from txnbridge.spi import Context, Deadline, LedgerValue
-from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of
+from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of
+from txnbridge_pulsar.settings.timing import Timing
 
 _log = logging.getLogger("txnbridge")
 
-# Seconds to wait for a REST answer, which only serves to detect a lost subscription.
-_ASK_SECONDS = 3.0
-# After a REST timeout no request is sent for this long: there would be one for each partition.
-_SILENT_SECONDS = 30.0
-
 
 class GroupRegistry:
-    """The record of how many partitions one group has begun to read, and checks by REST. Thread-safe."""
+    """The decision log's record of which partitions one group reads, and REST requests about them. Thread-safe."""
 
-    def __init__(self, rest: Rest | None, group: str | None, context: Context) -> None:
+    def __init__(self, rest: Rest | None, group: str | None, context: Context, timing: Timing) -> None:
         self._rest = rest
         self._group = group or ""
         self._context = context
-        self._blind = rest is None or group is None
-        self._quiet_until = 0.0
+        self._timing = timing
+        self._is_disabled = rest is None or group is None
+        self._no_rest_until = 0.0
 
     def partitions(self, topic: str, deadline: Deadline) -> int:
-        """Return how many partitions of a topic the group has begun to read; 0 for a new group."""
-        if self._blind:
+        """Return the number of partitions of a topic that the group has begun to read; 0 for a new group."""
+        if self._is_disabled:
             return 0
         try:
             value = self._value(topic).read(deadline)
         except AccessDenied as error:
-            self._go_on_without(error)
+            self._disable_check(error)
             return 0
         return 0 if value is None else int(value["partitions"])
 
     def record(self, topic: str, count: int, deadline: Deadline) -> None:
-        """Record that the group has subscriptions on at least this many partitions of a topic."""
-        if self._blind:
+        """Record that the group has begun to read this many partitions of a topic, or more."""
+        if self._is_disabled:
             return
         try:
             self._value(topic).update(
                 lambda value: None if value and int(value["partitions"]) >= count else {"partitions": count}, deadline
             )
         except AccessDenied as error:
-            self._go_on_without(error)
+            self._disable_check(error)
 
     def check(self, concrete: str, deadline: Deadline) -> None:
-        """Raise `PositionLost` if the group has lost its subscription on a partition that it has begun to read."""
-        if not self._blind and not self._has_subscription(concrete, deadline):
+        """Raise `PositionLost` if the group's subscription is missing on a partition that the group reads."""
+        if not self._is_disabled and not self._has_subscription(concrete, deadline):
             raise PositionLost(
-                f"group {self._group!r} has read {concrete}, but its subscription is gone: it was deleted, or the"
-                " broker drops those that nobody uses (subscriptionExpirationTimeMinutes). Nothing was skipped or read"
-                " again:"
-                " read with a new group, or say where this one goes on: pulsar-admin topics create-subscription"
+                f"group {self._group!r} has read {concrete}, but its subscription is gone: it was deleted, or not used"
+                " for too long (subscriptionExpirationTimeMinutes). Nothing was skipped or read again: read with a new"
+                " group, or set where this one continues: pulsar-admin topics create-subscription"
                 f" --subscription {self._group} --messageId earliest|latest|LEDGER:ENTRY {concrete}"
             )
 
     def is_held(self, concrete: str, deadline: Deadline) -> bool:
-        """Return whether open transactions are known to have acknowledged the group's messages on a partition."""
+        """Return whether an open transaction is known to have acknowledged messages of the group on a partition."""
         if self._rest is None:
             return False
         path = f"/admin/v3/transactions/pendingAckStats/{path_of(concrete)}/{quote(self._group, safe='')}"
         try:
             return bool(self._ask(self._rest, path, deadline)["ongoingTxnSize"])
         except (RestRefused, AccessDenied, BrokerUnavailable) as error:
-            _log.debug("what open transactions hold of %r on %s: %s", self._group, concrete, error)
+            _log.debug("the pending acks of group %r on %s are not known: %s", self._group, concrete, error)
             return False
 
     def _has_subscription(self, concrete: str, deadline: Deadline) -> bool:
@@ -88,27 +84,25 @@ class GroupRegistry:
             # Status 404 also means that the topic is not loaded yet.
             return not (refused.status == 404 and refused.text.startswith("Subscription"))
         except AccessDenied as error:
-            self._go_on_without(error)
+            self._disable_check(error)
         except BrokerUnavailable as error:
-            _log.debug("whether %r still has a subscription on %s: %s", self._group, concrete, error)
+            _log.debug("whether group %r has a subscription on %s is not known: %s", self._group, concrete, error)
         return True
 
     def _ask(self, rest: Rest, path: str, deadline: Deadline) -> Any:
-        """Send a REST request, with the errors of `Rest.get`. After a timeout, raise `BrokerUnavailable` for
-        a while.
-        """
-        if time.monotonic() < self._quiet_until:
+        """Send a REST request, as `Rest.get`. After a timeout raise `BrokerUnavailable` for a while instead."""
+        if time.monotonic() < self._no_rest_until:
             raise BrokerUnavailable("REST did not answer a moment ago")
         try:
-            return rest.get(path, Deadline(min(_ASK_SECONDS, deadline.left())))
+            return rest.get(path, Deadline(min(self._timing.rest_seconds, deadline.left())))
         except DeadlineExceeded:
-            self._quiet_until = time.monotonic() + _SILENT_SECONDS
+            self._no_rest_until = time.monotonic() + self._timing.no_rest_seconds
             raise
 
     def _value(self, topic: str) -> LedgerValue:
         return LedgerValue(self._context.ledger(self._context.application, f"group/{self._group}/{topic}"))
 
-    def _go_on_without(self, error: AccessDenied) -> None:
-        if not self._blind:
-            self._blind = True
-            _log.warning("group %r: nobody will notice if its subscriptions are lost: %s", self._group, error)
+    def _disable_check(self, error: AccessDenied) -> None:
+        if not self._is_disabled:
+            self._is_disabled = True
+            _log.warning("group %r: it will not be noticed if its subscriptions are lost: %s", self._group, error)

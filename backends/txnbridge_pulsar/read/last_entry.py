@@ -9,7 +9,7 @@ from txnbridge_pulsar.errors import translated
 
 
 def last_entry(cluster: ClusterAccess, topic: str, deadline: Deadline) -> wire.ReceivedEntry | None:
-    """Return the last readable entry of a concrete topic, given by its full name; None if there is none."""
+    """Return the last readable entry of a concrete topic (its full name); None if there is none."""
     with translated(f"reading {topic}"):
         reader = cluster.client.read(topic, timeout=deadline.left())
         try:
@@ -28,5 +28,5 @@ def last_entry(cluster: ClusterAccess, topic: str, deadline: Deadline) -> wire.R
 
 
 def start_before(id: wire.MessageId) -> wire.MessageId:
-    """Return the id at which a reader has to start so that the entry `id` is the first that it receives."""
+    """Return the id at which a reader has to start to receive the entry `id` first."""
     return wire.MessageId(id.ledger, id.entry - 1)

@@ -1,4 +1,4 @@
-"""A reader's state for one partition, and the conversion of the client's entries to messages."""
+"""A reader's state for one partition, and the conversion of received entries to messages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import translate
 from txnbridge_pulsar.write.message_format import to_headers
 
-# The position before all messages of a topic; no topic has a ledger with this number.
+# The position before all messages of a topic: no ledger has the number 0.
 BEGIN: Position = (0, 0, 0)
-_COUNTS = 1000  # the most delivery counts that are kept for one partition
 
-_EntryPlace = tuple[int, int]  # ledger and entry
-_Bits = dict[_EntryPlace, int]  # batch indexes as bits, by entry
+
+_EntryId = tuple[int, int]  # ledger and entry
+_Bits = dict[_EntryId, int]  # batch indexes as bits, by entry
 
 
 def position_of(id: wire.MessageId) -> Position:
@@ -25,17 +25,18 @@ def position_of(id: wire.MessageId) -> Position:
     return id.ledger, id.entry, max(id.batch_index, 0)
 
 
-def behind(id: wire.MessageId) -> Position:
-    """Return the position after an entry; `BEGIN` for the id that stands for a topic without entries."""
+def position_after(id: wire.MessageId) -> Position:
+    """Return the position after an entry. The id that brokers return for a topic without entries gives `BEGIN`."""
     return BEGIN if id.ledger < 0 else (id.ledger, id.entry + 1, 0)
 
 
 @dataclass(eq=False)
 class AckedMessages:
-    """Messages that a transaction acknowledged while the broker may have been redelivering copies of them.
+    """Messages that a transaction has acknowledged, and that the broker may have been redelivering at the same time.
 
-    A message that arrives after the broker's answer is no copy: it is redelivered because the transaction was aborted.
-    `until` is the number of entries that had arrived before the answer; None until the answer arrives.
+    A delivery before the broker's answer to the acknowledgement is dropped. A later delivery is handed out, because the
+    transaction was aborted. `until` is the number of entries that had arrived before the answer; None before the
+    answer.
     """
 
     bits: _Bits
@@ -43,32 +44,33 @@ class AckedMessages:
 
 
 class PulsarPartition:
-    """A reader's state for one partition: the received entries, the next position, and the messages that `poll`
-    returned.
+    """A reader's state for one partition: the received entries, the next position, and the outstanding messages.
 
-    In a group, outstanding messages were handed out by `poll`, and neither acknowledged nor given back. Copies of
-    outstanding messages are dropped: a broker redelivers all unacknowledged messages whenever any transaction aborts.
+    In a group, messages are outstanding after `poll` has returned them, until they are acknowledged or given back by
+    `nack`. Repeated deliveries of outstanding messages are dropped: whenever any transaction aborts, a broker
+    redelivers all unacknowledged messages.
     """
 
-    def __init__(self, key: Partition, topic: str, consumer: wire.PulsarConsumer, grouped: bool) -> None:
+    def __init__(
+        self, key: Partition, topic: str, consumer: wire.PulsarConsumer, grouped: bool, max_delivery_counts: int
+    ) -> None:
         self.key = key
         self.topic = topic  # concrete topic
         self.consumer = consumer
         self.source: object = None
         self.paused = False
         self.next: Position = BEGIN
-        self.is_assigned = False  # whether the reader's listener has been told so
+        self.is_assigned = False  # whether the reader's listener was called for the present assignment
         self.assignment: object = object()  # a new object for each assignment
         self.generation = consumer.generation  # `generation` and `activations` of the consumer at the assignment
         self.activations = consumer.activations
         # Deadline of the wait for open transactions that hold earlier messages; None without a wait.
         self.waits_until: float | None = None
-        self.received: _EntryPlace = (-1, -1)  # the highest entry that arrived
+        self.received: _EntryId = (-1, -1)  # the highest entry that arrived
         # Entries whose acknowledgement the broker refused: it redelivers them only on request.
         self.refused: list[wire.MessageId] = []
         self.fault: TxnBridgeError | None = None  # why the next entry cannot be read
-        # Set by a seek to a time: the timestamp, and a position before which messages with earlier timestamps are
-        # skipped.
+        # Set by a seek to a time: messages with earlier timestamps are skipped, at most up to this position.
         self.since: tuple[int, Position] | None = None
         self._grouped = grouped
         self._waiting: deque[wire.ReceivedEntry] = deque()
@@ -76,23 +78,24 @@ class PulsarPartition:
         self._rest_of: wire.ReceivedEntry | None = None
         self._outstanding: _Bits = {}
         self._acked: list[AckedMessages] = []
-        self._sizes: dict[_EntryPlace, int] = {}  # batch sizes of outstanding entries
+        self._sizes: dict[_EntryId, int] = {}  # batch sizes of outstanding entries
         # Chunk ids of outstanding messages that came in chunks.
-        self._parts: dict[_EntryPlace, tuple[wire.MessageId, ...]] = {}
+        self._parts: dict[_EntryId, tuple[wire.MessageId, ...]] = {}
         self._skipped: list[tuple[Position, Position]] = []  # ranges that seeks have skipped
-        self._handed: _EntryPlace = (-1, -1)
-        self._times: dict[Position, int] = {}
+        self._handed: _EntryId = (-1, -1)
+        self._delivery_counts: dict[Position, int] = {}
+        self._max_delivery_counts = max_delivery_counts
 
     # --- assignments ----------------------------------------------------------------------------------------------
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the assignment has ended, and the reader's listener has not been told yet."""
+        """Return whether the broker has ended the assignment, and the reader's listener has not been called yet."""
         consumer = self.consumer
         return consumer.lost is not None or consumer.generation != self.generation or consumer.active is False
 
     def arrive(self, source: object, first: Position) -> None:
-        """Start a new assignment of this partition."""
+        """Start a new assignment of this partition to the reader, at the position `first`."""
         self.source, self.next = source, first
         self.assignment = object()
         self.is_assigned = True
@@ -107,18 +110,17 @@ class PulsarPartition:
         self._parts.clear()
         self.refused.clear()
         self._skipped.clear()
-        self._times.clear()
+        self._delivery_counts.clear()
         self._handed = (-1, -1)
 
     def drop(self) -> None:
-        """Drop the received entries that were not handed out; the broker redelivers them."""
+        """Drop the received entries that `poll` has not returned. The broker redelivers them."""
         self._waiting.clear()
         self._rest.clear()
         self._rest_of = None
         self.fault = None
 
     def put(self, entry: wire.ReceivedEntry) -> None:
-        """Add a received entry."""
         self._waiting.append(entry)
         self.received = max(self.received, (entry.id.ledger, entry.id.entry))
 
@@ -130,17 +132,17 @@ class PulsarPartition:
 
     @property
     def waiting(self) -> int:
-        """Return about how many received messages were not handed out."""
+        """Return the approximate number of received messages that `poll` has not returned."""
         return len(self._rest) + sum(entry.permits for entry in self._waiting)
 
     def take(self, limit: int) -> tuple[list[Message], int]:
-        """Return up to `limit` messages of the next entry, perhaps none, and their size in bytes, about.
+        """Return up to `limit` messages of the next entry, perhaps none, and their approximate size in bytes.
 
-        An error in reading the entry is kept in `fault`, not raised.
+        If the entry cannot be read, keep the error in `fault` instead of raising it.
         """
         if not self._rest:
             entry = self._waiting.popleft()
-            if self._is_passed_over(entry):
+            if self._is_skipped(entry):
                 return [], 0
             try:
                 self._rest.extend(self._read(entry))
@@ -166,15 +168,15 @@ class PulsarPartition:
     def _read(self, entry: wire.ReceivedEntry) -> list[Message]:
         messages = self._convert(entry)
         if self._grouped:
-            messages = self._without_copies(entry, messages)
+            messages = self._without_repeats(entry, messages)
         elif messages and messages[0].position < self.next:
             messages = [message for message in messages if message.position >= self.next]
         if self.since is not None and messages:
             messages = self._skip_until_time(self.since, messages)
         return messages
 
-    def _is_passed_over(self, entry: wire.ReceivedEntry) -> bool:
-        first, end = (entry.id.ledger, entry.id.entry, 0), behind(entry.id)
+    def _is_skipped(self, entry: wire.ReceivedEntry) -> bool:
+        first, end = (entry.id.ledger, entry.id.entry, 0), position_after(entry.id)
         if not self._grouped:
             return end <= self.next
         return any(since <= first and end <= until for since, until in self._skipped)
@@ -206,24 +208,24 @@ class PulsarPartition:
         ]
 
     def _deliveries(self, entry: wire.ReceivedEntry) -> int:
-        place = (entry.id.ledger, entry.id.entry)
-        if place > self._handed:
+        entry_id = (entry.id.ledger, entry.id.entry)
+        if entry_id > self._handed:
             return 1 + entry.redeliveries
         # Brokers count no deliveries on subscriptions that keep the order.
-        count = self._times[place] = self._times.get(place, 1) + 1
-        if len(self._times) > _COUNTS:
-            for old in sorted(self._times)[: _COUNTS // 2]:  # given back longest ago, or acknowledged by now
-                del self._times[old]
+        count = self._delivery_counts[entry_id] = self._delivery_counts.get(entry_id, 1) + 1
+        if len(self._delivery_counts) > self._max_delivery_counts:
+            for oldest in sorted(self._delivery_counts)[: self._max_delivery_counts // 2]:  # probably acknowledged
+                del self._delivery_counts[oldest]
         return max(count, 1 + entry.redeliveries)
 
-    def _without_copies(self, entry: wire.ReceivedEntry, messages: list[Message]) -> list[Message]:
-        place = (entry.id.ledger, entry.id.entry)
-        held = self._outstanding.get(place, 0)
+    def _without_repeats(self, entry: wire.ReceivedEntry, messages: list[Message]) -> list[Message]:
+        entry_id = (entry.id.ledger, entry.id.entry)
+        held = self._outstanding.get(entry_id, 0)
         for acked in self._acked[:]:
             if acked.until is None or entry.arrival <= acked.until:
-                held |= acked.bits.get(place, 0)
+                held |= acked.bits.get(entry_id, 0)
             else:
-                self._acked.remove(acked)  # all copies that were sent before the answer have arrived
+                self._acked.remove(acked)  # all deliveries before the broker's answer have arrived
         if held:
             messages = [message for message in messages if not held >> message.position[2] & 1]
         for first, end in self._skipped:
@@ -239,11 +241,11 @@ class PulsarPartition:
         return []
 
     def _hand_out(self, entry: wire.ReceivedEntry, messages: list[Message]) -> None:
-        place = (entry.id.ledger, entry.id.entry)
-        self._handed = max(self._handed, place)
+        entry_id = (entry.id.ledger, entry.id.entry)
+        self._handed = max(self._handed, entry_id)
         last = messages[-1].position
         is_last = not entry.is_batch or last[2] == entry.count - 1
-        self.next = max(self.next, behind(entry.id) if is_last else (*place, last[2] + 1))
+        self.next = max(self.next, position_after(entry.id) if is_last else (*entry_id, last[2] + 1))
         if not self._grouped:
             return
         bits = 0
@@ -253,21 +255,21 @@ class PulsarPartition:
         else:
             for message in messages:
                 bits |= 1 << message.position[2]
-        self._outstanding[place] = self._outstanding.get(place, 0) | bits
+        self._outstanding[entry_id] = self._outstanding.get(entry_id, 0) | bits
         if entry.is_batch:
-            self._sizes[place] = entry.count
+            self._sizes[entry_id] = entry.count
         if entry.parts:
-            self._parts[place] = entry.parts
+            self._parts[entry_id] = entry.parts
 
     # --- acknowledging and giving back ------------------------------------------------------------------------
 
     @property
     def outstanding(self) -> int:
-        """Return how many messages were handed out and are neither acknowledged nor given back."""
+        """Return the number of outstanding messages."""
         return sum(bits.bit_count() for bits in self._outstanding.values())
 
     def check_outstanding(self, positions: Sequence[Position]) -> None:
-        """Raise `Conflict` if a message was not handed out under this assignment, or was given back since."""
+        """Raise `Conflict` if a message is not outstanding: it was given back, or delivered before this assignment."""
         for ledger, entry, index in positions:
             if not self._outstanding.get((ledger, entry), 0) >> index & 1:
                 topic, number = self.key
@@ -279,39 +281,46 @@ class PulsarPartition:
     def give_back(self, positions: Sequence[Position]) -> Sequence[Position]:
         """Mark messages as no longer outstanding. Return the positions of those that were outstanding."""
         held = [(a, b, index) for a, b, index in positions if self._outstanding.get((a, b), 0) >> index & 1]
-        self.let_go(held)
+        self.release(held)
         return held
 
-    def give_up(self, places: Iterable[_EntryPlace], delivered_again: bool) -> list[wire.MessageId]:
-        """Forget all messages of these entries, handed out or not. Return the ids of entries that had such messages.
+    def give_up(self, entry_ids: Iterable[_EntryId], delivered_again: bool) -> list[wire.MessageId]:
+        """Forget all messages of these entries, also received ones that `poll` has not returned. Return the ids of the
+        entries that had such messages.
 
-        With `delivered_again` the broker is about to redeliver the entries, so copies from earlier deliveries are
+        With `delivered_again` the broker is about to redeliver the entries, so earlier deliveries that arrive late are
         dropped.
         """
         given_up: list[wire.MessageId] = []
-        for place in set(places):
-            size = self._sizes.pop(place, 1)
-            had = self._outstanding.pop(place, 0)
-            if self._rest and self._rest_of is not None and place == (self._rest_of.id.ledger, self._rest_of.id.entry):
+        for entry_id in set(entry_ids):
+            size = self._sizes.pop(entry_id, 1)
+            had = self._outstanding.pop(entry_id, 0)
+            if (
+                self._rest
+                and self._rest_of is not None
+                and entry_id == (self._rest_of.id.ledger, self._rest_of.id.entry)
+            ):
                 had = 1
                 self._rest.clear()
-            parts = self._parts.pop(place, ())  # a message in chunks is redelivered only with all its chunks
+            parts = self._parts.pop(entry_id, ())  # a message in chunks is redelivered only with all its chunks
             if had:
-                given_up += parts or (wire.MessageId(*place),)
+                given_up += parts or (wire.MessageId(*entry_id),)
             if had and delivered_again:
-                self._acked.append(AckedMessages({place: (1 << size) - 1}, self.consumer.arrived))
+                self._acked.append(AckedMessages({entry_id: (1 << size) - 1}, self.consumer.arrived))
         return given_up
 
-    def let_go(self, positions: Sequence[Position]) -> list[wire.MessageId]:
-        """Mark outstanding messages, each given once, as no longer outstanding. Return their message ids."""
-        return [id for place, indexes in self._by_entry(positions) for id in self._release(place, indexes)]
+    def release(self, positions: Sequence[Position]) -> list[wire.MessageId]:
+        """Mark outstanding messages, each given once, as no longer outstanding. Return their ids for an ACK command."""
+        return [id for entry_id, indexes in self._by_entry(positions) for id in self._release_entry(entry_id, indexes)]
 
     def acknowledge(self, positions: Sequence[Position]) -> tuple[list[wire.MessageId], AckedMessages]:
-        """Mark messages as acknowledged in a transaction. Return their message ids, and a record of them."""
-        places = {(ledger, entry) for ledger, entry, _ in positions}
-        before = {place: self._outstanding[place] for place in places}
-        ids = self.let_go(positions)
-        acked = AckedMessages({place: bits & ~self._outstanding.get(place, 0) for place, bits in before.items()})
+        """Mark messages as acknowledged in a transaction. Return their ids for an ACK command, and a record of them."""
+        entry_ids = {(ledger, entry) for ledger, entry, _ in positions}
+        before = {entry_id: self._outstanding[entry_id] for entry_id in entry_ids}
+        ids = self.release(positions)
+        acked = AckedMessages(
+            {entry_id: bits & ~self._outstanding.get(entry_id, 0) for entry_id, bits in before.items()}
+        )
         self._acked.append(acked)
         return ids, acked
 
@@ -322,7 +331,7 @@ class PulsarPartition:
             self._forget(acked)
 
     def not_acknowledged(self, acked: AckedMessages, ids: Sequence[wire.MessageId]) -> None:
-        """Note that the broker refused these acknowledgements, or that the result is not known."""
+        """Note that the broker has refused these acknowledgements, or that the result is not known."""
         self.refused += ids
         self._forget(acked)
 
@@ -330,7 +339,7 @@ class PulsarPartition:
         if acked in self._acked:
             self._acked.remove(acked)
 
-    def _by_entry(self, positions: Sequence[Position]) -> Iterator[tuple[_EntryPlace, Sequence[int]]]:
+    def _by_entry(self, positions: Sequence[Position]) -> Iterator[tuple[_EntryId, Sequence[int]]]:
         ordered = sorted(positions)
         at = 0
         while at < len(ordered):
@@ -344,19 +353,19 @@ class PulsarPartition:
                 yield (ledger, entry), (index,)
                 at += 1
 
-    def _release(self, place: _EntryPlace, indexes: Sequence[int]) -> Sequence[wire.MessageId]:
-        size = self._sizes.get(place, 0)
-        left = self._outstanding[place] & ~sum(1 << index for index in indexes) if len(indexes) < max(size, 1) else 0
+    def _release_entry(self, entry_id: _EntryId, indexes: Sequence[int]) -> Sequence[wire.MessageId]:
+        size = self._sizes.get(entry_id, 0)
+        left = self._outstanding[entry_id] & ~sum(1 << index for index in indexes) if len(indexes) < max(size, 1) else 0
         if left:
-            self._outstanding[place] = left
+            self._outstanding[entry_id] = left
         else:
-            del self._outstanding[place]
-            self._sizes.pop(place, None)
+            del self._outstanding[entry_id]
+            self._sizes.pop(entry_id, None)
         if not size:
-            return self._parts.pop(place, None) or (wire.MessageId(*place),)
+            return self._parts.pop(entry_id, None) or (wire.MessageId(*entry_id),)
         if len(indexes) == size:
-            return (wire.MessageId(*place, -1, -1, size),)
-        return [wire.MessageId(*place, -1, index, size) for index in indexes]
+            return (wire.MessageId(*entry_id, -1, -1, size),)
+        return [wire.MessageId(*entry_id, -1, index, size) for index in indexes]
 
     def go_to(self, position: Position) -> None:
         """Continue at a position. Messages from the position on are delivered again; messages before it are skipped."""
@@ -364,10 +373,10 @@ class PulsarPartition:
         self.since = None
         if self._grouped:
             floor = position[0], position[1]
-            for place in [place for place in self._outstanding if place >= floor]:
-                self._outstanding[place] &= (1 << position[2]) - 1 if place == floor else 0
-                if not self._outstanding[place]:
-                    del self._outstanding[place]
+            for entry_id in [entry_id for entry_id in self._outstanding if entry_id >= floor]:
+                self._outstanding[entry_id] &= (1 << position[2]) - 1 if entry_id == floor else 0
+                if not self._outstanding[entry_id]:
+                    del self._outstanding[entry_id]
             self._skipped = [(first, min(end, position)) for first, end in self._skipped if first < position]
             if position > self.next:
                 self._skipped.append((self.next, position))

@@ -1,4 +1,4 @@
-"""The reader: reads committed messages, in a group or without one."""
+"""The reader: receives committed messages of topics, in a group or without one."""
 
 from __future__ import annotations
 
@@ -31,44 +31,42 @@ from txnbridge_pulsar.read.partition import PulsarPartition
 from txnbridge_pulsar.read.subscriptions import mode_of
 from txnbridge_pulsar.write.acks import PulsarAckContext
 
-_log = logging.getLogger("txnbridge.pulsar.client")
+_log = logging.getLogger("txnbridge.pulsar.read")
 
 # Timeout of calls without a deadline (`seek`).
-SHORT_CALL = 10.0
+SEEK_SECONDS = 10.0
 # The longest wait in `poll`: everything wakes it earlier, except signals and partitions that were added to a topic.
-_IDLE_SECONDS = 0.25
+_MAX_POLL_WAIT_SECONDS = 0.25
 # Seconds between two checks for partitions that were added to the reader's topics.
-_LOOK_SECONDS = 3.0
-# Seconds until a missing topic counts as deleted: a broker that has just started answers before it has all topics.
-_SURE_SECONDS = 0.5
-# Partitions are assigned together: a member that reads until all its partitions are read would else take the first one
-# for all. A broker usually says at once which member has a partition, but a second later if it takes the partition from
-# another member, or even later if it is busy. The reader waits for all partitions at most this long.
-_TOGETHER_SECONDS = 10.0
-# Seconds between two checks whether open transactions hold earlier messages; seconds by which a timeout may be late.
-_HELD_SECONDS, _LATE_SECONDS = 0.1, 5.0
-# Bytes that the inbox may hold; entries that were taken from the inbox may have as much again.
-READ_BYTES = 32 * 1024 * 1024
+_NEW_PARTITIONS_CHECK_SECONDS = 3.0
+# Seconds until a missing topic counts as deleted: a broker that has just started does not know all topics.
+_DELETED_TOPIC_SECONDS = 0.5
+# Seconds to wait until the broker has said of each partition which member has it, before partitions are assigned
+# together: a member that stops when all its partitions are read would else stop after the first one. A broker usually
+# says so at once, but a second later if it takes the partition from another member, and even later if it is busy.
+_ASSIGN_TOGETHER_SECONDS = 10.0
+# Seconds between two checks for pending acks of open transactions.
+_PENDING_ACKS_CHECK_SECONDS = 0.1
 # The most entries that are taken from the inbox at once.
-_MOST_ENTRIES = 500
-# Bytes that one poll returns, about: a program that asks for 10,000 messages has no room for 10,000 megabytes.
-_ENOUGH_BYTES = 16 * 1024 * 1024
+_MAX_ENTRIES_PER_TAKE = 500
+# Bytes, about, that one poll returns at most: 10,000 large messages at once would not fit into memory.
+_MAX_POLL_BYTES = 16 * 1024 * 1024
 # Partitions that are opened in parallel: each waits some milliseconds for the broker.
-_OPENED_AT_ONCE = 16
+_PARALLEL_OPENINGS = 16
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class _BackgroundResult:
-    """The result of a reader's background work: partitions that can be assigned, and partitions that were added."""
+    """The result of a reader's background work: start positions of partitions to assign, and added partitions."""
 
     starting: Mapping[PulsarPartition, Position] = field(default_factory=dict)
     added: Sequence[PulsarPartition] = ()
 
 
 class PulsarReader(Reader):
-    """Reader with one consumer for each partition, all on one connection. A background thread does slow requests."""
+    """Reader with one consumer for each partition, all on one connection. A background thread sends slow requests."""
 
     def __init__(
         self,
@@ -83,8 +81,9 @@ class PulsarReader(Reader):
         self._listener = listener
         self._timeout = context.timeout
         self._connection_key = f"reader {next(_numbers)}"
-        self._inbox = wire.Inbox(READ_BYTES)
-        self._registry = GroupRegistry(cluster.rest, subscription.group, context)
+        self._timing = cluster.settings.timing
+        self._inbox = wire.Inbox(self._timing.reader_bytes)
+        self._registry = GroupRegistry(cluster.rest, subscription.group, context, self._timing)
         self._mode = mode_of(cluster.client, subscription, self._inbox, self._connection_key)
         self._guard = threading.Lock()  # other threads acknowledge
         self._partitions: dict[Partition, PulsarPartition] = {}
@@ -93,15 +92,15 @@ class PulsarReader(Reader):
         self._early: list[wire.ReceivedEntry] = []  # entries of partitions that are being opened
         self._context = PulsarAckContext(subscription.group or "", shared, self._partitions, self._guard)
         self._work: BackgroundTask[_BackgroundResult] | None = None
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._check_partitions_at = time.monotonic() + _NEW_PARTITIONS_CHECK_SECONDS
         self._together_until = 0.0
-        self._turn = 0
+        self._first_partition = 0
         self._closed = False
         topics = self._concrete_topics(deadline)
         try:
             with translated(f"reading {', '.join(subscription.topics)}"):
                 self._add(self._open(topics, True, deadline))
-                self._together_until = time.monotonic() + _TOGETHER_SECONDS
+                self._together_until = time.monotonic() + _ASSIGN_TOGETHER_SECONDS
                 for partition in () if self._mode.grouped else list(self._partitions.values()):
                     with self._replacing_consumer(partition):
                         first = self._mode.begin(partition, deadline)
@@ -111,7 +110,7 @@ class PulsarReader(Reader):
             raise
 
     def _open(self, topics: Mapping[str, Sequence[str]], first: bool, deadline: Deadline) -> list[PulsarPartition]:
-        """Open consumers of the partitions that have none."""
+        """Open a consumer on each partition that has none."""
         missing = [
             ((topic, number), concrete)
             for topic, names in topics.items()
@@ -126,14 +125,16 @@ class PulsarReader(Reader):
             if key[1] < begun[key[0]]:
                 self._registry.check(concrete, deadline)
             consumer = self._mode.open(concrete, first, deadline)
-            opened.append(PulsarPartition(key, concrete, consumer, self._mode.grouped))
+            opened.append(
+                PulsarPartition(key, concrete, consumer, self._mode.grouped, self._timing.max_delivery_counts)
+            )
 
         try:
             if len(missing) < 2:
                 for each in missing:
                     open_one(*each)
             else:
-                with ThreadPoolExecutor(min(_OPENED_AT_ONCE, len(missing))) as pool:
+                with ThreadPoolExecutor(min(_PARALLEL_OPENINGS, len(missing))) as pool:
                     list(pool.map(lambda each: open_one(*each), missing))
             for topic in begun:
                 self._registry.record(topic, len(topics[topic]), deadline)
@@ -157,23 +158,23 @@ class PulsarReader(Reader):
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
-        looked = False
+        has_received = False
         while True:
             self._update_assignments()
             messages = self._hand_out(max_messages)
             if messages:
                 return messages
             self._raise_faults()
-            if looked and deadline.expired:
+            if has_received and deadline.expired:
                 return []
             for partition in self._partitions.values():
                 if partition.is_assigned:  # without it, messages that cannot be handed out would pile up
                     self._mode.grant_permits(partition, max_messages)
-            self._receive(min(deadline.left(), _IDLE_SECONDS))
-            looked = True
+            self._receive(min(deadline.left(), _MAX_POLL_WAIT_SECONDS))
+            has_received = True
 
     def _receive(self, wait: float) -> None:
-        for entry in self._inbox.take(wait, _MOST_ENTRIES):
+        for entry in self._inbox.take(wait, _MAX_ENTRIES_PER_TAKE):
             partition = self._by_consumer.get(entry.consumer) if entry.consumer is not None else None
             if partition is not None:
                 partition.put(entry)
@@ -182,8 +183,8 @@ class PulsarReader(Reader):
 
     def _hand_out(self, limit: int) -> list[Message]:
         messages: list[Message] = []
-        room = _ENOUGH_BYTES
-        for partition in self._in_turn():
+        room = _MAX_POLL_BYTES
+        for partition in self._rotated_partitions():
             while len(messages) < limit and room > 0 and partition.ready:
                 with self._guard:
                     taken, size = partition.take(limit - len(messages))
@@ -191,12 +192,12 @@ class PulsarReader(Reader):
                 room -= size
         return messages
 
-    def _in_turn(self) -> list[PulsarPartition]:
-        """Return all partitions, each time starting with another one, so that a busy partition delays no other."""
+    def _rotated_partitions(self) -> list[PulsarPartition]:
+        """Return all partitions, each time starting with the next one, so that a busy partition delays no other."""
         partitions = list(self._partitions.values())
         if len(partitions) > 1:
-            self._turn = (self._turn + 1) % len(partitions)
-            partitions = partitions[self._turn :] + partitions[: self._turn]
+            self._first_partition = (self._first_partition + 1) % len(partitions)
+            partitions = partitions[self._first_partition :] + partitions[: self._first_partition]
         return partitions
 
     def _raise_faults(self) -> None:
@@ -207,7 +208,7 @@ class PulsarReader(Reader):
     # --- assignments ---------------------------------------------------------------------------------------------
 
     def _update_assignments(self) -> None:
-        """Report gained and lost partitions to the listener, and start background work."""
+        """Report gained and lost partitions to the listener, and start background work. Each poll calls this."""
         for partition in list(self._partitions.values()):
             if partition.is_assigned and (departure := self._mode.has_left(partition)):
                 self._leave(partition, departure)
@@ -224,7 +225,7 @@ class PulsarReader(Reader):
             try:
                 work.finish()
             except BrokerUnavailable as error:
-                _log.warning("tried again: %s", error)
+                _log.warning("a broker cannot be reached, and is asked again: %s", error)
 
     def _leave(self, partition: PulsarPartition, departure: str) -> None:
         notify = self._listener.revoking if departure == "revoking" else self._listener.lost
@@ -242,15 +243,15 @@ class PulsarReader(Reader):
         lost = [partition for partition in partitions if partition.consumer.lost is not None]
         known = time.monotonic() >= self._together_until or not any(map(self._mode.is_undecided, partitions))
         due = [each for each in partitions if known and not each.is_assigned and self._mode.is_due(each)]
-        look = time.monotonic() >= self._look_at
-        if lost or due or look:
+        check_topics = time.monotonic() >= self._check_partitions_at
+        if lost or due or check_topics:
             deadline = Deadline(self._timeout)
             self._work = BackgroundTask(
-                lambda: self._run_work(lost, due, look, deadline), self._apply_work, self._inbox.wake
+                lambda: self._run_work(lost, due, check_topics, deadline), self._apply_work, self._inbox.wake
             )
 
     def _finish_work(self, deadline: Deadline) -> None:
-        """Wait for running background work, which must neither run during a seek nor apply its result afterwards."""
+        """Wait for running background work, so that it neither runs during a seek nor changes positions afterwards."""
         if self._work is not None and not self._work.join(deadline.left()):
             deadline.check("waiting for a broker")
         with suppress(PositionLost):  # the caller is about to set a position
@@ -259,7 +260,7 @@ class PulsarReader(Reader):
             self._update_assignments()
 
     def _run_work(
-        self, lost: Sequence[PulsarPartition], due: Sequence[PulsarPartition], look: bool, deadline: Deadline
+        self, lost: Sequence[PulsarPartition], due: Sequence[PulsarPartition], check_topics: bool, deadline: Deadline
     ) -> _BackgroundResult:
         try:
             with translated(f"reading {', '.join(self._subscription.topics)}"):
@@ -268,43 +269,43 @@ class PulsarReader(Reader):
                     self._registry.check(partition.topic, deadline)
                     self._mode.check_kept(partition, deadline)
                     partition.consumer.reopen(deadline.left())
-                    self._together_until = time.monotonic() + _TOGETHER_SECONDS
+                    self._together_until = time.monotonic() + _ASSIGN_TOGETHER_SECONDS
                 starting = {c: self._mode.begin(c, deadline) for c in due if not self._must_wait(c, deadline)}
                 if due and not starting:
-                    time.sleep(_HELD_SECONDS)
-                topics = self._concrete_topics(deadline) if look else {}
+                    time.sleep(_PENDING_ACKS_CHECK_SECONDS)
+                topics = self._concrete_topics(deadline) if check_topics else {}
                 return _BackgroundResult(starting, self._open(topics, False, deadline))
         finally:
             if self._closed:
                 self._cluster.client.hang_up(self._connection_key)
 
     def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
-        """Return the concrete topics. A group waits for a missing topic; a reader without a group creates none."""
+        """Return the concrete topics. A missing topic is created for a group where allowed, never without one."""
         create, topics = self._subscription.group is not None, self._cluster.topics
         return {topic: topics.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
 
     def _must_wait(self, partition: PulsarPartition, deadline: Deadline) -> bool:
-        """Return whether a partition must not be assigned yet: messages that open transactions have acknowledged would
-        be redelivered after an abort, out of order. The wait is limited, because unprepared transactions time out.
+        """Return whether a partition must not be assigned yet, because open transactions have acknowledged messages
+        that an abort would redeliver out of order. The wait is limited, because unprepared transactions time out.
         """
         if not self._mode.in_order or not self._registry.is_held(partition.topic, deadline):
             return False
         if partition.waits_until is None:
-            partition.waits_until = time.monotonic() + self._timeout + _LATE_SECONDS
+            partition.waits_until = time.monotonic() + self._timeout + self._timing.timeout_delay_seconds
         return time.monotonic() < partition.waits_until
 
     def _check_exists(self, partition: PulsarPartition, deadline: Deadline) -> None:
         """Raise `NotFound` if the partition's topic was deleted: subscribing again would create it anew."""
-        sure_at = time.monotonic() + _SURE_SECONDS
-        while partition.topic not in self._cluster.topics.look(partition.key[0], deadline):
+        sure_at = time.monotonic() + _DELETED_TOPIC_SECONDS
+        while partition.topic not in self._cluster.topics.existing(partition.key[0], deadline):
             if time.monotonic() > sure_at:
                 topic, number = partition.key
-                raise NotFound(f"{topic}[{number}] is not there any more")
-            time.sleep(_SURE_SECONDS / 10)
+                raise NotFound(f"{topic}[{number}] does not exist any more: its topic was deleted")
+            time.sleep(_DELETED_TOPIC_SECONDS / 10)
 
     def _apply_work(self, result: _BackgroundResult) -> None:
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
+        if time.monotonic() >= self._check_partitions_at:
+            self._check_partitions_at = time.monotonic() + _NEW_PARTITIONS_CHECK_SECONDS
         self._add(result.added)
         if not self._mode.grouped:
             for partition in result.added:
@@ -330,7 +331,7 @@ class PulsarReader(Reader):
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
         wanted = {self._partition(key): _checked(position) for key, position in positions.items()}
-        deadline = Deadline(SHORT_CALL)
+        deadline = Deadline(SEEK_SECONDS)
         if not self._mode.grouped:  # in a group, going back after an abort must not fail because a broker is down
             self._finish_work(deadline)
         for partition, position in wanted.items():
@@ -346,7 +347,7 @@ class PulsarReader(Reader):
 
     @contextmanager
     def _replacing_consumer(self, partition: PulsarPartition) -> Iterator[None]:
-        """Allow a partition to get another consumer inside the block."""
+        """Allow the block to replace the partition's consumer."""
         with self._guard:
             del self._by_consumer[partition.consumer]
             try:
@@ -377,7 +378,7 @@ class PulsarReader(Reader):
         if partition is None or not partition.is_assigned:
             topic, number = key
             raise InvalidState(
-                f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
+                f"{topic}[{number}] is not assigned to this reader now; `positions()` lists its partitions"
             )
         return partition
 
@@ -386,7 +387,7 @@ class PulsarReader(Reader):
             return {key: self._lag_of(each, deadline) for key, each in self._partitions.items() if each.is_assigned}
 
     def _lag_of(self, partition: PulsarPartition, deadline: Deadline) -> int:
-        """Return the distance from the reader's position to the partition's end: messages received, then entries."""
+        """Return the distance to the partition's end: received messages, and entries that are not received yet."""
         last, acknowledged = partition.consumer.progress(deadline.left())
         end = last.ledger, last.entry
         done = (-1, -1) if acknowledged is None or not self._mode.grouped else (acknowledged.ledger, acknowledged.entry)
@@ -413,7 +414,7 @@ class PulsarReader(Reader):
 
 
 def _entries(since: tuple[int, int], end: tuple[int, int]) -> int:
-    """Return how many entries lie between two positions; the length of ledgers in between is not known."""
+    """Return the number of entries between two positions, without earlier ledgers, whose lengths are not known."""
     if end[1] < 0 or since >= end:
         return 0
     return end[1] - since[1] if end[0] == since[0] else end[1] + 1

@@ -1,4 +1,4 @@
-"""The modes of reading a topic: without a group, in a failover subscription, and in shared ones."""
+"""The modes of reading a topic: without a group, in a failover subscription, in a shared or key-shared subscription."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from txnbridge.errors import NotSupported, PositionLost
 from txnbridge.spi import Deadline, Position, Subscription
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import needing
-from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition, behind
+from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition, position_after
 
 # Messages that the broker may send ahead for one partition: ten times the default of a poll.
-_PERMITS = 5000
+_MAX_PERMITS = 5000
 # Seconds between tries while another client holds the subscription exclusively for a moment.
-_BUSY_SECONDS = 0.05
+_BUSY_PAUSE_SECONDS = 0.05
 
 
 class SubscriptionMode(ABC):
@@ -37,15 +37,15 @@ class SubscriptionMode(ABC):
 
     @abstractmethod
     def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
-        """Open a consumer of a concrete topic; `first` is False for a partition that was added later."""
+        """Open a consumer on a concrete topic; `first` is False for a partition that was added later."""
 
     @abstractmethod
     def has_left(self, partition: PulsarPartition) -> str:
-        """Return "" if the reader still has the partition, "revoking" if acks may still succeed, else "lost"."""
+        """Return "" while the partition is assigned, then "revoking" if acks may still succeed, else "lost"."""
 
     @abstractmethod
     def is_due(self, partition: PulsarPartition) -> bool:
-        """Return whether a partition can be assigned to this reader now: the broker has given it to this member."""
+        """Return whether the broker has given the partition to this reader, so that it can be assigned."""
 
     def is_undecided(self, partition: PulsarPartition) -> bool:
         """Return whether the broker has not said yet which member has the partition."""
@@ -56,7 +56,7 @@ class SubscriptionMode(ABC):
         """Return the position at which a newly assigned partition starts."""
 
     def check_kept(self, partition: PulsarPartition, deadline: Deadline) -> None:
-        """Raise `PositionLost` if a partition whose connection was lost cannot continue at its position."""
+        """Raise `PositionLost` if the broker no longer has the position of a partition whose connection was lost."""
 
     @abstractmethod
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
@@ -67,13 +67,13 @@ class SubscriptionMode(ABC):
         """Have messages redelivered."""
 
     def seek_to_time(self, partition: PulsarPartition, timestamp: int, deadline: Deadline) -> None:
-        """Continue at the first message with this or a later timestamp, or else at the present end."""
+        """Continue at the first message with this or a later timestamp; without one, at the present end."""
         last, _ = partition.consumer.progress(deadline.left())
         self.seek(partition, BEGIN, deadline)
-        partition.since = timestamp, behind(last)
+        partition.since = timestamp, position_after(last)
 
     def grant_permits(self, partition: PulsarPartition, messages: int) -> None:
-        """Allow the broker to send this many messages, before the reader waits for them."""
+        """Allow the broker to send this many messages. Each poll calls this before it waits."""
 
     def hold(self, partition: PulsarPartition, held: bool) -> None:
         """Have the broker send nothing while `held`."""
@@ -81,7 +81,7 @@ class SubscriptionMode(ABC):
 
 
 class UngroupedMode(SubscriptionMode):
-    """Mode without a group: the broker stores no position, and the subscription's `start` says where to begin."""
+    """Mode without a group: the broker stores no position, and reading begins at the subscription's `start`."""
 
     grouped = False
 
@@ -109,7 +109,7 @@ class UngroupedMode(SubscriptionMode):
             # that.
             last, _ = partition.consumer.progress(deadline.left())
             # A broker drops an empty ledger when it loads the topic again, and positions in the ledger become invalid.
-            self.seek(partition, behind(last) if last.entry >= 0 else BEGIN, deadline)
+            self.seek(partition, position_after(last) if last.entry >= 0 else BEGIN, deadline)
         elif isinstance(start, int):
             self.seek_to_time(partition, start, deadline)
         return partition.next
@@ -135,25 +135,25 @@ class UngroupedMode(SubscriptionMode):
         """
         if position[0] == BEGIN[0]:
             return
-        look = self._client.read(partition.topic, timeout=deadline.left(), connection_key=self._connection_key)
+        reader = self._client.read(partition.topic, timeout=deadline.left(), connection_key=self._connection_key)
         try:
-            _, before = look.progress(deadline.left())
+            _, before = reader.progress(deadline.left())
         finally:
-            look.close(deadline.left())
+            reader.close(deadline.left())
         if before is not None and before.ledger > position[0]:
             topic, number = partition.key
             raise PositionLost(
-                f"the position {topic}[{number}] {position} is below what the broker keeps, which begins at"
-                f" {behind(before)}: retention has removed what was there, or the topic was deleted and made anew."
-                " Seek to where to go on"
+                f"the position {topic}[{number}] {position} is lost: the broker keeps messages from"
+                f" {position_after(before)} on. Retention has removed earlier ones, or the topic was deleted and made"
+                " anew. Seek to a later position"
             )
 
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
-        raise NotSupported("what is read without a group cannot be given back: seek to it")
+        raise NotSupported("a reader without a group cannot give messages back: seek to them")
 
 
 class FailoverMode(SubscriptionMode):
-    """Mode of a group: each partition has one member at a time and is read in order: a failover subscription."""
+    """Mode of a group whose partitions have one member at a time and are read in order, by a failover subscription."""
 
     in_order = True
 
@@ -165,7 +165,7 @@ class FailoverMode(SubscriptionMode):
         self._name = uuid.uuid4().hex
 
     def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
-        return self._join(topic, first, wire.SubscriptionType.FAILOVER, _PERMITS, deadline)
+        return self._join(topic, first, wire.SubscriptionType.FAILOVER, _MAX_PERMITS, deadline)
 
     def _join(
         self, topic: str, first: bool, type: wire.SubscriptionType, permits: int, deadline: Deadline
@@ -189,7 +189,7 @@ class FailoverMode(SubscriptionMode):
             except wire.ConsumerBusy:
                 if not isinstance(start, int) or deadline.expired:
                     raise  # the group uses another kind of subscription
-            time.sleep(_BUSY_SECONDS)
+            time.sleep(_BUSY_PAUSE_SECONDS)
 
     def _subscribe(self, topic: str, deadline: Deadline, **options: Any) -> wire.PulsarConsumer:
         assert self._subscription.group is not None
@@ -218,7 +218,7 @@ class FailoverMode(SubscriptionMode):
                 # Seek instead of acknowledging: a seek is stored before the answer, but an acknowledgement is lost if
                 # the topic is unloaded at once.
                 with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
-                    alone.seek(_position_behind(passed), deadline.left())
+                    alone.seek(_position_after(passed), deadline.left())
         finally:
             alone.close(deadline.left())
 
@@ -237,7 +237,7 @@ class FailoverMode(SubscriptionMode):
 
     def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
         _, acknowledged = partition.consumer.progress(deadline.left())
-        return BEGIN if acknowledged is None or acknowledged.entry < 0 else behind(acknowledged)
+        return BEGIN if acknowledged is None or acknowledged.entry < 0 else position_after(acknowledged)
 
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
         partition.go_to(position)
@@ -255,7 +255,7 @@ class FailoverMode(SubscriptionMode):
 
 
 class SharedMode(FailoverMode):
-    """Mode of a group: each partition has many members: a shared or key-shared subscription."""
+    """Mode of a group whose members share each partition, by a shared or key-shared subscription."""
 
     in_order = False
 
@@ -276,8 +276,8 @@ class SharedMode(FailoverMode):
 
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
         raise NotSupported(
-            "members that share message by message have no position of their own to seek: nack gives messages back,"
-            ' and another group, or one with sharing="partition", reads from where it wants'
+            "members of a group that share messages have no position of their own to seek: nack gives messages back,"
+            ' and a group with sharing="partition" can seek'
         )
 
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
@@ -291,7 +291,7 @@ class SharedMode(FailoverMode):
 
     def grant_permits(self, partition: PulsarPartition, messages: int) -> None:
         if not partition.paused:
-            partition.consumer.allow(messages)
+            partition.consumer.request_messages(messages)
 
     def hold(self, partition: PulsarPartition, held: bool) -> None:
         pass  # the broker sends only what was requested
@@ -312,7 +312,7 @@ def _last_before(
     return passed
 
 
-def _position_behind(id: wire.MessageId) -> wire.MessageId:
+def _position_after(id: wire.MessageId) -> wire.MessageId:
     """Return the message id after this one, whether or not such a message exists."""
     if id.batch_index + 1 < id.batch_size:
         return id._replace(batch_index=id.batch_index + 1)
@@ -322,7 +322,7 @@ def _position_behind(id: wire.MessageId) -> wire.MessageId:
 def mode_of(
     client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
 ) -> SubscriptionMode:
-    """Return the mode for a subscription's group and sharing."""
+    """Return the mode that serves a subscription's group and sharing."""
     if subscription.group is None:
         return UngroupedMode(client, subscription, inbox, connection_key)
     kind = FailoverMode if subscription.sharing == "partition" else SharedMode

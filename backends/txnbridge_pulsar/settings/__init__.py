@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Option, Url
+from txnbridge_pulsar.settings.timing import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace, encoded
 
 if TYPE_CHECKING:  # the options are read without connecting, which needs no client
@@ -45,6 +46,7 @@ class PulsarSettings:
     tls_key: str = ""
     tls_verify: bool = True
     tls_verify_hostname: bool = True
+    timing: Timing = field(default_factory=Timing, repr=False)
 
     @property
     def tls(self) -> bool:
@@ -52,14 +54,14 @@ class PulsarSettings:
 
     @property
     def pack(self) -> wire.Compression:
-        """Return the compression of the payloads that we send."""
+        """Return the compression of the payloads that this bridge sends."""
         from txnbridge_pulsar import client as wire
 
         return wire.Compression[self.compression.upper()]
 
     @property
     def longest_prepared(self) -> float:
-        """Return how many seconds a transaction that will be prepared may live after its begin."""
+        """Return the seconds that a transaction which will be prepared may be open."""
         return self.longest_transaction if self.hold is None else self.timeout + self.hold
 
     def log_topic(self, application: str) -> str:
@@ -72,8 +74,8 @@ class PulsarSettings:
 
     @property
     def late_write_canary(self) -> str:
-        """Return the name of the canary topic, which nobody reads. A late message is sent to it to learn whether
-        brokers refuse late messages of the same transaction: see `outcome/late_writes`.
+        """Return the name of the canary topic, which nobody reads. `outcome/late_writes` sends a late message to it to
+        learn whether brokers refuse late messages of the same transaction.
         """
         return f"{self.prefix}lamp"
 
@@ -115,39 +117,39 @@ OPTIONS: Mapping[str, Option] = {
     "admin_url": Option(
         str,
         "",
-        "where the brokers' REST interface is, http://host:8080,host2:8080: topics are made and looked into by it",
+        "the brokers' REST interface, http://host:8080,host2:8080: topics are created and checked by it",
     ),
-    "prefix": Option(str, _DEFAULTS.prefix, "how the names of our own topics begin"),
+    "prefix": Option(str, _DEFAULTS.prefix, "the beginning of the names of internal topics"),
     "longest_transaction": Option(
         float,
         _DEFAULTS.longest_transaction,
-        "seconds that a transaction may be open; while one is, nothing behind it on its topics can be read by anybody",
+        "seconds that a transaction may be open; while it is, no later messages on its topics can be read",
     ),
     "prepared_ids": Option(
         int,
         _DEFAULTS.prepared_ids,
-        "how many prepared transactions of one transactional id may wait for their end at once (1 to 1000)",
+        "how many prepared transactions of one transactional id may be open at once (1 to 1000)",
     ),
     "compression": Option(
         str,
         _DEFAULTS.compression,
-        "how messages are packed; lz4, zstd and snappy need a package each",
+        "compression of messages; lz4, zstd and snappy need a package each",
         ("none", "lz4", "zlib", "zstd", "snappy"),
     ),
     "mix_keys": Option(
         bool,
         _DEFAULTS.mix_keys,
-        "whether messages of different keys share entries: many times faster, but of a group that shares by key"
-        " different members then get messages of one key",
+        "whether messages of different keys share entries: many times faster, but in a group that shares by key"
+        " several members then get messages of the same key",
     ),
     "listener": Option(str, "", "the advertised listener to ask brokers for"),
     "token": Option(str, "", "the token to authenticate with", secret=True),
     "token_file": Option(str, "", "a file with the token, read again whenever the broker asks for one"),
     "user": Option(str, "", "the user to authenticate as, with a password"),
     "password": Option(str, "", "the user's password", secret=True),
-    "tls_ca": Option(str, "", "a PEM file with the authorities to trust; without it the system's"),
+    "tls_ca": Option(str, "", "a PEM file with the authorities to trust; default: the system's"),
     "tls_certificate": Option(str, "", "a PEM file with the certificate to authenticate with"),
-    "tls_key": Option(str, "", "a PEM file with the certificate's key, if that is not beside it"),
+    "tls_key": Option(str, "", "a PEM file with the certificate's key, if it is not in the same file"),
     "tls_verify": Option(bool, _DEFAULTS.tls_verify, "whether the brokers' certificates are checked"),
     "tls_verify_hostname": Option(
         bool, _DEFAULTS.tls_verify_hostname, "whether the brokers' certificates must name their hosts"
@@ -155,7 +157,7 @@ OPTIONS: Mapping[str, Option] = {
 }
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
-_MOST_PREPARED_IDS = 1000  # each takes a topic
+_MAX_PREPARED_IDS = 1000  # each takes a topic
 # Options that have no effect on a connection without TLS.
 _ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
 
@@ -163,9 +165,7 @@ _ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
 def read(url: Url, options: Mapping[str, Any], context: Context) -> PulsarSettings:
     """Return the settings in a URL and the backend's options. Raise `InvalidOption` if a value is invalid."""
     for name in context.client_options:
-        raise InvalidOption(
-            f"the Pulsar backend has no option {name!r}: its client is its own, and has none of its own"
-        )
+        raise InvalidOption(f"the Pulsar backend has no option {name!r}: its client has no options of its own")
     settings = PulsarSettings(
         service=_service(url),
         namespace=_namespace(url),
@@ -192,15 +192,15 @@ def _namespace(url: Url) -> Namespace:
     if not parts:
         return Namespace("public", "default")  # the default of every client of Pulsar
     if len(parts) != 2:
-        raise InvalidOption(f"{url}: behind the hosts comes /tenant/namespace; a topic's name goes into send()")
+        raise InvalidOption(f"{url}: after the hosts comes /tenant/namespace; a topic's name is given to send()")
     return Namespace(*parts)
 
 
 def _check(settings: PulsarSettings) -> None:
     if not _PREFIX.fullmatch(settings.prefix):
         raise InvalidOption("option 'prefix' is 1 to 100 letters, digits, '_' and '-'")
-    if not 1 <= settings.prepared_ids <= _MOST_PREPARED_IDS:
-        raise InvalidOption(f"option 'prepared_ids' is 1 to {_MOST_PREPARED_IDS}")
+    if not 1 <= settings.prepared_ids <= _MAX_PREPARED_IDS:
+        raise InvalidOption(f"option 'prepared_ids' is 1 to {_MAX_PREPARED_IDS}")
     _check_times(settings)
     if settings.admin_url and not re.match(r"https?://[^/@,]+(,[^/@,]+)*$", settings.admin_url):
         raise InvalidOption(
@@ -218,8 +218,8 @@ def _check_times(settings: PulsarSettings) -> None:
         raise InvalidOption("option 'longest_transaction' is a number of seconds above 0")
     if settings.timeout + (settings.hold or 0) > longest:
         raise InvalidOption(
-            f"timeout and hold are {settings.timeout + (settings.hold or 0):g} s together, and a transaction may be"
-            f" open for {longest:g} s here (option 'longest_transaction')"
+            f"timeout and hold are {settings.timeout + (settings.hold or 0):g} s together; the limit is {longest:g} s"
+            " (option 'longest_transaction')"
         )
 
 

@@ -1,4 +1,4 @@
-"""Topic names as Pulsar writes them, for users' topics and for internal ones."""
+"""Topic names as Pulsar writes them, for users' topics and for internal topics."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ class Namespace(NamedTuple):
         return f"{self.tenant}/{self.name}"
 
     def full_name(self, topic: str) -> str:
-        """Return `persistent://tenant/namespace/orders` for `orders`; keep a full name. Raise `InvalidOption` if
-        invalid.
-        """
+        """Return `persistent://tenant/namespace/orders` for `orders`; keep a full name. Raise `InvalidOption`."""
         full = topic if topic.startswith(_PERSISTENT) else f"{_PERSISTENT}{self}/{topic}"
         parts = full.removeprefix(_PERSISTENT).split("/")
         if len(parts) != 3 or not all(parts) or not full.isprintable():
             raise InvalidOption(
-                f"{topic!r} is no name of a topic: on Pulsar that is a name without '/' in the URL's namespace, or"
+                f"{topic!r} is not a topic's name: give a name without '/' in the URL's namespace, or"
                 " persistent://tenant/namespace/name"
             )
         if _PARTITION.search(full):
-            raise InvalidOption(f"{topic!r} is one partition of a topic: name the topic, and choose by partition=")
+            raise InvalidOption(f"{topic!r} is one partition of a topic: give the topic, and partition=")
         return full
 
     def short_name(self, full: str) -> str:
-        """Return the name to show to users for a full name: the short name in this namespace, else the full name."""
+        """Return the name to show to users: the short name for a topic in this namespace, else the full name."""
         return full.removeprefix(f"{_PERSISTENT}{self}/")
 
 

@@ -1,1 +1,1 @@
-"""The writing side: who owns a transactional id, its transactions, and what is sent without one."""
+"""The writing side: ownership of transactional ids, transactions, and sending without a transaction."""

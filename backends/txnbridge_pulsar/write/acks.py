@@ -1,6 +1,6 @@
 """Acknowledgement of a reader's messages inside a writer's transaction.
 
-A writer uses a reader only by its `PulsarAckContext`, in this order:
+A writer gets a `PulsarAckContext` from a reader, and calls it in this order:
 
     pairs = context.subscriptions(partitions)            # (concrete topic, subscription) of each partition
     ...                                                  # register the pairs with the transaction first: the broker
@@ -11,9 +11,9 @@ A writer uses a reader only by its `PulsarAckContext`, in this order:
 
 Acknowledgements are individual, and by batch index inside entries. A cumulative acknowledgement in a transaction makes
 the broker skip individual ones on the same subscription, and does nothing on shared subscriptions. If an answer is
-lost, the transaction can only abort: a repeated acknowledgement conflicts with the first. The broker redelivers
-messages that an aborted transaction has acknowledged. An acknowledgement that arrives after the transaction's end stays
-pending, so the writer waits for all answers before either end.
+lost, the transaction can only abort: a repeated acknowledgement conflicts with the first. After the abort the broker
+redelivers the acknowledged messages. An acknowledgement that arrives after the transaction's end stays pending, so the
+writer waits for all answers before either end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from txnbridge_pulsar.read.partition import AckedMessages, PulsarPartition
 
 @dataclass(eq=False)
 class _PartitionAcks:
-    """The acknowledgements of one partition in one transaction."""
+    """The acknowledgements that one call sends in a transaction for one partition."""
 
     partition: PulsarPartition
     assignment: object
@@ -46,7 +46,7 @@ class _PartitionAcks:
 
 
 class PulsarAckContext:
-    """The messages of a reader that a transaction can acknowledge. Thread-safe, also while another thread polls."""
+    """A reader's interface for writers that acknowledge its messages. Thread-safe, also while another thread polls."""
 
     def __init__(
         self, subscription: str, shared: bool, partitions: Mapping[Partition, PulsarPartition], guard: threading.Lock
@@ -57,10 +57,8 @@ class PulsarAckContext:
         self._guard = guard
 
     def subscriptions(self, partitions: Iterable[Partition]) -> list[tuple[str, str]]:
-        """Return the topics and subscriptions to register with a transaction before it acknowledges on these
-        partitions.
-
-        Raise `Conflict` if the reader has lost one of the partitions.
+        """Return the (topic, subscription) pairs that a writer registers with its transaction before it acknowledges
+        messages of these partitions. Raise `Conflict` if the reader has lost one of the partitions.
         """
         with self._guard:
             return [(self._partition(key).topic, self._subscription) for key in partitions]
@@ -68,11 +66,11 @@ class PulsarAckContext:
     def acknowledge(
         self, txn: wire.TxnId, positions: Mapping[Partition, Sequence[Position]], deadline: Deadline
     ) -> SentAcks:
-        """Send acknowledgements of messages in a transaction. `SentAcks.settle` waits for the answers, and raises
+        """Send acknowledgements of messages in a transaction. `SentAcks.settle` waits for the answers, and also raises
         errors of sending.
 
-        Raise `Conflict`, with nothing sent, if a message was given back for redelivery, or delivered under an
-        assignment of its partition that has ended.
+        Raise `Conflict`, with nothing sent, if a message was given back by `nack`, or its partition has left the reader
+        since the message was delivered.
         """
         with self._guard:
             partitions = {self._partition(key): given for key, given in positions.items()}
@@ -88,12 +86,12 @@ class PulsarAckContext:
         partition = self._partitions.get(key)
         if partition is None or not partition.is_assigned:
             topic, number = key
-            raise Conflict(f"{topic}[{number}] left this reader after the messages were delivered; they come again")
+            raise Conflict(f"{topic}[{number}] left this reader after it returned the messages; they come again")
         return partition
 
 
 class SentAcks:
-    """Acknowledgements that one call has sent in a transaction, with the broker's answers."""
+    """The acknowledgements that one call has sent in a transaction, and the broker's answers to them."""
 
     def __init__(
         self, sent: Sequence[_PartitionAcks], subscription: str, shared: bool, guard: threading.Lock, deadline: Deadline
@@ -111,10 +109,8 @@ class SentAcks:
                 self._error = self._error or error
 
     @property
-    def partitions_left(self) -> bool:
-        """Return whether the reader has lost a partition of the acknowledged messages: a likely cause if the broker
-        only says that the transaction has ended.
-        """
+    def has_lost_partition(self) -> bool:
+        """Return whether the reader has lost a partition of these messages: a likely cause of an unexpected abort."""
         return any(
             each.partition.assignment is not each.assignment
             or not each.partition.is_assigned
@@ -128,12 +124,12 @@ class SentAcks:
             participant_of(each.partition.topic, self._subscription, each.partition.consumer) for each in self._sent
         ]
 
-    def give_up_entry_rest(self) -> None:
-        """Drop the other messages that this reader holds from the acknowledged messages' entries, if the subscription
-        is shared. Call this before the transaction is aborted.
+    def drop_rest_of_entries(self) -> None:
+        """Drop the unacknowledged messages of partly acknowledged entries from the reader, if the subscription is
+        shared. The writer calls this before an abort.
 
         After the abort a shared subscription redelivers these entries whole, perhaps to another member. Brokers do not
-        detect all conflicts between two members that acknowledge parts of one entry (hazard H56).
+        detect all conflicts between two members that acknowledge different messages of one entry (hazard H56).
         """
         if not self._shared:
             return
@@ -143,27 +139,23 @@ class SentAcks:
                     each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
 
     def redeliver_rest(self) -> None:
-        """Have the broker redeliver the messages that `give_up_entry_rest` dropped. Call this if our abort request was
-        not the one that ended the transaction.
-        """
+        """Have the broker redeliver dropped entries, because the writer's abort came after the transaction's end."""
         for each in self._sent:
             if each.given_up:
                 with suppress(wire.BrokerConnectionLost):
                     each.partition.consumer.redeliver(each.given_up)
 
-    def parts(self) -> Iterator[tuple[str, wire.MessageId]]:
-        """Yield the concrete topic and message id of each acknowledgement of a part of an entry, on subscriptions that
-        may deliver the entry to another member.
-        """
+    def acks_by_batch_index(self) -> Iterator[tuple[str, wire.MessageId]]:
+        """Yield topic and id of each message that is acknowledged by batch index, on a shared subscription."""
         if self._shared:
             yield from ((each.partition.topic, id) for each in self._sent for id in each.ids if id.batch_index >= 0)
 
     def settle(self, deadline: Deadline) -> None:
         """Return when the broker has confirmed all acknowledgements. A repeated call gives the same result.
 
-        Wait for every answer that can still arrive, also after a refusal. Raise `Conflict` if another transaction or
-        member has acknowledged a message, or the connection on which the messages were delivered is lost; raise the
-        translated error for other answers of the broker. After an error the transaction can only abort.
+        Wait for all answers, also after a refusal. Raise `Conflict` if another transaction or member has acknowledged a
+        message, or the connection on which the messages were delivered is lost; raise the translated error for other
+        refusals. After an error the transaction can only abort.
         """
         if not self._settled:
             self._settled = True
@@ -185,8 +177,9 @@ class SentAcks:
             self._acknowledge_one_by_one(sent, deadline)
 
     def _acknowledge_one_by_one(self, sent: _PartitionAcks, deadline: Deadline) -> None:
-        """Acknowledge the messages again one by one, although the transaction can only abort: the abort then makes the
-        broker redeliver all of them, except those that another transaction holds.
+        """Acknowledge the messages again, each by itself, after the broker has refused them together. The transaction
+        can only abort, and its abort then makes the broker redeliver all of them, except those that another transaction
+        holds.
 
         Without this, a shared subscription never redelivers the messages of an acknowledgement that it has refused.
         """
@@ -208,21 +201,22 @@ class SentAcks:
 
 
 def require_whole_entries(acks: Iterable[SentAcks]) -> None:
-    """Raise `NotSupported` if a transaction that will be prepared acknowledges part of an entry in a shared group.
+    """Raise `NotSupported` if a transaction that will be prepared acknowledges only part of an entry in a shared group.
 
     Any process may abort a prepared transaction without the group's members hearing of it. The broker then delivers the
-    entry whole to another member, while the first member may still acknowledge the rest of it: brokers do not detect
-    all conflicts (hazard H56).
+    whole entry to another member, while the first member may still acknowledge the rest of it. Brokers do not detect
+    all conflicts of two such members (hazard H56).
     """
-    counts = Counter((topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.parts())
+    counts = Counter(
+        (topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.acks_by_batch_index()
+    )
     for (topic, ledger, entry, size), acknowledged in counts.items():
         if acknowledged < size:
             raise NotSupported(
-                f"with sharing by message or key a prepared transaction acknowledges entries of the broker whole, and"
-                f" this one acknowledges {acknowledged} of the {size} messages at ({ledger}, {entry}) of {topic}, which"
-                " were sent as one entry. Acknowledge all of them in it (poll as many at once), or do not prepare it;"
-                ' a group with sharing="partition" can, and messages that were sent with different keys are entries of'
-                " their own"
+                "in a group with sharing by message or key, a prepared transaction has to acknowledge the broker's"
+                f" entries whole, and this one acknowledges {acknowledged} of the {size} messages in entry ({ledger},"
+                f" {entry}) of {topic}. Acknowledge all of them in the transaction (poll that many at once), do not"
+                ' prepare it, or use sharing="partition". Messages with different keys are sent as separate entries'
             )
 
 
@@ -230,5 +224,5 @@ def _refusal(error: wire.PulsarError) -> TxnBridgeError:
     if isinstance(error, wire.TransactionConflict):
         return Conflict(f"acknowledging: another transaction holds or has acknowledged the same messages: {error}")
     if isinstance(error, wire.BrokerConnectionLost) and not isinstance(error, wire.RequestTimedOut):
-        return Conflict(f"acknowledging: the connection on which they were delivered is gone: {error}")
+        return Conflict(f"acknowledging: the connection on which the messages were delivered is lost: {error}")
     return translate(error, "acknowledging")

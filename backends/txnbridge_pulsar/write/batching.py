@@ -1,4 +1,4 @@
-"""Batching of messages into entries, and producers that send entries in a transaction and count their receipts."""
+"""Collects a transaction's messages into entries, sends the entries, and counts their receipts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import needing, translate
 from txnbridge_pulsar.outcome.end_delivery import Participant, participant_of
 
-# An entry is sent when it has about this size, with `MESSAGE_BYTES` of overhead for each message: a thousand messages
-# of 100 bytes, or 220 of a kibibyte. Larger entries gain nothing and use the broker's memory.
+# An entry is sent when its messages, each with its overhead, have about this size: a thousand messages of 100 bytes, or
+# 220 of a kibibyte. Larger entries gain nothing and use the broker's memory.
 ENTRY_BYTES = 256 * 1024
-MESSAGE_BYTES = 160
+MESSAGE_OVERHEAD_BYTES = 160
 # `take_many` adds this many values at a time; a larger number would make entries of small values too large.
-_CHUNK = 256
+_VALUES_PER_STEP = 256
 
 
 class DroppedAsDuplicate(wire.PulsarError):
@@ -28,11 +28,11 @@ class DroppedAsDuplicate(wire.PulsarError):
 
 def not_stored(error: wire.PulsarError) -> DeliveryFailed:
     """Return the error for an entry that may not be stored; the caller raises it `from` the client's error."""
-    return DeliveryFailed(f"storing messages: {error}; the transaction can only be aborted, and run again")
+    return DeliveryFailed(f"messages may not be stored: {error}; the transaction is aborted, run it again")
 
 
 class PendingReceipts:
-    """The entries of one transaction that have no receipt yet, and the first failure."""
+    """The number of a transaction's entries without a receipt, for each producer, and the first failure."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -46,7 +46,7 @@ class PendingReceipts:
             self._out[producer] += 1
 
     def done(self, producer: TransactionProducer, failure: wire.PulsarError | None) -> None:
-        """Count an entry's receipt or failure. The thread that reads receipts calls this method."""
+        """Count a receipt or failure of an entry. The client's reading thread calls this."""
         with self._changed:
             self._out[producer] -= 1
             if isinstance(failure, wire.BrokerConnectionLost):
@@ -56,12 +56,12 @@ class PendingReceipts:
             self._changed.notify_all()
 
     def resent(self, producer: TransactionProducer) -> None:
-        """Note that a producer's lost entries have been sent again."""
+        """Note that a producer has sent its lost entries again."""
         with self._changed:
             self.lost.pop(producer, None)
 
     def wait(self, deadline: Deadline, producer: TransactionProducer | None = None) -> bool:
-        """Wait until all sent entries, or one producer's, have a receipt or a failure. Return False at the deadline."""
+        """Wait until all sent entries, or one producer's, have a receipt or failure. Return False at the deadline."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (any(self._out.values()) if producer is None else self._out[producer]), deadline.left()
@@ -69,7 +69,7 @@ class PendingReceipts:
 
     @property
     def settled(self) -> bool:
-        """Return whether no entry can reach the broker any more."""
+        """Return whether no entry can reach the broker any more: each has a receipt or was refused."""
         with self._changed:
             return not any(self._out.values()) and not self.lost
 
@@ -77,9 +77,9 @@ class PendingReceipts:
 class TransactionProducer:
     """A writer's producer on one concrete topic, opened at its first use.
 
-    Entries of a lost connection are sent again only where the broker is known to drop duplicates. Elsewhere the first
-    copy could arrive after the commit, and make all committed messages of the transaction on the topic disappear
-    (hazard H35).
+    After a lost connection its entries are sent again only where the broker is known to drop duplicates. Elsewhere the
+    first sending could arrive after the commit, and make all committed messages of the transaction on the topic
+    disappear (hazard H35).
     """
 
     def __init__(self, cluster: ClusterAccess, concrete: str, connection_key: str) -> None:
@@ -93,9 +93,7 @@ class TransactionProducer:
     def send(
         self, content: wire.Single | wire.MessageBatch, txn: TxnId, receipts: PendingReceipts, deadline: Deadline
     ) -> None:
-        """Send an entry in a transaction without waiting for its receipt, which goes to `receipts`. Wait only while the
-        producer's queue is full.
-        """
+        """Send an entry without waiting for its receipt, which `receipts` gets; wait only while the queue is full."""
         while True:
             producer = self.open(deadline)
             try:
@@ -117,7 +115,7 @@ class TransactionProducer:
     def _reopen_and_resend(
         self, error: wire.BrokerConnectionLost, receipts: PendingReceipts, deadline: Deadline
     ) -> None:
-        """Reopen the producer after a lost connection, and send entries without a receipt again before new ones."""
+        """Reopen the producer after a lost connection. Entries without a receipt are sent again before any new one."""
         deadline.check(f"sending to {self.concrete}")
         settled = receipts.wait(deadline, self)  # the client reports each lost entry to `receipts`
         if settled and self not in receipts.lost:
@@ -126,8 +124,8 @@ class TransactionProducer:
             raise not_stored(error) from error
 
     def open(self, deadline: Deadline) -> wire.PulsarProducer:
-        """Return the producer, opened at the first call. Call this before the topic is registered with a transaction:
-        while a registered topic is not loaded, brokers may be unable to list open transactions.
+        """Return the producer; open it at the first call. The writer calls this before it registers the topic with a
+        transaction: brokers may be unable to list open transactions while a registered topic is not loaded.
         """
         if self._producer is None:
             try:
@@ -146,12 +144,12 @@ class TransactionProducer:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the producer is open and, as far as this client has heard, its broker still serves it."""
+        """Return whether the producer is open and its connection is not lost, as far as this client knows."""
         return self._producer is not None and self._producer.lost is None
 
     def ready(self, deadline: Deadline) -> None:
-        """Open or reopen the producer before the topic is registered with a transaction. A terminated topic refuses
-        producers, and a transaction that is registered with a terminated topic never ends (hazard H54).
+        """Open the producer, or reopen it after a loss, before its topic is registered with a transaction. A terminated
+        topic refuses producers, and a transaction that is registered with a terminated topic never ends (hazard H54).
         """
         if self.open(deadline).lost is not None:
             self._reopen(deadline)
@@ -171,13 +169,13 @@ class TransactionProducer:
         except wire.PulsarError as error:
             return error
         if receipt.duplicate and not again:
-            return DroppedAsDuplicate(f"the broker dropped a new entry on {self.concrete} as if it had it already")
+            return DroppedAsDuplicate(f"the broker dropped a new entry on {self.concrete} as a duplicate")
         self._stored = max(self._stored, send.highest_sequence_id)
         self.last = None if receipt.duplicate else (receipt.message_id.ledger, receipt.message_id.entry)
         return None
 
     def recover(self, receipts: PendingReceipts, deadline: Deadline) -> bool:
-        """Reopen the producer after a lost connection, and send entries without a receipt again. Return False, with
+        """Reopen the producer after a lost connection, and send its entries without a receipt again. Return False, with
         nothing sent, if the broker is not known to drop duplicates, and False at the deadline.
         """
         producer = self._producer
@@ -185,7 +183,7 @@ class TransactionProducer:
             return False
         while not deadline.expired:
             self._reopen(deadline)
-            if not self._is_remembered(producer, deadline):
+            if not self._drops_duplicates(producer, deadline):
                 return False
             try:
                 again = producer.resend(deadline.left())
@@ -199,9 +197,9 @@ class TransactionProducer:
             return True
         return False
 
-    def _is_remembered(self, producer: wire.PulsarProducer, deadline: Deadline) -> bool:
-        """Return whether the broker is known to drop duplicates: the broker remembers this producer's last sequence id
-        or, before the first receipt, deduplication is enabled on the topic.
+    def _drops_duplicates(self, producer: wire.PulsarProducer, deadline: Deadline) -> bool:
+        """Return whether the broker is known to drop repeated entries. After the first receipt, it is if it still has
+        this producer's last sequence id; before, if deduplication is enabled on the topic.
         """
         if self._stored >= 0:
             return producer.last_sequence_id >= self._stored
@@ -217,10 +215,10 @@ class TransactionProducer:
 
 
 class EntryBuffer:
-    """Messages for one partition of a topic that are collected for the next entry, in order.
+    """The messages that are collected for the next entry of one partition, in order.
 
-    Messages of different keys go into different entries, unless `mixed`: on a key-shared subscription the broker
-    assigns a whole entry by the key of its first message.
+    Messages with different keys go into different entries, unless `mixed`: a key-shared subscription assigns a whole
+    entry by the key of its first message.
     """
 
     __slots__ = ("_batch", "_key", "_left", "_mixed", "_plain", "number")
@@ -243,16 +241,16 @@ class EntryBuffer:
     def add_plain(self, value: bytes, size: int) -> bool:
         """Add a value without key and headers. Return whether the buffer is full."""
         self._plain.append(value)
-        self._left -= size + MESSAGE_BYTES
+        self._left -= size + MESSAGE_OVERHEAD_BYTES
         return self._left < 0
 
     def add_many(self, values: Sequence[bytes], size: int) -> bool:
         self._plain += values
-        self._left -= size + MESSAGE_BYTES * len(values)
+        self._left -= size + MESSAGE_OVERHEAD_BYTES * len(values)
         return self._left < 0
 
     def fits(self, key: str | bytes | None, size: int) -> bool:
-        """Return whether a message may be added to the collected entry; a large message gets an entry of its own."""
+        """Return whether a message may join the collected messages. A large message gets an entry of its own."""
         if self.is_empty:
             return True
         last = self._key if not self._plain else None
@@ -273,7 +271,7 @@ class EntryBuffer:
         self._empty_plain()
         self._key = key
         self._batch.append(value, key, properties, event_time)
-        self._left -= size + MESSAGE_BYTES
+        self._left -= size + MESSAGE_OVERHEAD_BYTES
         return self._left < 0
 
     def _empty_plain(self) -> None:
@@ -295,27 +293,31 @@ class EntryBuffer:
 
 
 class NotBareValue(Exception):
-    """The message has a key or is large, and was not added to an entry: `PulsarWriter.send` has to send it."""
+    """The message has a key or is large, so the fast path has not added it, and `PulsarWriter.send` has to send it."""
 
 
 class TopicBatcher:
-    """The unsent messages of a transaction to one topic: chooses partitions, collects messages for each partition, and
-    passes full entries to `ship`.
+    """A transaction's unsent messages to one topic. It chooses the partition of each message, and passes full entries
+    to `send_entry`.
 
     Messages without a key go to one partition until its entry is full, then to the next partition.
     """
 
     def __init__(
-        self, concrete: tuple[str, ...], turn: int, mixed: bool, ship: Callable[[str, wire.MessageBatch], None]
+        self,
+        concrete: tuple[str, ...],
+        first_partition: int,
+        mixed: bool,
+        send_entry: Callable[[str, wire.MessageBatch], None],
     ) -> None:
         self.concrete = concrete
         self._mixed = mixed
-        self._ship = ship
+        self._send_entry = send_entry
         self._buffers: dict[int, EntryBuffer] = {}
-        self._current = self.buffer(turn % len(concrete))
+        self._current = self.buffer(first_partition % len(concrete))
 
     def buffer(self, number: int | None) -> EntryBuffer:
-        """Return the buffer of a partition; without a number, of the partition that now gets messages without a key."""
+        """Return the buffer of a partition; for None, of the partition that messages without a key go to now."""
         if number is None:
             return self._current
         buffer = self._buffers.get(number)
@@ -324,9 +326,7 @@ class TopicBatcher:
         return buffer
 
     def take(self, topic: object, value: bytes, key: bytes | None) -> None:
-        """Add a value without key and headers (the fast path of `send`). Raise `NotBareValue` if there is a key or the
-        value is large, `TypeError` if the value has no length.
-        """
+        """Add a value (fast path). Raise `NotBareValue` for a key or large value, `TypeError` if it has no length."""
         size = len(value)
         if key is not None or size > ENTRY_BYTES:
             raise NotBareValue
@@ -334,10 +334,10 @@ class TopicBatcher:
             self.send(self._current)
 
     def take_many(self, values: Sequence[bytes]) -> int:
-        """Add values without key and headers. Return how many of them, from the first on, were added."""
+        """Add values without key and headers, up to the first group that exceeds an entry. Return their number."""
         done = 0
         while done < len(values):
-            some = values[done : done + _CHUNK]
+            some = values[done : done + _VALUES_PER_STEP]
             sizes = list(map(len, some))
             if sum(sizes) > ENTRY_BYTES:
                 break
@@ -352,10 +352,10 @@ class TopicBatcher:
         if buffer is self._current:
             self._current = self.buffer((buffer.number + 1) % len(self.concrete))
         for batch in buffer.take():
-            self._ship(self.concrete[buffer.number], batch)
+            self._send_entry(self.concrete[buffer.number], batch)
 
     def waiting(self) -> list[str]:
-        """Return the concrete topics that have messages which are not sent yet."""
+        """Return the concrete topics with unsent messages."""
         return [self.concrete[number] for number, buffer in self._buffers.items() if not buffer.is_empty]
 
     def flush(self) -> None:

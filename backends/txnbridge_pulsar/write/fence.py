@@ -2,7 +2,7 @@
 
 Opening the id takes the topic from the older owner at once, so the older owner can store no more records. Each
 transaction is named in a record before its first message is sent, so the newer owner finds all transactions that it has
-to end. The broker fences the older owner on this topic only. Messages that the older owner still sends to other topics
+to end. The broker fences the older owner on this topic only: messages that the older owner still sends to other topics
 belong to transactions that the newer owner ends.
 """
 
@@ -26,32 +26,32 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceReco
 
 _log = logging.getLogger("txnbridge")
 
-# Earlier records are trimmed after this many records, because only the last one counts; a trim takes ten milliseconds.
-_TRIM_EVERY = 1000
-# Seconds between tries on a busy topic. A takeover of a producer name, or a connection whose end the broker has not
-# seen, keeps a topic busy for milliseconds.
-_BUSY_SECONDS = 0.05
-_SIDE_BY_SIDE = 8  # fence topics that are read at once; there may be thousands
+# Earlier records are trimmed each time after this many records: only the last one counts, and a trim takes 10 ms.
+_RECORDS_PER_TRIM = 1000
+# Pause between attempts to open a producer on a topic that is busy, for milliseconds, because of another takeover or of
+# a lost connection that the broker still counts as open.
+_BUSY_PAUSE_SECONDS = 0.05
+_PARALLEL_READS = 8  # fence topics that are read at once; there may be thousands
 
 
 def fence_prefix(cluster: ClusterAccess) -> str:
-    """Return the prefix of all fence topics' names; the encoded transactional id follows it."""
+    """Return the prefix of all fence topics' names, after which the encoded transactional id follows."""
     return f"{cluster.settings.prefix}fence-"
 
 
 def last_fence_record(
     cluster: ClusterAccess, topic: str, deadline: Deadline
 ) -> tuple[wire.MessageId, FenceRecord] | None:
-    """Return the last record of a fence topic with its position; None if there is none. `topic` is the full name."""
+    """Return the last record of a fence topic (its full name) with its position; None if there is none."""
     last = last_entry(cluster, topic, deadline)
     return None if last is None else (last.id, FenceRecord.unpack(last.messages()[0].value))
 
 
 def at_risk(cluster: ClusterAccess, deadline: Deadline) -> list[AnnouncedTransaction]:
-    """Return the transactions at risk (see `FenceRecord`) of all transactional ids in the namespace."""
+    """Return the transactions at risk (see `FenceRecord`) of all transactional ids in the namespace, for the doctor."""
     begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
     topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
-    with ThreadPoolExecutor(_SIDE_BY_SIDE) as reading:
+    with ThreadPoolExecutor(_PARALLEL_READS) as reading:
         per_topic = reading.map(lambda topic: _at_risk(cluster, topic, deadline), topics)
         return [each for transactions in per_topic for each in transactions]
 
@@ -65,7 +65,7 @@ def _at_risk(cluster: ClusterAccess, topic: str, deadline: Deadline) -> Sequence
 
 
 class Fence:
-    """The exclusive right to write to a fence topic. Thread-safe once the topic is taken."""
+    """Exclusive access of one owner to its fence topic. Thread-safe once `take` has returned."""
 
     def __init__(self, cluster: ClusterAccess, name: str, opening: str) -> None:
         self._cluster = cluster
@@ -87,31 +87,31 @@ class Fence:
         """Fence the transactional id's older owner. Return the fence topic's last record; None if there is none."""
         self.topic = self._cluster.topics.internal(f"{fence_prefix(self._cluster)}{encoded(self._name)}", deadline)
         while True:
-            self._seize(deadline)
+            self._fence_older_producer(deadline)
             try:
                 self._producer = self._open(wire.AccessMode.EXCLUSIVE, deadline)
                 break
             except wire.ProducerFenced as error:
-                if deadline.left() <= _BUSY_SECONDS:
+                if deadline.left() <= _BUSY_PAUSE_SECONDS:
                     raise translate(error, f"opening {self._name}") from error
             except wire.PulsarError as error:
                 raise translate(error, f"opening {self._name}") from error
             # Another process opens the same id at this moment. Random pauses separate the two, so that one of them
             # succeeds.
-            time.sleep(random.uniform(0, _BUSY_SECONDS))
+            time.sleep(random.uniform(0, _BUSY_PAUSE_SECONDS))
         last = last_fence_record(self._cluster, self.topic, deadline)
         self._last = None if last is None else last[0]
         return None if last is None else last[1]
 
-    def _seize(self, deadline: Deadline) -> None:
-        """Take the topic by force, which fences its producer, and release it again.
+    def _fence_older_producer(self, deadline: Deadline) -> None:
+        """Open an exclusive producer with fencing, which fences the topic's producer, and close it again.
 
         If two processes do this at once, both succeed: the broker gives both the same epoch and accepts both. If both
         then open an exclusive producer on the free topic, the broker refuses one of them (hazard H39).
         """
         with translated(f"opening {self._name}"):
-            # With a new producer name: for the old name, a broker that still has the old producer answers "busy"
-            # (hazard H41), and drops sequence ids that were used before.
+            # With a new producer name, because for the old name a broker may answer "busy" (hazard H41), and drops
+            # sequence ids that were used before.
             self._open(wire.AccessMode.EXCLUSIVE_WITH_FENCING, deadline).close(deadline.left())
 
     def _open(self, access: wire.AccessMode, deadline: Deadline) -> wire.PulsarProducer:
@@ -143,7 +143,7 @@ class Fence:
         self._acquire(deadline)
         try:
             if self._fenced is not None:
-                raise self._again(self._fenced)
+                raise self._fresh_copy(self._fenced)
             assert self._producer is not None
             try:
                 content = wire.Single(make().pack())
@@ -160,44 +160,40 @@ class Fence:
             self._lock.release()
 
     def _stored(self, receipt: wire.Receipt) -> None:
-        """Note that a record is stored, and trim the record before it after every `_TRIM_EVERY` records. Receipts may
-        arrive out of order, so only a record before a stored one is trimmed.
+        """Note that a record is stored, and trim the topic after every `_RECORDS_PER_TRIM` records. Receipts may arrive
+        out of order, so only a record before a stored one is trimmed.
         """
         before, id = self._last, receipt.message_id
-        self._check_alone(receipt)
+        self._check_sole_producer(receipt)
         self._written += 1
         if before is None or id > before:
             self._last = id
-            if before is not None and self._written % _TRIM_EVERY == 1:
+            if before is not None and self._written % _RECORDS_PER_TRIM == 1:
                 self._trim(before)
 
-    def _check_alone(self, receipt: wire.Receipt) -> None:
-        """Raise `Fenced` if entry numbers grow faster than our sequence ids: then another producer writes to the topic,
-        too (hazard H39).
-        """
+    def _check_sole_producer(self, receipt: wire.Receipt) -> None:
+        """Raise `Fenced` if entry numbers grow faster than sequence ids: another producer writes, too (hazard H39)."""
         gap = receipt.message_id.entry - receipt.sequence_id
         ledger, known = self._gap
         if receipt.message_id.ledger != ledger or gap < known:  # the gap shrinks with each record that was not stored
             self._gap = receipt.message_id.ledger, gap
         elif gap > known:
-            self._fenced = Fenced(f"{self._name} has another owner, which writes beside this one: this one must stop")
-            raise self._again(self._fenced)
+            self._fenced = Fenced(f"another process has opened {self._name} at the same time: this one must stop")
+            raise self._fresh_copy(self._fenced)
 
     def _reopen(self, generation: int, deadline: Deadline) -> None:
-        """Reopen the producer after a lost connection, once for all waiting threads. Raise `Fenced` if another owner
-        has taken the topic.
-        """
+        """Reopen a lost producer, once for all waiting threads. Raise `Fenced` if another owner has the topic."""
         self._acquire(deadline)
         try:
             if self._fenced is not None:
-                raise self._again(self._fenced)
+                raise self._fresh_copy(self._fenced)
             if generation == self._generation:
-                self._take_back(deadline)
+                self._reopen_with_old_epoch(deadline)
                 self._generation += 1
         finally:
             self._lock.release()
 
-    def _take_back(self, deadline: Deadline) -> None:
+    def _reopen_with_old_epoch(self, deadline: Deadline) -> None:
         assert self._producer is not None
         while True:
             try:
@@ -208,9 +204,9 @@ class Fence:
             except wire.ProducerFenced as error:
                 raise self._fenced_by_newer(deadline) from error
             except wire.ProducerBusy as error:
-                if deadline.left() <= _BUSY_SECONDS:
+                if deadline.left() <= _BUSY_PAUSE_SECONDS:
                     raise translate(error, f"writing to {self.topic}") from error
-                time.sleep(_BUSY_SECONDS)
+                time.sleep(_BUSY_PAUSE_SECONDS)
             except wire.PulsarError as error:
                 raise translate(error, f"writing to {self.topic}") from error
         self._producer.forget()
@@ -222,17 +218,17 @@ class Fence:
             raise self._fenced_by_newer(deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if a newer owner has written a record, or the fence topic has no record any more."""
+        """Raise `Fenced` if a newer owner has written a record, or the fence topic has no records any more."""
         if self._fenced is not None:
-            raise self._again(self._fenced)
+            raise self._fresh_copy(self._fenced)
         last = last_fence_record(self._cluster, self.topic, deadline)
         if last is None or last[1].opening != self._opening:
             raise self._fenced_by_newer(deadline)
 
     def _fenced_by_newer(self, deadline: Deadline) -> Fenced:
-        """Return the error that names the newer owner, as far as its record can be read.
+        """Return the error that names the newer owner's host, if its record can be read.
 
-        The error is final: no later opening by this process may take the id back.
+        The error is kept: this owner stays fenced, even if the topic becomes free again.
         """
         host, is_gone = None, False
         try:
@@ -241,14 +237,14 @@ class Fence:
             # Until the newer owner has written its record, its name is not known.
             host = last[1].host if last is not None and last[1].opening != self._opening else None
         except Exception as error:
-            _log.debug("who has opened %s cannot be read: %s", self._name, error)
-        text = f"{self._name} was opened by {host or 'another process'} since: this owner must stop"
+            _log.debug("the newer owner of %s cannot be read: %s", self._name, error)
+        text = f"{self._name} was opened by {host or 'another process'} since: this process must stop"
         if is_gone:
-            text = f"the fence topic of {self._name} was deleted: this owner must stop"
+            text = f"the fence topic of {self._name} was deleted: this process must stop"
         self._fenced = Fenced(text, newer=host)
-        return self._again(self._fenced)
+        return self._fresh_copy(self._fenced)
 
-    def _again(self, fenced: Fenced) -> Fenced:
+    def _fresh_copy(self, fenced: Fenced) -> Fenced:
         return Fenced(str(fenced), newer=fenced.newer)
 
     def _trim(self, up_to: wire.MessageId) -> None:
@@ -261,11 +257,11 @@ class Fence:
             finally:
                 consumer.close(deadline.left())
         except wire.PulsarError as error:
-            _log.debug("the records before the last on %s stay: %s", self.topic, error)
+            _log.debug("earlier records on %s are not trimmed: %s", self.topic, error)
 
     def _acquire(self, deadline: Deadline) -> None:
         if not self._lock.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(f"others wrote to {self.topic} for {deadline.seconds:g} s")
+            raise DeadlineExceeded(f"other threads were writing to {self.topic} for {deadline.seconds:g} s")
 
     def close(self, deadline: Deadline) -> None:
         """Close the producer, so that the next owner finds the fence topic free."""

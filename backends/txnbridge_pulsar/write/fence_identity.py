@@ -1,9 +1,9 @@
 """Detects that a fence topic was deleted and created anew.
 
-With a fence topic the names of all unresolved transactions are lost, and the broker counts the topic epochs of a new
-topic with the same name from the start. So the first fence record of a transactional id gets a random fence id, which
-all later records and the decision log repeat. A topic that was created anew has no fence id, or another one (hazard
-H43).
+A deleted fence topic takes with it the names of all unresolved transactions, and for a new topic of the same name the
+broker counts epochs from the start, so it does not refuse the older owner. So the first fence record of a transactional
+id gets a random fence id, which all later records and the decision log repeat. A topic that was created anew has no
+fence id, or another one (hazard H43).
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ _log = logging.getLogger("txnbridge")
 
 
 class FenceIdentity:
-    """The fence id of one transactional id, as recorded in the decision log.
+    """The fence id of one transactional id, as the decision log has it.
 
-    `ledger` is the record for one fence topic: the same transactional id on another cluster has another record.
+    `ledger` holds the id of one fence topic: the same transactional id on another cluster has another ledger.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         self._name = name
         self._value = LedgerValue(ledger)
-        self._blind = False
+        self._is_disabled = False
 
     def follow(self, before: FenceRecord | None, deadline: Deadline) -> str:
         """Return the fence id for the newest owner's records: the id used so far, or a new one for a new fence topic.
-        Call this while holding the fence topic, so that no other process can write to it.
+        `before` is the fence topic's last record. The owner calls this while it holds the fence topic, so that no other
+        process writes.
 
         Raise `EvidenceLost` if the decision log has a fence id, and the fence topic has another one or no record.
         """
@@ -43,38 +44,38 @@ class FenceIdentity:
         return known or recorded_id or secrets.token_hex(8)
 
     def record(self, fence_id: str, deadline: Deadline) -> None:
-        """Record the fence id in the decision log. Call this after the fence topic has a record with the fence id: a
-        fence id in the decision log alone would make the next opening fail.
+        """Record the fence id in the decision log. The owner calls this after its first fence record: if the fence id
+        were in the decision log alone, the next opening would fail.
 
         Raise `EvidenceLost` if the decision log has another fence id.
         """
-        if self._blind:
+        if self._is_disabled:
             return
         try:
             recorded = self._value.update(lambda value: None if value else {"lineage": fence_id}, deadline)
         except AccessDenied as error:
-            self._go_on_without(error)
+            self._disable_check(error)
         else:
             if recorded is not None and str(recorded["lineage"]) != fence_id:
                 raise self._lost()
 
     def _known(self, deadline: Deadline) -> str:
-        if self._blind:
+        if self._is_disabled:
             return ""
         try:
             value = self._value.read(deadline)
         except AccessDenied as error:
-            self._go_on_without(error)
+            self._disable_check(error)
             return ""
         return "" if value is None else str(value["lineage"])
 
     def _lost(self) -> EvidenceLost:
         return EvidenceLost(
-            f"the fence topic of {self._name} was deleted, and with it what told which transactions its older owners"
-            " have not ended. Stop every program that uses this id, end what `txnbridge transactions` lists of it, and"
-            " then connect with another transactional_id"
+            f"the fence topic of {self._name} was deleted, and with it the names of transactions that have not ended."
+            " Stop every program that uses this id, end the transactions that `txnbridge transactions` lists, and then"
+            " connect with another transactional_id"
         )
 
-    def _go_on_without(self, error: AccessDenied) -> None:
-        self._blind = True
-        _log.warning("%s: nobody will notice if its fence topic is deleted: %s", self._name, error)
+    def _disable_check(self, error: AccessDenied) -> None:
+        self._is_disabled = True
+        _log.warning("%s: it will not be noticed if the fence topic is deleted: %s", self._name, error)

@@ -1,6 +1,6 @@
-"""The records on a fence topic: who owns a transactional id, and which of its transactions have not ended.
+"""The records on a fence topic: the owner of a transactional id, and its transactions that have not ended.
 
-Each record lists all of these transactions, so only the last record is read, and earlier records can be trimmed.
+Each record lists all of these transactions, so only the last record is read, and earlier ones can be trimmed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ProofLocation:
-    """The location of a transaction's proof message: its proof topic, and the presence record after which to look for
-    the proof message. Tokens and fence records contain this location.
+    """The location of a transaction's proof message: the proof topic, and the presence record after which the proof
+    message is stored. Tokens and fence records contain this location.
     """
 
     topic: str  # full name
     since: tuple[int, int]  # position of the presence record
-    nonce: str  # of the presence record
+    nonce: str  # random text in the presence record
     at: tuple[int, int] | None = None  # position of the proof message, if it is known
 
     def fields(self) -> dict[str, Any]:
@@ -43,16 +43,14 @@ class ProofLocation:
 
 @dataclass(frozen=True)
 class AnnouncedTransaction:
-    """A transaction as the fence topic names it, with all data that another process needs to end the transaction and to
-    have brokers refuse its late messages.
-    """
+    """A transaction in a fence record, with all that other processes need to end it and to refuse its late messages."""
 
     transaction: str
     txn: TxnId
     topics: tuple[str, ...]  # concrete topics, the proof topic among them
     subscriptions: tuple[tuple[str, str], ...]
     proof: ProofLocation
-    slot: int | None = None  # slot of a transaction that will be prepared
+    slot: int | None = None  # of a transaction that will be prepared: see `PreparedSlots`
     expires_at: int | None = None  # milliseconds since 1970
     prepared: bool = False
     messages: int = 0
@@ -62,14 +60,14 @@ class AnnouncedTransaction:
         return tuple(topic for topic in self.topics if topic != self.proof.topic)
 
     def fields(self) -> dict[str, Any]:
-        places: dict[str, list[int]] = {}
+        partitions: dict[str, list[int]] = {}
         for concrete in self.topics:
             name, number = whole_topic(concrete)
-            places.setdefault(name, []).append(-1 if name == concrete else number)
+            partitions.setdefault(name, []).append(-1 if name == concrete else number)
         fields = {
             "t": self.transaction,
             "x": list(self.txn),
-            "p": places,
+            "p": partitions,
             "a": [list(pair) for pair in self.subscriptions],
             "k": self.proof.fields(),
             "i": self.slot,
@@ -101,12 +99,12 @@ class AnnouncedTransaction:
 
 @dataclass(frozen=True)
 class FenceRecord:
-    """A record on a fence topic: the owner, the time, and the transactional id's transactions that have not ended as
-    far as the owner knows.
+    """A record on a fence topic: the owner, the time, and the transactions that have not ended as far as the owner
+    knows.
 
-    Transactions `at_risk` were ended by processes other than their writers, and brokers do not yet refuse their
-    writers' late messages everywhere: a late message would block its topic for all readers. `fence_id` is the same in
-    all records of a transactional id; see `FenceIdentity`.
+    Transactions `at_risk` were ended by other processes than their writers, and some brokers do not yet refuse a late
+    message of such a writer, which would block its topic for all readers. `fence_id` is the same in all records of a
+    transactional id; see `FenceIdentity`.
     """
 
     opening: str
@@ -130,9 +128,7 @@ class FenceRecord:
 
     @classmethod
     def unpack(cls, data: bytes | None) -> FenceRecord:
-        """Return the record in a message. Raise `EvidenceLost` if the message is not a record of a known version: the
-        unresolved transactions are then not known.
-        """
+        """Parse a record. Raise `EvidenceLost` if it is invalid: then unresolved transactions are not known."""
         try:
             fields = json.loads(data or b"")
             if fields["v"] != VERSION:
@@ -146,7 +142,7 @@ class FenceRecord:
                 fence_id=str(fields.get("l", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EvidenceLost("a record on a fence topic is not one of this or an earlier txnbridge") from error
+            raise EvidenceLost("a record on a fence topic was not written by this or an earlier txnbridge") from error
 
 
 def _entry_position(value: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Conversion of keys and headers to and from Pulsar's format, and the hash that chooses a key's partition."""
+"""Conversion of keys and headers to and from Pulsar's format, and the hash that maps a key to its partition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from txnbridge.spi import RawHeaders
 
 # A header whose value is not text is stored in base64, under its name with this prefix.
 _BASE64 = "txnbridge-b64."
-_KEYS_REMEMBERED = 10_000
+_CACHED_KEY_HASHES = 10_000
 
 
 def key_on_wire(key: bytes | None) -> str | bytes | None:
@@ -25,9 +25,9 @@ def key_on_wire(key: bytes | None) -> str | bytes | None:
         return key
 
 
-@lru_cache(_KEYS_REMEMBERED)
+@lru_cache(_CACHED_KEY_HASHES)
 def key_hash(key: bytes) -> int:
-    """Return a key's hash, Java's `String.hashCode`, which Pulsar's Java client takes modulo the partition count."""
+    """Return a key's hash, as Pulsar's Java client computes it (`String.hashCode`): its remainder is the partition."""
     on_wire = key_on_wire(key)
     text = on_wire if isinstance(on_wire, str) else base64.b64encode(key).decode()
     code = 0
@@ -38,17 +38,15 @@ def key_hash(key: bytes) -> int:
 
 
 def to_properties(headers: RawHeaders) -> list[tuple[str, str]]:
-    """Return headers as message properties in the same order; `to_headers` is the inverse. Raise `NotSupported` if a
-    header has no name or no value.
-    """
+    """Return headers as message properties, in order. Raise `NotSupported` for a header without name or value."""
     return [_property(name, value) for name, value in headers]
 
 
 def _property(name: str, value: bytes | None) -> tuple[str, str]:
     if value is None or not name:
         raise NotSupported(
-            f"header {name!r}: Pulsar's properties are text with a name. Leave a header out that has no value, or give"
-            " it an empty one; give one without a name a name"
+            f"header {name!r}: Pulsar's properties need a name and a value. Leave the header out, or give it both; the"
+            " value may be empty"
         )
     if not name.startswith(_BASE64):
         try:

@@ -29,20 +29,18 @@ from txnbridge_pulsar.write.writer import PulsarWriter
 
 _log = logging.getLogger("txnbridge")
 
-# Seconds that closing spends on steps that only save the next owner work.
-_COURTESY_SECONDS = 3.0
+# Seconds for the last steps of closing, which only save the next owner work.
+_CLOSE_SECONDS = 3.0
 # Seconds to wait for the answer to a begin request. A coordinator at its limit of open transactions never answers, not
 # even after a transaction has ended.
 _BEGIN_SECONDS = 3.0
-# Half of a broker's default entry size: the next owner's first record repeats the whole record, and adds transactions
-# at risk.
-_MOST_RECORD_BYTES = 2_500_000
-_PAUSE = 0.05  # with fewer seconds left, a request is not repeated
+
+_MIN_RETRY_SECONDS = 0.05  # with fewer seconds left, a request is not repeated
 
 
 class PulsarOwner:
-    """Owner of a transactional id: opens the id, announces the id's transactions on its fence topic, and detects a
-    newer owner.
+    """Owner of a transactional id: opens the id, announces its transactions on the fence topic, and detects a newer
+    owner.
 
     A bridge without a transactional id has an owner with a random name and no fence topic: no other process can use
     this name, and transactions that a dead process leaves open time out.
@@ -64,7 +62,7 @@ class PulsarOwner:
         self._under_way: dict[TxnId, AnnouncedTransaction] = {}
         self._lock = threading.Lock()
         self._coordinators = 0
-        self._turn = itertools.count(secrets.randbelow(1000))
+        self._next_coordinator = itertools.count(secrets.randbelow(1000))
         self._writers: list[PulsarWriter] = []
         self._slots = PreparedSlots(cluster, cluster.settings.prepared_ids, self.in_doubt, self.forget)
         self._cleanup = ProofTopicCleanup(cluster, identity.name)
@@ -72,7 +70,7 @@ class PulsarOwner:
     # --- opening --------------------------------------------------------------------------------------------------
 
     def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
-        """Fence the id's older owners, end their transactions that are not prepared, and return writers."""
+        """Fence the id's older owners, end their transactions that are not prepared, and return new writers."""
         if self._fence is not None:
             self._open(self._fence, deadline)
         self._cleanup.start()
@@ -105,8 +103,8 @@ class PulsarOwner:
             fence.write(self._fence_record, deadline)
 
     def _refuse_late_writes(self, ended: Sequence[AnnouncedTransaction], deadline: Deadline) -> None:
-        """Have brokers refuse late messages of ended transactions. Their older owner may still send in a transaction,
-        even if the owner itself has ended the transaction or it has timed out (hazard H44).
+        """Have brokers refuse late messages of ended transactions. Their older owner may still send in them, even if
+        the transaction has timed out or the older owner has ended it (hazard H44).
         """
         for announced in ended:
             self.late_write_guard.add(announced, deadline)
@@ -121,10 +119,10 @@ class PulsarOwner:
             return True  # only the order of resolving depends on this result
 
     def _end_left_open(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
-        """End a transaction of an older owner, unless it is prepared.
+        """End a transaction that an older owner has announced, unless it is prepared.
 
-        Return whether the transaction has ended and its outcome is known: then brokers can be made to refuse its late
-        messages.
+        Return whether the transaction has ended and its outcome is known. Only then may brokers be made to refuse its
+        late messages.
         """
         if announced.prepared:
             is_unresolved = bool(coordinator_state(self._cluster, announced.txn, announced.proof, deadline))
@@ -142,9 +140,9 @@ class PulsarOwner:
             return False
         if ended is EndResult.ABORTED:
             _log.warning(
-                "%s: an older owner (%s) had transaction %s open: it is alive, or died in it. It is shut out now, and"
-                " the transaction is aborted",
-                *(self.name, host, announced.transaction),
+                "%s: transaction %s of an older owner (%s) was open and is aborted. The older owner has died, or is"
+                " fenced now",
+                *(self.name, announced.transaction, host),
             )
         return True
 
@@ -155,23 +153,21 @@ class PulsarOwner:
         if self.in_doubt.resolve(announced, deadline):
             return True
         _log.error(
-            "%s: nobody can tell how transaction %s (%s) of an older owner (%s) ended. Nothing is sent to its topics"
-            " until that is known; look at what `txnbridge doctor` says of them",
+            "%s: the outcome of transaction %s (%s) of an older owner (%s) is not known yet. Nothing is sent to its"
+            " topics until it is known; `txnbridge doctor` says what to do",
             *(self.name, announced.transaction, announced.txn, host),
         )
         return False
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
-        """Return a writer for one transaction that will be prepared. Raise `DeadlineExceeded` if unresolved
-        transactions hold all slots until the deadline.
-        """
+        """Return a writer for one prepared transaction. Raise `DeadlineExceeded` while all slots are occupied."""
         return PulsarPreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
 
     # --- transactions ---------------------------------------------------------------------------------------------
 
     def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
-        """Begin a transaction at the next coordinator, in round-robin order. If an answer is lost, an empty transaction
-        stays open until it times out.
+        """Begin a transaction at the next coordinator, in round-robin order. If an answer is lost, begin another one:
+        the first stays empty and times out.
 
         `seconds` returns the transaction's timeout in seconds. It is called before each request.
         """
@@ -182,21 +178,24 @@ class PulsarOwner:
                 patience = min(deadline.left(), _BEGIN_SECONDS)
                 ttl_ms = max(1, int(seconds() * 1000))
                 try:
-                    return transactions.begin(ttl_ms, patience, next(self._turn) % self._coordinators)
+                    return transactions.begin(ttl_ms, patience, next(self._next_coordinator) % self._coordinators)
                 except wire.PulsarError as error:
                     # A coordinator without a broker counts as retriable: another broker takes it over within seconds.
-                    if not (error.retriable or isinstance(error, wire.RequestTimedOut)) or deadline.left() <= _PAUSE:
+                    if (
+                        not (error.retriable or isinstance(error, wire.RequestTimedOut))
+                        or deadline.left() <= _MIN_RETRY_SECONDS
+                    ):
                         raise
 
     def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None:
-        """Raise `BrokerUnavailable` if a transaction in doubt used one of these topics: ending another transaction
+        """Raise `BrokerUnavailable` if a transaction in doubt used one of these topics: the end of another transaction
         there could take back its commit.
         """
         self._refuse_late_writes(self.in_doubt.require(topics, deadline), deadline)
 
     def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None:
-        """Name a transaction on the fence topic, where the next owner of the transactional id finds it. Raise `Fenced`
-        if a newer owner exists.
+        """Name a transaction on the fence topic, where the id's next owner finds it. Raise `Fenced` if a newer owner
+        exists.
 
         Raise `DeliveryFailed`, with nothing announced, if one fence record cannot hold all unresolved transactions.
         """
@@ -219,11 +218,11 @@ class PulsarOwner:
     def _require_room(self) -> None:
         record = self._fence_record()
         size = len(record.pack())
-        if size > _MOST_RECORD_BYTES:
+        if size > (limit := self._cluster.settings.timing.max_fence_record_bytes):
             raise DeliveryFailed(
-                f"the topics of all {len(record.under_way)} transactions of {self.name} that have not ended make a"
-                f" record of {size} bytes, and it can have {_MOST_RECORD_BYTES}: write to fewer topics in one"
-                " transaction, or commit or abort prepared ones first (`txnbridge transactions` lists them)"
+                f"the fence record of the {len(record.under_way)} transactions of {self.name} that have not ended would"
+                f" have {size} bytes; the limit is {limit}. Write to fewer topics in one transaction, or end prepared"
+                " ones first (`txnbridge transactions` lists them)"
             )
 
     def _fence_record(self, at_risk: Sequence[AnnouncedTransaction] = ()) -> FenceRecord:
@@ -233,14 +232,16 @@ class PulsarOwner:
         at_risk = (*at_risk, *self.late_write_guard.at_risk)
         return FenceRecord(self.opening, self._host, now, under_way, at_risk, self._fence_id)
 
-    def withdraw(self, announced: AnnouncedTransaction) -> None:
-        """Announce the transaction as not prepared, from the next fence record on."""
+    def mark_not_prepared(self, announced: AnnouncedTransaction) -> None:
+        """List the transaction as not prepared in the next fence record. Its writer calls this when announcing the
+        transaction as prepared has failed, before it aborts the transaction.
+        """
         with self._lock:
             self._under_way[announced.txn] = announced
 
     def forget(self, txn: TxnId) -> None:
-        """Leave an ended transaction out of the next fence record. Before that record is written, a newer owner would
-        ask for the transaction's outcome, which does no harm.
+        """Leave an ended transaction out of the next fence record. If the owner dies before this record, the next owner
+        finds the transaction's outcome again, which does no harm.
         """
         with self._lock:
             self._under_way.pop(txn, None)
@@ -253,10 +254,10 @@ class PulsarOwner:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self, deadline: Deadline) -> None:
-        """Release the transactional id. The next owner finds open prepared transactions on the fence topic."""
+        """Release the transactional id. The next owner finds the prepared transactions on the fence topic."""
         self.late_write_guard.close(deadline)
         self._cleanup.close()
-        deadline = Deadline(min(deadline.left(), _COURTESY_SECONDS))
+        deadline = Deadline(min(deadline.left(), _CLOSE_SECONDS))
         self.end_delivery.close(deadline)
         try:
             if self._fence is None:
@@ -274,8 +275,6 @@ class PulsarOwner:
                 self._fence.close(deadline)
 
     def _remove(self, writer: PulsarWriter, deadline: Deadline) -> None:
-        """Remove a writer's proof topic in a bridge without a transactional id, unless a token exists whose outcome
-        only this topic shows.
-        """
+        """Delete a proof topic in a bridge without an id, unless only this topic shows the outcome of some token."""
         if writer.proof is not None and not writer.unknown:
             remove(self._cluster, writer.proof.topic, deadline)

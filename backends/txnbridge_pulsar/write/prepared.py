@@ -1,4 +1,4 @@
-"""Writers of prepared transactions. Each transaction has a proof topic of its own until its outcome is known."""
+"""Writers of prepared transactions. Each such transaction has a proof topic of its own until its outcome is known."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from txnbridge_pulsar.write.writer import PulsarWriter, TransactionOwner
 _log = logging.getLogger("txnbridge")
 
 # Seconds between two searches for a free slot while all slots are taken.
-_LOOK_SECONDS = 0.2
+_RETRY_SECONDS = 0.2
 # Ask for the outcomes of this many unresolved transactions before another proof topic is created, which takes longer.
-_ASKED_FIRST = 4
+_RESOLVED_BEFORE_NEW_SLOT = 4
 # Seconds for finding the outcome of one transaction: from its coordinator, its proof message, then other evidence.
-_CLEAR_SECONDS = 10.0
+_RESOLVE_SECONDS = 10.0
 
 
 class PreparedSlots:
-    """Numbered proof topics (slots), one for each prepared transaction of an owner. Thread-safe.
+    """Slots: an owner's numbered proof topics for prepared transactions, one for each. Thread-safe.
 
     A slot is used again once the outcome of its last transaction is known. It is not enough that the coordinator has
     forgotten this transaction: if its commit has not reached the proof topic, the end of the slot's next transaction
@@ -49,32 +49,32 @@ class PreparedSlots:
         self._used = 0  # this owner has used all slots below this number
 
     def keep(self, announced: AnnouncedTransaction) -> None:
-        """Reserve the slot of an unresolved transaction until the transaction's outcome is known."""
+        """Reserve the slot of an unresolved transaction until its outcome is known."""
         if announced.slot is not None:
             with self._lock:
                 self._unresolved[announced.slot] = announced
 
     def release(self, slot: int) -> None:
-        """Mark a slot as no longer used by a writer."""
+        """Note that no writer uses the slot any more."""
         with self._lock:
             self._taken.discard(slot)
 
     def take(self, name: str, deadline: Deadline) -> int:
-        """Take a free slot. Raise `DeadlineExceeded` if unresolved transactions hold all slots until the deadline."""
+        """Take a free slot. Raise `DeadlineExceeded` if unresolved transactions occupy all slots until the deadline."""
         while True:
-            for asked in (0, _ASKED_FIRST):
+            for asked in (0, _RESOLVED_BEFORE_NEW_SLOT):
                 self._resolve(asked, deadline)
                 if (slot := self._free(self._used)) is not None:
                     return slot
             if (slot := self._free(self._count)) is not None:
                 return slot
-            if deadline.left() <= _LOOK_SECONDS:
+            if deadline.left() <= _RETRY_SECONDS:
                 raise DeadlineExceeded(self._all_taken(name))
             self._resolve(self._count, deadline)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_RETRY_SECONDS)
 
     def _free(self, below: int) -> int | None:
-        """Take and return the lowest free slot below a number; None if all are taken."""
+        """Take and return the lowest free slot below a number; None if there is no free one."""
         with self._lock:
             for slot in range(below):
                 if slot not in self._taken and slot not in self._unresolved:
@@ -84,9 +84,10 @@ class PreparedSlots:
         return None
 
     def _resolve(self, most: int, deadline: Deadline) -> None:
-        """Ask for the outcomes of the oldest unresolved transactions, and free the slots of those that have ended.
-        Transactions for which an earlier call found no evidence take seconds each, so they are asked about only when
-        all slots are taken.
+        """Find the outcomes of the `most` oldest unresolved transactions, and free the slots of those that have ended.
+
+        For a transaction without evidence of its outcome this takes seconds, so a transaction that an earlier call
+        could not resolve is tried again only when all slots are taken.
         """
         with self._lock:
             asked = [announced for slot, announced in self._unresolved.items() if slot not in self._taken]
@@ -101,14 +102,14 @@ class PreparedSlots:
                 self._report_resolved(announced.txn)
 
     def _is_resolved(self, announced: AnnouncedTransaction, deadline: Deadline) -> bool:
-        deadline = Deadline(min(_CLEAR_SECONDS, deadline.left()))
+        deadline = Deadline(min(_RESOLVE_SECONDS, deadline.left()))
         try:
             if coordinator_state(self._cluster, announced.txn, announced.proof, deadline):
                 return False
             if self._in_doubt.resolve(announced, deadline):
                 return True
         except TxnBridgeError as error:  # a broker may be down, but other slots may be free
-            _log.debug("how transaction %s ended: %s", announced.transaction, error)
+            _log.debug("the outcome of transaction %s is not known: %s", announced.transaction, error)
         with self._lock:
             self._unexplained.add(announced.txn)
         return False
@@ -117,14 +118,14 @@ class PreparedSlots:
         with self._lock:
             oldest = next((announced.transaction for announced in self._unresolved.values()), "")
         return (
-            f"all {self._count} prepared transactions that {name} may have are unresolved"
+            f"{name} has {self._count} prepared transactions that have not ended, and may not have more"
             + (f"; the oldest known is {oldest}" if oldest else "")
             + ": commit or abort some, or connect with a larger prepared_ids"
         )
 
 
 class PulsarPreparedWriter(PulsarWriter):
-    """Writer of a single transaction, which is prepared or aborted. The writer is closed afterwards."""
+    """Writer of a single transaction, which is prepared or aborted. Afterwards the writer is closed."""
 
     def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, slots: PreparedSlots, slot: int) -> None:
         super().__init__(cluster, owner, f"{owner.name}.p{slot}", slot)
@@ -134,7 +135,7 @@ class PulsarPreparedWriter(PulsarWriter):
         self._prepared = False
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
-        """Write a presence record that names the transaction: the same proof topic may have served others before."""
+        """Write a presence record with the transaction's name: others may have used the proof topic before."""
         return self._write_presence(self._begin.transaction, deadline)
 
     def _ttl(self, begin: Begin) -> float:
@@ -168,7 +169,7 @@ class PulsarPreparedWriter(PulsarWriter):
         ask = coordinator_state if self._owner.owned else note_prepared
         # The transaction may have timed out before its last message arrived: brokers accept late messages silently.
         if ask(self._cluster, self._txn, self.proof, deadline) != "OPEN":
-            raise self._ended_by_others(deadline)
+            raise self._clean_up_after_foreign_end(deadline)
         announced = replace(self._announcement(), prepared=True, messages=self.messages)
         try:
             with self._cluster.events.step("step:record", self._begin.transaction):
@@ -176,7 +177,7 @@ class PulsarPreparedWriter(PulsarWriter):
         except BaseException:
             # The fence record may be stored although the call failed. Because of it the next owner would not abort the
             # transaction, although nobody has its token.
-            self._owner.withdraw(self._announcement())
+            self._owner.mark_not_prepared(self._announcement())
             self._abort_quietly(deadline)
             raise
         self._prepared = True

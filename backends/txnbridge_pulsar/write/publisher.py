@@ -1,4 +1,6 @@
-"""The publisher: sends messages without a transaction, once and in order; with sequences also across crashes."""
+"""The publisher: sends messages without a transaction, each once and in order; with sequence numbers also across
+crashes.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,21 @@ from txnbridge.errors import (
 from txnbridge.spi import Deadline, Ledger, Publisher, RawHeaders
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import ClusterAccess
-from txnbridge_pulsar.errors import again, needing, translate
+from txnbridge_pulsar.errors import needing, retry_translated, translate
 from txnbridge_pulsar.topics import NEEDS_REST
 from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_properties
 from txnbridge_pulsar.write.sequences import SequenceRecord
 
 # Messages without a key that go to one partition in a row. With sequences, a change of partition waits for all
 # receipts.
-_A_TURN = 1000
+_MESSAGES_IN_A_ROW = 1000
 _DENIED = (wire.NotAuthorized, wire.NotAuthenticated)
 
 
 class PulsarPublisher(Publisher):
-    """Sends each message immediately. After a failure, the publisher refuses all further messages.
+    """Sends each message immediately. After a failure it refuses all further messages.
 
-    After a lost connection, messages without a receipt are sent again where the broker is known to remove duplicates.
+    After a lost connection, messages without a receipt are sent again where the broker is known to drop duplicates.
     Elsewhere a lost connection is a failure, because the broker may have stored the messages already.
     """
 
@@ -44,7 +46,7 @@ class PulsarPublisher(Publisher):
         self._lock = threading.Lock()
         self._plain: dict[str, _PartitionProducer] = {}  # by concrete topic
         self._sequenced: dict[str, _SequencedTopic] = {}  # by topic
-        self._turn = secrets.randbelow(1000) * _A_TURN
+        self._unkeyed_count = secrets.randbelow(1000) * _MESSAGES_IN_A_ROW
         self._failed: TxnBridgeError | None = None
         self._closed = False
 
@@ -75,8 +77,8 @@ class PulsarPublisher(Publisher):
     def _choose_partition(self, key: bytes | None, count: int) -> int:
         if key is not None:
             return key_hash(key) % count
-        self._turn += 1
-        return self._turn // _A_TURN % count
+        self._unkeyed_count += 1
+        return self._unkeyed_count // _MESSAGES_IN_A_ROW % count
 
     def _producer_of(self, concrete: str, deadline: Deadline) -> _PartitionProducer:
         producer = self._plain.get(concrete)
@@ -86,13 +88,13 @@ class PulsarPublisher(Publisher):
 
     def _sequenced_topic(self, topic: str, deadline: Deadline) -> _SequencedTopic:
         if self._name is None:
-            raise InvalidOption("a sequence belongs to a publisher with a name: bridge.publisher(name)")
+            raise InvalidOption("sequences need a publisher with a name: bridge.publisher(name)")
         sequenced = self._sequenced.get(topic)
         if sequenced is None:
             full = self._cluster.settings.namespace.full_name(topic)
             ledger = self._ledger_of(f"sequence/{self._cluster.id}/{full}/{self._name}")
             sequenced = self._sequenced[topic] = _SequencedTopic(self._cluster, topic, self._name, ledger)
-        sequenced.look(deadline)
+        sequenced.open_producers(deadline)
         return sequenced
 
     # --- receipts and failures ------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ class PulsarPublisher(Publisher):
         except _SendFailed as failure:
             cause = failure.cause
             kind = AccessDenied if isinstance(cause, _DENIED) else DeliveryFailed
-            self._failed = kind(f"a message could not be stored, and nothing after it in its partition is: {cause}")
+            self._failed = kind(f"a message could not be stored, so later ones in its partition are not: {cause}")
             raise self._failed from cause
 
     def _check(self) -> None:
@@ -132,7 +134,7 @@ class PulsarPublisher(Publisher):
             raise type(self._failed)(str(self._failed)) from self._failed.__cause__
 
     def close(self, deadline: Deadline) -> None:
-        """Flush, then close the producers. Raise the errors of `flush`; then messages without a receipt are dropped."""
+        """Flush and close the producers. If the flush fails, drop messages without a receipt and raise its error."""
         with self._lock:
             if self._closed:
                 return
@@ -148,7 +150,7 @@ class PulsarPublisher(Publisher):
 
 
 class _SendFailed(Exception):
-    """A message could not be stored, so the publisher refuses further messages. `cause` is the client's error."""
+    """A message could not be stored, so the publisher refuses all further messages. `cause` is the client's error."""
 
     def __init__(self, cause: wire.PulsarError) -> None:
         super().__init__(cause)
@@ -156,7 +158,7 @@ class _SendFailed(Exception):
 
 
 class _SequencedTopic:
-    """The producers of a named publisher on one topic. Its sequences count over all partitions.
+    """The producers of a named publisher on one topic. Its sequence numbers count over all partitions.
 
     The broker keeps the last sequence of each partition. So a message for another partition waits until all earlier
     messages are stored: then every sequence below the highest stored one is stored in some partition.
@@ -170,26 +172,26 @@ class _SequencedTopic:
         self._is_checked = False
         self._current: _PartitionProducer | None = None
         self._last = -1  # the last sequence that was sent or is stored
-        self._settled = 0  # how many partitions are known to remove duplicates
+        self._checked_partitions = 0  # how many partitions are known to remove duplicates
         self.producers: list[_PartitionProducer] = []
 
-    def look(self, deadline: Deadline) -> None:
-        """Open producers on partitions without one, which may have been added. Raise `NotSupported` unless each
-        partition is known to remove duplicates, `EvidenceLost` if the broker has forgotten stored sequences.
+    def open_producers(self, deadline: Deadline) -> None:
+        """Open a producer on each partition that has none, also on added partitions. Raise `NotSupported` unless each
+        partition is known to drop duplicates, `EvidenceLost` if the broker has forgotten stored sequences.
         """
         concrete = self._cluster.topics.concrete(self._topic, deadline)
         for name in concrete[len(self.producers) :]:
             self.producers.append(_PartitionProducer(self._cluster, name, self._name, deadline))
         # A partition counts as checked only after the check has succeeded: else a call after a failed check would send
         # unchecked.
-        for name, producer in list(zip(concrete, self.producers, strict=False))[self._settled :]:
+        for name, producer in list(zip(concrete, self.producers, strict=False))[self._checked_partitions :]:
             if not self._cluster.topics.deduplicates(name, deadline):
                 raise NotSupported(
-                    f"sequences on topic {self._topic!r} are not kept, as far as can be told: the broker has to remove"
-                    f" duplicates there (brokerDeduplicationEnabled). To be told, {NEEDS_REST}"
+                    f"topic {self._topic!r} has no sequences unless its broker is known to remove duplicates there"
+                    f" (brokerDeduplicationEnabled). To check that, {NEEDS_REST}"
                 )
             self._last = max(self._last, producer.last_stored)
-            self._settled += 1
+            self._checked_partitions += 1
         if not self._is_checked:
             self._record.check(self._last, deadline)
             self._is_checked = True
@@ -201,7 +203,7 @@ class _SequencedTopic:
             self._record.record_stored(self.last_stored, deadline)
 
     def record_first(self, deadline: Deadline) -> None:
-        """Record the highest stored sequence in the decision log if the log has no sequence of this publisher yet."""
+        """Record the highest stored sequence if the decision log has no sequence of this publisher yet."""
         if self._is_checked and self.last_stored is not None:
             self._record.record_first(self.last_stored, deadline)
 
@@ -222,13 +224,15 @@ class _SequencedTopic:
 
 
 class _PartitionProducer:
+    """A publisher's producer on one partition. It reopens after a lost connection, and resends where that is safe."""
+
     def __init__(self, cluster: ClusterAccess, concrete: str, name: str | None, deadline: Deadline) -> None:
         self._cluster = cluster
         self._concrete = concrete
         self._name = name
         self._failure: wire.PulsarError | None = None
         self._stored = -1  # the highest sequence id with a receipt
-        self._producer = again(lambda: self._opened(deadline), self._in_our_words, deadline)
+        self._producer = retry_translated(lambda: self._opened(deadline), self._as_bridge_error, deadline)
 
     def _opened(self, deadline: Deadline) -> wire.PulsarProducer:
         pack = self._cluster.settings.pack
@@ -243,9 +247,7 @@ class _PartitionProducer:
         return max(self._stored, self._producer.last_sequence_id)
 
     def send(self, message: wire.Single, sequence: int | None, deadline: Deadline) -> None:
-        """Send a message without waiting for its receipt; wait only while the producer's queue is full. Raise
-        `_SendFailed` if this or an earlier message cannot be stored.
-        """
+        """Send without waiting for the receipt; wait only while the queue is full. Raise `_SendFailed`."""
         while True:
             if self._is_interrupted:
                 self._recover(deadline)
@@ -268,9 +270,7 @@ class _PartitionProducer:
                 return
 
     def _note_result(self, send: wire.Send, again: bool) -> None:
-        """Note a message's receipt or failure. The thread that reads the connection calls this; `send` and `settle`
-        handle a lost connection.
-        """
+        """Note a receipt or failure, on the client's reading thread; `send` and `settle` handle lost connections."""
         try:
             receipt = send.result(0)
         except wire.BrokerConnectionLost:
@@ -280,42 +280,40 @@ class _PartitionProducer:
             return
         if receipt.duplicate and not again:
             self._failure = self._failure or wire.PulsarError(
-                f"the broker dropped a new message to {self._concrete} as if it had it already"
+                f"the broker dropped a new message to {self._concrete} as a duplicate"
             )
         self._stored = max(self._stored, send.highest_sequence_id)
 
     def settle(self, deadline: Deadline) -> None:
-        """Return when all messages are stored. Raise `_SendFailed` if a message cannot be stored, `DeadlineExceeded` if
-        receipts are missing at the deadline.
-        """
+        """Return when all messages are stored. Raise `_SendFailed`, or `DeadlineExceeded` if receipts are missing."""
         while True:
             if self._is_interrupted:
                 self._recover(deadline)
             try:
                 self._producer.flush(deadline.left())
             except wire.RequestTimedOut as error:
-                raise DeadlineExceeded(f"sending to {self._concrete}: {error}; they may yet be stored") from error
+                raise DeadlineExceeded(f"sending to {self._concrete}: {error}; they may still be stored") from error
             self._check()
             if not self._is_interrupted:
                 return
 
     @property
     def _is_interrupted(self) -> bool:
-        """Return whether the connection is lost, or messages of a lost connection have not been sent again."""
+        """Return whether the connection is lost, or entries of a lost connection have not been sent again."""
         return self._producer.lost is not None or bool(self._producer.unconfirmed)
 
     def _recover(self, deadline: Deadline) -> None:
-        """Reopen the producer, and resend messages without a receipt where the broker removes duplicates."""
-        # A producer that is not lost was reopened by an earlier call. A second reopening could be confused with the
-        # first by the broker.
+        """Reopen the producer, and send messages without a receipt again where the broker drops duplicates."""
+        # A producer that is not lost was reopened by an earlier call. The broker could confuse a second reopening with
+        # the first.
         if self._producer.lost is not None:
-            again(lambda: self._producer.reopen(deadline.left()), self._in_our_words, deadline)
+            retry_translated(lambda: self._producer.reopen(deadline.left()), self._as_bridge_error, deadline)
         if not self._producer.unconfirmed:
             return
-        if not self._is_remembered(deadline):
+        if not self._drops_duplicates(deadline):
             lost = wire.BrokerConnectionLost(
-                f"the connection to {self._concrete} was lost with messages on their way, and it is not known that the"
-                " broker removes duplicates"
+                f"the connection to {self._concrete} was lost before messages had receipts, and it is not known whether"
+                " the broker removes duplicates"
             )
             self._failure = self._failure or lost
             return
@@ -326,10 +324,10 @@ class _PartitionProducer:
         except wire.BrokerConnectionLost:
             return  # the next call finds the connection lost, and resends the rest
 
-    def _is_remembered(self, deadline: Deadline) -> bool:
-        """Return whether the broker remembers what this producer has sent, and so drops duplicates."""
+    def _drops_duplicates(self, deadline: Deadline) -> bool:
+        """Return whether the broker still has this producer's sequence ids, and so drops repeated messages."""
         if self._name is not None:
-            return True  # `_SequencedTopic.look` has checked it before the first message
+            return True  # `_SequencedTopic.open_producers` has checked it before the first message
         if self._stored >= 0:
             return self._producer.last_sequence_id >= self._stored
         return self._cluster.topics.deduplicates(self._concrete, deadline)
@@ -338,7 +336,7 @@ class _PartitionProducer:
         if self._failure is not None:
             raise _SendFailed(self._failure)
 
-    def _in_our_words(self, error: wire.PulsarError) -> TxnBridgeError:
+    def _as_bridge_error(self, error: wire.PulsarError) -> TxnBridgeError:
         what = f"opening a producer on {self._concrete}"
         if isinstance(error, wire.ProducerBusy):  # also for a moment after a publisher's process died
             return BrokerUnavailable(f"{what}: the name {self._name!r} is in use by another publisher")

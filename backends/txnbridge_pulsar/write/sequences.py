@@ -16,55 +16,47 @@ from txnbridge.spi import Deadline, Ledger, LedgerValue
 _log = logging.getLogger("txnbridge")
 
 # Seconds that a flush waits for the decision log: the messages are stored whether the sequence is recorded or not.
-_NOTE_SECONDS = 3.0
+_RECORD_SECONDS = 3.0
 
 
 class SequenceRecord:
-    """The highest stored sequence of a publisher's name on a topic, in the decision log. If a publisher has died, the
-    broker may have stored higher sequences.
-    """
+    """The highest recorded sequence of a publisher's name on a topic. A dead publisher may have stored higher ones."""
 
     def __init__(self, name: str, topic: str, ledger: Ledger) -> None:
         self._name = name
         self._topic = topic
         self._value = LedgerValue(ledger)
         self._last = -1  # recorded by this process, or read from the log
-        self._blind = False
+        self._is_disabled = False
 
     def check(self, stored: int, deadline: Deadline) -> None:
-        """Raise `EvidenceLost` if `stored`, the last sequence that the broker knows, is lower than the recorded one; -1
-        if the broker knows none.
-        """
+        """Raise `EvidenceLost` if the broker's last sequence `stored` (-1 for none) is lower than the recorded one."""
         try:
             value = self._value.read(deadline)
             self._last = -1 if value is None else int(value["stored"])
         except AccessDenied as error:
-            self._go_on_without(error)
+            self._disable_check(error)
         if stored < self._last:
             raise EvidenceLost(
                 f"publisher {self._name!r} has stored up to sequence {self._last} on topic {self._topic!r}, and the"
-                f" broker knows {stored if stored >= 0 else 'nothing'} of it any more: it forgets a name that nobody"
-                " uses for hours (brokerDeduplicationProducerInactivityTimeoutMinutes), or the topic was made anew."
-                " What is sent again under this name would be there twice: go on under another name, behind what the"
-                " topic holds"
+                f" broker only knows of {stored if stored >= 0 else 'none'}: it forgets a name that is unused for hours"
+                " (brokerDeduplicationProducerInactivityTimeoutMinutes), or the topic was created anew. Messages that"
+                " are sent again under this name would be stored twice: continue under another name, after the topic's"
+                " last message"
             )
 
     def record_stored(self, stored: int, deadline: Deadline) -> None:
-        """Record that all messages up to this sequence are stored. Errors are logged, not raised: the next publisher of
-        this name records its sequence.
-        """
-        deadline = Deadline(min(_NOTE_SECONDS, deadline.left()))
+        """Record that all messages up to this sequence are stored. Only log errors: the next publisher records it."""
+        deadline = Deadline(min(_RECORD_SECONDS, deadline.left()))
         try:
-            if not self._blind and self._last < stored:
+            if not self._is_disabled and self._last < stored:
                 self._update(stored, deadline)
         except TxnBridgeError as error:
-            self._blind = True
-            _log.debug("what publisher %r has stored on %s is not noted: %s", self._name, self._topic, error)
+            self._is_disabled = True
+            _log.debug("the last sequence of publisher %r on %s is not recorded: %s", self._name, self._topic, error)
 
     def record_first(self, stored: int, deadline: Deadline) -> None:
-        """Record the stored sequence if the decision log has none yet. From then on `check` notices a broker that has
-        forgotten the name.
-        """
+        """Record the stored sequence if the decision log has none, so that `check` notices a forgotten name."""
         if self._last < 0:
             self.record_stored(stored, deadline)
 
@@ -75,11 +67,11 @@ class SequenceRecord:
             )
             self._last = stored if value is None else int(value["stored"])
         except AccessDenied as error:
-            self._go_on_without(error)
+            self._disable_check(error)
 
-    def _go_on_without(self, error: AccessDenied) -> None:
-        self._blind = True
+    def _disable_check(self, error: AccessDenied) -> None:
+        self._is_disabled = True
         _log.warning(
-            "publisher %r: nobody will notice if the broker forgets its sequences on %s: %s",
+            "publisher %r: it will not be noticed if the broker forgets its sequences on %s: %s",
             *(self._name, self._topic, error),
         )

@@ -30,7 +30,7 @@ from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, coordinator_state, end, outcome_by_proof
-from txnbridge_pulsar.outcome.proof import PRESENCE_SECONDS, PROOF, ProofRecord, proof_topic, write_presence
+from txnbridge_pulsar.outcome.proof import PROOF, ProofRecord, proof_topic, write_presence
 from txnbridge_pulsar.write.acks import PulsarAckContext, SentAcks
 from txnbridge_pulsar.write.batching import (
     ENTRY_BYTES,
@@ -45,23 +45,21 @@ from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_prop
 
 _log = logging.getLogger("txnbridge")
 
-# Seconds that an abort may take after the transaction's deadline, so that an expired transaction still ends as aborted.
-_ABORT_GRACE = 2.0
+# An abort has at least these seconds, also after the transaction's deadline, so that an expired transaction ends.
+_MIN_ABORT_SECONDS = 2.0
 # Seconds that an abort waits for the receipts of entries that were sent. An entry that arrives after the abort may
 # block its topic, unless the broker is made to refuse the entry.
-_SETTLE_BEFORE_ABORT = 0.5
-# A writer writes a new presence record after this many transactions. To find an outcome, a proof topic is read from the
-# last presence record on, so the distance must stay short.
-_TRANSACTIONS_A_PRESENCE = 1000
+_ABORT_SETTLE_SECONDS = 0.5
+
 # If the last transaction wrote to at most this many partitions, they are registered in advance with the next
 # transaction's first topic.
-_MOST_GUESSED = 16
-_MOST_BYTES = LIMITS.message_bytes or 0
-_MOST_TIMESTAMP = (1 << 63) - 1
+_MAX_REGISTERED_IN_ADVANCE = 16
+_MAX_MESSAGE_BYTES = LIMITS.message_bytes or 0
+_MAX_TIMESTAMP = (1 << 63) - 1
 
 
 class TransactionOwner(Protocol):
-    """The methods of a transactional id's owner that its writers use. `PulsarOwner` implements them."""
+    """The methods of a transactional id's owner that its writers call. `PulsarOwner` implements them."""
 
     name: str
     owned: bool
@@ -73,7 +71,7 @@ class TransactionOwner(Protocol):
     def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> wire.TxnId: ...
     def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None: ...
     def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None: ...
-    def withdraw(self, announced: AnnouncedTransaction) -> None: ...
+    def mark_not_prepared(self, announced: AnnouncedTransaction) -> None: ...
     def forget(self, txn: wire.TxnId) -> None: ...
     def check(self, deadline: Deadline) -> None: ...
 
@@ -91,7 +89,7 @@ class PulsarWriter(Writer):
     def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, name: str, slot: int | None = None) -> None:
         self.name = name
         self.proof: ProofLocation | None = None
-        self.unknown = False  # whether a token may exist whose outcome only this proof topic shows
+        self.unknown = False  # whether only the proof topic may show the outcome of a token that exists
         self.quick: dict[Any, Callable[..., object]] = {}
         self._cluster = cluster
         self._owner = owner
@@ -155,16 +153,16 @@ class PulsarWriter(Writer):
         self.messages += 1
 
     def _check(self, value: bytes | None, key: bytes | None, headers: RawHeaders | None, timestamp: int | None) -> int:
-        """Return a message's size in bytes. Raise `InvalidOption` if size, header name or timestamp is invalid."""
+        """Return a message's size in bytes. Raise `InvalidOption` for a wrong size, header name or timestamp."""
         size = len(value or b"") + len(key or b"")
         for name, content in headers or ():
             try:
                 size += len(name.encode()) + len(content or b"")
             except UnicodeEncodeError:
                 raise InvalidOption("a header's name must be text that can be written as UTF-8") from None
-        if size > _MOST_BYTES:
-            raise InvalidOption(f"a message with {size} bytes is larger than what is taken here ({_MOST_BYTES} bytes)")
-        if timestamp is not None and not 0 < timestamp <= _MOST_TIMESTAMP:
+        if size > _MAX_MESSAGE_BYTES:
+            raise InvalidOption(f"a message of {size} bytes is larger than the limit of {_MAX_MESSAGE_BYTES} bytes")
+        if timestamp is not None and not 0 < timestamp <= _MAX_TIMESTAMP:
             raise InvalidOption(f"a timestamp is a number of milliseconds since 1970 above 0, not {timestamp}")
         return size
 
@@ -185,22 +183,20 @@ class PulsarWriter(Writer):
                 self.send(topic, value, key, headers, None, None)
 
     def _batcher(self, topic: str, partition: int | None) -> TopicBatcher:
-        """Return the transaction's batcher for a topic; look up the topic's partitions at the first call. Raise
-        `NotFound` if the topic or the partition does not exist.
-        """
+        """Return the transaction's batcher for a topic. Raise `NotFound` if the topic or the partition is missing."""
         batcher = self._batchers.get(topic)
         if batcher is None or (partition is not None and not 0 <= partition < len(batcher.concrete)):
             concrete = self._cluster.topics.require(topic, partition, self._begin.deadline)
             if batcher is None:
                 self._turn += 1
-                batcher = self._batchers[topic] = TopicBatcher(concrete, self._turn, self._mixed, self._ship)
+                batcher = self._batchers[topic] = TopicBatcher(concrete, self._turn, self._mixed, self._send_entry)
                 self.quick[topic] = batcher.take
             batcher.concrete = concrete
         return batcher
 
     # --- sending entries ------------------------------------------------------------------------------------------
 
-    def _ship(self, concrete: str, batch: wire.MessageBatch) -> None:
+    def _send_entry(self, concrete: str, batch: wire.MessageBatch) -> None:
         deadline = self._begin.deadline
         deadline.check("the transaction")
         try:
@@ -215,8 +211,9 @@ class PulsarWriter(Writer):
 
     def _register(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
         """Name topics and subscriptions on the fence topic, then register them with the transaction at the coordinator.
-        The first call begins the transaction at the coordinator and sends the proof message. No message is sent to a
-        topic, and none is acknowledged on a subscription, before this method has returned (hazards H37, H38).
+        The first call also begins the transaction at the coordinator, and sends the proof message.
+
+        Messages to a topic, and acknowledgements on a subscription, are sent only after this call (hazards H37, H38).
         """
         if self._txn is None:
             self._open(topics, deadline)
@@ -235,9 +232,9 @@ class PulsarWriter(Writer):
             with self._cluster.events.step("step:register", self._begin.transaction, topics=len(named)):
                 self._cluster.client.transactions.register(self._txn, deadline.left(), named, pairs)
         except (wire.TransactionNotFound, wire.InvalidTransactionStatus) as error:
-            raise self._ended_by_others(deadline) from error
+            raise self._clean_up_after_foreign_end(deadline) from error
         except wire.PulsarError as error:
-            raise translate(error, "naming what a transaction writes to") from error
+            raise translate(error, "registering topics with a transaction") from error
         self._registered.update(named)
         self._acked_on.update(pairs)
         if first:
@@ -261,18 +258,19 @@ class PulsarWriter(Writer):
         self._evidence = TokenEvidence(self._txn, self.proof, False)
         # Only topics with an open producer: the others may have been terminated since the last transaction.
         last = tuple(topic for topic in self._last if topic in self._producers and self._producers[topic].is_open)
-        is_right = len(last) <= _MOST_GUESSED and not self._owner.in_doubt.touching(last)
+        is_right = len(last) <= _MAX_REGISTERED_IN_ADVANCE and not self._owner.in_doubt.touching(last)
         guessed = last if is_right else ()
         self._announced.update(dict.fromkeys((self.proof.topic, *topics, *guessed)))
 
     def _ttl(self, begin: Begin) -> float:
-        """Return the number of seconds after which the coordinator times the transaction out."""
+        """Return the seconds after which the coordinator aborts the transaction."""
         return min(begin.deadline.left(), self._cluster.settings.longest_transaction)
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
         self._since_presence += 1
-        is_old = time.monotonic() - self._presence_at > PRESENCE_SECONDS
-        if self.proof is None or is_old or self._since_presence > _TRANSACTIONS_A_PRESENCE:
+        timing = self._cluster.settings.timing
+        is_old = time.monotonic() - self._presence_at > timing.presence_seconds
+        if self.proof is None or is_old or self._since_presence > timing.transactions_per_presence:
             self._since_presence, self._presence_at = 1, time.monotonic()
             return self._write_presence("", deadline)
         return self.proof
@@ -303,11 +301,9 @@ class PulsarWriter(Writer):
         return producer
 
     def _recover_lost(self, deadline: Deadline) -> None:
-        """Send entries without a receipt again after a lost connection. Raise `DeliveryFailed` if the broker has
-        refused an entry, or is not known to drop duplicates.
-        """
+        """Send entries without a receipt again. Raise `DeliveryFailed` if one was refused, or may be duplicated."""
         if isinstance(self._receipts.failure, wire.NotAllowed) and self._has_ended(deadline):
-            raise self._ended_by_others(deadline) from self._receipts.failure
+            raise self._clean_up_after_foreign_end(deadline) from self._receipts.failure
         if self._receipts.failure is not None:
             raise not_stored(self._receipts.failure) from self._receipts.failure
         for producer, error in list(self._receipts.lost.items()):
@@ -368,20 +364,20 @@ class PulsarWriter(Writer):
             elif ended is not EndResult.COMMITTED:
                 # Only its writer commits a transaction that is not prepared, so this one was aborted before our request
                 # arrived.
-                raise self._ended_by_others(deadline)
+                raise self._clean_up_after_foreign_end(deadline)
             self._owner.end_delivery.ended(self._txn, True, participants, deadline)
         except (TransactionAborted, Fenced):
             raise
         except BaseException:  # also KeyboardInterrupt: the caller gets a token in any case
             self.unknown = True
             for sent in self._acks:  # the transaction may have been aborted
-                sent.give_up_entry_rest()
+                sent.drop_rest_of_entries()
             raise
         self._finish()
 
     def _participants(self, deadline: Deadline) -> list[Participant]:
-        """Return the topics and subscriptions that the transaction's end has to reach. Wait before until the ends of
-        earlier transactions have reached those that were unloaded.
+        """Return the topics and subscriptions that the transaction's end has to reach. Before that, wait until the ends
+        of earlier transactions have reached those of them that were unloaded.
         """
         if self._txn is None:
             return []
@@ -392,7 +388,7 @@ class PulsarWriter(Writer):
         return participants
 
     def _located_proof(self) -> ProofLocation | None:
-        """Return the proof message's location with its position. Call this once everything is stored."""
+        """Return the proof message's location with its position, which is known once everything is stored."""
         proof = self._evidence.proof
         return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
 
@@ -401,13 +397,13 @@ class PulsarWriter(Writer):
         forgotten the transaction. Raise an error if the transaction was aborted.
         """
         if self._by_proof(deadline) is Outcome.ABORTED:
-            raise self._ended_by_others(deadline)
+            raise self._clean_up_after_foreign_end(deadline)
 
     def _by_proof(self, deadline: Deadline) -> Outcome:
-        """Return the outcome, by its proof message, of the transaction whose commit this writer has requested.
+        """Return the outcome of the transaction whose commit this writer has requested, as its proof message shows it.
 
-        Raise `OutcomeUnknown` if the proof topic cannot be read: callers take any other error to mean that the
-        transaction was not committed.
+        Raise `OutcomeUnknown` if the proof topic cannot be read, never another error: callers take any other error to
+        mean that the transaction was not committed.
         """
         assert self._txn is not None and self._evidence.proof is not None
         self.unknown = True
@@ -416,15 +412,15 @@ class PulsarWriter(Writer):
         except OutcomeUnknown:
             raise
         except TxnBridgeError as error:
-            raise OutcomeUnknown(f"how the transaction ended cannot be read: {error}") from error
+            raise OutcomeUnknown(f"the outcome cannot be read: {error}") from error
 
     def _store_or_abort(self, deadline: Deadline) -> None:
-        """Return when all messages and acknowledgements are stored; else abort the transaction and raise the error."""
+        """Return when all messages and acknowledgements are stored. Otherwise abort, and raise the error."""
         if deadline.expired and (acks := self._acks):
             self._abort_quietly(deadline)
             # Check this after the abort: a process that was suspended learns only then which partitions it has lost.
-            if any(sent.partitions_left for sent in acks):
-                raise _partitions_left()
+            if any(sent.has_lost_partition for sent in acks):
+                raise _lost_partition_error()
         deadline.check("the transaction")
         try:
             self.flush(deadline)
@@ -436,25 +432,25 @@ class PulsarWriter(Writer):
             raise DeliveryFailed(str(error)) from (error.__cause__ or error)
 
     def _abort_quietly(self, deadline: Deadline) -> None:
-        """Abort the transaction, and log an error instead of raising it: the commit was never requested, so the
-        transaction cannot be committed.
+        """Abort the transaction, and log an error of the abort instead of raising it, so that it does not hide the
+        first error. The commit was never requested, so the transaction cannot be committed.
         """
         try:
             self.abort(deadline)
         except TxnBridgeError as error:
-            _log.debug("transaction %s stays open until its time is over: %s", self._begin.transaction, error)
+            _log.debug("transaction %s stays open until it times out: %s", self._begin.transaction, error)
 
-    def _ended_by_others(self, deadline: Deadline) -> TxnBridgeError:
+    def _clean_up_after_foreign_end(self, deadline: Deadline) -> TxnBridgeError:
         """Clean up after a transaction that ended without a request of this writer. Return the error that names the
-        likely cause: a newer owner, lost partitions, a timeout, or an abort by somebody else.
+        likely cause: a newer owner, lost partitions, a timeout, or an abort by another process.
         """
-        if deadline.left() < _ABORT_GRACE:
-            deadline = Deadline(_ABORT_GRACE)
-        left = any(sent.partitions_left for sent in self._acks)
-        if not self._settle(Deadline(min(_SETTLE_BEFORE_ABORT, deadline.left()))):
+        if deadline.left() < _MIN_ABORT_SECONDS:
+            deadline = Deadline(_MIN_ABORT_SECONDS)
+        left = any(sent.has_lost_partition for sent in self._acks)
+        if not self._settle(Deadline(min(_ABORT_SETTLE_SECONDS, deadline.left()))):
             self._hang_up()
         for sent in self._acks:
-            sent.give_up_entry_rest()
+            sent.drop_rest_of_entries()
         self._redeliver_rest()
         self._refuse_late_writes(deadline)  # messages may have arrived after the transaction's end
         self._finish()
@@ -463,11 +459,11 @@ class PulsarWriter(Writer):
         except Fenced as fenced:
             return fenced
         except TxnBridgeError as unheard:
-            _log.debug("whether %s has a newer owner shows with its next transaction: %s", self.name, unheard)
+            _log.debug("whether %s has a newer owner is not known yet: %s", self.name, unheard)
         if left:
-            return _partitions_left()
+            return _lost_partition_error()
         if self._begin.deadline.expired:
-            return TransactionTimedOut("the transaction was aborted because its time was over; run it again")
+            return TransactionTimedOut("the transaction was aborted because it timed out; run it again")
         return TransactionAborted("the broker or an administrator ended the transaction; run it again")
 
     def _refuse_late_writes(self, deadline: Deadline) -> None:
@@ -475,29 +471,29 @@ class PulsarWriter(Writer):
             self._owner.late_write_guard.add(self._announcement(), deadline)
 
     def abort(self, deadline: Deadline) -> None:
-        if deadline.left() < _ABORT_GRACE:
-            deadline = Deadline(_ABORT_GRACE)
+        if deadline.left() < _MIN_ABORT_SECONDS:
+            deadline = Deadline(_MIN_ABORT_SECONDS)
         self._batchers.clear()
         self.quick.clear()
         if self._txn is None:
             return
-        settled = self._settle(Deadline(min(_SETTLE_BEFORE_ABORT, deadline.left())))
+        settled = self._settle(Deadline(min(_ABORT_SETTLE_SECONDS, deadline.left())))
         if not settled:
             self._hang_up()
         for sent in self._acks:
-            sent.give_up_entry_rest()
+            sent.drop_rest_of_entries()
         participants = self._participants(deadline)
         with self._cluster.events.step("step:end", self._begin.transaction, decision="abort"):
             try:
                 ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
             except BrokerUnavailable as error:
-                raise OutcomeUnknown(f"it is aborted when its time is over: {error}") from error
+                raise OutcomeUnknown(f"the transaction is aborted when it times out: {error}") from error
         if ended is EndResult.ABORTED:
             self._owner.end_delivery.ended(self._txn, False, participants, deadline)
         else:
             self._redeliver_rest()
             if self._evidence.asked and self._by_proof(deadline) is Outcome.COMMITTED:
-                raise OutcomeUnknown("its commit had been asked for before, and came first")
+                raise OutcomeUnknown("the commit that was requested before has committed the transaction")
         if not settled or ended is not EndResult.ABORTED:
             self._refuse_late_writes(deadline)
         self._finish()
@@ -507,9 +503,7 @@ class PulsarWriter(Writer):
             sent.redeliver_rest()
 
     def _settle(self, deadline: Deadline) -> bool:
-        """Wait for the receipts of entries and the answers to acknowledgements. Return whether no entry or
-        acknowledgement of the transaction can reach a broker any more.
-        """
+        """Wait for receipts and answers. Return whether nothing of the transaction can reach a broker any more."""
         settled = self._receipts.wait(deadline) and self._receipts.settled
         for sent in self._acks:
             try:
@@ -536,7 +530,7 @@ class PulsarWriter(Writer):
                 # The transaction has to end, by commit or abort, before this writer begins the next one.
                 ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
             except OutcomeUnknown as error:
-                raise BrokerUnavailable(f"ending the transaction before: {error}") from error
+                raise BrokerUnavailable(f"ending the previous transaction: {error}") from error
             if ended is not EndResult.ABORTED:
                 self._redeliver_rest()
             aborted = ended is EndResult.ABORTED or not self._registered
@@ -550,16 +544,14 @@ class PulsarWriter(Writer):
 
     def _hang_up(self) -> None:
         """Close this writer's connections. Messages that were sent before may still arrive at brokers."""
-        self._owner.end_delivery.linger()
+        self._owner.end_delivery.wait_for_unload_notices()
         self._cluster.client.hang_up(self._connection_key)
         self._producers.clear()
 
     def close(self) -> None:
-        """Close this writer's connections. An open transaction is aborted when it times out, or by the next owner of
-        the transactional id.
-        """
+        """Close this writer's connections. An open transaction is aborted at its timeout, or by the id's next owner."""
         self._hang_up()
 
 
-def _partitions_left() -> Conflict:
-    return Conflict("partitions left the reader that the transaction acknowledges for; their messages come again")
+def _lost_partition_error() -> Conflict:
+    return Conflict("the reader lost partitions whose messages the transaction acknowledges; the messages come again")

@@ -1,4 +1,4 @@
-"""Administration of topics and open transactions, and the doctor's checks."""
+"""Administration: topics, open transactions, and the doctor's checks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported
 from txnbridge.spi import Admin, Advice, Deadline, Decision, OpenTransaction, Outcome, Partition, Position, TopicInfo
 from txnbridge_rocketmq.admin import doctor, open_halves
-from txnbridge_rocketmq.client import administration, reading
+from txnbridge_rocketmq.client import administration, read_requests
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.settings.names import is_system_topic
 from txnbridge_rocketmq.topics import route_of
 
-# Each cluster and each broker has a system topic of its own name. A cluster has another one with this suffix.
-_REPLY = "_REPLY_TOPIC"
+# Each cluster and each broker has a system topic of its own name. A cluster has a second one with this suffix.
+_REPLY_SUFFIX = "_REPLY_TOPIC"
 
 
 class RocketMQAdmin(Admin):
@@ -46,13 +46,13 @@ class RocketMQAdmin(Admin):
         created = self._topics.create(name, partitions, deadline)
         count = len(self._topics.existing_queues(name, deadline))
         if count != partitions:
-            raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
+            raise InvalidOption(f"topic {name!r} exists already, with {count} partitions")
         return created
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
         names = self._topics.all(deadline)
-        clusters = {name.removesuffix(_REPLY) for name in names if name.endswith(_REPLY)}
-        systems = {*clusters, *(name + _REPLY for name in clusters), *self._cluster.brokers.names(deadline)}
+        clusters = {name.removesuffix(_REPLY_SUFFIX) for name in names if name.endswith(_REPLY_SUFFIX)}
+        systems = {*clusters, *(name + _REPLY_SUFFIX for name in clusters), *self._cluster.brokers.names(deadline)}
         kept = self._cluster.brokers.config(self._topics.home, deadline).retention
         infos = []
         for name in names:
@@ -71,7 +71,7 @@ class RocketMQAdmin(Admin):
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         for listed in open_halves.list_open(self._cluster, deadline):
             if listed.may_be_published and any(half.partition[0] == name for half in listed.halves):
-                raise InvalidState(f"topic {name!r} is in use by transaction {listed.name}; end that first")
+                raise InvalidState(f"topic {name!r} is in use by transaction {listed.name}; end this transaction first")
         self._topics.delete(name, deadline)
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
@@ -91,7 +91,7 @@ class RocketMQAdmin(Admin):
         action = f"asking for the bounds of {queue.topic}[{queue.queue}]"
         first, end = (
             retry_call(self._cluster.client, queue.broker, bound(queue.topic, queue.queue), action, deadline)
-            for bound in (reading.min_offset, reading.max_offset)
+            for bound in (read_requests.min_offset, read_requests.max_offset)
         )
         first = max(0, first)
         return (first,), (max(first, end),)
@@ -108,43 +108,43 @@ class RocketMQAdmin(Admin):
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
         """End an open transaction, given by its id; for a half of another client, by the half's unique key."""
         if decision is Decision.UNDECIDED:
-            raise InvalidOption("a transaction is ended by COMMIT or ABORT")
+            raise InvalidOption("end a transaction by COMMIT or ABORT, not UNDECIDED")
         return open_halves.end_open(self._ender, self._named(transaction, deadline), decision, deadline)
 
     def _named(self, transaction: str, deadline: Deadline) -> open_halves.OpenHalves:
         for listed in open_halves.list_open(self._cluster, deadline):
             if listed.name == transaction:
                 return listed
-        raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
+        raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it has no halves here")
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
         """Have the broker send check-backs for discarded halves again. Raise `NotFound` or `InvalidState`."""
         listed = self._named(transaction, deadline)
         count = open_halves.resume_check_backs(self._cluster, listed, deadline)
         if not count:
-            raise InvalidState(f"the broker has not given up any half of transaction {transaction!r}")
-        return f"the broker asks again about {count} halves of {transaction}"
+            raise InvalidState(f"the broker has not discarded any half of transaction {transaction!r}")
+        return f"the broker sends check-backs again for {count} halves of {transaction}"
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def check(self, deadline: Deadline) -> list[Advice]:
-        return list(self._look(deadline))
+        return list(self._advice(deadline))
 
-    def _look(self, deadline: Deadline) -> Iterator[Advice]:
+    def _advice(self, deadline: Deadline) -> Iterator[Advice]:
         brokers = self._cluster.brokers
         parts: list[tuple[str, Callable[[], Iterable[Advice]]]] = [
-            ("topics", lambda: doctor.check_places(self._cluster, self._users_topics(deadline), deadline)),
+            ("topics", lambda: doctor.check_brokers_of_topics(self._cluster, self._users_topics(deadline), deadline)),
             ("transactions", lambda: doctor.check_open(self.transactions(deadline), self._cluster.settings)),
         ]
         for broker in brokers.names(deadline):
-            parts.append((f"broker {broker}", lambda broker=broker: self._state_of(broker, deadline)))  # type: ignore[misc]
+            parts.append((f"broker {broker}", lambda broker=broker: self._check_broker(broker, deadline)))  # type: ignore[misc]
         for subject, look in parts:
             try:
                 yield from look()
             except AccessDenied as error:
-                yield Advice("warning", subject, str(error), "let an administrator of the cluster ask")
+                yield Advice("warning", subject, str(error), "let an administrator of the cluster run the doctor")
 
-    def _state_of(self, broker: str, deadline: Deadline) -> Iterator[Advice]:
+    def _check_broker(self, broker: str, deadline: Deadline) -> Iterator[Advice]:
         told = self._cluster.brokers.require_config(broker, deadline, fresh=True)
         yield from doctor.check_settings(told, self._cluster.settings)
         action = f"asking broker {broker} how full its disk is"

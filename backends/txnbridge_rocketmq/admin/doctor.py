@@ -1,4 +1,4 @@
-"""Checks for settings and states of a RocketMQ cluster that weaken a promise."""
+"""The doctor's checks: settings and states of a RocketMQ cluster that weaken a promise."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from txnbridge_rocketmq.settings import RocketMQSettings
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 from txnbridge_rocketmq.topics import route_of
 
-# The least age of a half at the first check-back. Brokers set to 0.3 s sent check-backs for halves that were ended
-# immediately; brokers set to one second did not.
-_YOUNGEST_SECONDS = 1.0
+# The least `transactionTimeOut`. Brokers set to 0.3 s sent check-backs for halves that were ended immediately; brokers
+# set to one second did not.
+_LEAST_CHECK_BACK_AGE_SECONDS = 1.0
 # The outage of an application that halves should survive: a repair may take until the next morning.
-_OUTAGE_SECONDS = 12 * 3600
+_LONGEST_OUTAGE_SECONDS = 12 * 3600
 # The default retention of brokers. An application that is stopped for longer loses the records of its decision log.
-_KEPT_SECONDS = 72 * 3600
+_DEFAULT_RETENTION_SECONDS = 72 * 3600
 # The margin in retention for clocks that differ, as in the decision log.
-_SKEW_SECONDS = 300
+_CLOCK_SKEW_SECONDS = 300
 # The disk use at which brokers begin to drop old files, and at which they drop files within retention.
-_NEARLY_FULL, _DROPS = 0.75, 0.85
-# How long after its deadline a transaction counts as stuck: brokers run a round of check-backs every half minute.
-_LATE_SECONDS = 90
-_Named = tuple[str | None, str] | None
-# The least size of an op message. It names halves by offsets of up to 12 characters, so it holds 20 and more.
-_LEAST_NOTE_BYTES = 256
-_HOW = "mqadmin updateBrokerConfig -b ADDRESS -k {key} -v {value}, and in the broker's file"
+_NEARLY_FULL, _DROPS_FILES = 0.75, 0.85
+# A transaction counts as stuck this long after its deadline: brokers run a round of check-backs every half minute.
+_STUCK_SECONDS = 90
+# Application (if known) and group of a half message, from `RocketMQSettings.group_of_halves`; None for other halves.
+_HalfGroup = tuple[str | None, str] | None
+# The least size of an op message. It names halves by offsets of up to 12 characters, so it names 20 and more.
+_LEAST_OP_MESSAGE_BYTES = 256
+_SETTING_COMMAND = "mqadmin updateBrokerConfig -b ADDRESS -k {key} -v {value}, and in the broker's file"
 
 
 def check_settings(config: BrokerConfig, settings: RocketMQSettings) -> Iterator[Advice]:
@@ -48,89 +49,88 @@ def _check_switches(config: BrokerConfig) -> Iterator[Advice]:
             config, "it takes no transactions: rejectTransactionMessage is true", "rejectTransactionMessage", "false"
         )
     if not config.is_on("messageIndexEnable", True):
-        text = "messageIndexEnable is false: what became of a half cannot be looked up, so nobody but its owner ends it"
+        text = "messageIndexEnable is false: no process can look messages up, so only the owner of a half can end it"
         yield _problem(config, text, "messageIndexEnable", "true")
     elif not config.is_on("messageIndexSafe"):
         text = (
-            "messageIndexSafe is false: when it was killed it finds only what stands in the last files of its commit"
-            " log. What was published before is taken for missing then: tokens, transactional ids and groups whose last"
-            " transaction is older do not go on, and repeats cannot be told from messages"
+            "messageIndexSafe is false: after kill -9 it finds only messages in the last files of its commit log. Older"
+            " published messages then count as missing: tokens, transactional ids and groups whose last transaction is"
+            " older are blocked, and messages that were published twice cannot be recognized"
         )
         yield _problem(config, text, "messageIndexSafe", "true")
     if config.is_on("indexRocksDBEnable"):
         yield _warning(
             config,
             "indexRocksDBEnable is true: looking messages up in that index was not tested",
-            "use the index as brokers come with it",
+            "use the broker's default index",
         )
 
 
 def _check_intervals(config: BrokerConfig) -> Iterator[Advice]:
     """Yield advice about the timing of check-backs.
 
-    A broker sends another check-back for an ended half if it has not written the op message yet. A resolver that
-    commits without a look-up then publishes the message twice.
+    A broker that has not written the op message of an ended half yet sends another check-back for it. A client that
+    then commits without a look-up publishes the message twice.
     """
-    least = max(2 * config.op_message_interval, _YOUNGEST_SECONDS)
+    least = max(2 * config.op_message_interval, _LEAST_CHECK_BACK_AGE_SECONDS)
     if config.transaction_timeout < least:
         yield _problem(
             config,
-            f"it asks about halves that are {config.transaction_timeout:g} s old (transactionTimeOut), and notes what"
-            f" has ended every {config.op_message_interval:g} s (transactionOpBatchInterval): healthy transactions are"
-            " asked about again, copied at each look, and doubled by checkers that do not look first",
+            f"it sends check-backs for halves that are {config.transaction_timeout:g} s old (transactionTimeOut), and"
+            f" writes op messages every {config.op_message_interval:g} s (transactionOpBatchInterval): ended halves get"
+            " check-backs and are written again, and clients that commit without a look-up publish them twice",
             "transactionTimeOut",
             f"{least * 1000:.0f}",
         )
     if config.check_interval < config.op_message_interval:
         yield _problem(
             config,
-            f"it looks for open halves every {config.check_interval:g} s (transactionCheckInterval), and notes their"
-            f" ends only every {config.op_message_interval:g} s (transactionOpBatchInterval): what was answered is"
-            " asked again",
+            f"it sends check-backs every {config.check_interval:g} s (transactionCheckInterval), and writes op messages"
+            f" only every {config.op_message_interval:g} s (transactionOpBatchInterval): halves that have ended get"
+            " check-backs",
             "transactionCheckInterval",
             f"{config.op_message_interval * 1000:.0f}",
         )
     noted = config.number("transactionOpMsgMaxSize", 4_096)
-    if noted < _LEAST_NOTE_BYTES:
+    if noted < _LEAST_OP_MESSAGE_BYTES:
         yield _warning(
             config,
-            f"it notes few ends at a time (transactionOpMsgMaxSize is {noted}): one thread of the broker writes the"
-            " notes, and where halves are ended faster than that for long, each end waits 0.1 s for a place among"
-            " 20,000; then a broker ends 120 halves a second instead of thousands",
-            _HOW.format(key="transactionOpMsgMaxSize", value="4096"),
+            f"its op messages name few halves each (transactionOpMsgMaxSize is {noted}), and one thread writes them."
+            " If halves are ended faster for long, its queue of 20,000 is full, and each end waits 0.1 s; then a broker"
+            " ends 120 halves a second instead of thousands",
+            _SETTING_COMMAND.format(key="transactionOpMsgMaxSize", value="4096"),
         )
 
 
 def _check_patience(config: BrokerConfig, settings: RocketMQSettings) -> Iterator[Advice]:
     asked = (
-        f"it asks {config.check_max} times (transactionCheckMax), every {config.check_interval:g} s: after"
+        f"it sends {config.check_max} check-backs (transactionCheckMax), every {config.check_interval:g} s: after"
         f" {config.discarded_after:g} s a half is discarded"
     )
-    value = f"{_OUTAGE_SECONDS / max(config.check_interval, 0.001):.0f}"
+    value = f"{_LONGEST_OUTAGE_SECONDS / max(config.check_interval, 0.001):.0f}"
     longest = settings.timeout + (settings.hold or 0)
     if longest > config.longest_transaction:
         yield _problem(
             config,
-            f"{asked}, first when it is {config.transaction_timeout:g} s old (transactionTimeOut). A transaction here"
-            f" may take {longest:g} s (timeout and hold): it can be discarded before anybody is asked what became"
-            " of it",
+            f"{asked}, the first when it is {config.transaction_timeout:g} s old (transactionTimeOut). A transaction"
+            f" here may take {longest:g} s (timeout and hold): its halves can be discarded before its deadline",
             "transactionCheckMax",
             value,
         )
-    elif config.discarded_after < _OUTAGE_SECONDS and config.half_topic == ROCKSDB_HALF_TOPIC:
+    elif config.discarded_after < _LONGEST_OUTAGE_SECONDS and config.half_topic == ROCKSDB_HALF_TOPIC:
         yield Advice(
             "problem",
             f"broker {config.name}",
-            f"{asked}, also while nobody is there to be asked. Of one in RocksDB nothing tells then: what its owner had"
-            " decided and did not come to publish stays unpublished, unless its transactional id is opened again",
-            f"{_HOW.format(key='transactionCheckMax', value=value)}. A broker that is restarted with that asks again"
-            " about what it has given up",
+            f"{asked}, also if no bridge was running to answer. Discarded halves in RocksDB cannot be listed: what an"
+            " owner decided and did not publish stays unpublished, unless its transactional id is opened again",
+            f"{_SETTING_COMMAND.format(key='transactionCheckMax', value=value)}. After a restart with that setting the"
+            " broker sends check-backs again for the halves that it has discarded",
         )
-    elif config.discarded_after < _OUTAGE_SECONDS:
+    elif config.discarded_after < _LONGEST_OUTAGE_SECONDS:
         yield _warning(
             config,
-            f"{asked}, also while nobody is there to be asked; then only its token, or an administrator, ends it",
-            _HOW.format(key="transactionCheckMax", value=value),
+            f"{asked}, also if no bridge was running to answer; then only its token, or an administrator, ends it",
+            _SETTING_COMMAND.format(key="transactionCheckMax", value=value),
         )
 
 
@@ -139,30 +139,30 @@ def _check_retention(config: BrokerConfig, settings: RocketMQSettings) -> Iterat
     if config.retention <= config.discarded_after:
         yield _problem(
             config,
-            f"{kept}, and an open half is for {config.discarded_after / 3600:g} h: it can outlive the record that"
-            " decided it, and then nobody may end it any more",
+            f"{kept}, and an open half for {config.discarded_after / 3600:g} h: it can outlive the record that decides"
+            " it, and then no process may end it any more",
             "fileReservedTime",
             f"{config.discarded_after / 3600 + 24:.0f}",
         )
-    if config.retention <= settings.timeout + (settings.hold or 0) + _SKEW_SECONDS:
+    if config.retention <= settings.timeout + (settings.hold or 0) + _CLOCK_SKEW_SECONDS:
         yield _problem(
             config,
             f"{kept}, and a transaction here may wait for {settings.timeout + (settings.hold or 0):g} s (timeout and"
-            " hold): the decision log would lose it before",
+            " hold): the decision log can lose its records before",
             "fileReservedTime",
             "72",
         )
-    elif config.retention < _KEPT_SECONDS:
+    elif config.retention < _DEFAULT_RETENTION_SECONDS:
         yield _warning(
-            config, f"{kept}: {_STOP}", "keep them for 72 h at least, or put the log elsewhere (decision_log=)"
+            config, f"{kept}: {_STOPPED_TOO_LONG}", "keep them for 72 h, or put the log elsewhere (decision_log=)"
         )
     else:
-        yield Advice("ok", f"broker {config.name}", f"{kept}: {_STOP}")
+        yield Advice("ok", f"broker {config.name}", f"{kept}: {_STOPPED_TOO_LONG}")
 
 
-_STOP = (
-    "when no bridge of an application runs for longer than that, the openings and positions in its decision log are"
-    " gone, and it has to say so instead of going on"
+_STOPPED_TOO_LONG = (
+    "if no bridge of an application runs for longer than that, its decision log loses openings and positions, and the"
+    " next bridge raises an error instead of reading or writing on"
 )
 
 
@@ -170,7 +170,7 @@ def _check_copies(config: BrokerConfig) -> Iterator[Advice]:
     if config.values.get("flushDiskType") == "ASYNC_FLUSH":
         yield _warning(
             config,
-            "flushDiskType is ASYNC_FLUSH: what was committed survives kill -9, but its last moments no loss of power",
+            "flushDiskType is ASYNC_FLUSH: kill -9 loses no committed message, but a loss of power loses the latest",
             "SYNC_FLUSH where that matters",
         )
     if config.values.get("brokerRole") == "ASYNC_MASTER":
@@ -178,11 +178,11 @@ def _check_copies(config: BrokerConfig) -> Iterator[Advice]:
             config,
             "brokerRole is ASYNC_MASTER: the last moments are lost with its disk, and a replica that takes over may"
             " lack decisions",
-            "SYNC_MASTER with a replica, for the broker with our own topics at least",
+            "SYNC_MASTER with a replica, at least for the broker with txnbridge's own topics",
         )
 
 
-def check_places(cluster: RocketMQCluster, topics: Iterable[str], deadline: Deadline) -> Iterator[Advice]:
+def check_brokers_of_topics(cluster: RocketMQCluster, topics: Iterable[str], deadline: Deadline) -> Iterator[Advice]:
     """Yield advice about topics that are spread over several brokers."""
     for name in topics:
         route = route_of(cluster.client, name, deadline)
@@ -191,7 +191,7 @@ def check_places(cluster: RocketMQCluster, topics: Iterable[str], deadline: Dead
             yield Advice(
                 "warning",
                 f"topic {name}",
-                f"is on the brokers {', '.join(brokers)}, and is neither read nor written here",
+                f"is on the brokers {', '.join(brokers)}, and txnbridge neither reads nor writes it",
                 "use a topic on one broker",
             )
 
@@ -200,11 +200,11 @@ def check_disk(broker: str, full: float) -> Iterator[Advice]:
     """Yield advice about a broker's disk. `full` is the used share, from 0 to 1."""
     if full >= _NEARLY_FULL:
         yield Advice(
-            "problem" if full >= _DROPS else "warning",
+            "problem" if full >= _DROPS_FILES else "warning",
             f"broker {broker}",
-            f"its disk is filled to {full:.0%}: beyond {_DROPS:.0%} it drops records whatever their age, those of"
-            " decision logs among them, and beyond 90% it takes no messages",
-            "make room; halves that nobody ends fill a disk, too, because each look writes them again",
+            f"its disk is filled to {full:.0%}: beyond {_DROPS_FILES:.0%} it drops records of any age, also of decision"
+            " logs, and beyond 90% it accepts no messages",
+            "make room; open halves fill a disk, too, because each round of check-backs writes them again",
         )
 
 
@@ -221,44 +221,44 @@ def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettin
         yield Advice(
             "problem",
             f"half messages of {group}",
-            f"{count} are parked: nobody answered for them, and with age (fileReservedTime) the broker drops them",
+            f"{count} are parked: no resolver decided them, and the broker drops them by age (fileReservedTime)",
             f"txnbridge resolver parked --group {shlex.quote(group)}",
         )
 
 
-def _check_transaction(listed: OpenTransaction, named: _Named) -> Iterator[Advice]:
-    """Yield advice about one transaction. `named` has application (if known) and group of a half message."""
+def _check_transaction(listed: OpenTransaction, named: _HalfGroup) -> Iterator[Advice]:
+    """Yield advice about one transaction, or half message (`named`), that is discarded, lost, or stuck."""
     now = time.time() * 1000
     if listed.state == "discarded":
         yield Advice(
             "problem",
             f"transaction {listed.transaction}",
-            f"of {listed.owner}: the broker has given up {listed.messages} halves of it, and asks nobody any more",
-            f"txnbridge transactions repair {shlex.quote(listed.transaction)} --yes --reason TEXT lets it ask again;"
-            " commit or abort instead of repair ends it",
+            f"of {listed.owner}: the broker has discarded {listed.messages} halves, and sends no check-backs any more",
+            f"txnbridge transactions repair {shlex.quote(listed.transaction)} --yes --reason TEXT has it send"
+            " check-backs again; commit or abort instead of repair ends the transaction",
         )
     elif listed.state == "lost":
         yield Advice(
             "problem",
             f"transaction {listed.transaction}",
-            f"of {listed.owner}: the records that would tell what became of it are gone, so nobody may end it",
+            f"of {listed.owner}: the records that decide it are gone, so no process may end it",
             "keep records for longer (fileReservedTime), or the log elsewhere (decision_log=)",
         )
-    elif listed.state == "ending" or now > (listed.expires_at or now) + _LATE_SECONDS * 1000:
+    elif listed.state == "ending" or now > (listed.expires_at or now) + _STUCK_SECONDS * 1000:
         yield Advice(
             "warning",
             f"transaction {listed.transaction}",
-            f"of {listed.owner} is {listed.state}, and nobody ends it: {_nobody(named)} is there to be asked. Its"
-            " halves are written again at each look",
-            f"{_asked(listed.owner, named)}, or end it with txnbridge transactions",
+            f"of {listed.owner} is {listed.state}, and does not end: {_missing_process(named)} seems to run. Each round"
+            " of check-backs writes its halves again",
+            f"{_command_to_end(listed.owner, named)}, or end it with txnbridge transactions",
         )
 
 
-def _nobody(named: _Named) -> str:
+def _missing_process(named: _HalfGroup) -> str:
     return "no bridge of that application" if named is None else f"no resolver of the half messages of {named[1]}"
 
 
-def _asked(owner: str, named: _Named) -> str:
+def _command_to_end(owner: str, named: _HalfGroup) -> str:
     if named is None:
         return f"open a bridge with application={owner!r}"
     application, group = named
@@ -267,7 +267,7 @@ def _asked(owner: str, named: _Named) -> str:
 
 
 def _problem(config: BrokerConfig, text: str, key: str, value: str) -> Advice:
-    return Advice("problem", f"broker {config.name}", text, _HOW.format(key=key, value=value))
+    return Advice("problem", f"broker {config.name}", text, _SETTING_COMMAND.format(key=key, value=value))
 
 
 def _warning(config: BrokerConfig, text: str, remedy: str) -> Advice:

@@ -1,4 +1,4 @@
-"""Lists open and discarded halves, ends them for an administrator, and resumes their check-backs."""
+"""For administrators: lists open and discarded halves, ends them, and resumes their check-backs."""
 
 from __future__ import annotations
 
@@ -11,41 +11,43 @@ from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim, OpenTransaction, Outcome, Partition, Token
-from txnbridge_rocketmq.client import administration, groups, reading
+from txnbridge_rocketmq.client import administration, groups, read_requests
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, Property
 from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.retry import look_up_by_key, retry_call
-from txnbridge_rocketmq.client.sending import HalfEnd, end
+from txnbridge_rocketmq.client.send_requests import HalfEnd, end
 from txnbridge_rocketmq.cluster import RocketMQCluster
-from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, handle_of_copy
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, address_of_copy
 from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared, publish_exclusively
-from txnbridge_rocketmq.write.half_batch import TopicPart, parts_as_json, parts_from_json, seconds_since
+from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, seconds_since
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, origin_of, slot_of
 
 T = TypeVar("T")
 
 _log = logging.getLogger("txnbridge")
 
-# The group of the broker's own check-back service, and the topic of its op messages, which name halves that have ended.
-_BROKERS_GROUP, _NOTES_TOPIC = "CID_RMQ_SYS_TRANS", "RMQ_SYS_TRANS_OP_HALF_TOPIC"
-# The group in pull requests, which has no members.
+# The consumer group of the broker's check-back service, and the topic of its op messages, which name ended halves.
+_BROKERS_GROUP, _OP_TOPIC = "CID_RMQ_SYS_TRANS", "RMQ_SYS_TRANS_OP_HALF_TOPIC"
+# The consumer group in pull requests. It has no members.
 _GROUP = "txnbridge-listing"
-_NOTED = re.compile(rb"\d+")
-# Op messages are read from this many before the broker's offset: each names one half or several, so the broker may have
-# read further in op messages than in halves.
-_NOTES_BACK = 1024
-# Seconds for which a decided transaction is not listed, because it may still be being published.
-_JUST_NOW = 1.0
-_AGAIN_SECONDS = 0.01
-# How long after the op message a broker may still copy the half: it pauses for a second within a round.
-_LOOK_LASTS = 2.0
-_COPIES_AGAIN_SECONDS = 0.1
+_OFFSETS = re.compile(rb"\d+")
+# Op messages are read from this many before the service's offset on. Each names several halves, so the service may have
+# read op messages about halves that it has not passed yet.
+_OP_MESSAGES_BEFORE = 1024
+# A transaction that was decided so recently is not listed, because its owner may be publishing it.
+_BEING_PUBLISHED_SECONDS = 1.0
+# The wait between two reads of a stored record that is not readable yet.
+_VISIBLE_POLL_SECONDS = 0.01
+# After the op message, a broker may still write the half again for this long: it pauses for a second within a round.
+_LATE_COPY_SECONDS = 2.0
+# The wait between two searches for such copies.
+_COPY_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class PendingHalf:
-    """The newest copy of a half that has not ended, or the record of a discarded half."""
+    """A half that has not ended, as the broker wrote it last, or the record of a discarded half."""
 
     broker: str
     record: MessageExt
@@ -61,11 +63,11 @@ class PendingHalf:
 
 @dataclass(frozen=True)
 class OpenHalves:
-    """A transaction with open halves. Each half of another client counts as one, named by its unique key."""
+    """A transaction with open halves. A half of another client is listed as a transaction named by its unique key."""
 
     name: str
     # "open", "prepared", "ending" (decided, but not completely published or dropped), "discarded" (by the broker), or
-    # "lost" (its outcome cannot be known any more)
+    # "lost" (the record that decides it is gone)
     state: str
     halves: Sequence[PendingHalf]
     origin: HalfOrigin | None = None  # None for another client's half
@@ -78,20 +80,20 @@ class OpenHalves:
 
     @property
     def may_be_published(self) -> bool:
-        """Return False for a discarded half of another client, for which no broker sends check-backs any more."""
+        """Whether its messages may still be published. Not so for a discarded half of another client."""
         return self.origin is not None or self.state != "discarded"
 
     @property
     def messages(self) -> int:
-        """The number of known messages."""
-        return sum(part.count for part in self.prepared.parts) if self.prepared is not None else len(self.halves)
+        """The number of messages: of all if it is prepared, otherwise of those whose halves are open."""
+        return sum(each.count for each in self.prepared.topics) if self.prepared is not None else len(self.halves)
 
 
 # --- listing ----------------------------------------------------------------------------------------------------------
 
 
 def list_open(cluster: RocketMQCluster, deadline: Deadline) -> list[OpenHalves]:
-    """Return the open transactions of all brokers, and transactions with discarded halves that have not ended."""
+    """Return the transactions with open halves on all brokers, also with discarded ones, the oldest first."""
     waiting: dict[str, list[PendingHalf]] = {}
     for broker in cluster.brokers.names(deadline):
         for each in _newest([*_discarded(cluster, broker, deadline), *_waiting(cluster, broker, deadline)]):
@@ -106,29 +108,29 @@ def _name_of(half: PendingHalf) -> str:
 
 
 def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
-    """Return the last copy of each half, for which the broker sends the next check-back."""
+    """Return each half once, as the broker wrote it last. Its next check-back is about that record."""
     by_key = {(each.record.unique_key, each.partition): each for each in halves}
     return list(by_key.values())
 
 
 def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """Yield open halves: those after the check-back service's offset that no op message names."""
+    """Yield open halves: those from the check-back service's offset on that no op message names."""
     halves = _service_offset(cluster, broker, HALF_TOPIC, deadline)
     records = _records(cluster, broker, HALF_TOPIC, halves, deadline)
     pending = [PendingHalf(broker, replace(record, body=b"")) for record in records]
     if not pending:
         return
-    notes = _service_offset(cluster, broker, _NOTES_TOPIC, deadline) - _NOTES_BACK
+    notes = _service_offset(cluster, broker, _OP_TOPIC, deadline) - _OP_MESSAGES_BEFORE
     ended = {
         int(offset)
-        for record in _records(cluster, broker, _NOTES_TOPIC, notes, deadline)
-        for offset in _NOTED.findall(record.body)
+        for record in _records(cluster, broker, _OP_TOPIC, notes, deadline)
+        for offset in _OFFSETS.findall(record.body)
     }
     yield from (half for half in pending if half.record.queue_offset not in ended)
 
 
 def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """Yield discarded halves, without those whose messages were published later by their tokens."""
+    """Yield discarded halves, except those whose messages were published afterwards, by a token."""
     records = _records(cluster, broker, DISCARDED_TOPIC, 0, deadline)
     discarded = _newest([PendingHalf(broker, replace(record, body=b""), discarded=True) for record in records])
     asked = [(broker, half.partition[0], half.record.unique_key or "") for half in discarded]
@@ -137,20 +139,20 @@ def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Ite
 
 
 def _service_offset(cluster: RocketMQCluster, broker: str, topic: str, deadline: Deadline) -> int:
-    """Return the offset of the broker's check-back service in one of its topics."""
+    """Return the offset up to which the broker's check-back service has read one of its topics."""
     return _ask(cluster, broker, groups.committed_offset(_BROKERS_GROUP, topic, 0), deadline) or 0
 
 
 def _records(cluster: RocketMQCluster, broker: str, topic: str, first: int, deadline: Deadline) -> Iterator[MessageExt]:
-    """Yield the records in the only queue of one of the broker's topics, from an offset on."""
-    at = max(first, 0, _ask(cluster, broker, reading.min_offset(topic, 0), deadline))
-    end = _ask(cluster, broker, reading.max_offset(topic, 0), deadline)
+    """Yield the records of a broker's system topic, which has one queue, from an offset to its current end."""
+    at = max(first, 0, _ask(cluster, broker, read_requests.min_offset(topic, 0), deadline))
+    end = _ask(cluster, broker, read_requests.max_offset(topic, 0), deadline)
     while at < end:
         deadline.check(f"reading {topic} of broker {broker}")
-        pulled = _ask(cluster, broker, reading.pull(topic, 0, at, _GROUP), deadline)
+        pulled = _ask(cluster, broker, read_requests.pull(topic, 0, at, _GROUP), deadline)
         yield from (record for record in pulled.records if record.queue_offset < end)
         if not pulled.records and pulled.next_offset <= at:
-            time.sleep(_AGAIN_SECONDS)
+            time.sleep(_VISIBLE_POLL_SECONDS)
         at = max(at, pulled.next_offset)
 
 
@@ -159,7 +161,7 @@ def _ask(cluster: RocketMQCluster, broker: str, request: RpcRequest[T], deadline
 
 
 def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], deadline: Deadline) -> OpenHalves | None:
-    """Return a transaction with its state; None if it has ended and the broker has not written its op message yet."""
+    """Return a transaction with its state; None if it has ended, and only the broker's op messages are missing."""
     origin = origin_of(halves[0].record)
     discarded = all(half.discarded for half in halves)
     listed = OpenHalves(name, "discarded" if discarded else "open", halves, origin)
@@ -172,8 +174,8 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
             return _decided(cluster, listed, claim, deadline)
         entries = [entry for entry in ledger.find(name, deadline, log=origin.log) if entry.kind == PREPARE]
     except EvidenceLost:
-        return replace(listed, state="lost")  # the record that would decide it is gone
-    except (OutcomeUnknown, InvalidToken):  # the log cannot be read now, or is in another store
+        return replace(listed, state="lost")
+    except (OutcomeUnknown, InvalidToken):  # the decision log cannot be read now, or is in another store
         return listed
     if entries:
         listed = replace(listed, prepared=PrepareRecord.from_json(entries[0].data))
@@ -181,24 +183,24 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
 
 
 def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
-    """Return a decided transaction whose halves are still open; None if it was decided only seconds ago."""
+    """Return a decided transaction with open halves as "ending"; None if it was decided only seconds ago."""
     if claim.decision is Decision.ABORT and listed.state == "discarded":
         return None
     noted = max(cluster.brokers.config(half.broker, deadline).op_message_interval for half in listed.halves)
-    if seconds_since(claim.data) < max(_JUST_NOW, 2 * noted):
+    if seconds_since(claim.data) < max(_BEING_PUBLISHED_SECONDS, 2 * noted):
         return None
     return replace(listed, state="ending")
 
 
 def ledger_of(cluster: RocketMQCluster, listed: OpenHalves) -> Ledger:
-    """Return the ledger in which one of the bridge's transactions is decided."""
+    """Return the ledger that decides a transaction of a bridge, not of another client."""
     assert listed.origin is not None
     application = str(listed.origin.log.get("log") or cluster.settings.application)
     return cluster.context.ledger(application, listed.owner)
 
 
 def as_open_transaction(cluster: RocketMQCluster, listed: OpenHalves) -> OpenTransaction:
-    """Return the transaction in the form that `Admin.transactions` returns."""
+    """Convert a listed transaction for `Admin.transactions`."""
     record = listed.halves[0].record
     prepared = listed.prepared
     return OpenTransaction(
@@ -235,7 +237,7 @@ def token_of(cluster: RocketMQCluster, listed: OpenHalves) -> Token | None:
 
 
 def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
-    """End a transaction for an administrator. Return the actual outcome. Raise `InvalidState` or `EvidenceLost`."""
+    """End a transaction for an administrator, unless it is decided. Return its outcome. Raise `InvalidState`."""
     if listed.origin is None:
         return _end_foreign(ender.cluster, listed, decision, deadline)
     ledger = ledger_of(ender.cluster, listed)
@@ -247,14 +249,14 @@ def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline:
     try:
         _drop_all(ender, listed, deadline)
     except BrokerUnavailable as error:
-        _log.debug("copies of %s stay until the broker discards them: %s", listed.name, error)
+        _log.debug("halves of %s stay until the broker discards them: %s", listed.name, error)
     return outcome
 
 
 def _drop_all(ender: HalfEnder, listed: OpenHalves, deadline: Deadline) -> None:
-    """Drop all copies of ended halves, including copies made after the halves were listed. Published messages stay.
+    """Abort the halves of an ended transaction, so that the broker stops asking. Published messages stay.
 
-    A broker that checks a half before writing its op message makes another copy, perhaps without a check-back for it.
+    Repeat this for a while: until its op message is written, a round of check-backs may write an ended half again.
     """
     cluster, brokers = ender.cluster, {half.broker for half in listed.halves}
     noted = max(cluster.brokers.config(broker, deadline).op_message_interval for broker in brokers)
@@ -264,12 +266,12 @@ def _drop_all(ender: HalfEnder, listed: OpenHalves, deadline: Deadline) -> None:
     while True:
         new = [half for half in left if (half.broker, half.record.queue_offset) not in dropped]
         if new:
-            ender.drop([(half.broker, handle_of_copy(half.record)) for half in new], deadline)
+            ender.drop([(half.broker, address_of_copy(half.record)) for half in new], deadline)
             dropped.update((half.broker, half.record.queue_offset) for half in new)
-            quiet = Deadline(noted + _LOOK_LASTS)
+            quiet = Deadline(noted + _LATE_COPY_SECONDS)
         if quiet.expired or deadline.expired:
             return
-        time.sleep(_COPIES_AGAIN_SECONDS)
+        time.sleep(_COPY_POLL_SECONDS)
         waiting = (half for broker in brokers for half in _waiting(cluster, broker, deadline))
         left = [half for half in waiting if _name_of(half) == listed.name]
 
@@ -282,40 +284,40 @@ def _end_unprepared(
     if claim is None:
         if decision is Decision.COMMIT:
             raise InvalidState(f"transaction {listed.name!r} is open and not prepared: only its writer can commit it")
-        data = parts_as_json(_parts(listed))
+        data = halves_as_json(_known_topics(listed))
         claim = ledger.claim(listed.name, Decision.ABORT, data, deadline, log=listed.origin.log)
     if claim.decision is Decision.COMMIT:
-        publish_exclusively(ender, listed.name, parts_from_json(claim.data), deadline)
+        publish_exclusively(ender, listed.name, halves_from_json(claim.data), deadline)
     return Outcome.COMMITTED if claim.decision is Decision.COMMIT else Outcome.ABORTED
 
 
-def _parts(listed: OpenHalves) -> list[TopicPart]:
-    """Return the known messages by topic."""
+def _known_topics(listed: OpenHalves) -> list[HalfCount]:
+    """Return the halves by topic, as far as the listed ones show: up to the highest number."""
     counts: dict[tuple[str, str], int] = {}
     for half in listed.halves:
         slot = slot_of(half.record)
         assert slot is not None
         place = half.partition[0], half.broker
         counts[place] = max(counts.get(place, 0), slot.number + 1)
-    return [TopicPart(topic, broker, count) for (topic, broker), count in counts.items()]
+    return [HalfCount(topic, broker, count) for (topic, broker), count in counts.items()]
 
 
 def _end_foreign(cluster: RocketMQCluster, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
-    """Abort one half of another client. Only that client's producers can know whether it is to be committed."""
+    """Abort one half of another client. Only that client's producers may commit it."""
     (half,) = listed.halves
     if decision is Decision.COMMIT:
-        raise InvalidState(f"half {listed.name!r} is another client's: only that can commit it")
+        raise InvalidState(f"half {listed.name!r} is another client's: only that client can commit it")
     key = half.record.unique_key or ""
     action = f"looking for halves on broker {half.broker}"
     (newest,) = look_up_by_key(cluster.client, [(half.broker, HALF_TOPIC, key)], action, deadline)
     if newest is None:
-        raise EvidenceLost(f"half {listed.name!r} is not there any more")
-    _ask(cluster, half.broker, end(handle_of_copy(newest), HalfEnd.ABORT, from_check=True), deadline)
+        raise EvidenceLost(f"half {listed.name!r} is gone: broker {half.broker} does not find it any more")
+    _ask(cluster, half.broker, end(address_of_copy(newest), HalfEnd.ABORT, from_check=True), deadline)
     return Outcome.ABORTED
 
 
 def resume_check_backs(cluster: RocketMQCluster, listed: OpenHalves, deadline: Deadline) -> int:
-    """Have the broker send check-backs for discarded halves again, counted from zero. Return the number of halves."""
+    """Have the broker send check-backs for discarded halves again, from the first on. Return the number of halves."""
     discarded = [half for half in listed.halves if half.discarded]
     for half in discarded:
         _ask(cluster, half.broker, administration.resume_half(half.record.offset_id), deadline)

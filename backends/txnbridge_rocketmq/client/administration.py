@@ -1,4 +1,4 @@
-"""Requests that manage a broker's topics, groups and settings, and that read its producers and discarded halves."""
+"""Requests that administrate a broker: its topics, groups, settings, producers and discarded halves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, RequestCode, Respon
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.records import OffsetId
 from txnbridge_rocketmq.client.requests import OR_ABSENT, RpcRequest, as_body, document, fields, is_absent, nothing
-from txnbridge_rocketmq.client.sending import check_group, check_topic
+from txnbridge_rocketmq.client.send_requests import check_group, check_topic
 
 _READ_AND_WRITE = 6
 
@@ -16,7 +16,7 @@ _READ_AND_WRITE = 6
 def create_topic(
     topic: str, queues: int, kind: str | None = None, attributes: Mapping[str, str] | None = None
 ) -> RpcRequest[None]:
-    """Create a topic on this broker, or change it. Name servers learn of the topic a moment later.
+    """Create or change a topic on this broker. The broker registers the topic at name servers a moment later.
 
     `kind` is the topic's message type: NORMAL, FIFO, DELAY, TRANSACTION. Brokers check that type only for gRPC clients.
     """
@@ -40,19 +40,19 @@ def create_topic(
 
 
 def delete_topic(topic: str) -> RpcRequest[None]:
-    """Delete a topic from this broker. Send every name server `forget_topic` afterwards, or the topic's route stays."""
+    """Delete a topic from this broker. Then send `forget_topic` to every name server: they keep the topic's route."""
     return RpcRequest(f"deleting topic {topic}", RequestCode.DELETE_TOPIC_IN_BROKER, nothing, fields(topic=topic))
 
 
 def forget_topic(topic: str) -> RpcRequest[None]:
-    """Delete the route of a topic, on a name server."""
+    """Delete a topic's route from a name server, after `delete_topic`."""
     return RpcRequest(
         f"forgetting topic {topic}", RequestCode.DELETE_TOPIC_IN_NAME_SERVER, nothing, fields(topic=topic)
     )
 
 
 def topic_attributes(topic: str) -> RpcRequest[dict[str, str] | None]:
-    """Return the attributes of a topic on this broker; None if the broker does not have the topic."""
+    """Return the attributes of a topic, such as its message type; None if this broker does not have the topic."""
 
     def read(answer: RemotingCommand) -> dict[str, str] | None:
         if answer.code == ResponseCode.TOPIC_NOT_EXIST:
@@ -69,7 +69,7 @@ def topic_attributes(topic: str) -> RpcRequest[dict[str, str] | None]:
 
 
 def create_group(group: str, orderly: bool = False, retries: int = 16) -> RpcRequest[None]:
-    """Create a consumer group on this broker, or change it."""
+    """Create or change a consumer group on this broker."""
     body = {
         "groupName": check_group(group),
         "consumeEnable": True,
@@ -103,7 +103,7 @@ def broker_settings() -> RpcRequest[dict[str, str]]:
 
 
 def disk_ratio() -> RpcRequest[float]:
-    """Return the used share, from 0 to 1, of the disk that holds this broker's commit log."""
+    """Return how full the disk with this broker's commit log is, from 0 to 1."""
     return RpcRequest(
         "asking how full the broker's disk is",
         RequestCode.GET_BROKER_RUNTIME_INFO,
@@ -121,7 +121,7 @@ def change_broker_settings(settings: Mapping[str, str]) -> RpcRequest[None]:
 
 
 def producers(group: str) -> RpcRequest[list[str]]:
-    """Return the client ids that are registered with this broker for a producer group; [] if there are none."""
+    """Return the client ids of a producer group's members at this broker."""
 
     action = f"listing the producers of group {group}"
 
@@ -136,7 +136,7 @@ def producers(group: str) -> RpcRequest[list[str]]:
 
 
 def resume_half(offset_id: OffsetId) -> RpcRequest[None]:
-    """Have the broker send check-backs for a discarded half again. The broker accepts any discarded record."""
+    """Have the broker send check-backs for a discarded half again. `offset_id` is the discarded record's."""
     action = "resuming a discarded half"
     return RpcRequest(
         action, RequestCode.RESUME_CHECK_HALF_MESSAGE, nothing, fields(topic=DISCARDED_TOPIC, msgId=offset_id)

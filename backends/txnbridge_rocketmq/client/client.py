@@ -1,11 +1,11 @@
-"""A client of one cluster: finds brokers by name, keeps connections and heartbeats, and receives check-backs.
+"""A client of one cluster: sends requests to brokers by name, sends heartbeats, and receives check-backs.
 
     with RemotingClient(["127.0.0.1:9876"]) as client:
         queue = client.route("orders", timeout=5).writable[0]
         request = send(WireMessage("orders", b"hello"), "shop", queue.queue)
         result = client.call(queue.broker, request, timeout=5)
 
-The client repeats only requests to name servers. Only the caller can decide whether repeating another request is safe.
+The client repeats no request to a broker, because only the caller knows whether that is safe.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from txnbridge_rocketmq.client.groups import Membership, heartbeat, unregister
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.routes import TopicRoute, masters, route
 from txnbridge_rocketmq.client.security import Credentials
-from txnbridge_rocketmq.client.sending import CheckBack, check_back_of
+from txnbridge_rocketmq.client.send_requests import CheckBack, check_back_of
 from txnbridge_rocketmq.client.transport import split
 
 T = TypeVar("T")
@@ -41,27 +41,23 @@ HEARTBEAT_SECONDS = 30.0
 # Time until a lost broker is reconnected. Until then the broker sends its check-backs to other members of the group.
 _RECONNECT_SECONDS = 1.0
 # Timeout of requests that the client sends by itself. A live broker answers in milliseconds.
-_OWN_SECONDS = 3.0
-# How often the client asks name servers for new and moved brokers. When a broker does not answer, it asks sooner.
-_LIST_SECONDS = 5.0
+_HEARTBEAT_TIMEOUT_SECONDS = 3.0
+# How often the client asks name servers for new and moved brokers; sooner if a broker does not answer.
+_BROKER_LIST_SECONDS = 5.0
 # How long `close` waits for a callback that is still running.
 _CLOSE_SECONDS = 5.0
 # Seconds for unregistering. Brokers also notice the end of the connection.
 _LEAVE_SECONDS = 1.0
 # The maximum age of a cached route, as in the Java client.
 _ROUTE_SECONDS = 30.0
-# Limits of the queue of notifications for the callbacks. A notification for which there is no room is dropped, and the
-# broker sends it again. Check-backs carry whole messages, hence the limit in bytes.
-_MOST_NOTIFICATIONS = 1000
-_MOST_NOTIFICATION_BYTES = 64 << 20
 
 
 class RemotingClient:
     """Connections to the name servers and brokers of one cluster. Safe for use by several threads.
 
-    Every call ends within its `timeout` in seconds. `on_checks` receives the check-backs of brokers for this client's
-    producer groups. `on_members` receives the name of a consumer group whose members have changed. One thread of the
-    client runs both callbacks one after another, and logs the exceptions that they raise.
+    Every call ends within its `timeout` in seconds. `on_checks` receives the check-backs for this client's producer
+    groups. `on_members` receives the name of a consumer group when its members change. One thread of the client runs
+    both callbacks, one after another, and logs their exceptions.
     """
 
     def __init__(
@@ -79,7 +75,7 @@ class RemotingClient:
         for address in name_servers:
             split(address)
         if not name_servers:
-            raise ValueError("name at least one name server")
+            raise ValueError("give at least one name server")
         self.client_id = client_id or f"{socket.gethostname()}@{os.getpid()}@{uuid.uuid4().hex[:8]}"
         self._name_servers = list(name_servers)
         self._settings = ConnectionSettings(tls, credentials)
@@ -110,7 +106,7 @@ class RemotingClient:
     def submit(self, broker: str, request: RpcRequest[T], timeout: float) -> Call[T]:
         """Send a request without waiting for the response. The returned `Call` ends within `timeout`.
 
-        If `submit` itself raises, the request was certainly not carried out. It raises the same errors as `call`.
+        Raise the same errors as `call`; then the broker has certainly not carried the request out.
         """
         until = time.monotonic() + timeout
         address = self._address(broker, until)
@@ -122,12 +118,12 @@ class RemotingClient:
         return connection.submit(request, until - time.monotonic())
 
     def call_address(self, address: str, request: RpcRequest[T], timeout: float) -> T:
-        """Send a request to the broker or name server at this address. Return the decoded response as `call` does."""
+        """Send a request to the broker or name server at this address, and return the decoded response, as `call`."""
         until = time.monotonic() + timeout
         return self._connection(address, until).call(request, until - time.monotonic())
 
     def ask_name_server(self, request: RpcRequest[T], timeout: float) -> T:
-        """Send an idempotent request to the name servers in turn until one responds, or raise the last error."""
+        """Send an idempotent request to one name server after the other until one responds."""
         until = time.monotonic() + timeout
         last: RemotingError | None = None
         for number, address in enumerate(list(self._name_servers)):
@@ -146,7 +142,7 @@ class RemotingClient:
         raise last
 
     def route(self, topic: str, timeout: float, fresh: bool = False) -> TopicRoute | None:
-        """Return the route of a topic; None if the name server has none. A cached route is at most 30 s old."""
+        """Return the route of a topic, up to 30 s old unless `fresh`; None if the name server has none."""
         with self._lock:
             asked_at, known = self._routes.get(topic, (0.0, None))
         if known is not None and not fresh and time.monotonic() - asked_at < _ROUTE_SECONDS:
@@ -171,17 +167,17 @@ class RemotingClient:
 
     @property
     def seen_brokers(self) -> frozenset[str]:
-        """The names of all brokers that a name server has ever named to this client, even if they are down now."""
+        """The names of all brokers that this client has ever got from a name server, also of those that are down."""
         with self._lock:
             return frozenset(self._seen)
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
     def join(self, membership: Membership, timeout: float) -> None:
-        """Join exactly these groups with every broker of the cluster, and leave all others.
+        """Register the groups of `membership` with every broker, in place of those of the last call.
 
-        When this method returns, every reachable broker has the membership. Unreachable and restarted brokers get it as
-        soon as possible, until `close`. Raise the last error if no broker could be reached.
+        Later heartbeats, until `close`, register them with brokers that are unreachable now, or restarted later. Raise
+        the last error if no broker is reachable.
         """
         until = time.monotonic() + timeout
         with self._lock:
@@ -201,12 +197,12 @@ class RemotingClient:
 
     @property
     def is_member(self) -> bool:
-        """Return whether any broker knows this client as a member of its groups, and so can send it check-backs."""
+        """Whether this client is registered with any broker, so that check-backs can arrive."""
         with self._lock:
             return any(connection.is_open for connection, _ in self._heartbeats.values())
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
-        """Leave the groups and close all connections; waiting calls raise `Disconnected`. Abandon slow callbacks."""
+        """Leave the groups, close all connections, and wait for a running callback. Calls raise `Disconnected`."""
         if self._closed.is_set():
             return
         until = time.monotonic() + timeout
@@ -251,7 +247,7 @@ class RemotingClient:
             connecting = self._connecting.setdefault(address, threading.Lock())
         if connection is not None and connection.is_open:
             return connection
-        # Only one thread connects at a time. The others use its connection, or try next.
+        # Only one thread connects to an address at a time. The others then use its connection, or try themselves.
         if not connecting.acquire(timeout=max(0.0, until - time.monotonic())):
             raise Unreachable(f"{address}: no time was left")
         try:
@@ -287,7 +283,7 @@ class RemotingClient:
     # --- membership ---------------------------------------------------------------------------------------------------
 
     def _send_heartbeat(self, broker: str, until: float) -> None:
-        """Send a heartbeat. Raise the same errors as `call`."""
+        """Send a heartbeat, which registers the membership. Raise the same errors as `call`."""
         address = self._address(broker, until)
         try:
             connection = self._connection(address, until)
@@ -300,7 +296,7 @@ class RemotingClient:
             self._heartbeats[broker] = connection, time.monotonic()
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats when they are due, and at once on a new connection, where no membership is known yet."""
+        """Send heartbeats, on a thread of their own: when they are due, and at once after a connection was lost."""
         while not self._closed.wait(_RECONNECT_SECONDS):
             if self._membership.is_empty:
                 continue
@@ -310,23 +306,23 @@ class RemotingClient:
                 if is_known and time.monotonic() - sent_at < self._heartbeat_seconds:
                     continue
                 try:
-                    self._send_heartbeat(name, time.monotonic() + _OWN_SECONDS)
+                    self._send_heartbeat(name, time.monotonic() + _HEARTBEAT_TIMEOUT_SECONDS)
                 except RemotingError as error:
                     _log.debug("no heartbeat to broker %s: %s", name, error)
 
     def _known_brokers(self) -> list[str]:
-        """Return the names of the known brokers. Ask a name server for new and moved brokers from time to time."""
+        """Return the names of the brokers to send heartbeats to. Ask a name server for them from time to time."""
         if time.monotonic() >= self._list_again_at:
-            self._list_again_at = time.monotonic() + _LIST_SECONDS
+            self._list_again_at = time.monotonic() + _BROKER_LIST_SECONDS
             try:
-                return list(self.brokers(_OWN_SECONDS))
+                return list(self.brokers(_HEARTBEAT_TIMEOUT_SECONDS))
             except RemotingError as error:
                 _log.debug("no name server answers: %s", error)
         with self._lock:
             return list(self._masters)
 
     def _leave(self, left: Membership, timeout: float = _LEAVE_SECONDS) -> None:
-        """Unregister from the brokers that are connected. The others notice the end of the connection."""
+        """Unregister groups from the connected brokers. Others have dropped this client with its connection."""
         until = time.monotonic() + min(timeout, _LEAVE_SECONDS)
         requests = [unregister(self.client_id, producer=group) for group in left.producers]
         requests += [unregister(self.client_id, consumer=group) for group in left.consumers]
@@ -346,28 +342,30 @@ class RemotingClient:
     def _take_notification(self, connection: RemotingConnection, command: RemotingCommand) -> None:
         if command.code in (RequestCode.CHECK_TRANSACTION_STATE, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED):
             if not self._notifications.put(command):
-                _log.debug("%s asks more than is answered; it will ask again", connection.address)
+                _log.debug("dropped a notification of %s, which will send it again", connection.address)
         else:
-            connection.answer(command, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, "this client does not do that")
+            connection.answer(command, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, "not supported by this client")
 
     def _call_back(self) -> None:
         while commands := self._notifications.take():
             checks: list[CheckBack] = []
             for command in commands:
-                with _logged():
+                with _log_exceptions():
                     if command.code == RequestCode.CHECK_TRANSACTION_STATE:
                         checks.append(check_back_of(command))
                     elif self._on_members is not None:
                         self._on_members(command.fields["consumerGroup"])
             if checks and self._on_checks is not None:
-                with _logged():
+                with _log_exceptions():
                     self._on_checks(checks)
 
 
 class _NotificationQueue:
-    """The notifications of brokers that no callback has received yet, bounded in number and in bytes."""
+    """Check-backs and other notifications that wait for the callback thread, bounded in number and in bytes."""
 
-    def __init__(self) -> None:
+    # Notifications beyond the limits are dropped, and sent again. Check-backs carry whole messages: hence the bytes.
+    def __init__(self, most: int = 1000, most_bytes: int = 64 << 20) -> None:
+        self._most, self._most_bytes = most, most_bytes
         self._changed = threading.Condition()
         self._waiting: list[RemotingCommand] = []
         self._bytes = 0
@@ -376,7 +374,7 @@ class _NotificationQueue:
     def put(self, command: RemotingCommand) -> bool:
         """Add a notification. Return False if there is no room."""
         with self._changed:
-            if len(self._waiting) >= _MOST_NOTIFICATIONS or self._bytes + len(command.body) > _MOST_NOTIFICATION_BYTES:
+            if len(self._waiting) >= self._most or self._bytes + len(command.body) > self._most_bytes:
                 return False
             self._waiting.append(command)
             self._bytes += len(command.body)
@@ -384,25 +382,25 @@ class _NotificationQueue:
             return True
 
     def take(self) -> list[RemotingCommand]:
-        """Wait for notifications and return all of them, the oldest first. Return an empty list once closed."""
+        """Wait for notifications and return all of them, the oldest first. Return [] once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             taken, self._waiting, self._bytes = self._waiting, [], 0
             return [] if self._closed else taken
 
     def close(self) -> None:
-        """Close the queue and wake `take`. Notifications that still wait are dropped."""
+        """Close the queue, drop its notifications, and wake `take`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
 @contextmanager
-def _logged() -> Iterator[None]:
+def _log_exceptions() -> Iterator[None]:
     try:
         yield
     except Exception:
-        _log.exception("a question of the broker's was not answered")
+        _log.exception("the callback for a broker's notification failed")
 
 
 def _start(target: Callable[[], None]) -> threading.Thread:

@@ -71,7 +71,7 @@ class ResponseCode(IntEnum):
 
 
 # Response codes after which the request was certainly not carried out. SYSTEM_ERROR is not among them, because brokers
-# also send it for a request that failed halfway. The three codes that follow a stored message are not either.
+# also send it for a request that failed halfway. Nor are the codes in `STORED_NOT_DURABLE`.
 WITHOUT_EFFECT = frozenset(
     {
         ResponseCode.SYSTEM_BUSY,
@@ -94,7 +94,7 @@ WITHOUT_EFFECT = frozenset(
 )
 
 # Response codes for a message that was stored, but not flushed or replicated as the broker's settings ask.
-STORED_BUT = frozenset(
+STORED_NOT_DURABLE = frozenset(
     {ResponseCode.FLUSH_DISK_TIMEOUT, ResponseCode.SLAVE_NOT_AVAILABLE, ResponseCode.FLUSH_SLAVE_TIMEOUT}
 )
 
@@ -122,7 +122,7 @@ class Property:
     UNIQUE_KEY = "UNIQ_KEY"
     WAIT = "WAIT"
     HALF = "TRAN_MSG"
-    GROUP = "PGROUP"
+    GROUP = "PGROUP"  # the producer group
     REAL_TOPIC = "REAL_TOPIC"
     CHECKS = "TRANSACTION_CHECK_TIMES"
     IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"

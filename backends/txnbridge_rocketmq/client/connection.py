@@ -1,7 +1,7 @@
 """One connection to a broker or name server, with many requests in flight, each with its own `opaque` number.
 
-A thread of its own reads the connection. The connection's memory is bounded: the number of requests in flight is
-limited, and it buffers at most one incomplete frame.
+A thread of the connection reads the responses. Memory is bounded: the number of requests in flight is limited, and at
+most one incomplete frame is buffered.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ _log = logging.getLogger(__name__)
 # The maximum number of requests in flight on one connection; the next request waits. A broker is no faster with
 # thousands of requests than with hundreds, and rejects requests that wait too long in its queue.
 MOST_IN_FLIGHT = 1024
-# How often the reading thread looks for expired calls. A call that no thread waits for ends that much later.
-_LOOK_SECONDS = 0.25
-# A connection on which no byte arrived for this long while a response was due counts as dead. TCP alone needs a quarter
-# of an hour to find out. A live broker responds, or says that it is busy, well before.
-_SILENCE_SECONDS = 5.0
-# Timeout of a response to the broker's own request. Such a response has about a hundred bytes.
-_ANSWER_SECONDS = 1.0
+# How often the reading thread looks for expired calls. A call that no thread waits for may end that much late.
+_EXPIRY_CHECK_SECONDS = 0.25
+# Timeout of sending a response to the broker's own request. It has about a hundred bytes.
+_RESPONSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,9 @@ class ConnectionSettings:
     tls: ssl.SSLContext | None = None
     credentials: Credentials | None = None
     most_in_flight: int = MOST_IN_FLIGHT
+    # A connection on which no byte arrived for this long while a response was due counts as dead. TCP alone needs a
+    # quarter of an hour to find out. A live broker responds, or says that it is busy, well before.
+    silence_seconds: float = 5.0
 
 
 class Call(Generic[T]):
@@ -67,7 +67,7 @@ class Call(Generic[T]):
         """
         if not self._ended.wait(max(0.0, self.until - time.monotonic())):
             self._connection.give_up(self)
-            self._ended.wait()  # the call has just timed out or ended
+            self._ended.wait()  # returns at once: the call has timed out, or its response is being set
         answer = self._answer
         assert answer is not None
         if isinstance(answer, RemotingError):
@@ -79,7 +79,7 @@ class Call(Generic[T]):
         return self._ended.is_set()
 
     def when_done(self, callback: Callable[[Call[T]], None]) -> None:
-        """Run a callback when the call ends, or now. The reading thread may run it, so it must not wait or submit."""
+        """Run a callback when the call ends, or now. The reading thread may run it, so it must not wait or send."""
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
@@ -87,7 +87,7 @@ class Call(Generic[T]):
         callback(self)
 
     def end(self, answer: RemotingCommand | RemotingError) -> None:
-        """Set the outcome. The connection calls this once."""
+        """Set the response or error, and run the callbacks. The connection calls this once."""
         with self._lock:
             self._answer = answer
             self._ended.set()
@@ -100,10 +100,10 @@ class Call(Generic[T]):
 
 
 class RemotingConnection:
-    """An open connection, which is never reopened after it is lost or closed.
+    """An open connection, which is never reopened after it is lost or closed. `Unreachable` if connecting fails.
 
-    `on_request` receives the broker's own requests on the reading thread, and must return at once. Raise `Unreachable`
-    if connecting fails.
+    `on_request` receives the broker's own requests, such as check-backs. The reading thread calls it, so it must return
+    at once.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class RemotingConnection:
     def submit(self, request: RpcRequest[T], timeout: float) -> Call[T]:
         """Send a request. The returned `Call` ends within `timeout` in any case.
 
-        Wait while too many requests are in flight. Raise `Disconnected` or `ResponseTimeout`, both only if
-        the request was certainly not carried out, and `ValueError` for a request that is too large.
+        Wait while too many requests are in flight. Raise `Disconnected` or `ResponseTimeout` only if the request was
+        certainly not carried out. Raise `ValueError` for a request that is too large.
         """
         until = time.monotonic() + timeout
         if threading.current_thread() is self._thread:
-            raise RuntimeError("a callback may not send: its thread is the one that reads the answers")
+            raise RuntimeError("a callback must not send requests: its thread would have to read the response")
         if timeout <= 0:
             raise ResponseTimeout(f"{request.action}: no time was left")
         opaque = next(self._opaques) & 0x7FFFFFFF
@@ -164,14 +164,14 @@ class RemotingConnection:
         return call
 
     def answer(self, request: RemotingCommand, code: int, remark: str = "") -> None:
-        """Respond to a request of the broker. A lost connection is no error: no caller waits for this response."""
+        """Respond to a request of the broker. If the connection is lost, only log it."""
         if not request.wants_answer:
             return
         try:
             answer = RemotingCommand(code, request.opaque, ANSWER, remark=remark)
-            self._wire.send(encode(answer), time.monotonic() + _ANSWER_SECONDS)
+            self._wire.send(encode(answer), time.monotonic() + _RESPONSE_SECONDS)
         except (OSError, ResponseTimeout):
-            _log.debug("an answer to %s was lost with its connection", self.address)
+            _log.debug("a response to %s was not sent: the connection is lost", self.address)
 
     def close(self) -> None:
         """Close the connection; waiting calls raise `Disconnected`. Safe to repeat."""
@@ -199,7 +199,7 @@ class RemotingConnection:
             raise kind(f"{call.request.action}: not sent to {self.address}: {error}") from error
 
     def give_up(self, call: Call[Any]) -> None:
-        """End a call whose deadline is past, unless it has just ended."""
+        """End a call whose deadline is past by `ResponseTimeout`. Close the connection if the peer seems dead."""
         with self._lock:
             found = self._waiting.pop(call.opaque, None)
         if found is None:
@@ -207,8 +207,8 @@ class RemotingConnection:
         waited = time.monotonic() - call.sent_at
         text = f"{call.request.action}: {self.address} did not answer within {waited:.3g} s"
         self._finish(call, ResponseTimeout(text, may_have_had_effect=True))
-        if time.monotonic() - max(self._heard_at, call.sent_at) >= _SILENCE_SECONDS:
-            self._end(Disconnected(f"{self.address} has fallen silent", may_have_had_effect=True))
+        if time.monotonic() - max(self._heard_at, call.sent_at) >= self._settings.silence_seconds:
+            self._end(Disconnected(f"{self.address} sends nothing any more", may_have_had_effect=True))
 
     def _finish(self, call: Call[Any], answer: RemotingCommand | RemotingError) -> None:
         self._slots.release()
@@ -224,7 +224,7 @@ class RemotingConnection:
 
     def _read(self) -> None:
         try:
-            self._read_on()
+            self._read_until_end()
         except (OSError, RemotingError) as error:
             kind = ProtocolViolation if isinstance(error, ProtocolViolation) else Disconnected
             self._end(kind(f"{self.address}: {error}", may_have_had_effect=True))
@@ -234,20 +234,20 @@ class RemotingConnection:
         finally:
             self._end_all()
 
-    def _read_on(self) -> None:
+    def _read_until_end(self) -> None:
         frames = FrameDecoder()
-        next_look = time.monotonic() + _LOOK_SECONDS
+        next_check = time.monotonic() + _EXPIRY_CHECK_SECONDS
         while self._ended is None:
-            data = self._wire.receive(next_look)
+            data = self._wire.receive(next_check)
             if data == b"":
                 raise Disconnected("the connection was closed by the other side")
             if data:
                 self._heard_at = time.monotonic()
                 for command in frames.feed(data):
                     self._dispatch(command)
-            if time.monotonic() >= next_look:
+            if time.monotonic() >= next_check:
                 self._give_up_expired()
-                next_look = time.monotonic() + _LOOK_SECONDS
+                next_check = time.monotonic() + _EXPIRY_CHECK_SECONDS
 
     def _dispatch(self, command: RemotingCommand) -> None:
         if command.is_answer:
@@ -278,5 +278,5 @@ class RemotingConnection:
 
 
 def _copy(reason: RemotingError, action: str) -> RemotingError:
-    """Return a copy of the error for one call, so that each call raises an error with a traceback of its own."""
+    """Return a copy of an error, for each call that it ends: an exception object has only one traceback."""
     return type(reason)(f"{action}: {reason}", may_have_had_effect=True)

@@ -9,7 +9,7 @@ from txnbridge_rocketmq.client.codes import WITHOUT_EFFECT, ResponseCode
 
 
 class RemotingError(Exception):
-    """The base error. `may_have_had_effect` is False only if the request was certainly not carried out."""
+    """The base of the client's errors. `may_have_had_effect` is False if the request was certainly not carried out."""
 
     def __init__(self, message: str, *, may_have_had_effect: bool = False) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class ResponseTimeout(RemotingError):
 
 
 class ProtocolViolation(RemotingError):
-    """The peer sent data that is not RocketMQ's protocol, or too large. The connection is closed."""
+    """The peer sent data that is not RocketMQ's protocol, or is too large."""
 
 
 class ErrorResponse(RemotingError):
@@ -66,7 +66,7 @@ def code_name(code: int) -> str:
     try:
         return f"{ResponseCode(code).name} ({code})"
     except ValueError:
-        return f"answer {code}"
+        return f"response code {code}"
 
 
 def _rebuild(cls: type[RemotingError], args: tuple[object, ...], state: dict[str, object]) -> RemotingError:

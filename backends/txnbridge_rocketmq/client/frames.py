@@ -1,4 +1,4 @@
-"""The encoding of requests and responses as frames in the stream of a connection.
+"""Encodes and decodes requests and responses as frames in the stream of a connection.
 
 A frame is the length of the rest (4 bytes, big endian), the header's serialization type (1 byte), the header's length
 (3 bytes), the header and a body. Headers are written as JSON, which every version reads and which Python writes faster
@@ -31,7 +31,7 @@ _LARGEST_HEADER = 1 << 20
 
 @dataclass(frozen=True)
 class RemotingCommand:
-    """A request, or the response to the request with the same `opaque`."""
+    """A decoded frame: a request, or the response to the request with the same `opaque`."""
 
     code: int
     opaque: int = 0
@@ -89,7 +89,7 @@ class FrameDecoder:
             return None
         (length,) = struct.unpack_from(">i", self._buffer)
         if not 4 <= length <= LARGEST_ANSWER:
-            raise ProtocolViolation(f"a frame of {length} bytes was announced; this is not RocketMQ's protocol")
+            raise ProtocolViolation(f"the peer announced a frame of {length} bytes; this is not RocketMQ's protocol")
         end = 4 + int(length)
         return end if len(self._buffer) >= end else None
 
@@ -127,7 +127,7 @@ def _from_binary(header: bytes, body: bytes) -> RemotingCommand:
     (size,) = struct.unpack_from(">i", header, at)
     at, end = at + 4, at + 4 + size
     if size < 0 or end > len(header):
-        raise ValueError("fields that end behind the header")
+        raise ValueError("fields that end after the header")
     fields: dict[str, str] = {}
     while at < end:
         name, at = _text(header, at, ">h")
@@ -140,5 +140,5 @@ def _text(data: bytes, at: int, size_format: str) -> tuple[str, int]:
     begin = at + struct.calcsize(size_format)
     end = begin + size
     if size < 0 or end > len(data):
-        raise ValueError("a text that ends behind the header")
+        raise ValueError("a text that ends after the header")
     return data[begin:end].decode(), end

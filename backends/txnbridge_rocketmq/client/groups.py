@@ -29,8 +29,8 @@ _ANSWERS_OF_MEMBERS = frozenset(
 class Membership:
     """The groups that a client registers with brokers: producer groups, and consumer groups with their topics.
 
-    A broker sends the check-backs of a producer group to its members. It notifies the members of a consumer group when
-    members come or go, and `members` lists them. The members themselves assign the queues.
+    A broker sends the check-backs of a producer group to one of its members. When a consumer group's members change,
+    the broker notifies all of them; the members themselves assign the queues.
     """
 
     producers: frozenset[str] = frozenset()
@@ -57,7 +57,7 @@ class Queue:
 
 
 def heartbeat(client_id: str, membership: Membership) -> RpcRequest[None]:
-    """Register this client and its groups. A registration ends after two minutes, or with the connection."""
+    """Register this client and its groups with a broker, for two minutes or until the connection ends."""
     body = {
         "clientID": client_id,
         "producerDataSet": [{"groupName": group} for group in sorted(membership.producers)],
@@ -76,7 +76,7 @@ def unregister(client_id: str, *, producer: str | None = None, consumer: str | N
 
 
 def members(group: str) -> RpcRequest[list[str]]:
-    """Return the client ids in a consumer group, in order; [] if it has no members."""
+    """Return the client ids of a consumer group's members, in order."""
 
     action = f"listing the members of group {group}"
 
@@ -93,12 +93,11 @@ def members(group: str) -> RpcRequest[list[str]]:
 def is_asleep(group: str, client_id: str) -> RpcRequest[bool]:
     """Return whether a member is connected and does not respond: its process is stopped, or its machine is asleep.
 
-    The broker asks the member for its running info and waits ten seconds for any response. A member that is not
-    connected does not count as asleep. Meanwhile one of the broker's threads for requests about groups, topics and
-    locks is blocked, so only one client should ask at a time.
+    The broker asks the member for its running info and waits ten seconds for any response. This blocks one of the
+    broker's threads for requests about groups, topics and locks, so only one client should ask at a time.
     """
     return RpcRequest(
-        f"asking whether a member of group {group} lives",
+        f"asking whether a member of group {group} responds",
         RequestCode.GET_CONSUMER_RUNNING_INFO,
         lambda answer: answer.code == ResponseCode.CONSUME_MSG_TIMEOUT,
         fields(consumerGroup=group, clientId=client_id, jstackEnable=False),
@@ -107,9 +106,9 @@ def is_asleep(group: str, client_id: str) -> RpcRequest[bool]:
 
 
 def committed_offset(group: str, topic: str, queue: int) -> RpcRequest[int | None]:
-    """Return the offset at which a group continues; None if the group never committed an offset."""
+    """Return a group's offset in the broker's offset store; None if the group never committed one."""
     return RpcRequest(
-        f"asking where group {group} is in queue {queue} of topic {topic}",
+        f"asking for the offset of group {group} in queue {queue} of topic {topic}",
         RequestCode.QUERY_CONSUMER_OFFSET,
         lambda answer: int(answer.fields["offset"]) if answer.code == ResponseCode.SUCCESS else None,
         fields(consumerGroup=group, topic=topic, queueId=queue, setZeroIfNotFound=False),
@@ -118,9 +117,9 @@ def committed_offset(group: str, topic: str, queue: int) -> RpcRequest[int | Non
 
 
 def commit_offset(group: str, topic: str, queue: int, offset: int) -> RpcRequest[None]:
-    """Commit the offset at which a group continues. The last commit wins, even with a lower offset."""
+    """Set a group's offset in the broker's offset store, also to a lower one."""
     return RpcRequest(
-        f"saying where group {group} is in queue {queue} of topic {topic}",
+        f"committing the offset of group {group} in queue {queue} of topic {topic}",
         RequestCode.UPDATE_CONSUMER_OFFSET,
         nothing,
         fields(consumerGroup=group, topic=topic, queueId=queue, commitOffset=offset),
@@ -128,7 +127,7 @@ def commit_offset(group: str, topic: str, queue: int, offset: int) -> RpcRequest
 
 
 def lock(group: str, client_id: str, queues: Collection[Queue]) -> RpcRequest[set[Queue]]:
-    """Lock queues for a member, or renew its locks; return them. A broker forgets its locks after a minute."""
+    """Lock queues for a member, or renew its locks, for a minute. Return the queues that the member has locked."""
 
     def read(answer: RemotingCommand) -> set[Queue]:
         held = document(answer).get("lockOKMQSet") or []

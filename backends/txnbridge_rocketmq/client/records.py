@@ -1,4 +1,4 @@
-"""Stored messages, and the encoding of their properties and addresses."""
+"""Decodes stored messages, their addresses and their properties."""
 
 from __future__ import annotations
 
@@ -57,9 +57,8 @@ class OffsetId:
 class MessageExt:
     """One message as the broker stores it.
 
-    `offset_id` is the message's address. `prepared_offset` is the commit log offset of the half from which it was
-    published, or
-    0. `body` is the stored body, which `payload()` unpacks. Times are in milliseconds since 1970.
+    `prepared_offset` is the commit log offset of the half from which the message was published; 0 if it had none.
+    `body` is the stored body, which `payload()` unpacks. Times are in milliseconds since 1970.
     """
 
     topic: str
@@ -93,16 +92,16 @@ class MessageExt:
 
     @property
     def is_committed_half(self) -> bool:
-        """Return whether the message was published by the commit of a transaction."""
+        """Whether the message was published by the commit of a half."""
         return self.system_flag & SystemFlag.TRANSACTION == SystemFlag.COMMITTED
 
     @property
     def holds_several(self) -> bool:
-        """Return whether the body is a batch of messages, which `unwrap` splits."""
+        """Whether the body is a batch of messages, which `unwrap` splits."""
         return bool(self.system_flag & SystemFlag.NEEDS_UNWRAPPING and self.system_flag & SystemFlag.INNER_BATCH)
 
     def payload(self, most: int = LARGEST_INFLATED) -> bytes:
-        """Return the unpacked body. Raise `CannotDecompress` for algorithms other than zlib and above `most` bytes."""
+        """Return the unpacked body. Raise `CannotDecompress` if it is not zlib, or unpacks to more than `most`."""
         if not self.system_flag & SystemFlag.COMPRESSED:
             return self.body
         return _inflate(self.body, (self.system_flag & SystemFlag.COMPRESSION) >> 8, most)
@@ -154,7 +153,7 @@ def _record(data: bytes) -> MessageExt:
 
 
 def unwrap(record: MessageExt) -> Iterator[MessageExt]:
-    """Yield the messages in a batch (`holds_several`), each at its own queue offset. Raise `ProtocolViolation`."""
+    """Yield the messages of a batch (`holds_several`), each with its own queue offset. Raise `ProtocolViolation`."""
     data, at, number = record.payload(), 0, 0
     while at < len(data):
         try:
@@ -180,12 +179,12 @@ def unwrap(record: MessageExt) -> Iterator[MessageExt]:
 def _part(data: bytes, begin: int, size: int) -> tuple[bytes, int]:
     end = begin + size
     if size < 0 or end > len(data):
-        raise ValueError("a part that ends behind the record")
+        raise ValueError("a field that ends after the record")
     return data[begin:end], end
 
 
 def _text(data: bytes) -> str:
-    # Other programs may have stored any bytes. They must not make the message unreadable.
+    # Other clients may have stored text that is not UTF-8. The message must stay readable.
     return data.decode("utf-8", "surrogateescape")
 
 
@@ -197,7 +196,7 @@ def _inflate(body: bytes, kind: int, most: int) -> bytes:
     try:
         data = inflater.decompress(body, most)
     except zlib.error:
-        raise CannotDecompress("the body says that it is compressed, and is not") from None
+        raise CannotDecompress("the body is marked as compressed, but is not zlib data") from None
     if not inflater.eof:
         raise CannotDecompress(f"the body is cut off, or unpacks to more than {most} bytes")
     return data
@@ -207,11 +206,7 @@ def _inflate(body: bytes, kind: int, most: int) -> bytes:
 
 
 def pack_properties(properties: Mapping[str, str]) -> str:
-    """Return the properties as one text.
-
-    Raise `ValueError` for properties that a broker would not return: an empty name or value, a name or value with one
-    of the two separators, and text that UTF-8 cannot encode.
-    """
+    """Return the properties as one text. Raise `ValueError` for a property that the broker would drop or break."""
     for name, value in properties.items():
         if not name or not value:
             raise ValueError(f"the property {name!r} is empty; brokers drop such properties")
@@ -223,6 +218,6 @@ def pack_properties(properties: Mapping[str, str]) -> str:
 
 
 def unpack_properties(text: str) -> dict[str, str]:
-    """Return the properties in a text. Pairs without a name are left out, as brokers do."""
+    """Decode the text of `pack_properties`. Leave out pairs without a name, as brokers do."""
     pairs = (pair.partition(_NAME_END) for pair in text.split(_VALUE_END))
     return {name: value for name, separator, value in pairs if name and separator}

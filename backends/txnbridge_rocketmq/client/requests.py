@@ -1,7 +1,4 @@
-"""Requests as values: each contains its encoded fields and the function that decodes its response.
-
-The modules `sending`, `reading`, `groups` and `administration` make requests; a `RemotingClient` sends them.
-"""
+"""Requests as values: each contains its encoded fields and the function that decodes its response."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from txnbridge_rocketmq.client.frames import RemotingCommand
 T = TypeVar("T")
 
 _SUCCESS = frozenset({int(ResponseCode.SUCCESS)})
-# The accepted codes where `is_absent` examines the response.
+# The accepted codes of requests whose `read` calls `is_absent`.
 OR_ABSENT = frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.SYSTEM_ERROR)})
 
 
 @dataclass(frozen=True)
 class RpcRequest(Generic[T]):
-    """One request. `action` names it in errors. `read` decodes a response whose code is `accepted`."""
+    """One request. `action` names it in errors. `read` decodes a response if its code is in `accepted`."""
 
     action: str
     code: int
@@ -46,7 +43,7 @@ class RpcRequest(Generic[T]):
 
 
 def fields(**given: object) -> dict[str, str]:
-    """Return header fields as text, without those that are None."""
+    """Return the header fields of a request as text, without those that are None."""
     return {name: text(value) for name, value in given.items() if value is not None}
 
 
@@ -68,7 +65,7 @@ def document(answer: RemotingCommand) -> dict[str, Any]:
 
 
 def is_absent(answer: RemotingCommand, words: str, action: str) -> bool:
-    """Return whether SYSTEM_ERROR with these words says that a thing is missing. Raise other `ErrorResponse`s."""
+    """Return whether SYSTEM_ERROR with these words says that a thing does not exist. Raise other `ErrorResponse`s."""
     if answer.code == ResponseCode.SUCCESS:
         return False
     if words in answer.remark:
@@ -77,4 +74,4 @@ def is_absent(answer: RemotingCommand, words: str, action: str) -> bool:
 
 
 def nothing(answer: RemotingCommand) -> None:
-    """Return nothing, for responses that carry only a code."""
+    """Decode a response that has only a code."""

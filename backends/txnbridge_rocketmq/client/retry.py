@@ -1,4 +1,4 @@
-"""Idempotent requests that are repeated until they succeed or the deadline passes."""
+"""Repeats idempotent requests. The only module of the client that knows the bridge's errors and deadlines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, EvidenceLost, TxnBridgeError
 from txnbridge.spi import Deadline
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import RemotingError, Unreachable
@@ -18,12 +18,12 @@ from txnbridge_rocketmq.errors import translate
 
 T = TypeVar("T")
 
-# A broker that has just started refuses requests for a moment.
-_PAUSE = 0.05
-# The maximum number of requests in flight. A broker is no faster with more.
-AT_ONCE = 256
-# The maximum for look-ups by key, whose responses each hold a whole message of up to 4 MiB by default.
-_LOOKED_UP_AT_ONCE = 32
+# The wait before a request is repeated.
+_RETRY_PAUSE_SECONDS = 0.05
+# The number of requests that `retry_calls` sends at once. A broker is no faster with more.
+MOST_AT_ONCE = 256
+# The same for look-ups by key. Each of their responses holds a whole message, of up to 4 MiB by default.
+_MOST_LOOK_UPS_AT_ONCE = 32
 
 
 def retry(
@@ -32,7 +32,7 @@ def retry(
     deadline: Deadline,
     to_error: Callable[[RemotingError, str], TxnBridgeError] = translate,
 ) -> T:
-    """Repeat an idempotent attempt until it succeeds, fails for good, or the deadline passes.
+    """Call `attempt`, which must be idempotent, until it succeeds, fails for good, or the deadline passes.
 
     Raise the error that `to_error` returns for the client's error, or `DeadlineExceeded` at the deadline.
     """
@@ -43,9 +43,9 @@ def retry(
             refused = to_error(error, action)
             if type(refused) not in (BrokerUnavailable, DeadlineExceeded):
                 raise refused from error
-            if deadline.left() <= _PAUSE:
-                raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
-        time.sleep(_PAUSE)
+            if deadline.left() <= _RETRY_PAUSE_SECONDS:
+                raise DeadlineExceeded(f"{refused}; repeated for {deadline.seconds:g} s") from error
+        time.sleep(_RETRY_PAUSE_SECONDS)
 
 
 def retry_call(client: RemotingClient, broker: str, request: RpcRequest[T], action: str, deadline: Deadline) -> T:
@@ -58,9 +58,9 @@ def retry_calls(
     asked: Sequence[tuple[str, RpcRequest[T]]],
     action: str,
     deadline: Deadline,
-    at_once: int = AT_ONCE,
+    at_once: int = MOST_AT_ONCE,
 ) -> list[T]:
-    """Send many requests with `retry` and return the decoded responses in the same order."""
+    """Send many requests, `at_once` in flight, repeat those that fail, and return the responses in order."""
     results: list[T] = []
     for at in range(0, len(asked), at_once):
         chunk = asked[at : at + at_once]
@@ -78,9 +78,9 @@ def retry_calls(
 def look_up_by_key(
     client: RemotingClient, wanted: Sequence[tuple[str, str, str]], action: str, deadline: Deadline, body: bool = False
 ) -> list[MessageExt | None]:
-    """Return the newest message for each (broker, topic, key), or None. Raise `EvidenceLost` if not known."""
-    asked = [(broker, reading.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in wanted]
-    answers = retry_calls(client, asked, action, deadline, _LOOKED_UP_AT_ONCE)
+    """Return the newest message for each (broker, topic, unique key), or None. Raise `EvidenceLost` if not known."""
+    asked = [(broker, read_requests.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in wanted]
+    answers = retry_calls(client, asked, action, deadline, _MOST_LOOK_UPS_AT_ONCE)
     return [
         _look_further(client, each, action, deadline, body) if answer.may_have_more else answer.record
         for each, answer in zip(wanted, answers, strict=True)
@@ -90,17 +90,18 @@ def look_up_by_key(
 def _look_further(
     client: RemotingClient, wanted: tuple[str, str, str], action: str, deadline: Deadline, body: bool
 ) -> MessageExt | None:
-    """Look further back, past newer messages whose keys have the same hash as the wanted key."""
+    """Look one message up among more index entries: newer messages have other keys with the same hash."""
     broker, topic, key = wanted
     count = 1
-    while count < reading.MOST_LOOKED_UP:
+    while count < read_requests.MOST_LOOKED_UP:
         count *= 2
-        answer = retry_call(client, broker, reading.newest_by_unique_key(topic, key, count, body), action, deadline)
+        request = read_requests.newest_by_unique_key(topic, key, count, body)
+        answer = retry_call(client, broker, request, action, deadline)
         if not answer.may_have_more:
             return answer.record
     raise EvidenceLost(
-        f"{action}: the {count} newest messages that broker {broker} finds by the key {key} in topic {topic} are"
-        " others, whose keys have the same hash; whether there is one with this key, it does not tell"
+        f"{action}: the {count} newest messages that broker {broker} finds by the key {key} in topic {topic} have"
+        " other keys with the same hash; whether there is a message with this key is not known"
     )
 
 

@@ -20,7 +20,7 @@ _MASTER = "0"
 
 @dataclass(frozen=True)
 class TopicRoute:
-    """The queues of a topic in order, and the address of each broker's master."""
+    """The queues of a topic in order, and the address of each broker's master, by broker name."""
 
     topic: str
     readable: tuple[Queue, ...]
@@ -29,16 +29,16 @@ class TopicRoute:
 
 
 def route(topic: str) -> RpcRequest[TopicRoute | None]:
-    """Return the route of a topic; None if the name server does not know it. A new topic takes up to a second."""
+    """Return the route of a topic; None if the name server has none, as for up to a second after its creation."""
 
     def read(answer: RemotingCommand) -> TopicRoute | None:
         return _route(topic, document(answer)) if answer.code == ResponseCode.SUCCESS else None
 
     return RpcRequest(
-        f"asking where topic {topic} is",
+        f"asking for the route of topic {topic}",
         RequestCode.GET_ROUTE_INFO_BY_TOPIC,
         read,
-        # Newer name servers use the version in the header instead, which has the same effect.
+        # Newer name servers decide this by the version in the frame's header, with the same result.
         fields(topic=topic, acceptStandardJsonOnly=True),
         accepted=frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.TOPIC_NOT_EXIST)}),
     )
@@ -86,7 +86,7 @@ def _number(count: object) -> int:
     """Return the number of queues. Raise `ValueError` for more than any broker allows."""
     number = int(str(count))
     if not 0 <= number <= 65_536:
-        raise ValueError("a topic with an unlikely number of queues")
+        raise ValueError("a topic with more queues than brokers allow")
     return number
 
 
@@ -95,7 +95,7 @@ _BARE_KEY = re.compile(rb"([{,])\s*(\d+)\s*:")
 
 
 def _lenient(body: bytes) -> dict[str, Any]:
-    """Return the object in a JSON body whose numeric keys may lack quotes, as in a name server's list of brokers."""
+    """Decode a JSON body whose numeric keys may lack quotes, as in a name server's list of brokers."""
     read = json.loads(_BARE_KEY.sub(rb'\1"\2":', body))
     if not isinstance(read, dict):
         raise TypeError("not an object")

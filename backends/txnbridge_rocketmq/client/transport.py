@@ -1,4 +1,4 @@
-"""A TCP or TLS connection that one thread reads and several threads write, in which every operation has a deadline."""
+"""A TCP or TLS socket that one thread reads and several threads write. Every operation has a deadline."""
 
 from __future__ import annotations
 
@@ -12,70 +12,67 @@ from contextlib import suppress
 from txnbridge_rocketmq.client.errors import ResponseTimeout, Unreachable
 
 # The size of one read. Pull responses have up to 256 KB.
-_CHUNK = 256 << 10
-# The bytes that TLS waits for may already have been read by the reading thread, so the wait is short.
-_LOOK_AGAIN = 0.05
+_READ_BYTES = 256 << 10
+# The wait for a socket to become writable. It is short: the reading thread may take the bytes that TLS waits for.
+_TLS_POLL_SECONDS = 0.05
 
 
 class RemotingTransport:
-    """A connected socket. One thread calls `receive`, any the other methods. Times are monotonic."""
+    """A connected socket. Only one thread calls `receive`. `until` is a time by `time.monotonic()`."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._encrypted = isinstance(sock, ssl.SSLSocket)
-        # A TLS connection has one state for both directions, which two threads must not use at once.
-        self._touching = threading.Lock()
+        # A TLS connection has one state for both directions, so two threads must not use it at once.
+        self._socket_lock = threading.Lock()
         # A frame is written completely before the next one begins.
-        self._sending = threading.Lock()
+        self._send_lock = threading.Lock()
         self._closed = False
 
     def send(self, data: bytes, until: float) -> None:
         """Write a whole frame. Raise `ResponseTimeout` at the deadline, `OSError` if the connection fails.
 
-        After an error the peer may have received a part of the frame, but never all of it. If a part was written, the
-        connection is closed.
+        After an error the peer has not received the whole frame. A partly written frame closes the connection.
         """
-        if not self._sending.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise ResponseTimeout("no time was left to send the request")
+        if not self._send_lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise ResponseTimeout("the call's timeout passed before the request could be sent")
         try:
             if not self._send(memoryview(data), until):
-                raise ResponseTimeout("the broker took no more bytes within the call's time")
+                raise ResponseTimeout("the peer accepted no more bytes within the call's timeout")
         except ResponseTimeout:
             raise
         except BaseException:  # including an interrupt in the middle of a frame
             self.close()
             raise
         finally:
-            self._sending.release()
+            self._send_lock.release()
 
     def _send(self, left: memoryview, until: float) -> bool:
         size = len(left)
         while left:
             try:
-                with self._touching:
+                with self._socket_lock:
                     left = left[self._socket.send(left) :]
                 continue
             except (BlockingIOError, ssl.SSLWantWriteError):
                 event = select.POLLOUT
             except ssl.SSLWantReadError:
                 event = select.POLLIN
-            self._wait(event, min(until, time.monotonic() + _LOOK_AGAIN))
+            self._wait(event, min(until, time.monotonic() + _TLS_POLL_SECONDS))
             if time.monotonic() >= until:
-                # a part of a TLS record may be sent even if no byte was reported
+                # Bytes of a TLS record may have been sent although none was reported.
                 if len(left) < size or self._encrypted:
                     self.close()
                 return False
         return True
 
     def receive(self, until: float) -> bytes | None:
-        """Return the next bytes, b"" at the end of the stream, None if none arrived in time. Raise `OSError` if the
-        connection fails.
-        """
+        """Return the next bytes; b"" at the end of the stream; None at the deadline. Raise `OSError` on failures."""
         while True:
             try:
-                with self._touching:
-                    return self._socket.recv(_CHUNK)
+                with self._socket_lock:
+                    return self._socket.recv(_READ_BYTES)
             except (BlockingIOError, ssl.SSLWantReadError):
                 event = select.POLLIN
             except ssl.SSLWantWriteError:
@@ -95,13 +92,12 @@ class RemotingTransport:
         """Close the connection and wake the threads that wait on it. Safe to repeat."""
         self._closed = True
         with suppress(OSError):  # the connection may have ended by itself
-            # The plain socket's method: that of a TLS socket would drop the encryption while other threads still use
-            # it.
+            # The plain socket's method: a TLS socket's own `shutdown` would drop the encryption that other threads use.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def release(self) -> None:
         """Free the socket. Call it after `close`, when no thread receives any more."""
-        with self._sending, self._touching:
+        with self._send_lock, self._socket_lock:
             self._socket.close()
 
 
@@ -136,5 +132,5 @@ def split(address: str) -> tuple[str, int]:
     """Return host and port of "host:port" or "[v6]:port". Raise `ValueError`."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
-        raise ValueError(f"{address!r} is no address; write host:port")
+        raise ValueError(f"{address!r} is not an address; write host:port")
     return host.strip("[]"), int(port)

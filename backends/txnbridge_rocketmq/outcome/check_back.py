@@ -1,4 +1,4 @@
-"""Responses to check-backs, from the decision log, for halves that their owner has not ended."""
+"""Answers the broker's check-backs from the decision log, for halves that their owner has not ended."""
 
 from __future__ import annotations
 
@@ -10,42 +10,34 @@ from contextlib import contextmanager
 
 from txnbridge.errors import EvidenceLost, TxnBridgeError
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, Property
-from txnbridge_rocketmq.client.reading import PullResult
+from txnbridge_rocketmq.client.read_requests import PullResult
 from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.retry import retry_call
-from txnbridge_rocketmq.client.sending import CheckBack
+from txnbridge_rocketmq.client.send_requests import CheckBack
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
 from txnbridge_rocketmq.outcome.outcome import PREPARE
-from txnbridge_rocketmq.write.half_batch import TopicPart, parts_as_json, parts_from_json
+from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, slot_of
 
 _log = logging.getLogger("txnbridge")
 
-# Seconds for the response about one transaction, which may have thousands of messages to publish. The bridge handles
-# one transaction at a time, and brokers repeat a check-back without a response.
-_ANSWER_SECONDS = 30.0
-# The number of settled and lost transactions that are remembered: brokers send a check-back for each of their halves.
-_REMEMBERED = 10_000
-# Seconds before discarded halves that could not be ended are tried again: by then the decision log may be available
-# again, or another process has ended the halves.
-_AGAIN_SECONDS = 60.0
-# The least seconds between two reads of discarded halves, even if a broker discards halves soon.
-_LEAST_PAUSE = 1.0
+# The number of settled and of lost transactions that are remembered: brokers send a check-back for each half of them.
+_MOST_REMEMBERED = 10_000
 
 
 class CheckBackHandler:
-    """Ends halves after check-backs, as the decision log says. Without a response, the broker repeats a check-back
-    later.
+    """Ends the halves of check-backs as the decision log says, and leaves others for the broker's next check-back.
 
-    A half is never aborted only because its decision is unknown. An abort is first written to the decision log, and
+    A half is never aborted only because its decision is unknown. First an ABORT claim is written to the decision log,
     only after the half's own deadline, or after another process has opened the owner's transactional id (hazard H67).
     """
 
     def __init__(self, ender: HalfEnder) -> None:
         self._ender = ender
         self._cluster = ender.cluster
+        self._timing = ender.cluster.settings.timing
         self._group = ender.cluster.settings.producer_group
         self._lock = threading.Lock()
         self._settled: OrderedDict[str, None] = OrderedDict()
@@ -54,12 +46,12 @@ class CheckBackHandler:
         self._closed = threading.Event()
 
     def start(self, deadline: Deadline) -> None:
-        """Join the application's producer group, and start the thread that looks for discarded halves."""
+        """Join the application's producer group, and start the thread that ends discarded halves."""
         self._cluster.producer_groups.join([self._group], self.answer, deadline)
         threading.Thread(target=self._end_discarded_halves, name="txnbridge-rocketmq-discarded", daemon=True).start()
 
     def close(self) -> None:
-        """Ignore further check-backs, and end a response that is running."""
+        """Stop the answers that are running, by their deadlines, and settle no further transactions."""
         with self._lock:
             self._closed.set()
             for deadline in self._deadlines:
@@ -67,7 +59,7 @@ class CheckBackHandler:
 
     @contextmanager
     def _in_time(self) -> Iterator[Deadline]:
-        deadline = Deadline(_ANSWER_SECONDS)
+        deadline = Deadline(self._timing.settle_timeout)
         with self._lock:
             self._deadlines.add(deadline)
             if self._closed.is_set():
@@ -81,53 +73,49 @@ class CheckBackHandler:
     # --- check-backs --------------------------------------------------------------------------------------------------
 
     def answer(self, checks: Sequence[CheckBack]) -> None:
-        """End the halves of check-backs. Log errors instead of raising them.
-
-        Brokers ask about each half of a transaction, and about each copy that they made in earlier rounds. One read of
-        the decision log suffices for thousands of check-backs.
-        """
+        """Settle the transactions of these check-backs, each once for all its halves and copies. Log errors."""
         asked: dict[str, list[CheckBack]] = {}
         for check in checks:
             if (slot := slot_of(check.record)) is not None:
                 asked.setdefault(slot.transaction, []).append(check)
             else:
-                _log.debug("a half of this application that no bridge has sent")
+                _log.debug("ignored a half that no bridge has sent, in this application's producer group")
         for transaction, own in asked.items():
             if self._settle_quietly(transaction, [check.record for check in own]):
-                # Abort the halves: their messages are published already, or the transaction is aborted. Published
-                # messages stay.
+                # Abort these halves, so that the broker stops asking: the transaction is aborted, or its messages are
+                # published. Published messages stay.
                 copies = [(check.broker or self._cluster.topics.home, check.half) for check in own]
                 with self._in_time() as deadline:
                     self._ender.drop(copies, deadline)
 
     def _settle_quietly(self, transaction: str, halves: Sequence[MessageExt]) -> bool:
-        """Carry out a transaction's decision; log errors. Return whether none of these halves has to be published."""
+        """Settle a transaction, and log errors. Return whether these halves may be aborted: none is to be published."""
         try:
             with self._in_time() as deadline:
                 return transaction in self._settled or self._settle(transaction, halves, deadline)
         except EvidenceLost as error:
             if transaction not in self._lost:
-                _log.warning("nobody can tell what became of transaction %s: %s", transaction, error)
+                _log.warning("the outcome of transaction %s is lost: %s", transaction, error)
                 self._remember(self._lost, transaction)
         except TxnBridgeError as error:
-            _log.debug("the broker asks again about transaction %s: %s", transaction, error)
+            _log.debug("transaction %s waits for the broker's next check-back: %s", transaction, error)
         return False
 
     def _settle(self, transaction: str, halves: Sequence[MessageExt], deadline: Deadline) -> bool:
         claim = self._decided(transaction, halves[0], deadline)
         if claim is None:
             return False
-        parts = parts_from_json(claim.data)
+        topics = halves_from_json(claim.data)
         if claim.decision is Decision.ABORT:
             self._remember(self._settled, transaction)
             return True
-        if not any(_is_decided_half(parts, half) for half in halves):
+        if not any(_is_decided_half(topics, half) for half in halves):
             return True
         with self._ender.exclusively(transaction, deadline) as holder:
             if holder is not LockHolder.CALLER:
                 return False
             with self._cluster.context.events.step("step:publish", transaction, asked=True):
-                self._ender.publish(transaction, parts, deadline)
+                self._ender.publish(transaction, topics, deadline)
         self._remember(self._settled, transaction)
         return True
 
@@ -140,19 +128,19 @@ class CheckBackHandler:
         claim = ledger.decided(transaction, deadline, log=origin.log)
         if claim is not None or not self._is_own(half):
             return claim
-        if is_over(origin.deadline) or _is_abandoned(ledger, transaction, origin, deadline):
+        if is_over(origin.deadline, self._timing.clocks_differ) or _is_abandoned(ledger, transaction, origin, deadline):
             with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
-                claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
+                claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)
         return claim
 
     def _is_own(self, half: MessageExt) -> bool:
-        """Return whether a half is in the application's producer group. Resolvers decide halves in other groups."""
+        """Return whether a half is in the application's producer group, and not in one for half messages."""
         return half.properties.get(Property.GROUP) == self._group
 
     def _remember(self, known: OrderedDict[str, None], transaction: str) -> None:
         with self._lock:
             known[transaction] = None
-            if len(known) > _REMEMBERED:
+            if len(known) > _MOST_REMEMBERED:
                 known.popitem(last=False)
 
     # --- discarded halves ---------------------------------------------------------------------------------------------
@@ -162,14 +150,14 @@ class CheckBackHandler:
             pass
 
     def _end_discarded_once(self) -> float:
-        """End discarded halves. Return the seconds until the next call.
+        """End the halves that brokers have discarded. Return the seconds until the next call.
 
-        A broker moves a half to its discarded topic after the last check-back, also if no bridge was running to
-        respond. The decision about the half's transaction still counts. The bridge ends the copies in the half topic
-        and never the discarded record: a broker told to end that record would end the half at the same offset of the
-        half topic. Undecided half messages of applications wait until they are resumed or ended by hand (hazard H70).
+        After the last check-back a broker moves a half to its discarded topic, also if no bridge was running to answer.
+        The decision about the half's transaction still counts (hazard H70). The copies in the half topic are ended, and
+        never the discarded record: the broker would end the half that has the same offset in the half topic. Undecided
+        half messages of applications wait until they are resumed or ended by hand.
         """
-        pause = _AGAIN_SECONDS
+        pause = self._timing.discarded_retry
         try:
             with self._in_time() as deadline:
                 brokers = self._cluster.brokers.names(deadline)
@@ -185,11 +173,11 @@ class CheckBackHandler:
             if not left:
                 pause = patience / 3
         except Exception as error:  # after any error the next call may succeed
-            _log.debug("discarded halves are looked at again later: %s", error)
-        return max(_LEAST_PAUSE, pause)
+            _log.debug("discarded halves are tried again later: %s", error)
+        return max(self._timing.discarded_pause, pause)
 
     def _discarded(self, broker: str) -> Iterator[tuple[str, MessageExt]]:
-        """Yield one discarded half of each transaction of this application and of its half messages."""
+        """Yield one discarded half of each transaction, if the half is in a producer group of this bridge."""
         groups = {self._group, *self._cluster.producer_groups.groups}
         seen: set[str] = set()
         at: int | None = 0
@@ -203,20 +191,20 @@ class CheckBackHandler:
             at = pulled.next_offset if at < pulled.next_offset <= pulled.max_offset else None
 
     def _pull(self, broker: str, at: int) -> PullResult:
-        request = reading.pull(DISCARDED_TOPIC, 0, at, self._group)
+        request = read_requests.pull(DISCARDED_TOPIC, 0, at, self._group)
         action = f"reading discarded halves of broker {broker}"
         with self._in_time() as deadline:
             return retry_call(self._cluster.client, broker, request, action, deadline)
 
 
-def _is_decided_half(parts: Sequence[TopicPart], half: MessageExt) -> bool:
-    """Return whether a half is one of those that the decision names."""
+def _is_decided_half(topics: Sequence[HalfCount], half: MessageExt) -> bool:
+    """Return whether a half is one of those that the decision record counts in `topics`."""
     slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
-    return any(slot is not None and part.topic == topic and slot.number < part.count for part in parts)
+    return any(slot is not None and each.topic == topic and slot.number < each.count for each in topics)
 
 
 def _is_abandoned(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> bool:
-    """Return whether a transaction cannot commit: not prepared, and its id has a newer owner (hazard H72)."""
+    """Return whether no process can commit a transaction: unprepared, and its id has a newer owner (hazard H72)."""
     if origin.opening is None:
         return False
     newest = ledger.newest_opening(deadline)

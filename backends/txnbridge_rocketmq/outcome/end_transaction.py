@@ -1,8 +1,8 @@
-"""Ending halves: directly by their owner while they are fresh, and by other processes after a look-up.
+"""Ends halves by END_TRANSACTION: directly by their owner while they are fresh, by other processes after a look-up.
 
 A broker publishes a half each time it receives a commit, and keeps no record of that. Therefore a process that may not
-be the first to send the commit looks the message up by its key, commits the newest copy of the half only if the message
-is missing, and looks again (hazard H62).
+be the first to commit looks the message up by its unique key, and commits a half only if its message is not published
+(hazard H62). The commit names the newest copy: a broker writes a half again in each round of check-backs.
 """
 
 from __future__ import annotations
@@ -28,57 +28,44 @@ from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.client.retry import AT_ONCE, look_up_by_key, retry_call
-from txnbridge_rocketmq.client.sending import HalfEnd, HalfHandle, end
+from txnbridge_rocketmq.client.retry import MOST_AT_ONCE, look_up_by_key, retry_call
+from txnbridge_rocketmq.client.send_requests import HalfAddress, HalfEnd, end
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
-from txnbridge_rocketmq.write.half_batch import TopicPart
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
+from txnbridge_rocketmq.write.half_batch import HalfCount
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 
 T = TypeVar("T")
 
 _log = logging.getLogger("txnbridge")
 
-# A published message can be looked up after a millisecond mostly, and after 67 on a busy machine. If another process
-# may have sent the commit just now, a second look-up follows after this time.
-_INDEX_SECONDS = 0.25
-# Seconds for which a message is looked up that the broker claims to have published.
-_SURELY_INDEXED = 10.0
-_LOOK_SECONDS = 0.01
-# How long a look-up stays valid. A process may be suspended while it publishes, and others take over from a process
-# that publishes nothing for some seconds. Therefore a process repeats a look-up that is older than this before it sends
-# a commit (hazard H63).
-_LOOK_HOLDS = 1.0
-# The number of messages published after one look-up, which takes much less time than a look-up stays valid.
-_PUBLISHED_AT_ONCE = 64
-# The time before a request is repeated to a broker that is down or busy.
-_PAUSE = 0.05
 # The group of the locks that keep two resolvers from publishing the same transaction at once. The locks are hints: a
 # broker forgets them a minute after the last renewal, and when it restarts (hazard H64).
 _LOCK_GROUP = "txnbridge-resolver"
-_REAL_QUEUE = "REAL_QID"
+_REAL_QUEUE_PROPERTY = "REAL_QID"
 
 
 class PublishedMessageMissing(BrokerUnavailable):
-    """A message cannot be looked up, although the broker claims to have published it."""
+    """A look-up does not find a message although the broker answered that it has published the message."""
 
 
 class LockHolder(Enum):
-    """The thread or process that holds the lock of a transaction, and so may end it."""
+    """What `HalfEnder.exclusively` yields: who holds the lock of a transaction, and so may end its halves."""
 
-    CALLER = "whoever asks"
+    CALLER = "the calling thread"
     OTHER_THREAD = "another thread of this process"
-    OTHER_PROCESS = "another process, or one that died less than a minute ago"
+    OTHER_PROCESS = "another process, which may have died less than a minute ago"
 
 
 @dataclass
 class EndSequence:
-    """The halves of one queue, which are ended one after another."""
+    """The halves of one queue that are still to be committed, in order: one request at a time keeps that order."""
 
     queue: Queue
-    halves: deque[HalfHandle]
+    halves: deque[HalfAddress]
     call: Call[None] | None = None
-    stopped: RemotingError | None = None  # the error after which no more halves of the sequence are sent
+    stopped: RemotingError | None = None  # the error after which no more halves of the sequence are committed
 
 
 @dataclass
@@ -87,17 +74,21 @@ class HalfEnder:
 
     cluster: RocketMQCluster
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _under_way: set[str] = field(default_factory=set)
-    _trusted: set[str] = field(default_factory=set)  # brokers whose published messages were seen
+    _being_ended: set[str] = field(default_factory=set)
+    _verified_brokers: set[str] = field(default_factory=set)  # a look-up found a message that they published
+
+    @property
+    def _timing(self) -> RocketMQTiming:
+        return self.cluster.settings.timing
 
     # --- locks --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def exclusively(self, transaction: str, deadline: Deadline) -> Iterator[LockHolder]:
-        """Lock a transaction, so that only one thread of one process ends it at a time. Yield the lock's holder."""
+        """Try to lock a transaction during the block, so that only one thread of one process ends its halves."""
         with self._lock:
-            mine = transaction not in self._under_way
-            self._under_way.add(transaction)
+            mine = transaction not in self._being_ended
+            self._being_ended.add(transaction)
         try:
             if not mine:
                 yield LockHolder.OTHER_THREAD
@@ -106,19 +97,19 @@ class HalfEnder:
         finally:
             if mine:
                 with self._lock:
-                    self._under_way.discard(transaction)
+                    self._being_ended.discard(transaction)
                 self._unlock(transaction)
 
     @contextmanager
     def as_owner(self, transaction: str) -> Iterator[None]:
-        """Mark a transaction as being published by its owner, so that this process does not answer its check-backs."""
+        """Mark a transaction, during the block, as published by its owner: this process answers no check-backs then."""
         with self._lock:
-            self._under_way.add(transaction)
+            self._being_ended.add(transaction)
         try:
             yield
         finally:
             with self._lock:
-                self._under_way.discard(transaction)
+                self._being_ended.discard(transaction)
 
     def _locked(self, transaction: str, deadline: Deadline) -> bool:
         queue = self._lock_of(transaction)
@@ -135,55 +126,53 @@ class HalfEnder:
         """Send a lock request without waiting for its response."""
         try:
             self.cluster.client.submit(
-                queue.broker, action(_LOCK_GROUP, self.cluster.client.client_id, [queue]), _SURELY_INDEXED
+                queue.broker, action(_LOCK_GROUP, self.cluster.client.client_id, [queue]), self._timing.index_timeout
             )
         except RemotingError as error:
-            _log.debug("a lock goes by itself: %s", error)
+            _log.debug("a request about a lock was not sent: %s", error)
 
     def _lock_of(self, transaction: str) -> Queue:
-        """Return the queue to lock for a transaction. Its topic does not exist; its name has the bridge's prefix."""
+        """Return the queue whose lock stands for a transaction. It is a queue of a topic that does not exist."""
         name = hashlib.sha256(transaction.encode()).hexdigest()[:32]
         return Queue(f"{self.cluster.settings.prefix}lock-{name}", self.cluster.topics.home, 0)
 
     # --- ending without a look-up: owners, aborts ---------------------------------------------------------------------
 
-    def publish_fresh(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> bool:
-        """Publish an owner's halves directly, which no other process ends in their immunity time. Return whether all
-        succeeded.
+    def publish_fresh(self, halves: Mapping[Queue, Sequence[HalfAddress]], deadline: Deadline) -> bool:
+        """Commit an owner's halves without a look-up. Return whether the broker has confirmed all.
 
-        The broker refuses a commit after the immunity time. Then, and if a response is lost, the caller has to look
-        messages up before it sends another commit (hazard H60).
+        During the halves' immunity time no other process ends them; later, the broker refuses this direct commit. After
+        False, the caller must look messages up before it sends another commit (hazard H60).
         """
         sequences = [EndSequence(queue, deque(handles)) for queue, handles in halves.items()]
         self._commit_halves(sequences, False, deadline)
         self._wait_until_expired(sequences, deadline)
         return not any(sequence.stopped for sequence in sequences)
 
-    def confirm_published(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> None:
-        """Look up one published message on each broker, until a broker has passed this check once. Raise
-        `PublishedMessageMissing` if a message is not found.
+    def confirm_published(self, halves: Mapping[Queue, Sequence[HalfAddress]], deadline: Deadline) -> None:
+        """Look up one published message on each broker that was not verified before.
 
-        A proxy may report success for END_TRANSACTION and do nothing (hazard H74).
+        Raise `PublishedMessageMissing` if it is not found: proxies answer END_TRANSACTION and do nothing (hazard H74).
         """
         published: dict[str, _Expected] = {}
         for queue, handles in halves.items():
-            if queue.broker not in self._trusted and self._keeps_index(queue.broker, deadline):
+            if queue.broker not in self._verified_brokers and self._keeps_index(queue.broker, deadline):
                 published[queue.broker] = _Expected(handles[0].topic, queue.broker, 0, handles[0].unique_key)
         try:
             self._wait_for(list(published.values()), deadline)
         except AccessDenied as error:
-            self._trusted.update(published)
-            _log.warning("whoever may only publish has to believe what brokers say is published: %s", error)
+            self._verified_brokers.update(published)
+            _log.warning("this user may not look messages up, so brokers are believed that they publish: %s", error)
 
     def _keeps_index(self, broker: str, deadline: Deadline) -> bool:
         """Return whether the broker has a message index, without which no message can be looked up."""
         return self.cluster.brokers.config(broker, deadline).is_on("messageIndexEnable", True)
 
-    def drop(self, halves: Iterable[tuple[str, HalfHandle]], deadline: Deadline) -> None:
-        """Abort halves on the brokers that are up. Other brokers send check-backs later, and get the same response."""
+    def drop(self, halves: Iterable[tuple[str, HalfAddress]], deadline: Deadline) -> None:
+        """Abort halves, each with its broker, on brokers that are up. The others ask about them by check-backs."""
         waiting = deque(halves)
         while waiting:
-            chunk = [waiting.popleft() for _ in range(min(AT_ONCE, len(waiting)))]
+            chunk = [waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(waiting)))]
             try:
                 calls = [
                     self.cluster.client.submit(broker, end(half, HalfEnd.ABORT, from_check=True), deadline.left())
@@ -192,17 +181,14 @@ class HalfEnder:
                 for call in calls:
                     call.result()
             except RemotingError as error:
-                _log.debug("a half stays until the broker asks about it: %s", error)
+                _log.debug("a half stays until the broker's check-back: %s", error)
                 if not error.may_have_had_effect:
                     return
 
     def _commit_halves(
         self, sequences: Sequence[EndSequence], from_check: bool, deadline: Deadline, until: float = math.inf
     ) -> None:
-        """Publish the halves of the sequences. Each sequence stops at the first half whose outcome is uncertain.
-
-        No request is sent at or after `until`, a point of `time.monotonic()`.
-        """
+        """Commit the sequences' halves, none after `until`. A sequence stops at the first uncertain outcome."""
         going = [sequence for sequence in sequences if sequence.halves]
         while going and time.monotonic() < until:
             paused = False
@@ -212,7 +198,7 @@ class HalfEnder:
                 paused |= not self._receive(sequence, deadline)
             going = [sequence for sequence in going if sequence.halves and sequence.stopped is None]
             if paused and going:
-                time.sleep(_PAUSE)
+                time.sleep(self._timing.end_pause)
 
     def _submit(self, sequence: EndSequence, request: RpcRequest[None], deadline: Deadline) -> bool:
         try:
@@ -235,44 +221,47 @@ class HalfEnder:
         return True
 
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
-        """Stop a sequence, unless the request was certainly not carried out and may be sent again soon."""
+        """Stop a sequence, unless the broker did not carry the request out, and the same request may succeed soon."""
         passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
-        if not passing or type(translate(error, "")) is not BrokerUnavailable or deadline.left() <= _PAUSE:
+        passing = passing and type(translate(error, "")) is BrokerUnavailable
+        if not passing or deadline.left() <= self._timing.end_pause:
             sequence.stopped = error
 
     # --- publishing after a look-up -----------------------------------------------------------------------------------
 
-    def publish(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline, *, first: bool = False) -> None:
-        """Publish every message of a committed transaction.
+    def publish(
+        self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
+    ) -> None:
+        """Publish every message of a committed transaction that is not published yet.
 
-        With `first`, the caller has just decided the transaction, so no other process has published any of its
-        messages. Raise `BrokerUnavailable`, `AccessDenied` if the user may not publish, or `EvidenceLost` if a half and
-        its message are gone.
+        `topics` has the number of its messages in each topic. With `first`, the caller has just decided the
+        transaction, so no other process has published any. Raise `BrokerUnavailable`, `AccessDenied` if the user may
+        not publish, or `EvidenceLost` if a message is not published and its half is gone.
         """
-        missing = _expected(transaction, parts)
+        missing = _expected(transaction, topics)
         if not first and (missing := self._unpublished(missing, deadline)):
-            # Another process may have sent the commit just now, and the message cannot be looked up yet.
-            time.sleep(min(_INDEX_SECONDS, deadline.left()))
+            # Another process may have committed a half just now, and the index does not have the message yet.
+            time.sleep(min(self._timing.index_delay, deadline.left()))
         missing.sort(key=lambda each: each.number)  # publish all topics in parallel
-        at_once = _PUBLISHED_AT_ONCE
+        at_once = most = self._timing.published_at_once
         while missing:
             self._keep_locked(transaction)
             some, others = missing[:at_once], missing[at_once:]
             left = self._publish_some(some, deadline)
-            # If no message was published, the look-up of so many messages took longer than a look-up stays valid.
-            at_once = max(1, at_once // 2) if len(left) == len(some) else min(2 * at_once, _PUBLISHED_AT_ONCE)
+            # If none of them was published, their look-up took longer than a look-up stays valid: look fewer up.
+            at_once = max(1, at_once // 2) if len(left) == len(some) else min(2 * at_once, most)
             missing = left + others
             if missing:
                 deadline.check("publishing a transaction")
 
     def _publish_some(self, missing: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
-        """Publish some messages. Return those that are still missing."""
+        """Look some messages up, commit their halves, and return the messages that are still not published."""
         sequences = self._sequences(missing, deadline)
         looked = time.monotonic()
         left = {each.key for each in self._still_missing(missing, deadline)}
         for sequence in sequences:
             sequence.halves = deque(half for half in sequence.halves if half.unique_key in left)
-        self._commit_halves(sequences, True, deadline, looked + _LOOK_HOLDS)
+        self._commit_halves(sequences, True, deadline, looked + self._timing.look_up_valid)
         _require_rights(sequences)
         self._wait_until_expired(sequences, deadline)
         left = {half.unique_key or "" for sequence in sequences for half in sequence.halves}
@@ -282,42 +271,42 @@ class HalfEnder:
     def _still_missing(self, missing: Sequence[_Expected], deadline: Deadline) -> Sequence[_Expected]:
         """Return the messages that are not published. Wait while another process is publishing some of them."""
         while len(left := self._unpublished(missing, deadline)) < len(missing):
-            deadline.check("waiting for somebody else who publishes the same transaction")
-            time.sleep(min(_INDEX_SECONDS, deadline.left()))
+            deadline.check("waiting for another process that publishes the same transaction")
+            time.sleep(min(self._timing.index_delay, deadline.left()))
             missing = left
         return left
 
-    def missing(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> int:
-        """Return how many messages of the transaction cannot be looked up yet."""
-        return len(self._unpublished(_expected(transaction, parts), deadline))
+    def missing(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> int:
+        """Return how many messages of the transaction a look-up does not find in their topics."""
+        return len(self._unpublished(_expected(transaction, topics), deadline))
 
-    def unpublished(self, transaction: str, parts: Sequence[TopicPart], age: float, deadline: Deadline) -> int:
-        """Return how many messages of a committed transaction have a half that still waits to be published.
+    def unpublished(self, transaction: str, topics: Sequence[HalfCount], age: float, deadline: Deadline) -> int:
+        """Return how many messages of a committed transaction are not published, and still have a half.
 
-        The transaction was decided `age` seconds ago. If that is only seconds, the broker's index may lack published
-        messages. If neither a message nor its half is found, retention has dropped both.
+        The transaction was decided `age` seconds ago. Soon after that, the broker's index may lack published messages,
+        so repeat the look-up. A message without a half counts as published, and as dropped by retention since.
         """
-        until = Deadline(min(max(0.0, _SURELY_INDEXED - age), deadline.left() / 2))
-        wanted = _expected(transaction, parts)
+        until = Deadline(min(max(0.0, self._timing.index_timeout - age), deadline.left() / 2))
+        wanted = _expected(transaction, topics)
         while waiting := self._copies(wanted := self._unpublished(wanted, deadline), deadline):
             if until.expired:
                 break
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(self._timing.publish_look_up_pause)
         return len(waiting)
 
-    def withdraw(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> None:
+    def withdraw(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
         """Abort every half of an aborted transaction, on the brokers that are up."""
-        copies = self._copies(_expected(transaction, parts), deadline)
-        self.drop([(each.broker, handle_of_copy(record)) for each, record in copies], deadline)
+        copies = self._copies(_expected(transaction, topics), deadline)
+        self.drop([(each.broker, address_of_copy(record)) for each, record in copies], deadline)
 
-    def copies(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> list[MessageExt]:
-        """Return the newest copy of each half of the transaction, with its body, in order."""
-        wanted = _expected(transaction, parts)
+    def copies(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> list[MessageExt]:
+        """Return the newest copy of each half of the transaction that the broker has, with its body, in order."""
+        wanted = _expected(transaction, topics)
         copies = dict(self._copies(wanted, deadline, bodies=True))
         return [copies[each] for each in wanted if each in copies]
 
     def _unpublished(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
-        """Return the messages that a look-up does not find in their topics."""
+        """Return those of the messages that a look-up does not find in their topics."""
         asked = [(each.broker, each.topic, each.key) for each in wanted]
         published = look_up_by_key(self.cluster.client, asked, "looking for what is published", deadline)
         return [each for each, record in zip(wanted, published, strict=True) if record is None]
@@ -325,7 +314,7 @@ class HalfEnder:
     def _copies(
         self, wanted: Sequence[_Expected], deadline: Deadline, bodies: bool = False
     ) -> list[tuple[_Expected, MessageExt]]:
-        """Look up the halves of messages. Return each message whose half is found, with the newest copy of the half."""
+        """Return each message whose half is found in a half topic, with the newest copy of the half."""
         copies: list[tuple[_Expected, MessageExt]] = []
         left = list(wanted)
         for topic in (HALF_TOPIC, ROCKSDB_HALF_TOPIC):
@@ -340,55 +329,53 @@ class HalfEnder:
         return copies
 
     def _sequences(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[EndSequence]:
-        """Return the halves of messages that are not published yet, by queue and in order."""
-        until = Deadline(min(_SURELY_INDEXED, deadline.left()))
+        """Look up the halves of messages to publish, by queue and in order. Raise `EvidenceLost` if a half is gone."""
+        until = Deadline(min(self._timing.index_timeout, deadline.left()))
         while len(copies := self._copies(wanted, deadline)) < len(wanted):
             if until.expired:
                 deadline.check("looking for halves")
                 raise EvidenceLost(
-                    f"{len(wanted) - len(copies)} messages of a committed transaction are neither published nor kept by"
-                    f" broker {wanted[0].broker}: they were dropped by age (fileReservedTime), or by an administrator;"
-                    " or it was killed, and has forgotten where they are (messageIndexSafe)"
+                    f"broker {wanted[0].broker} finds neither {len(wanted) - len(copies)} messages of a committed"
+                    " transaction nor their halves: they were dropped by age (fileReservedTime) or by an administrator,"
+                    " or the broker was killed and its index has lost them (messageIndexSafe)"
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(self._timing.publish_look_up_pause)
         sequences: dict[Queue, EndSequence] = {}
         for each, record in sorted(copies, key=lambda item: item[0].number):
-            queue = Queue(each.topic, each.broker, int(record.properties.get(_REAL_QUEUE, record.queue)))
-            sequences.setdefault(queue, EndSequence(queue, deque())).halves.append(handle_of_copy(record))
+            queue = Queue(each.topic, each.broker, int(record.properties.get(_REAL_QUEUE_PROPERTY, record.queue)))
+            sequences.setdefault(queue, EndSequence(queue, deque())).halves.append(address_of_copy(record))
         return list(sequences.values())
 
     def _wait_for(self, published: Sequence[_Expected], deadline: Deadline) -> None:
-        """Return when the published messages can be looked up. Raise `PublishedMessageMissing` if one cannot after some
-        seconds.
-        """
-        until = Deadline(min(_SURELY_INDEXED, deadline.left() / 2))
+        """Wait until a look-up finds these published messages. Raise `PublishedMessageMissing` after some seconds."""
+        until = Deadline(min(self._timing.index_timeout, deadline.left() / 2))
         left = published
         while left := self._unpublished(left, deadline):
             if until.expired:
                 deadline.check("looking for what is published")
                 raise PublishedMessageMissing(
-                    f"broker {left[0].broker} says that it has published a message to {left[0].topic}, and it"
-                    " is not there: is that the address of a proxy? Those answer so, and do nothing"
+                    f"broker {left[0].broker} answered that it has published a message to {left[0].topic}, but the"
+                    " message is missing. Do not connect to a proxy: it answers so without publishing"
                 )
-            time.sleep(_LOOK_SECONDS)
-        self._trusted.update(each.broker for each in published)
+            time.sleep(self._timing.publish_look_up_pause)
+        self._verified_brokers.update(each.broker for each in published)
 
     def _wait_until_expired(self, sequences: Sequence[EndSequence], deadline: Deadline) -> None:
-        """Wait until unanswered requests have expired in the broker's queue (hazard H61)."""
+        """Wait until the broker has dropped all requests without a response from its queue (hazard H61)."""
         doubtful = {each.queue.broker for each in sequences if each.stopped and each.stopped.may_have_had_effect}
         if not doubtful:
             return
         deadline.check("publishing a transaction")
         known = [self.cluster.brokers.config(broker, deadline) for broker in doubtful]
         longest = max(each.number("waitTimeMillsInTransactionQueue", 3_000) for each in known)
-        until = Deadline(longest / 1000 + _INDEX_SECONDS)
+        until = Deadline(longest / 1000 + self._timing.index_delay)
         while not until.expired:
             deadline.check("publishing a transaction")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(self._timing.publish_look_up_pause)
 
 
 def _require_rights(sequences: Sequence[EndSequence]) -> None:
-    """Raise `AccessDenied` if a sequence stopped because the user has no right to publish."""
+    """Raise `AccessDenied` if a sequence stopped because this user may not publish."""
     for sequence in sequences:
         if sequence.stopped is not None:
             refused = translate(sequence.stopped, f"publishing to {sequence.queue.topic}")
@@ -397,7 +384,7 @@ def _require_rights(sequences: Sequence[EndSequence]) -> None:
 
 
 class _Expected(NamedTuple):
-    """A message that has to be published, and the key of the message and its half."""
+    """A message that a committed transaction publishes: the `number`-th in its topic. Its half has the same key."""
 
     topic: str
     broker: str
@@ -405,17 +392,17 @@ class _Expected(NamedTuple):
     key: str
 
 
-def _expected(transaction: str, parts: Sequence[TopicPart]) -> list[_Expected]:
+def _expected(transaction: str, topics: Sequence[HalfCount]) -> list[_Expected]:
     return [
-        _Expected(part.topic, part.broker, number, unique_key(part.topic, TransactionSlot(transaction, number)))
-        for part in parts
-        for number in range(part.count)
+        _Expected(each.topic, each.broker, number, unique_key(each.topic, TransactionSlot(transaction, number)))
+        for each in topics
+        for number in range(each.count)
     ]
 
 
-def handle_of_copy(record: MessageExt) -> HalfHandle:
-    """Return the handle of a copy of a half in the half topic."""
-    return HalfHandle(
+def address_of_copy(record: MessageExt) -> HalfAddress:
+    """Return the address of a half, from the record that was read from a half topic."""
+    return HalfAddress(
         record.properties.get(Property.REAL_TOPIC, record.topic),
         record.properties.get(Property.GROUP, ""),
         record.queue_offset,

@@ -1,4 +1,4 @@
-"""Ends prepared transactions and reads outcomes by tokens, in any process at any time."""
+"""Ends prepared transactions and returns their status, given a token, in any process."""
 
 from __future__ import annotations
 
@@ -20,30 +20,28 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
-from txnbridge_rocketmq.write.half_batch import TopicPart, immunity, parts_as_json, parts_from_json, seconds_since
+from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, immunity, seconds_since
 from txnbridge_rocketmq.write.transaction_properties import is_over
 
 # The kind of the ledger record that makes a transaction independent of its owner.
 PREPARE = "prepare"
-# While another process publishes a transaction: seconds between two look-ups of its messages, and seconds without
-# progress after which the process counts as dead. A live broker publishes a message in milliseconds.
-_LOOK_SECONDS = 0.05
-_STALLED_SECONDS = 5.0
-# The assumed difference of clocks: brokers judge the age of a half by its born time, which is the sender's clock.
-_CLOCKS_DIFFER_SECONDS = 1.0
+# While another process publishes a transaction: the wait between two look-ups of its messages.
+_PROGRESS_POLL_SECONDS = 0.05
+# The assumed difference of clocks: brokers judge a half's age by its born time, which the sender's clock gave.
+_BORN_TIME_SKEW_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class PrepareRecord:
-    """The content of a prepare record. A process with the token needs nothing else to end the transaction."""
+    """The content of a prepare record: all that a process with the token needs to end the transaction."""
 
-    parts: Sequence[TopicPart]
+    topics: Sequence[HalfCount]
     acks: Sequence[Ack]
     expires_at: int
 
     def as_json(self) -> dict[str, Any]:
         acks = [[ack.group, *ack.partition, list(ack.first), list(ack.end), list(ack.read_up_to)] for ack in self.acks]
-        return {**parts_as_json(self.parts), "acks": acks, "expires_at": self.expires_at}
+        return {**halves_as_json(self.topics), "acks": acks, "expires_at": self.expires_at}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PrepareRecord:
@@ -53,13 +51,13 @@ class PrepareRecord:
                 Ack(str(group), (str(topic), int(number)), tuple(first), tuple(end), tuple(read_up_to))
                 for group, topic, number, first, end, read_up_to in data["acks"]
             ]
-            return cls(parts_from_json(data), acks, int(data["expires_at"]))
+            return cls(halves_from_json(data), acks, int(data["expires_at"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidToken("the record that this transaction is prepared cannot be read") from error
+            raise InvalidToken("the prepare record of this transaction cannot be read") from error
 
 
 def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction. Return the outcome that the first claim in the decision log decides. Safe to repeat.
+    """End a prepared transaction by `decision`, unless it is decided already. Return its outcome. Safe to repeat.
 
     COMMITTED means that every message is published. Raise `BrokerUnavailable` only if this call has decided nothing,
     `OutcomeUnknown` if the outcome is not known or not carried out yet, `EvidenceLost` if halves or records are gone.
@@ -73,59 +71,61 @@ def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Led
     first = claim.data.get("by") == call
     if claim.decision is Decision.ABORT:
         with _as_decided(token, "aborted"), ender.cluster.context.events.step("step:drop", token.transaction):
-            ender.withdraw(token.transaction, prepared.parts, deadline)
+            ender.withdraw(token.transaction, prepared.topics, deadline)
         return Outcome.ABORTED
     with _as_decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
-        publish_exclusively(ender, token.transaction, prepared.parts, deadline, first=first)
+        publish_exclusively(ender, token.transaction, prepared.topics, deadline, first=first)
     return Outcome.COMMITTED
 
 
 @contextmanager
 def _as_decided(token: Token, outcome: str) -> Iterator[None]:
-    """Add to errors that the transaction is decided, and that other bridges complete it after check-backs."""
+    """Add to the block's errors that the transaction is decided, and that other bridges complete it."""
     prefix = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield
     except AccessDenied as error:
-        raise AccessDenied(f"{prefix} that may do the rest does so: {error}") from error.__cause__
+        raise AccessDenied(f"{prefix} that has the rights completes it: {error}") from error.__cause__
     except BrokerUnavailable as error:
-        raise OutcomeUnknown(f"{prefix} does the rest, as does the same call again: {error}") from error
+        raise OutcomeUnknown(f"{prefix} completes it, as does the same call again: {error}") from error
 
 
 def publish_exclusively(
-    ender: HalfEnder, transaction: str, parts: Sequence[TopicPart], deadline: Deadline, *, first: bool = False
+    ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
 ) -> None:
-    """Return when this process or another one has published a committed transaction. Take over from another process
-    that makes no progress.
+    """Publish a committed transaction, with its lock, or wait until another process has published it.
+
+    Take over from a process that holds the lock and publishes nothing for some seconds.
     """
-    left, patience = -1, Deadline(_STALLED_SECONDS)
+    stalled = ender.cluster.settings.timing.publisher_stalled
+    left, patience = -1, Deadline(stalled)
     while True:
         with ender.exclusively(transaction, deadline) as holder:
             if holder is LockHolder.CALLER or (holder is LockHolder.OTHER_PROCESS and patience.expired):
-                ender.publish(transaction, parts, deadline, first=first)
+                ender.publish(transaction, topics, deadline, first=first)
                 return
         first = False  # the holder of the lock may be about to publish
-        if (missing := ender.missing(transaction, parts, deadline)) != left:
-            left, patience = missing, Deadline(_STALLED_SECONDS)
-        deadline.check("waiting for somebody else who publishes the same transaction")
-        time.sleep(_LOOK_SECONDS)
+        if (missing := ender.missing(transaction, topics, deadline)) != left:
+            left, patience = missing, Deadline(stalled)
+        deadline.check("waiting for another process that publishes the same transaction")
+        time.sleep(_PROGRESS_POLL_SECONDS)
 
 
 def publish_decided(ender: HalfEnder, transaction: str, claim: LedgerClaim, deadline: Deadline) -> None:
-    """Publish a transaction that another process committed, so that later messages of the caller do not overtake it."""
-    parts = parts_from_json(claim.data)
+    """Publish a transaction that another process committed, before the caller's own messages, which follow it."""
+    topics = halves_from_json(claim.data)
     with ender.cluster.context.events.step("step:publish", transaction):
-        _wait_out_immunity(ender, transaction, parts, deadline)
-        publish_exclusively(ender, transaction, parts, deadline)
+        _wait_out_immunity(ender, transaction, topics, deadline)
+        publish_exclusively(ender, transaction, topics, deadline)
 
 
-def _wait_out_immunity(ender: HalfEnder, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> None:
-    """Wait for the end of the immunity time: until then the owner may be alive and publish the halves directly."""
-    settings = [ender.cluster.brokers.config(part.broker, deadline) for part in parts]
-    stale = Deadline(max((immunity(each) for each in settings), default=0) + _CLOCKS_DIFFER_SECONDS)
-    while ender.missing(transaction, parts, deadline) and not stale.expired:
-        deadline.check("publishing what another owner decided")
-        time.sleep(_LOOK_SECONDS)
+def _wait_out_immunity(ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
+    """Wait until the halves are published, or no owner may end them directly any more: the immunity time is past."""
+    settings = [ender.cluster.brokers.config(each.broker, deadline) for each in topics]
+    stale = Deadline(max((immunity(each) for each in settings), default=0) + _BORN_TIME_SKEW_SECONDS)
+    while ender.missing(transaction, topics, deadline) and not stale.expired:
+        deadline.check("publishing a transaction that another owner committed")
+        time.sleep(_PROGRESS_POLL_SECONDS)
 
 
 def _claim(
@@ -138,8 +138,8 @@ def _claim(
     deadline: Deadline,
 ) -> LedgerClaim:
     if time.time() * 1000 >= prepared.expires_at:
-        decision = Decision.ABORT  # the halves may be discarded, and the group's position may have moved
-    data = {**parts_as_json(prepared.parts), "by": call}
+        decision = Decision.ABORT  # the broker may have discarded halves, and the group may have moved on
+    data = {**halves_as_json(prepared.topics), "by": call}
     log = _log_of(token)
     with ender.cluster.context.events.step("step:decide", token.transaction, decision=decision.value) as step:
         try:
@@ -153,7 +153,7 @@ def _claim(
 
 def _log_of(token: Token) -> Mapping[str, Any]:
     if token.log is None:
-        raise InvalidToken("this token is damaged: it does not say where its evidence begins")
+        raise InvalidToken("this token is damaged: it does not name its decision log")
     return token.log
 
 
@@ -161,19 +161,20 @@ def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord
     for entry in ledger.find(token.transaction, deadline):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)
-    raise InvalidToken("this token's transaction was never prepared: a newer owner of its id came first")
+    raise InvalidToken("this token's transaction was never prepared: a newer owner opened its transactional id before")
 
 
 # --- status -------------------------------------------------------------------------------------------------------
 
 
 def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """Return the status of a token's transaction. This decides nothing, but aborts an expired transaction."""
+    """Return the status of a token's transaction, and abort it if it has expired. Decide nothing else."""
     try:
         claim = ledger.decided(token.transaction, deadline, log=_log_of(token))
-        if claim is None and token.expires_at is not None and is_over(token.expires_at):
-            # A transaction without halves gets no check-back, so no other process may ever abort it (hazard H73).
-            data = parts_as_json([])
+        clocks_differ = ender.cluster.settings.timing.clocks_differ
+        if claim is None and token.expires_at is not None and is_over(token.expires_at, clocks_differ):
+            # Without halves no check-back follows, so perhaps no other process ever aborts it (hazard H73).
+            data = halves_as_json([])
             claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=_log_of(token))
     except EvidenceLost as error:
         return Status(TokenState.UNKNOWN, reason=str(error), permanent=True)
@@ -185,19 +186,19 @@ def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline
         return Status(TokenState.PREPARED, expires_at=token.expires_at)
     return Status(
         TokenState.UNKNOWN,
-        reason="nothing is decided yet; some seconds past its deadline it is aborted by whoever asks",
+        reason="nothing is decided yet; some seconds after its deadline, asking for the status aborts it",
     )
 
 
 def _status_by(claim: LedgerClaim, ender: HalfEnder, token: Token, deadline: Deadline) -> Status:
-    """Return the status of a decided transaction: COMMITTED only if no half waits to be published."""
+    """Return the status of a decided transaction: COMMITTED once all its messages are published, UNKNOWN before."""
     if claim.decision is Decision.ABORT:
         return Status(TokenState.ABORTED, reason="the decision log says so")
     try:
-        parts, age = parts_from_json(claim.data), seconds_since(claim.data)
-        unpublished = ender.unpublished(token.transaction, parts, age, deadline)
+        topics, age = halves_from_json(claim.data), seconds_since(claim.data)
+        unpublished = ender.unpublished(token.transaction, topics, age, deadline)
     except TxnBridgeError as error:
-        reason = f"it is committed; whether all of it is published cannot be seen now: {error}"
+        reason = f"it is committed; whether all its messages are published cannot be looked up now: {error}"
         return Status(TokenState.UNKNOWN, reason=reason)
     if unpublished:
         return Status(

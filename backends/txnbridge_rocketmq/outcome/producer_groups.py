@@ -1,4 +1,4 @@
-"""The producer groups for which a bridge receives check-backs."""
+"""The producer groups of a bridge. Brokers send the check-backs of a producer group to its members."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.groups import Membership
 from txnbridge_rocketmq.client.retry import retry
-from txnbridge_rocketmq.client.sending import CheckBack
+from txnbridge_rocketmq.client.send_requests import CheckBack
 
 
 @dataclass
 class CheckBackRouter:
-    """Passes check-backs to their producer groups' handlers. The client gets the router before any handler exists."""
+    """Calls the handler of a check-back's producer group. The client needs it before any handler is known."""
 
     handlers: dict[str, Callable[[Sequence[CheckBack]], None]] = field(default_factory=dict)  # by producer group
 
     def call(self, checks: Sequence[CheckBack]) -> None:
-        """Call the handlers of the check-backs' producer groups. Brokers repeat a check-back that gets no response."""
+        """Pass check-backs to their handlers. Those without a handler are dropped; the broker repeats them."""
         for group, handler in list(self.handlers.items()):
             if own := [check for check in checks if check.half.group == group]:
                 handler(own)
 
 
 class ProducerGroups:
-    """The producer groups of a bridge's client. Safe for use by several threads."""
+    """Joins and leaves producer groups for a bridge's client. Safe for use by several threads."""
 
     def __init__(self, client: RemotingClient, router: CheckBackRouter) -> None:
         self._client = client
@@ -39,13 +39,13 @@ class ProducerGroups:
         return frozenset(self._router.handlers)
 
     def join(self, groups: Sequence[str], handler: Callable[[Sequence[CheckBack]], None], deadline: Deadline) -> None:
-        """Join producer groups. `handler` receives the check-backs of these groups, several in one call."""
+        """Join producer groups. `handler` gets their check-backs, several in one call."""
         with self._lock:
             self._router.handlers.update(dict.fromkeys(groups, handler))
             self._register(deadline)
 
     def leave(self, groups: Sequence[str], deadline: Deadline) -> None:
-        """Leave producer groups. Brokers send their check-backs to other members."""
+        """Leave producer groups, so that brokers send their check-backs to other members."""
         with self._lock:
             for group in groups:
                 self._router.handlers.pop(group, None)

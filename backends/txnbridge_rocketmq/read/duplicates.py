@@ -1,8 +1,8 @@
-"""Filtering of messages that were published more than once. The first copy counts.
+"""Drops messages that were published more than once. Of the published copies, the one with the lowest offset counts.
 
 A broker publishes a half each time it receives a commit. It receives a second commit if a response was lost, or if
-several processes end the same transaction. All copies are in the same queue, and every reader takes the copy with the
-lowest offset as the first. So readers store nothing across restarts (hazard H75).
+several processes end the same transaction. All copies are in the same queue, so all readers agree which is the first,
+and a reader stores nothing across restarts (hazard H75).
 """
 
 from __future__ import annotations
@@ -13,26 +13,23 @@ from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, slot_of
 
-# The size of each of the two generations of remembered messages, which have some 200 bytes each.
-_REMEMBERED = 10_000
-
 
 class DuplicateFilter:
-    """Filter for duplicates among the messages of one queue.
+    """Filter for duplicates among the messages of one queue, with memory of recently read messages.
 
     Pass records in order, first to `suspects`, then to `sift`.
 
-    The filter remembers the transactions' messages among the records. If the half of a message is younger than the
-    first remembered message, all earlier copies are remembered. For other messages only the broker can tell: those
-    published from a copy of a half (brokers copy a half in each round of check-backs), and those with an older half.
+    If the half of a message was stored after the first remembered message, then all earlier copies of the message are
+    remembered, too. Other messages are looked up at the broker: those with an older half, and those published from the
+    copy of a half that the broker made in a round of check-backs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, remembered: int) -> None:
+        self._remembered = remembered
         self._forget(-1, 0)
 
     def _forget(self, at: int, since: int) -> None:
-        # Every record between these two offsets was seen, and every message after `since` in the commit log is
-        # remembered.
+        # All records from `_begin` to `_end` were read. Messages after `_since` in the commit log are remembered.
         self._begin = self._end = at
         self._since = since
         self._since_newer: int | None = None
@@ -40,13 +37,13 @@ class DuplicateFilter:
         self._newer: dict[TransactionSlot, int] = {}
 
     def suspects(self, records: Sequence[MessageExt], first_offset: int) -> list[MessageExt]:
-        """Return the records that need a look-up by unique key. `first_offset` is the first offset of the queue."""
+        """Return the records that must be looked up by unique key. The queue's first message is at `first_offset`."""
         if not records:
             return []
         at = records[0].queue_offset
         if not self._begin <= at <= self._end:
             self._forget(at, records[0].log_offset if at > first_offset else 0)
-        if len(self._newer) >= _REMEMBERED and self._since_newer is not None:
+        if len(self._newer) >= self._remembered and self._since_newer is not None:
             self._older, self._newer = self._newer, {}
             self._since, self._since_newer = self._since_newer, None
         return [record for record in records if self._is_suspect(record)]
@@ -55,10 +52,10 @@ class DuplicateFilter:
         slot = slot_of(record)
         if slot is None or slot in self._newer or slot in self._older:
             return False
-        return record.prepared_offset < self._since or not record.properties.keys().isdisjoint(_COPIED)
+        return record.prepared_offset < self._since or not record.properties.keys().isdisjoint(_COPY_PROPERTIES)
 
     def sift(self, records: Sequence[MessageExt], found: Mapping[int, Sequence[MessageExt]]) -> list[MessageExt]:
-        """Return the records without duplicates. `found` holds the look-ups' results by the suspect's offset."""
+        """Return the records without duplicates. `found` has the result of each suspect's look-up, by queue offset."""
         return [record for record in records if self._is_first(record, found.get(record.queue_offset, ()))]
 
     def _is_first(self, record: MessageExt, others: Sequence[MessageExt]) -> bool:
@@ -79,5 +76,5 @@ class DuplicateFilter:
         self._newer[slot] = first
 
 
-# The properties that brokers add to the copy of a half.
-_COPIED = frozenset({Property.CHECKS, Property.COPY_OF})
+# The properties that brokers add to a half when they copy it for a check-back.
+_COPY_PROPERTIES = frozenset({Property.CHECKS, Property.COPY_OF})

@@ -1,4 +1,4 @@
-"""Pull requests for one queue, and the look-ups that filter duplicates from their results."""
+"""Requests in flight for one queue: pulls, look-ups of duplicates, and checks for a recreated topic."""
 
 from __future__ import annotations
 
@@ -6,46 +6,44 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import CannotDecompress, ProtocolViolation
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.reading import PullResult
+from txnbridge_rocketmq.client.read_requests import PullResult
 from txnbridge_rocketmq.client.records import MessageExt, unwrap
 from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.read.anchored_offset import Anchor
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
+from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 
-# The group in the reader's requests, which has no members.
+# The consumer group in the reader's requests. It has no members.
 GROUP = "txnbridge-reader"
-# Seconds for which a broker holds back the response while the queue has no message. It is short enough for firewalls
-# that drop idle connections, and long enough to send few requests.
-WAIT_SECONDS = 15.0
-# The additional time for the response: brokers hold it back for up to five seconds longer.
-_ANSWER_SECONDS = 15.0
-# The time between two look-ups. Brokers index a message within about a millisecond.
-_LOOK_AGAIN_SECONDS = 0.05
-# Seconds for which a message is looked up; after that the broker counts as a broker without an index.
-_INDEX_SECONDS = 10.0
+# For this long, a broker holds back the response while the queue has no message. Firewalls drop connections that are
+# idle for longer; a shorter time would cost more requests.
+LONG_POLL_SECONDS = 15.0
+# The time for the response in addition to that: brokers hold it back for up to five seconds longer.
+_RESPONSE_SECONDS = 15.0
 
 Submit = Callable[[str, RpcRequest[Any], float], Call[Any]]  # to the broker of this name
 
 
 class NotIndexed(Exception):
-    """The broker's index does not contain a message that the broker has (hazard H76)."""
+    """A look-up by unique key does not find a message that the broker has returned for a pull (hazard H76)."""
 
 
 class QueuePull:
-    """One pull request, and the look-ups by key for its result."""
+    """A pull request in flight, and then the look-ups by key for the records that it returned."""
 
-    def __init__(self, submit: Submit, queue: Queue, at: int, count: int, wait: float) -> None:
+    def __init__(self, submit: Submit, queue: Queue, at: int, count: int, wait: float, timing: RocketMQTiming) -> None:
         self.at = at
         self.count = count
         self.pulled: PullResult | None = None
         self._submit = submit
         self._queue = queue
-        request = reading.pull(queue.topic, queue.queue, at, GROUP, count, wait)
-        self._call = submit(queue.broker, request, wait + _ANSWER_SECONDS)
+        self._timing = timing
+        request = read_requests.pull(queue.topic, queue.queue, at, GROUP, count, wait)
+        self._call = submit(queue.broker, request, wait + _RESPONSE_SECONDS)
         self._records: list[MessageExt] = []
         self._lookups: list[_KeyLookUp] = []
 
@@ -55,31 +53,31 @@ class QueuePull:
         return self._records
 
     def is_done(self, duplicates: DuplicateFilter) -> bool:
-        """Return whether all responses have arrived. Raise the client's errors, or `NotIndexed`."""
+        """Return whether the pull and all look-ups have responses. Raise the client's errors, or `NotIndexed`."""
         if self.pulled is None:
             if not self._call.done():
                 return False
             self.pulled = self._call.result()
             self._records = _consecutive(self.at, self.pulled.records)
             suspects = duplicates.suspects(self._records, self.pulled.min_offset)
-            self._lookups = [_KeyLookUp(self._submit, self._queue, suspect) for suspect in suspects]
-        is_done = [lookup.is_done() for lookup in self._lookups]  # call each: the call also repeats requests
+            self._lookups = [_KeyLookUp(self._submit, self._queue, suspect, self._timing) for suspect in suspects]
+        is_done = [lookup.is_done() for lookup in self._lookups]  # call all of them: `is_done` also repeats look-ups
         return all(is_done)
 
     def without_duplicates(self, duplicates: DuplicateFilter) -> list[MessageExt]:
-        """Return the records without duplicates. Call this after `is_done` has returned True."""
+        """Return the records without duplicates, once `is_done`."""
         return duplicates.sift(self._records, {lookup.record.queue_offset: lookup.copies for lookup in self._lookups})
 
 
-class AnchorCheck:
-    """A check whether a queue still has its anchor. If so, all records read before are from this queue."""
+class SameQueueCheck:
+    """A request in flight for the reference record: if the queue still has it, the topic was not recreated."""
 
-    def __init__(self, submit: Submit, queue: Queue, anchor: Anchor) -> None:
+    def __init__(self, submit: Submit, queue: Queue, reference: ReferenceRecord) -> None:
         self._submit = submit
         self._queue = queue
-        self._anchor = anchor
+        self._reference = reference
         self._lookup = submit(
-            queue.broker, reading.log_offset_at(queue.topic, queue.queue, anchor.offset), _ANSWER_SECONDS
+            queue.broker, read_requests.log_offset_at(queue.topic, queue.queue, reference.offset), _RESPONSE_SECONDS
         )
         self._begin: Call[int] | None = None
 
@@ -90,29 +88,30 @@ class AnchorCheck:
         if self._lookup.result() is not None:
             return True
         if self._begin is None:
-            request = reading.min_offset(self._queue.topic, self._queue.queue)
-            self._begin = self._submit(self._queue.broker, request, _ANSWER_SECONDS)
+            request = read_requests.min_offset(self._queue.topic, self._queue.queue)
+            self._begin = self._submit(self._queue.broker, request, _RESPONSE_SECONDS)
         return self._begin.done()
 
-    def has_anchor(self) -> bool | None:
-        """Return whether the queue has the anchor; None if the record is missing, and not because of retention."""
+    def is_same_queue(self) -> bool | None:
+        """Return whether the queue has the reference record, or dropped it by age; None if the record is missing."""
         log_offset: int | None = self._lookup.result()
         if log_offset is not None:
-            return log_offset == self._anchor.log_offset
+            return log_offset == self._reference.log_offset
         assert self._begin is not None
-        return True if self._begin.result() > self._anchor.offset else None
+        return True if self._begin.result() > self._reference.offset else None
 
 
 class _KeyLookUp:
-    """A look-up of a record and its copies by unique key."""
+    """A look-up in flight of the published copies of a record, by unique key, repeated until it finds the record."""
 
-    def __init__(self, submit: Submit, queue: Queue, record: MessageExt) -> None:
+    def __init__(self, submit: Submit, queue: Queue, record: MessageExt, timing: RocketMQTiming) -> None:
         self.record = record
         self.copies: Sequence[MessageExt] = ()
         self._submit = submit
         self._queue = queue
+        self._pause = timing.read_look_up_pause
         self._ask_at = 0.0
-        self._until = time.monotonic() + _INDEX_SECONDS
+        self._until = time.monotonic() + timing.index_timeout
         self._call: Call[list[MessageExt]] | None = None
         self.is_done()
 
@@ -121,26 +120,26 @@ class _KeyLookUp:
             return True
         if self._call is None:
             if time.monotonic() >= self._ask_at:
-                request = reading.by_unique_key(self.record.topic, self.record.unique_key or "")
-                self._call = self._submit(self._queue.broker, request, _ANSWER_SECONDS)
+                request = read_requests.by_unique_key(self.record.topic, self.record.unique_key or "")
+                self._call = self._submit(self._queue.broker, request, _RESPONSE_SECONDS)
             return False
         if not self._call.done():
             return False
         copies, self._call = self._call.result(), None
-        # Messages are indexed in order. If the record itself is found, no earlier copy is missing.
+        # Brokers index messages in order. If the record itself is found, then also all copies before it.
         if any(each.log_offset == self.record.log_offset for each in copies):
             self.copies = copies
             return True
         if time.monotonic() > self._until:
             raise NotIndexed
-        self._ask_at = time.monotonic() + _LOOK_AGAIN_SECONDS
+        self._ask_at = time.monotonic() + self._pause
         return False
 
 
 def _consecutive(at: int, records: Sequence[MessageExt]) -> list[MessageExt]:
-    """Return the consecutive records from an offset on, with batches split, up to a gap or an unreadable record.
+    """Return the records from offset `at` on, with batches split, up to a gap or a record that cannot be unpacked.
 
-    Raise `CannotDecompress` if the first record is unreadable.
+    Raise `CannotDecompress` if the first record cannot be unpacked.
     """
     consecutive: list[MessageExt] = []
     for record in records:

@@ -1,4 +1,4 @@
-"""The reader: reads committed messages, in a group or without one."""
+"""The reader: returns the messages of all partitions that are assigned to it, in a group or without one."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
-from txnbridge_rocketmq.read.anchored_offset import AnchoredOffset
 from txnbridge_rocketmq.read.partition import QueueReader, SeekTarget, out_of_range
 from txnbridge_rocketmq.read.rebalance import QueueAssignment, Rebalancer, open_client
 from txnbridge_rocketmq.read.start_positions import GroupPositions, InitialPositions, QueueOffsets, ResolvedPositions
+from txnbridge_rocketmq.read.verifiable_offset import VerifiableOffset
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
 
 _log = logging.getLogger("txnbridge.rocketmq.client")
 
-# Timeout of calls without a deadline of their own (seek).
-SHORT_CALL = 10.0
-# The longest wait in `poll`. Responses and notifications end it earlier; signals and due times do not.
-_IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.05
-# Seconds between two checks for partitions that were added to the reader's topics.
-_LOOK_SECONDS = 3.0
-# Timeout of this check. Without name servers the reader continues, but finds no new partitions.
-_NAMING_SECONDS = 3.0
-# The maximum number of bytes that one poll returns: 10,000 large messages would take gigabytes.
-_ENOUGH_BYTES = 16 * 2**20
-# Timeout of the last requests of `close`, which only spare other members a wait.
-_LEAVING_SECONDS = 1.0
+# Timeout of `seek`, which gets no deadline from its caller.
+SEEK_SECONDS = 10.0
+# The longest wait in `poll`, and if `QueueReader.needs_early_poll`. Responses end the wait early; signals do not.
+_IDLE_WAIT_SECONDS, _EARLY_POLL_SECONDS = 0.25, 0.05
+# The interval of checks for partitions that were added to the reader's topics.
+_NEW_PARTITIONS_SECONDS = 3.0
+# Timeout of such a check. Without name servers the reader continues, but finds no new partitions.
+_ROUTE_LOOK_UP_SECONDS = 3.0
+# The maximum number of bytes that one `poll` returns: 10,000 large messages would take gigabytes.
+_MOST_POLL_BYTES = 16 * 2**20
+# Timeout of the last requests in `close`. Without them, other members and tools only learn of the end later.
+_CLOSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class _RefreshResult:
-    """The result of a reader's background task: the assignment of partitions, and their positions.
+    """The result of a reader's background task: queues, the assignment of partitions, and resolved positions.
 
-    `moves` has the change count (`QueueReader.moves`) of each requested partition when the task began.
+    `moves` has `QueueReader.moves` of when the task began: the position of a partition that moved since is not used.
     """
 
     queues: Mapping[Partition, Queue]
@@ -62,7 +62,7 @@ class _RefreshResult:
 
 
 class RocketMQReader(Reader):
-    """Reader with connections of its own. A background task sends the slow requests besides pulls."""
+    """Reader with connections of its own. A background task finds assignment and positions: `poll` does not wait."""
 
     def __init__(
         self, ender: HalfEnder, subscription: Subscription, listener: ReaderListener, deadline: Deadline
@@ -79,9 +79,9 @@ class RocketMQReader(Reader):
         self._paused: set[Partition] = set()
         self._task: BackgroundTask[_RefreshResult] | None = None
         self._refresh_at = 0.0
-        self._turn = 0
+        self._rotation = 0
         self._closed = False
-        # A group may wait for a topic that does not exist yet. A reader without a group creates no topic.
+        # A group may be started before its topic exists. A reader without a group only looks, so it creates no topic.
         create = subscription.group is not None
         topics = {topic: cluster.topics.queues(topic, deadline, create=create) for topic in subscription.topics}
         queues = self._queues = {(topic, each.queue): each for topic, found in topics.items() for each in found}
@@ -96,7 +96,7 @@ class RocketMQReader(Reader):
             )
             self._client = self._rebalancer.client
         try:
-            self._offsets = QueueOffsets(self._client)
+            self._offsets = QueueOffsets(self._client, cluster.settings.timing.missing_timeout)
             self._starts = InitialPositions(self._offsets, subscription, queues, deadline)
             if subscription.group is None:
                 self._add_all(queues, self._starts, deadline)
@@ -115,7 +115,7 @@ class RocketMQReader(Reader):
             self._add(partition, queues[partition]).continue_at(at)
 
     def _add(self, partition: Partition, queue: Queue) -> QueueReader:
-        reader = QueueReader(partition, queue)
+        reader = QueueReader(partition, queue, self._cluster.settings.timing)
         reader.paused = partition in self._paused
         reader.source = self._listener.assigned(partition)
         with self._guard:
@@ -143,9 +143,9 @@ class RocketMQReader(Reader):
             looked = True
 
     def _idle_seconds(self) -> float:
-        if self._task is not None or any(reader.is_busy for reader in self._readers.values()):
-            return _BUSY_SECONDS
-        return _IDLE_SECONDS if self._rebalancer is None else min(_IDLE_SECONDS, self._rebalancer.due_in())
+        if self._task is not None or any(reader.needs_early_poll for reader in self._readers.values()):
+            return _EARLY_POLL_SECONDS
+        return _IDLE_WAIT_SECONDS if self._rebalancer is None else min(_IDLE_WAIT_SECONDS, self._rebalancer.due_in())
 
     def _submit(self, broker: str, request: RpcRequest[Any], timeout: float) -> Call[Any]:
         call = self._client.submit(broker, request, timeout)
@@ -154,8 +154,8 @@ class RocketMQReader(Reader):
 
     def _hand_out(self, limit: int) -> list[Message]:
         messages: list[Message] = []
-        room = _ENOUGH_BYTES
-        for reader in self._in_turn():
+        room = _MOST_POLL_BYTES
+        for reader in self._rotated_readers():
             while len(messages) < limit and room > 0 and reader.has_message:
                 message = reader.hand_out()
                 if message is not None:
@@ -163,18 +163,18 @@ class RocketMQReader(Reader):
                     room -= len(message.value or b"")
         return messages
 
-    def _in_turn(self) -> list[QueueReader]:
-        """Return all partitions, each time starting with another one, so that a busy one does not delay the others."""
+    def _rotated_readers(self) -> list[QueueReader]:
+        """Return all partitions, starting with another one each time, so that none waits long for a busy one."""
         readers = list(self._readers.values())
         if len(readers) > 1:
-            self._turn = (self._turn + 1) % len(readers)
-            readers = readers[self._turn :] + readers[: self._turn]
+            self._rotation = (self._rotation + 1) % len(readers)
+            readers = readers[self._rotation :] + readers[: self._rotation]
         return readers
 
     def _raise_faults(self) -> None:
         for reader in self._readers.values():
             if (fault := reader.fault) is not None and not reader.paused:
-                if isinstance(fault, NotFound):  # the topic may be created again
+                if isinstance(fault, NotFound):  # the topic may be created again, so the next `poll` tries again
                     reader.fault = None
                 raise fault
 
@@ -189,7 +189,7 @@ class RocketMQReader(Reader):
             except (PositionLost, EvidenceLost):
                 raise
             except (BrokerUnavailable, OutcomeUnknown) as error:
-                _log.warning("tried again: %s", error)
+                _log.warning("the assignment or a position is not known, and is asked for again: %s", error)
         if self._task is None and (due := self._due_task()) is not None:
             deadline = Deadline(self._timeout)
             self._task = BackgroundTask(lambda: due(deadline), self._apply, self._wake.set)
@@ -234,12 +234,12 @@ class RocketMQReader(Reader):
         return _RefreshResult(queues, found=ResolvedPositions(first))
 
     def _refresh_queues(self) -> dict[Partition, Queue]:
-        """Return all queues of the topics, also new ones. A missing queue is mostly on a broker that is down."""
+        """Return all queues of the topics, with new ones. Keep queues that are missing now: a broker may be down."""
         if time.monotonic() >= self._refresh_at:
-            self._refresh_at = time.monotonic() + _LOOK_SECONDS
+            self._refresh_at = time.monotonic() + _NEW_PARTITIONS_SECONDS
             for topic in self._subscription.topics:
                 with suppress(BrokerUnavailable):
-                    queues = self._cluster.topics.existing_queues(topic, Deadline(_NAMING_SECONDS))
+                    queues = self._cluster.topics.existing_queues(topic, Deadline(_ROUTE_LOOK_UP_SECONDS))
                     self._queues = {**self._queues, **{(topic, each.queue): each for each in queues}}
         return self._queues
 
@@ -260,10 +260,10 @@ class RocketMQReader(Reader):
         with self._guard:
             if reader.partition in resolved.known:
                 position = resolved.known[reader.partition]
-                reader.continue_at(AnchoredOffset(position.next, position.anchor or reader.anchor))
+                reader.continue_at(VerifiableOffset(position.next, position.reference or reader.reference))
             else:
                 at, fault = resolved.lost[reader.partition]
-                reader.continue_at(AnchoredOffset(at))
+                reader.continue_at(VerifiableOffset(at))
                 reader.fail_until_seek(fault)
 
     def _remove(self, partitions: Sequence[Partition], tell: Callable[[Sequence[Partition]], None]) -> None:
@@ -283,21 +283,22 @@ class RocketMQReader(Reader):
         return {partition: (reader.next,) for partition, reader in self._readers.items()}
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
-        wanted = {self._reader(partition): _checked(position) for partition, position in positions.items()}
-        if self._group is not None:  # a seek back after an abort must not fail because a broker is down
+        wanted = {self._reader(partition): _offset_of(position) for partition, position in positions.items()}
+        if self._group is not None:  # this sends no request, so that a seek after an abort cannot fail
             for reader, at in wanted.items():
                 reader.unsettle(SeekTarget(at, chosen=True))
             return
-        deadline = Deadline(SHORT_CALL)
+        deadline = Deadline(SEEK_SECONDS)
         for reader, at in wanted.items():
             begin = self._offsets.begin(reader.queue, deadline)
             if at < begin:
                 raise PositionLost(out_of_range("the position to seek", reader.partition, at, begin, begin))
-        for reader, position in {c: self._offsets.anchored(c.queue, at, deadline) for c, at in wanted.items()}.items():
+        found = {each: self._offsets.verifiable(each.queue, at, deadline) for each, at in wanted.items()}
+        for reader, position in found.items():
             reader.continue_at(position)
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:
-        self._go_back({self._reader(partition): _checked(position) for partition, position in positions.items()})
+        self._go_back({self._reader(partition): _offset_of(position) for partition, position in positions.items()})
 
     def _go_back(self, wanted: Mapping[QueueReader, int]) -> None:
         for reader, at in wanted.items():
@@ -308,7 +309,7 @@ class RocketMQReader(Reader):
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         wanted = {c: self._offsets.since(c.queue, timestamp, deadline) for c in self._readers.values()}
-        positions_by_reader = {c: self._offsets.anchored(c.queue, at, deadline) for c, at in wanted.items()}
+        positions_by_reader = {c: self._offsets.verifiable(c.queue, at, deadline) for c, at in wanted.items()}
         for reader, position in positions_by_reader.items():
             if self._group is not None:
                 reader.unsettle(SeekTarget(position.next, chosen=True))
@@ -318,8 +319,8 @@ class RocketMQReader(Reader):
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for partition, given in positions.items():
             reader = self._readers.get(partition)
-            if reader is not None and given:  # otherwise the messages are delivered again from the current position
-                self._go_back({reader: min(reader.next, *map(_checked, given))})
+            if reader is not None and given:  # the next reader of a lost partition delivers its messages again anyway
+                self._go_back({reader: min(reader.next, *map(_offset_of, given))})
 
     def pause(self, partitions: Sequence[Partition]) -> None:
         for reader in [self._reader(partition) for partition in partitions]:
@@ -338,7 +339,7 @@ class RocketMQReader(Reader):
         if reader is None:
             topic, number = partition
             raise InvalidState(
-                f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
+                f"{topic}[{number}] is not assigned to this reader now; `positions()` lists the partitions that are"
             )
         return reader
 
@@ -349,14 +350,14 @@ class RocketMQReader(Reader):
         lags = {}
         for partition, reader in self._readers.items():
             at = positions.get(partition, reader.next)
-            if at >= reader.behind:  # no message is outstanding, so skipped duplicates count as read
+            if at >= reader.delivered_end:  # nothing is unacknowledged, so skipped duplicates count as read
                 at = max(at, reader.next)
             lags[partition] = max(0, self._offsets.end(reader.queue, deadline) - at)
         return lags
 
     def ack_context(self) -> RocketMQAckContext:
         if self._context is None:
-            raise InvalidState("what was read without a group cannot be acknowledged")
+            raise InvalidState("messages that were read without a group cannot be acknowledged")
         return self._context
 
     def _commit_offset(self, reader: QueueReader, at: int) -> None:
@@ -368,13 +369,13 @@ class RocketMQReader(Reader):
         if self._closed:
             return
         self._closed = True
-        if self._task is not None:  # the task might lock queues again that are unlocked now
-            self._task.join(min(deadline.left(), _LEAVING_SECONDS))
+        if self._task is not None:  # otherwise the task might lock queues again after they are unlocked below
+            self._task.join(min(deadline.left(), _CLOSE_SECONDS))
         if self._context is not None and self._context.was_used and self._group is not None:
             with suppress(TxnBridgeError):
-                positions, _ = self._group.positions(Deadline(min(deadline.left(), _LEAVING_SECONDS)))
+                positions, _ = self._group.positions(Deadline(min(deadline.left(), _CLOSE_SECONDS)))
                 for partition, reader in self._readers.items():
-                    if partition in positions:  # otherwise the position is set by a seek
+                    if partition in positions:  # otherwise the group has no position in the partition yet
                         self._commit_offset(reader, positions[partition])
         if self._rebalancer is not None:
             self._rebalancer.close(deadline)
@@ -382,7 +383,7 @@ class RocketMQReader(Reader):
             self._client.close(deadline.left())
 
 
-def _checked(position: Position) -> int:
+def _offset_of(position: Position) -> int:
     match position:
         case (int(offset),) if offset >= 0:
             return offset

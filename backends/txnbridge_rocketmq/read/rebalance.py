@@ -1,8 +1,8 @@
-"""The assignment of partitions to the members of a group.
+"""Assigns the partitions of a group to its members.
 
-Brokers list the members, and every member computes the same assignment from that list. A broker's lock keeps a new
-reader of a partition waiting until the previous reader has ended its transaction. Assignment and locks only save
-members wasted work: the decision log alone decides whose acknowledgement counts.
+Brokers list the members, and every member computes the same assignment from that list. The new reader of a partition
+waits for the broker's lock on the queue, until the previous reader has ended its transaction. Assignment and locks only
+save members wasted work: the decision log alone decides whose acknowledgement counts.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ T = TypeVar("T")
 
 # The heartbeat interval of members. Brokers drop a member after two minutes of silence.
 HEARTBEAT_SECONDS = 5.0
-# How often a member refreshes its assignment. Brokers notify changes at once, and keep locks for a minute.
-LOOK_SECONDS = 1.0
-# Seconds between refreshes while the member waits for a lock.
-_LOOK_OFTEN_SECONDS = 0.1
-# Seconds that a member waits for a lock. The lock's holder may be dead, or in a long transaction.
-_LOCKED_SECONDS = 10.0
-# Interval and timeout of probes of another member: for a member that is asleep, the broker answers after ten seconds.
-_WATCH_SECONDS = 3.0
-_WATCH_ANSWER_SECONDS = 15.0
-_LEAVE_SECONDS = 1.0
+# How often a member refreshes its assignment and renews its locks. Brokers notify members of changes at once, and keep
+# a lock for a minute.
+REFRESH_SECONDS = 1.0
+# The wait between two attempts to get a lock.
+_LOCK_RETRY_SECONDS = 0.1
+# Interval and timeout of probes of another member. For a member that is asleep, the broker answers after ten seconds.
+_PROBE_INTERVAL_SECONDS = 3.0
+_PROBE_TIMEOUT_SECONDS = 15.0
+_UNLOCK_SECONDS = 1.0
 
 # The client id of a member, with hashes of its application and its topics.
 _MEMBER = re.compile(r".*@txnbridge-[0-9a-f]+\.([0-9a-f]{8})((?:\.[0-9a-f]{8})+)")
@@ -52,7 +51,7 @@ _MEMBER = re.compile(r".*@txnbridge-[0-9a-f]+\.([0-9a-f]{8})((?:\.[0-9a-f]{8})+)
 
 @dataclass(frozen=True)
 class QueueAssignment:
-    """The partitions of a member, those that it may read now, and those that another member has `taken` from it."""
+    """A member's partitions: all (`mine`), those it may read now (`free`), those that another has `taken` since."""
 
     mine: frozenset[Partition] = frozenset()
     free: frozenset[Partition] = frozenset()
@@ -64,14 +63,14 @@ class QueueAssignment:
 
 @dataclass
 class _BrokerShare:
-    """The state of the group at one broker after the last refresh."""
+    """The members and this member's locks at one broker, as the last refresh found them."""
 
     living: set[str] = field(default_factory=set)
     locked: set[Queue] = field(default_factory=set)
 
 
 class Rebalancer:
-    """One member of a group. For use by one thread at a time; `on_change` may be called on any thread."""
+    """One member of a group, for use by one thread at a time. Any thread may call `on_change` when members change."""
 
     def __init__(
         self,
@@ -85,7 +84,8 @@ class Rebalancer:
         self._user_group = group
         self._group = group_name(encoded(group))
         self._topics = topics
-        self._application = _short(settings.application)
+        self._application = _short_hash(settings.application)
+        self._lock_timeout = settings.timing.lock_timeout
         self._changed = threading.Event()
         self._changed.set()
         self._on_change = on_change
@@ -101,7 +101,7 @@ class Rebalancer:
             raise
 
     def _client_id(self) -> str:
-        topics = ".".join(_short(topic) for topic in sorted(self._topics))
+        topics = ".".join(_short_hash(topic) for topic in sorted(self._topics))
         instance = uuid.uuid4().hex[:12]
         return f"{socket.gethostname()}@{os.getpid()}@txnbridge-{instance}.{self._application}.{topics}"
 
@@ -123,8 +123,9 @@ class Rebalancer:
     def refresh(
         self, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline
     ) -> QueueAssignment:
-        """Refresh the members and locks, and return this member's assignment. Raise `InvalidOption` if another
-        application reads in the same group.
+        """Return this member's assignment, for the `queues` of each topic and the partitions that it holds now.
+
+        Raise `InvalidOption` if a member of another application reads these topics in the same group.
         """
         self._changed.clear()
         assignment = QueueAssignment()
@@ -133,7 +134,7 @@ class Rebalancer:
             assignment |= self._refresh_broker(broker, here, holding, deadline)
         waiting = assignment.mine - assignment.free
         self._waits = {partition: since for partition, since in self._waits.items() if partition in waiting}
-        self._refresh_at = time.monotonic() + (_LOOK_OFTEN_SECONDS if waiting else LOOK_SECONDS)
+        self._refresh_at = time.monotonic() + (_LOCK_RETRY_SECONDS if waiting else REFRESH_SECONDS)
         return assignment
 
     def _refresh_broker(
@@ -142,17 +143,17 @@ class Rebalancer:
         me, share = self.client.client_id, self._shares.setdefault(broker, _BrokerShare())
         ids = self._members(broker, deadline)
         asleep = self._sleep_detector.asleep(broker, ids)
-        for gone in share.living - (set(ids) - asleep):  # the locks of a dead member remain for a minute
+        for gone in share.living - (set(ids) - asleep):  # otherwise a dead member's locks remain for a minute
             all_queues = [queue for topic_queues in queues.values() for queue in topic_queues]
             self._call(broker, groups.unlock(self._group, gone, all_queues), deadline)
         share.living = set(ids) - asleep
         wanted: list[Queue] = []
         alone: set[str] = set()
         for topic, topic_queues in queues.items():
-            readers = [each for each in ids if _reads(each, topic)]
+            readers = [each for each in ids if _reads_topic(each, topic)]
             wanted += assign(topic_queues, readers, asleep).get(me, ())
             if share.living.intersection(readers) == {me}:
-                alone.add(topic)  # every other member that may hold a lock on the topic is dead
+                alone.add(topic)  # locks on this topic can only be those of dead members
         before, share.locked = share.locked, set()
         if wanted:
             share.locked = self._call(broker, groups.lock(self._group, me, wanted), deadline)
@@ -165,7 +166,7 @@ class Rebalancer:
         )
 
     def _members(self, broker: str, deadline: Deadline) -> list[str]:
-        """Return the client ids of all members, including this one."""
+        """Return the client ids of all members. Join again, and create the group, if the broker lacks this member."""
         ids = self._call(broker, groups.members(self._group), deadline)
         if self.client.client_id not in ids:  # the broker has restarted
             self._join(deadline)
@@ -177,7 +178,7 @@ class Rebalancer:
             ids = self._call(broker, groups.members(self._group), deadline)
         if self.client.client_id not in ids:
             raise BrokerUnavailable(
-                f"broker {broker} takes no members into group {self._user_group!r}. An administrator creates it:"
+                f"broker {broker} accepts no members of group {self._user_group!r}. Let an administrator create it:"
                 f"\n  mqadmin updateSubGroup -n NAME_SERVER -b BROKER_ADDRESS -g {self._group}"
             )
         members = sorted(each for each in ids if _MEMBER.fullmatch(each))
@@ -187,15 +188,15 @@ class Rebalancer:
     def _check_application(self, ids: Sequence[str]) -> None:
         for each in ids:
             match = _MEMBER.fullmatch(each)
-            if match and match[1] != self._application and any(_reads(each, topic) for topic in self._topics):
+            if match and match[1] != self._application and any(_reads_topic(each, topic) for topic in self._topics):
                 raise InvalidOption(
-                    f"group {self._user_group!r} is read by {each.split('@')[0]} under another application's name; all"
-                    " members of a group share one decision log: connect(…, application=…) with the same name"
+                    f"host {each.split('@')[0]} reads in group {self._user_group!r} for another application, but all"
+                    " members share one decision log: connect them with the same application=…"
                 )
 
     def _has_waited(self, queue: Queue) -> bool:
         since = self._waits.setdefault(_partition(queue), time.monotonic())
-        return time.monotonic() - since >= _LOCKED_SECONDS
+        return time.monotonic() - since >= self._lock_timeout
 
     def _call(self, broker: str, request: RpcRequest[T], deadline: Deadline) -> T:
         action = f"looking at group {self._user_group!r}"
@@ -204,27 +205,27 @@ class Rebalancer:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def release(self, queues: Sequence[Queue]) -> None:
-        """Unlock queues for other members. Do not wait for the responses."""
+        """Unlock queues, so that other members may read them at once. Do not wait for the responses."""
         for broker in {queue.broker for queue in queues}:
             here = [queue for queue in queues if queue.broker == broker]
             with suppress(RemotingError):
-                self.client.submit(broker, groups.unlock(self._group, self.client.client_id, here), _LEAVE_SECONDS)
+                self.client.submit(broker, groups.unlock(self._group, self.client.client_id, here), _UNLOCK_SECONDS)
 
     def close(self, deadline: Deadline) -> None:
-        """Leave the group."""
+        """Unlock all queues and leave the group."""
         for broker, share in self._shares.items():
             if share.locked:
                 request = groups.unlock(self._group, self.client.client_id, share.locked)
                 with suppress(RemotingError):
-                    self.client.call(broker, request, min(_LEAVE_SECONDS, deadline.left()))
+                    self.client.call(broker, request, min(_UNLOCK_SECONDS, deadline.left()))
         self.client.close(deadline.left())
 
 
 class _SleepDetector:
     """Finds members that are connected but asleep: their process is stopped, or their machine is suspended.
 
-    Each member probes the next member, in the order of client ids, that is not known to be asleep. So a broker relays
-    few probes, and a member reads the queues of the sleeping members that follow it.
+    The queues of a sleeping member are assigned to the member before it, in the order of client ids. So each member
+    probes only the members that follow it, up to the first that is awake, and a broker relays few probes.
     """
 
     def __init__(self, client: RemotingClient, group: str) -> None:
@@ -235,7 +236,7 @@ class _SleepDetector:
         self._ask_at: dict[str, float] = {}
 
     def asleep(self, broker: str, ids: Sequence[str]) -> set[str]:
-        """Return the members that are known to be asleep, and send the next probe if it is due."""
+        """Return the members that are known to be asleep. Send the probes that are due."""
         for each, call in list(self._calls.items()):
             if call.done():
                 del self._calls[each]
@@ -243,17 +244,17 @@ class _SleepDetector:
         self._asleep &= set(ids)
         for each in self._to_probe(ids):
             if each not in self._calls and time.monotonic() >= self._ask_at.get(each, 0.0):
-                self._ask_at[each] = time.monotonic() + _WATCH_SECONDS
+                self._ask_at[each] = time.monotonic() + _PROBE_INTERVAL_SECONDS
                 with suppress(RemotingError):
                     request = groups.is_asleep(self._group, each)
-                    self._calls[each] = self._client.submit(broker, request, _WATCH_ANSWER_SECONDS)
+                    self._calls[each] = self._client.submit(broker, request, _PROBE_TIMEOUT_SECONDS)
         return set(self._asleep)
 
     def _record(self, member: str, call: Call[bool]) -> None:
         try:
             is_asleep = call.result()
         except RemotingError:
-            return  # unknown; a user without the right to probe waits until the broker drops a dead member
+            return  # unknown, as for a user who may not probe: then the broker drops a dead member after two minutes
         (self._asleep.add if is_asleep else self._asleep.discard)(member)
 
     def _to_probe(self, ids: Sequence[str]) -> list[str]:
@@ -270,13 +271,13 @@ class _SleepDetector:
 
 
 def assign(queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[str] = ()) -> dict[str, list[Queue]]:
-    """Return the queues of a topic by reader. The previous reader also gets the queues of a reader that is asleep."""
+    """Return the queues of one topic by member. Those of a member that is asleep go to the awake member before it."""
     assigned: dict[str, list[Queue]] = {}
     awake = [index for index, each in enumerate(readers) if each not in asleep]
     if not awake:
         return assigned
-    # Each topic begins with another member, so that one member does not read all topics with few queues
-    first = int(_short(queues[0].topic), 16) if queues else 0
+    # Each topic begins with another member. Otherwise the first member would read all topics that have one queue.
+    first = int(_short_hash(queues[0].topic), 16) if queues else 0
     for number, queue in enumerate(queues):
         index = (first + number) % len(readers)
         living = max((each for each in awake if each <= index), default=awake[-1])
@@ -287,7 +288,7 @@ def assign(queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[s
 def open_client(
     settings: RocketMQSettings, name: str | None = None, on_members: Callable[[str], None] | None = None
 ) -> RemotingClient:
-    """Return a client with connections of its own, so that long pulls delay nothing else."""
+    """Return a client with connections of its own, so that pulls waiting for messages do not delay other requests."""
     return RemotingClient(
         settings.name_servers,
         client_id=name,
@@ -302,10 +303,10 @@ def _partition(queue: Queue) -> Partition:
     return queue.topic, queue.queue
 
 
-def _short(text: str) -> str:
+def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
 
 
-def _reads(member: str, topic: str) -> bool:
+def _reads_topic(member: str, topic: str) -> bool:
     match = _MEMBER.fullmatch(member)
-    return match is not None and _short(topic) in match[2].split(".")
+    return match is not None and _short_hash(topic) in match[2].split(".")

@@ -1,4 +1,4 @@
-"""The positions at which the reading of partitions starts and continues."""
+"""Finds the positions at which a reader starts, and at which a group continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from txnbridge.errors import Conflict, EvidenceLost, PositionLost
 from txnbridge.spi import Ack, Context, Deadline, Decision, Partition, Position, Subscription
-from txnbridge_rocketmq.client import groups, reading
+from txnbridge_rocketmq.client import groups, read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import RemotingError
 from txnbridge_rocketmq.client.groups import Queue
@@ -19,11 +19,11 @@ from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import publish_decided
-from txnbridge_rocketmq.read.anchored_offset import Anchor, AnchoredOffset, topic_recreated
-from txnbridge_rocketmq.read.partition import SURE_SECONDS, SeekTarget
+from txnbridge_rocketmq.read.partition import SeekTarget
 from txnbridge_rocketmq.read.pull import GROUP
+from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, VerifiableOffset, topic_recreated
 from txnbridge_rocketmq.settings.names import encoded
-from txnbridge_rocketmq.write.half_batch import parts_as_json
+from txnbridge_rocketmq.write.half_batch import halves_as_json
 from txnbridge_rocketmq.write.message_format import timestamp_of
 
 T = TypeVar("T")
@@ -31,77 +31,79 @@ T = TypeVar("T")
 Queues = Mapping[Partition, Queue]
 Targets = Mapping[Partition, SeekTarget | None]
 
-_AGAIN_SECONDS = 0.01
-_LOOK_SECONDS = 0.1
-# Timeout of committing a group's offset to the broker, which only serves administrators and tools.
-_COMMIT_SECONDS = 5.0
+# The wait between two reads of a stored message that is not readable yet, and of a missing reference record.
+_VISIBLE_POLL_SECONDS = 0.01
+_MISSING_RECORD_POLL_SECONDS = 0.1
+# Timeout of committing a group's offset to the broker. Only administrators and tools need that offset.
+_OFFSET_COMMIT_SECONDS = 5.0
 
 
 class QueueOffsets:
     """Requests about the offsets of queues. Safe for use by several threads."""
 
-    def __init__(self, client: RemotingClient) -> None:
+    def __init__(self, client: RemotingClient, missing_timeout: float) -> None:
         self._client = client
+        self._missing_timeout = missing_timeout
 
     def begin(self, queue: Queue, deadline: Deadline) -> int:
         """Return the offset of the first message that the queue still has."""
-        return max(0, self._ask(queue, reading.min_offset(queue.topic, queue.queue), deadline))
+        return max(0, self._ask(queue, read_requests.min_offset(queue.topic, queue.queue), deadline))
 
     def end(self, queue: Queue, deadline: Deadline) -> int:
         """Return the offset after the last message of the queue."""
-        return self._ask(queue, reading.max_offset(queue.topic, queue.queue), deadline)
+        return self._ask(queue, read_requests.max_offset(queue.topic, queue.queue), deadline)
 
     def since(self, queue: Queue, timestamp: int, deadline: Deadline) -> int:
         """Return the offset of the first message with this timestamp or a later one; the end if there is none.
 
-        Brokers search by store time. The sender's timestamps are compared from that offset on. Therefore a message with
-        a timestamp in the future is found only if it was stored after `timestamp`.
+        The broker finds the first message stored since `timestamp`. From there, messages are read until the sender's
+        own timestamp is late enough. So messages that were stored before `timestamp` are never found.
         """
-        at = max(self._ask(queue, reading.offset_at(queue.topic, queue.queue, timestamp), deadline), 0)
+        at = max(self._ask(queue, read_requests.offset_at(queue.topic, queue.queue, timestamp), deadline), 0)
         at, end = max(at, self.begin(queue, deadline)), self.end(queue, deadline)
         while at < end:
-            pulled = self._ask(queue, reading.pull(queue.topic, queue.queue, at, GROUP), deadline)
+            pulled = self._ask(queue, read_requests.pull(queue.topic, queue.queue, at, GROUP), deadline)
             for record in pulled.records:
                 if record.queue_offset >= at and timestamp_of(record) >= timestamp:
                     return record.queue_offset
-            if pulled.next_offset <= at:  # the queue's last message becomes readable in a moment
-                deadline.check(f"looking for a time in {queue.topic}[{queue.queue}]")
-                time.sleep(_AGAIN_SECONDS)
+            if pulled.next_offset <= at:  # the last message is stored, and becomes readable in a moment
+                deadline.check(f"looking for the offset of a time in {queue.topic}[{queue.queue}]")
+                time.sleep(_VISIBLE_POLL_SECONDS)
             at = max(at, pulled.next_offset)
         return at
 
-    def anchored(self, queue: Queue, at: int, deadline: Deadline) -> AnchoredOffset:
-        """Return the position at an offset, with the message before the offset as its anchor if that message exists."""
+    def verifiable(self, queue: Queue, at: int, deadline: Deadline) -> VerifiableOffset:
+        """Return the position at an offset, with the message before it as the reference record if there is one."""
         log_offset = self._log_offset(queue, at - 1, deadline) if at else None
-        return AnchoredOffset(at, None if log_offset is None else Anchor(at - 1, log_offset))
+        return VerifiableOffset(at, None if log_offset is None else ReferenceRecord(at - 1, log_offset))
 
-    def has_anchor(self, queue: Queue, anchor: Anchor, deadline: Deadline) -> bool:
-        """Return whether the queue still has its anchor, or retention has dropped it.
+    def is_same_queue(self, queue: Queue, reference: ReferenceRecord, deadline: Deadline) -> bool:
+        """Return whether the queue still has the reference record, or has dropped it by retention.
 
-        A missing record is requested again for some seconds, because a broker may just have started.
+        Request a missing record again for some seconds: the broker may just have started.
         """
-        sure = time.monotonic() + SURE_SECONDS
-        while (log_offset := self._log_offset(queue, anchor.offset, deadline)) is None:
-            if self.begin(queue, deadline) > anchor.offset:
+        sure = time.monotonic() + self._missing_timeout
+        while (log_offset := self._log_offset(queue, reference.offset, deadline)) is None:
+            if self.begin(queue, deadline) > reference.offset:
                 return True
             if time.monotonic() >= sure:
                 return False
-            deadline.check(f"looking for the last message that was read of {queue.topic}[{queue.queue}]")
-            time.sleep(_LOOK_SECONDS)
-        return log_offset == anchor.log_offset
+            deadline.check(f"looking for the last message that was read from {queue.topic}[{queue.queue}]")
+            time.sleep(_MISSING_RECORD_POLL_SECONDS)
+        return log_offset == reference.log_offset
 
     def _log_offset(self, queue: Queue, offset: int, deadline: Deadline) -> int | None:
-        return self._ask(queue, reading.log_offset_at(queue.topic, queue.queue, offset), deadline)
+        return self._ask(queue, read_requests.log_offset_at(queue.topic, queue.queue, offset), deadline)
 
     def committed(self, group: str, queue: Queue, deadline: Deadline) -> int | None:
-        """Return the group's offset in the broker's offset store; None if the store has none."""
+        """Return the group's offset in the broker's offset store, or None."""
         return self._ask(queue, groups.committed_offset(encoded(group), queue.topic, queue.queue), deadline)
 
     def commit(self, group: str, queue: Queue, offset: int) -> None:
         """Commit a group's offset to the broker's offset store, for tools. Do not wait for the response."""
         request = groups.commit_offset(encoded(group), queue.topic, queue.queue, offset)
         with suppress(RemotingError):  # the next acknowledgement commits the offset again
-            self._client.submit(queue.broker, request, _COMMIT_SECONDS)
+            self._client.submit(queue.broker, request, _OFFSET_COMMIT_SECONDS)
 
     def _ask(self, queue: Queue, request: RpcRequest[T], deadline: Deadline) -> T:
         action = f"asking about {queue.topic}[{queue.queue}]"
@@ -109,46 +111,43 @@ class QueueOffsets:
 
 
 class InitialPositions:
-    """The positions at which a subscription begins. "latest" means the end when the reader was opened."""
+    """Where a reader begins if its group has no position. "latest" is the queue's end when the reader was opened."""
 
     def __init__(self, offsets: QueueOffsets, subscription: Subscription, queues: Queues, deadline: Deadline) -> None:
         self._offsets = offsets
         self._start = subscription.start
         latest = self._start == "latest"
-        self._latest: dict[Partition, AnchoredOffset] = {}
+        self._latest: dict[Partition, VerifiableOffset] = {}
         for each, queue in queues.items() if latest else ():
-            self._latest[each] = offsets.anchored(queue, offsets.end(queue, deadline), deadline)
+            self._latest[each] = offsets.verifiable(queue, offsets.end(queue, deadline), deadline)
 
-    def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> AnchoredOffset:
-        """Return a partition's first position. A partition that was added later begins at its first message."""
+    def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> VerifiableOffset:
+        """Return where a partition begins. With "latest", a partition added later begins at its first message."""
         if partition in self._latest:
             return self._latest[partition]
         if isinstance(self._start, int):
             at = self._offsets.since(queue, self._start, deadline)
         else:
             at = self._offsets.begin(queue, deadline)
-        return self._offsets.anchored(queue, at, deadline)
+        return self._offsets.verifiable(queue, at, deadline)
 
 
 @dataclass(frozen=True)
 class ResolvedPositions:
-    """The positions at which partitions continue, and errors for partitions whose position only the user can choose."""
+    """Where partitions continue (`known`), and old offset and error of those whose position is `lost` until a seek."""
 
-    known: Mapping[Partition, AnchoredOffset] = field(default_factory=dict)
+    known: Mapping[Partition, VerifiableOffset] = field(default_factory=dict)
     lost: Mapping[Partition, tuple[int, PositionLost]] = field(default_factory=dict)
 
 
 class GroupPositions:
-    """The position of a group: the end of the last decision in the decision log that acknowledges messages of the
-    group.
+    """The positions of a group in the decision log. Each COMMIT that acknowledges messages moves them.
 
-    A new group begins by a decision with its first position, written before the first message is handed out. Therefore
-    no message is skipped if the first transaction aborts, and of members that begin at the same time one decides
-    (hazard H79).
+    A new group claims its first position before it hands out the first message. Therefore no message is skipped if the
+    first transaction aborts, and of members that begin at the same time one decides (hazard H79).
 
-    The member whose decision moved the group may have died before it published that transaction. The member that
-    continues publishes the transaction first. Otherwise its own messages would overtake the messages of that
-    transaction (hazard H78).
+    The member that moved the group last may have died before its transaction was published. The member that reads on
+    publishes that transaction first. Otherwise its own messages would overtake those of the transaction (hazard H78).
     """
 
     def __init__(
@@ -162,16 +161,14 @@ class GroupPositions:
         self._ledger = context.ledger(context.application, f"group/{group}")
 
     def positions(self, deadline: Deadline) -> tuple[dict[Partition, int], Position]:
-        """Return the group's positions, and the position up to which the decision log was read. Raise `PositionLost` if
-        the log has lost the group's position.
-        """
-        positions, read_up_to = self._anchored_offsets(deadline)
+        """Return the group's offsets, and the log position up to which they were read. Raise `PositionLost`."""
+        positions, read_up_to = self._verifiable_offsets(deadline)
         return {partition: position.next for partition, position in positions.items()}, read_up_to
 
-    def _anchored_offsets(self, deadline: Deadline) -> tuple[dict[Partition, AnchoredOffset], Position]:
+    def _verifiable_offsets(self, deadline: Deadline) -> tuple[dict[Partition, VerifiableOffset], Position]:
         with self._with_evidence():
             positions, read_up_to = self._ledger.positions(self._group, deadline)
-        return {partition: AnchoredOffset.of(position) for partition, position in positions.items()}, read_up_to
+        return {partition: VerifiableOffset.of(position) for partition, position in positions.items()}, read_up_to
 
     @contextmanager
     def _with_evidence(self) -> Iterator[None]:
@@ -179,31 +176,31 @@ class GroupPositions:
             yield
         except EvidenceLost as error:
             raise PositionLost(
-                f"nobody can tell where group {self._group!r} stands: {error}. Nothing was skipped or read again"
+                f"the position of group {self._group!r} is lost: {error}. Nothing was skipped or read again"
             ) from error
 
     def resolve(self, targets: Targets, queues: Queues, deadline: Deadline) -> ResolvedPositions:
-        """Return the positions at which partitions continue: not before the group's position or the target of a seek.
+        """Return where the partitions of `targets` continue: at the group's position, or at a later target of a seek.
 
-        `queues` are all partitions of the topics: a group begins a topic with all partitions that exist then. A
-        partition without a target may have been moved by another member. In a recreated topic the group moves to the
-        target that the user has chosen, forward or back.
+        `queues` are all partitions of the topics: a group claims its first position in all partitions of a topic at
+        once. Where the target is None, first publish the transaction that moved the group last. In a recreated topic,
+        move the group to the target that the user has chosen, also back.
         """
         while True:
-            current, read_up_to = self._anchored_offsets(deadline)
+            current, read_up_to = self._verifiable_offsets(deadline)
             recreated = self._recreated({each: current[each] for each in targets if each in current}, queues, deadline)
             chosen = {each: target.at for each in recreated if (target := targets[each]) is not None and target.chosen}
             if chosen:
-                begun = {each: self._offsets.anchored(queues[each], at, deadline) for each, at in chosen.items()}
+                begun = {each: self._offsets.verifiable(queues[each], at, deadline) for each, at in chosen.items()}
                 self._claim(begun, read_up_to, deadline)
                 continue
             if all(partition in current for partition in targets):
                 self._publish_before({each for each, target in targets.items() if target is None}, deadline)
                 return self._resolved(targets, current, recreated, queues, deadline)
-            # Read the log again after the broker's offsets: a member commits an offset to the broker after its decision
-            # is in the log.
+            # Read the log after the broker's offsets: a member writes its decision to the log before it commits the
+            # offset to the broker, so an offset without a decision then is from another application or client.
             committed = {each: self._offsets.committed(self._group, queues[each], deadline) for each in queues}
-            current, read_up_to = self._anchored_offsets(deadline)
+            current, read_up_to = self._verifiable_offsets(deadline)
             new = set(queues) - {each for each in queues if any(each[0] == topic for topic, _ in current)}
             begun = {}
             lost = recreated
@@ -211,13 +208,13 @@ class GroupPositions:
                 if partition in current or not (partition in targets or partition in new):
                     continue
                 if (target := targets.get(partition)) is not None:
-                    begun[partition] = self._offsets.anchored(queue, target.at, deadline)
+                    begun[partition] = self._offsets.verifiable(queue, target.at, deadline)
                 elif (at := committed[partition]) is not None:
-                    lost[partition] = at, self._lost(partition, at)
+                    lost[partition] = at, self._position_unknown(partition, at)
                 elif partition in new:
                     begun[partition] = self._starts.first(partition, queue, deadline)
-                else:  # the partition was added since the group began, so all its messages are new
-                    begun[partition] = self._offsets.anchored(queue, self._offsets.begin(queue, deadline), deadline)
+                else:  # the partition was added after the group began, so the group reads all its messages
+                    begun[partition] = self._offsets.verifiable(queue, self._offsets.begin(queue, deadline), deadline)
             if begun and not self._claim(begun, read_up_to, deadline):
                 continue
             self._publish_before({p for p, target in targets.items() if target is None and p in current}, deadline)
@@ -226,7 +223,7 @@ class GroupPositions:
     def _resolved(
         self,
         targets: Targets,
-        current: Mapping[Partition, AnchoredOffset],
+        current: Mapping[Partition, VerifiableOffset],
         lost: Mapping[Partition, tuple[int, PositionLost]],
         queues: Queues,
         deadline: Deadline,
@@ -239,26 +236,26 @@ class GroupPositions:
         return ResolvedPositions(known, {each: lost[each] for each in targets if each in lost})
 
     def _advanced(
-        self, current: AnchoredOffset, target: SeekTarget | None, queue: Queue, deadline: Deadline
-    ) -> AnchoredOffset:
+        self, current: VerifiableOffset, target: SeekTarget | None, queue: Queue, deadline: Deadline
+    ) -> VerifiableOffset:
         if target is None or target.at <= current.next:
             return current
         if target.chosen:
-            return self._offsets.anchored(queue, target.at, deadline)
-        return AnchoredOffset(target.at, current.anchor)
+            return self._offsets.verifiable(queue, target.at, deadline)
+        return VerifiableOffset(target.at, current.reference)
 
     def _recreated(
-        self, current: Mapping[Partition, AnchoredOffset], queues: Queues, deadline: Deadline
+        self, current: Mapping[Partition, VerifiableOffset], queues: Queues, deadline: Deadline
     ) -> dict[Partition, tuple[int, PositionLost]]:
-        """Return the errors of those partitions whose topics were recreated since the group read them."""
-        errors = {}
-        for partition, (at, anchor) in current.items():
-            if anchor is not None and not self._offsets.has_anchor(queues[partition], anchor, deadline):
-                errors[partition] = at, topic_recreated(f"the position of group {self._group!r}", partition, at, anchor)
+        """Return offset and error for each partition whose topic was recreated since the group read it."""
+        errors, owner = {}, f"the position of group {self._group!r}"
+        for partition, (at, reference) in current.items():
+            if reference is not None and not self._offsets.is_same_queue(queues[partition], reference, deadline):
+                errors[partition] = at, topic_recreated(owner, partition, at, reference)
         return errors
 
     def _publish_before(self, partitions: Collection[Partition], deadline: Deadline) -> None:
-        """Publish the last transactions that acknowledged on these partitions. Earlier ones are published already."""
+        """Publish the transactions that moved the group last in these partitions. Earlier ones are published."""
         if not partitions:
             return
         with self._with_evidence():
@@ -266,24 +263,24 @@ class GroupPositions:
         for transaction, claim in dict(decided[each] for each in partitions if each in decided).items():
             publish_decided(self._ender, transaction, claim, deadline)
 
-    def _claim(self, begun: Mapping[Partition, AnchoredOffset], read_up_to: Position, deadline: Deadline) -> bool:
-        """Write the group's first position to the decision log. Return False if another member was first."""
+    def _claim(self, begun: Mapping[Partition, VerifiableOffset], read_up_to: Position, deadline: Deadline) -> bool:
+        """Claim positions of the group in the decision log. Return False if another member moved the group first."""
         acks = [
             Ack(self._group, each, (position.next,), position.position, read_up_to) for each, position in begun.items()
         ]
         with self._with_evidence(), self._events.step("step:start", None, group=self._group):
             log = self._ledger.begin(deadline)
             try:
-                self._ledger.claim(uuid.uuid4().hex, Decision.COMMIT, parts_as_json(()), deadline, log=log, acks=acks)
+                self._ledger.claim(uuid.uuid4().hex, Decision.COMMIT, halves_as_json(()), deadline, log=log, acks=acks)
             except Conflict:
                 return False
         return True
 
-    def _lost(self, partition: Partition, offset: int) -> PositionLost:
+    def _position_unknown(self, partition: Partition, offset: int) -> PositionLost:
         topic, number = partition
         return PositionLost(
-            f"group {self._group!r} has read {topic}[{number}] up to {offset}, by what the broker was told; but this"
-            " application's decision log does not know it: another application or another client reads in a group of"
-            " this name, or the log was lost. Nothing was skipped or read again: say where to go on by"
+            f"group {self._group!r} has read {topic}[{number}] up to {offset}, by the broker's offset store. But the"
+            " group is not in this application's decision log: another application or another client reads in a group"
+            " of this name, or the log was lost. Nothing was skipped or read again: choose where to continue by"
             f" seek({{({topic!r}, {number}): (offset,)}}), or read with a new group"
         )

@@ -1,4 +1,4 @@
-"""The options of a bridge to RocketMQ, and the settings that result from URL and options."""
+"""The options of a bridge to RocketMQ, and the settings that follow from its URL and options."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Option, Url
 from txnbridge_rocketmq.settings.names import decoded, encoded, group_name, topic_name
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 
 if TYPE_CHECKING:  # the options are read by every process, the client only by processes that connect
     import ssl
@@ -21,11 +22,11 @@ _PORT = 9876  # the default port of name servers
 
 @dataclass(frozen=True)
 class RocketMQSettings:
-    """The settings of a bridge: how to reach and use a cluster."""
+    """The settings of a bridge: how to reach a cluster, and the names of the bridge's own topics and groups."""
 
     name_servers: tuple[str, ...]  # "host:port"
     timeout: float  # the bridge's default deadline in seconds
-    hold: float | None
+    hold: float | None  # seconds for which a prepared transaction waits to be ended
     application: str
     create_topics: int  # partitions of a topic that is created on first use; 0: topics are never created
     prefix: str = "_txnbridge-"  # of the names of all topics of the bridge's own
@@ -38,22 +39,23 @@ class RocketMQSettings:
     tls_key: str = ""
     tls_verify: bool = True
     tls_verify_hostname: bool = True
+    timing: RocketMQTiming = field(default_factory=RocketMQTiming)
 
     def log_topic(self, application: str) -> str:
-        """Return an application's decision log topic. Raise `InvalidOption` if the application's name is too long."""
+        """Return the name of an application's decision log topic. Raise `InvalidOption` if the name is too long."""
         return topic_name(f"{self.prefix}log-{encoded(application)}")
 
     @property
     def cluster_topic(self) -> str:
-        """The topic whose first record is the cluster's id. Topics that repeat the id have its name, '-' and more."""
+        """The topic whose first record is the cluster's id. The names of topics that repeat the id begin so, too."""
         return f"{self.prefix}cluster"
 
     def broker_topic(self, broker: str) -> str:
-        """Return the name of the empty topic that records a broker. It may be too long for a topic."""
+        """Return the name of the empty topic that records a broker. The name may be longer than brokers allow."""
         return f"{self._broker_topics}{encoded(broker)}"
 
     def noted_broker(self, topic: str) -> str | None:
-        """Return the broker that a topic records; None for other topics."""
+        """Return the broker's name in the name of a topic from `broker_topic`; None for other topics."""
         begin = self._broker_topics
         return decoded(topic.removeprefix(begin)) if topic.startswith(begin) else None
 
@@ -67,15 +69,15 @@ class RocketMQSettings:
         return group_name(encoded(self.application))
 
     def half_group(self, group: str) -> str:
-        """Return the producer group of a group's half messages. Raise `InvalidOption` for too long names."""
+        """Return the producer group for half messages of a resolver group. Raise `InvalidOption` for long names."""
         return group_name(f"{self._half_groups}{encoded(self.application)}|{encoded(group)}")
 
     def shared_half_group(self, group: str) -> str:
-        """Return the producer group of half messages that were stored before producer groups named the application."""
+        """Return the name that earlier versions gave to `half_group`, the same for all applications."""
         return group_name(f"{self._half_groups}{encoded(group)}")
 
     def group_of_halves(self, producer_group: str) -> tuple[str | None, str] | None:
-        """Return application (None in old names) and group of a producer group of half messages; None for others."""
+        """Return the application (None in old names) and the group in a name of `half_group`; None for other names."""
         if not producer_group.startswith(self._half_groups):
             return None
         *application, group = map(decoded, producer_group.removeprefix(self._half_groups).split("|"))
@@ -146,7 +148,7 @@ def parse_settings(url: Url, options: Mapping[str, Any], context: Context) -> Ro
     """Return the settings for a URL and options. Raise `InvalidOption` if a value is invalid."""
     for name in context.client_options:
         raise InvalidOption(
-            f"the RocketMQ backend has no option {name!r}: its client is its own, and has none of its own"
+            f"the RocketMQ backend has no option {name!r}: its client is its own, and takes no other options"
         )
     settings = RocketMQSettings(
         name_servers=_name_servers(url),

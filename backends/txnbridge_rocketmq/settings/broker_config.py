@@ -1,4 +1,4 @@
-"""The settings of brokers that transactions depend on."""
+"""The settings of brokers on which transactions depend, such as the timing of check-backs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from txnbridge_rocketmq.client import administration
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC
 from txnbridge_rocketmq.client.retry import retry, retry_call
-from txnbridge_rocketmq.write.transaction_properties import CLOCKS_DIFFER_SECONDS
+from txnbridge_rocketmq.settings.timing import RocketMQTiming
 
 # How long settings are cached. An administrator may change them at any time, but no timing here depends on seconds.
-_FRESH_SECONDS = 60.0
+_SETTINGS_CACHE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class BrokerConfig:
-    """The settings of one broker. Times are in seconds. A setting that the broker does not return has its default."""
+    """The settings of one broker, with the default for a setting that the broker did not return. Times in seconds."""
 
     name: str
     values: Mapping[str, str] = field(repr=False)
@@ -52,7 +52,7 @@ class BrokerConfig:
 
     @property
     def op_message_interval(self) -> float:
-        """The time until the broker writes an ended half's op message. A round before it sends one more check-back."""
+        """The time until the broker writes the op message of an ended half. Until then it may ask about it again."""
         if self.number("transactionOpMsgMaxSize", 4_096) <= 1:
             return 0.0  # the op message of one half exceeds this size, so the broker writes each at once
         return self.number("transactionOpBatchInterval", 3_000) / 1000
@@ -64,12 +64,13 @@ class BrokerConfig:
 
     @property
     def longest_transaction(self) -> float:
-        """The longest transaction whose halves still get a check-back after its deadline, before they are discarded.
+        """The longest transaction for which the broker still sends a check-back after the transaction's deadline.
 
-        The broker also counts rounds in which a half is too young for a check-back (hazard H69).
+        A longer one would lose its halves: the broker discards them after `check_max` rounds, and also counts rounds in
+        which a half is too young for a check-back (hazard H69).
         """
         last_asked = self.discarded_after - self.check_interval
-        return max(0.0, last_asked - CLOCKS_DIFFER_SECONDS) if last_asked > self.transaction_timeout else 0.0
+        return max(0.0, last_asked - RocketMQTiming.clocks_differ) if last_asked > self.transaction_timeout else 0.0
 
     @property
     def retention(self) -> float:
@@ -83,7 +84,7 @@ class BrokerConfig:
 
     @property
     def half_topic(self) -> str:
-        """The topic of half messages. Rounds of check-backs copy halves, but not in the RocksDB store."""
+        """The broker's topic for half messages, which is another one where the broker keeps them in RocksDB."""
         in_rocksdb = self.is_on("transRocksDBEnable") and not self.is_on("transWriteOriginTransHalfEnable", True)
         return ROCKSDB_HALF_TOPIC if in_rocksdb else HALF_TOPIC
 
@@ -97,14 +98,14 @@ class BrokerConfigs:
         self._known: dict[str, tuple[float, BrokerConfig]] = {}
 
     def names(self, deadline: Deadline) -> list[str]:
-        """Return the names of the brokers that have a master now, in order."""
+        """Return the names of the brokers whose master is up, in order."""
         return sorted(retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline))
 
     def require_config(self, broker: str, deadline: Deadline, fresh: bool = False) -> BrokerConfig:
-        """Return a broker's settings, up to a minute old unless `fresh`. Raise `AccessDenied` without the right."""
+        """Return a broker's settings, up to a minute old unless `fresh`. Raise `AccessDenied` if the user may not."""
         with self._lock:
             at, known = self._known.get(broker, (0.0, None))
-        if known is not None and not fresh and time.monotonic() - at < _FRESH_SECONDS:
+        if known is not None and not fresh and time.monotonic() - at < _SETTINGS_CACHE_SECONDS:
             return known
         action = f"asking broker {broker} for its settings"
         values = retry_call(self._client, broker, administration.broker_settings(), action, deadline)
@@ -114,7 +115,7 @@ class BrokerConfigs:
         return config
 
     def config(self, broker: str, deadline: Deadline) -> BrokerConfig:
-        """Return the settings of a broker, or the defaults where this user may not read settings."""
+        """Return a broker's settings, or RocketMQ's defaults if this user may not read settings."""
         try:
             return self.require_config(broker, deadline)
         except AccessDenied:

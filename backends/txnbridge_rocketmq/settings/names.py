@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import quote, unquote
 
 from txnbridge.errors import InvalidOption
-from txnbridge_rocketmq.client.sending import check_group, check_topic
+from txnbridge_rocketmq.client.send_requests import check_group, check_topic
 
 # RocketMQ's system topics and groups.
 _SYSTEM = ("RMQ_SYS_", "SCHEDULE_TOPIC_", "%RETRY%", "%DLQ%", "rmq_sys_", "CID_RMQ_SYS_")
@@ -13,7 +13,7 @@ _SYSTEM_TOPICS = {"TBW102", "BenchmarkTest", "SELF_TEST_TOPIC", "OFFSET_MOVED_EV
 
 
 def encoded(text: str) -> str:
-    """Encode any text, reversibly, as letters, digits, '_', '-', and '%' with two digits."""
+    """Encode any text, reversibly, in the letters that names may have: '%' and two digits stand for others."""
     return quote(text, safe="", errors="surrogatepass").replace(".", "%2E").replace("~", "%7E")
 
 
@@ -36,5 +36,5 @@ def group_name(name: str) -> str:
 
 
 def is_system_topic(name: str) -> bool:
-    """Return whether a topic is a broker's own, or holds redeliveries of a group."""
+    """Return whether a topic belongs to RocketMQ itself: system topics, and retry and dead-letter topics."""
     return name.startswith(_SYSTEM) or name in _SYSTEM_TOPICS

@@ -1,13 +1,13 @@
-"""Acknowledgement of a reader's messages, as part of the decision about a writer's transaction.
+"""Acknowledgement of a reader's messages, as part of a writer's transaction.
 
 A writer uses a reader's `RocketMQAckContext` so:
 
     acks = context.acks(positions, deadline)          # for `Ledger.claim`
     acks = context.acks(more, deadline, so_far=acks)  # adds further messages
 
-An acknowledgement counts with the decision that carries it, and only if no other member has moved the group's position
-in the same partition since the decision log was read. Before the decision no lock is held, and nothing has to be
-cleaned up (hazard H77).
+The COMMIT claim of the transaction carries the acknowledgements. They count only if no other member has moved the
+group's position in the same partition since the decision log was read for them. Before the claim no lock is held, and
+after an abort nothing has to be cleaned up (hazard H77).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OnAck = Callable[[QueueReader, int], object]
 
 
 class RocketMQAckContext:
-    """The messages of a reader that a transaction can acknowledge. Thread-safe, also while another thread polls."""
+    """Makes the acknowledgements of one reader's messages. Thread-safe, also while another thread polls the reader."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class RocketMQAckContext:
         *,
         so_far: Sequence[Ack] = (),
     ) -> list[Ack]:
-        """Return the acks that a COMMIT claim carries for these positions, which are consecutive in each partition.
+        """Return the acks for a COMMIT claim: of these messages, consecutive in each partition, and those in `so_far`.
 
-        `so_far` are the acks of the same transaction for this reader; they are part of the result. Raise `Conflict` if
-        the reader has lost a partition, if another member has moved the group's position in one, or if an earlier
-        transaction that acknowledges in one is still undecided.
+        `so_far` are acks of the same transaction, from earlier calls. Raise `Conflict` if the reader has lost a
+        partition, if another member has moved the group's position there, or if an earlier transaction that
+        acknowledges messages there is still undecided.
         """
         self.was_used = True
         before = {ack.partition: ack for ack in so_far}
@@ -91,12 +91,14 @@ class RocketMQAckContext:
 
 def _has_left(partition: Partition) -> Conflict:
     topic, number = partition
-    return Conflict(f"{topic}[{number}] left this reader after the messages were delivered; they come again")
+    return Conflict(
+        f"{topic}[{number}] is not assigned to this reader any more; its messages will be delivered to another one"
+    )
 
 
 def _moved(group: str, partition: Partition) -> Conflict:
     topic, number = partition
     return Conflict(
-        f"group {group!r} does not stand in {topic}[{number}] where these messages were delivered: another member has"
+        f"the position of group {group!r} in {topic}[{number}] is not where these messages begin: another member has"
         " acknowledged there, or an earlier transaction is still undecided"
     )

@@ -1,4 +1,4 @@
-"""The encoding of messages: RocketMQ bodies are never empty, and properties are text with unique names."""
+"""Encodes messages for RocketMQ, where bodies are never empty and properties are text with unique names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from txnbridge.errors import InvalidOption, NotSupported
 from txnbridge.spi import NO_HEADERS, Headers, Message, RawHeaders
 from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.sending import WireMessage
+from txnbridge_rocketmq.client.send_requests import WireMessage
 
 # The prefix of the bridge's own properties. They are never shown among a user's headers.
 OWN = "txnbridge."
@@ -31,10 +31,10 @@ _TIMESTAMP = f"{OWN}timestamp"
 # The property with the order of the headers: brokers keep each name once, in an order of their own.
 _ORDER = f"{OWN}headers"
 
-# The limit for properties. Brokers accept 32 KB, and add their own properties for transactions and check-backs.
+# The limit for properties. Brokers accept 32 KB, including those that they add for transactions and check-backs.
 _PROPERTY_BYTES = 30_000
 _WORD = re.compile(r"[!-~]{1,255}")
-_KEYS_REMEMBERED = 10_000
+_HASH_CACHE_SIZE = 10_000
 
 # The names of RocketMQ's own properties, some of which change how brokers treat a message.
 _NAMES = """
@@ -99,8 +99,8 @@ def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
     for name, value in headers:
         if value is None or not name:
             raise NotSupported(
-                f"header {name!r}: RocketMQ's properties are text with a name. Leave a header out that has no value, or"
-                " give it an empty one; give one without a name a name"
+                f"header {name!r}: RocketMQ's properties are text with a name. Give the header a name and a value; the"
+                " value may be empty"
             )
         if name == Property.TAGS:
             tags = _tag(value)
@@ -134,7 +134,7 @@ def _encoded_header(name: str, value: bytes) -> tuple[str, str]:
 def _tag(value: bytes) -> str:
     text = value.decode("utf-8", "replace")
     if not text.strip() or "|" in text or _holds_separator(text) or "\ufffd" in text:
-        raise InvalidOption("the header 'TAGS' is RocketMQ's tag: text without '|', not empty")
+        raise InvalidOption("the header 'TAGS' is RocketMQ's tag: it must be text without '|', and not empty")
     return text
 
 
@@ -142,7 +142,7 @@ def _check_name(name: str) -> None:
     if name in RESERVED or name.startswith(OWN):
         raise InvalidOption(f"header {name!r}: RocketMQ or txnbridge itself uses this name; choose another")
     if _holds_separator(name):
-        raise InvalidOption(f"header {name!r}: RocketMQ separates headers by U+0001 and U+0002, a name has none")
+        raise InvalidOption(f"header {name!r}: RocketMQ separates headers by U+0001 and U+0002; leave them out")
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -158,7 +158,7 @@ def _check_size(properties: Mapping[str, str], own: Mapping[str, str]) -> None:
     size = sum(len(name.encode()) + len(text.encode()) + 2 for name, text in pairs)
     if size > _PROPERTY_BYTES:
         raise InvalidOption(
-            f"headers and key take {size} bytes as RocketMQ stores them; {_PROPERTY_BYTES} is the most it has room for"
+            f"headers and key take {size} bytes as RocketMQ stores them; at most {_PROPERTY_BYTES} bytes are allowed"
         )
 
 
@@ -166,7 +166,7 @@ def _check_size(properties: Mapping[str, str], own: Mapping[str, str]) -> None:
 
 
 def from_wire(record: MessageExt, topic: str, partition: int, source: Any = None) -> Message:
-    """Return the message in a record of any client. Raise `CannotDecompress` if the body cannot be unpacked."""
+    """Decode a record that any client has sent. Raise `CannotDecompress` if the body cannot be unpacked."""
     properties = record.properties
     return Message(
         topic,
@@ -222,7 +222,7 @@ def _pairs(properties: Mapping[str, str]) -> Iterable[tuple[str, bytes]]:
             if (text := left.pop(each, None)) is not None:
                 yield name, _header(each, text)[1]
                 break
-    for name, text in left.items():  # headers without an order, or added on the way
+    for name, text in left.items():  # headers of other clients, and properties that the broker added
         yield _header(name, text)
 
 
@@ -254,11 +254,11 @@ def _decoded_base64(text: str) -> bytes | None:
 
 
 def partition_of(key: bytes, partitions: int) -> int:
-    """Return the queue that Java's `SelectMessageQueueByHash` picks for the key as text, or for its base64 form."""
+    """Return the queue that Java's `SelectMessageQueueByHash` picks for the key as text (if not text, in base64)."""
     return key_hash(key) % partitions
 
 
-@lru_cache(_KEYS_REMEMBERED)
+@lru_cache(_HASH_CACHE_SIZE)
 def key_hash(key: bytes) -> int:
     """Return the absolute value of Java's `String.hashCode` of a key as text."""
     try:

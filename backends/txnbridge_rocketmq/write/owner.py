@@ -18,11 +18,11 @@ class RocketMQOwner:
     """Owner of a transactional id: opens the id in the decision log, after which older owners cannot commit.
 
     The new owner first publishes the transactions that the previous owner committed and did not publish. Undecided
-    transactions are aborted after the broker's check-back. The owner does not wait for this abort, because undecided
-    halves do not block readers.
+    transactions are aborted after the broker's check-back. The owner does not wait for that, because undecided halves
+    do not block readers.
 
-    The random name of a bridge without a transactional id is opened only for prepared transactions and half messages,
-    because no other process can own the name.
+    A bridge without a transactional id has a random name, which no other process can own. It opens this name only for
+    prepared transactions and half messages.
     """
 
     def __init__(self, cluster: RocketMQCluster, identity: Identity, ledger: Ledger, ender: HalfEnder) -> None:
@@ -34,7 +34,7 @@ class RocketMQOwner:
         self._lock = threading.Lock()
 
     def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
-        """Return `count` writers. With a transactional id, first fence older owners."""
+        """Return `count` writers. With a transactional id, first open it, which fences older owners."""
         if self._identity.owned:
             self.open(deadline)
         return [RocketMQWriter(self, number) for number in range(count)]
@@ -62,10 +62,10 @@ class RocketMQOwner:
             self._lock.release()
 
     def _finish(self, deadline: Deadline) -> None:
-        """Publish the last commits of the previous owner.
+        """Publish the last commit of each writer of the previous owner.
 
-        Earlier commits are published already: each writer publishes one transaction before it begins the next, and each
-        owner does this before its first commit (hazard H71).
+        Earlier commits are published already: a writer publishes one transaction before it begins the next, and each
+        owner calls this before its first commit (hazard H71).
         """
         for transaction, claim in self.ledger.claims(deadline):
             publish_decided(self.ender, transaction, claim, deadline)

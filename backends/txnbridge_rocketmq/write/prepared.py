@@ -1,4 +1,4 @@
-"""A writer whose one transaction is prepared, and ended later by its token."""
+"""The writer of a transaction that is prepared: durable, undecided, and ended later by its token."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class RocketMQPreparedWriter(RocketMQWriter):
     def prepare(self, deadline: Deadline) -> None:
         self._store(deadline)
         transaction = self._begun.transaction
-        prepared = PrepareRecord(self._halves.parts, self._all_acks(), self._expires_at)
+        prepared = PrepareRecord(self._halves.topics, self._all_acks(), self._expires_at)
         try:
             with self._cluster.context.events.step("step:record", transaction):
                 self._owner.ledger.record(PREPARE, transaction, prepared.as_json(), deadline)
         except BaseException:
-            # The prepare record may be stored although the call failed, but the caller gets no token for it.
+            # The prepare record may be stored although the call failed, but the caller gets no token to end it.
             self._abort_quietly(deadline)
             raise
 

@@ -1,4 +1,4 @@
-"""The publisher: sends messages without a transaction, each stored once, and in order within a partition."""
+"""The publisher: sends messages without a transaction, each stored once, in order within a partition."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ from txnbridge.errors import (
     NotSupported,
 )
 from txnbridge.spi import Deadline, Publisher, RawHeaders
-from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import NotDurable, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.sending import SendResult, WireMessage, send
+from txnbridge_rocketmq.client.send_requests import SendResult, WireMessage, send
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.write.message_format import partition_of, to_wire
 
-# The producer group in the publisher's requests. Brokers send no check-backs to this group.
+# The producer group in the publisher's requests. It has no members, and no half messages.
 GROUP = "txnbridge-publisher"
-# Limits for messages that `send` has accepted and the broker has not stored yet. `send` waits while they are reached.
+# Limits for messages that `send` has accepted and the broker has not stored yet. At a limit, `send` waits.
 _MOST_MESSAGES, _MOST_BYTES = 1000, 64 << 20
 # Timeout of one request. A live broker responds within milliseconds, or says within seconds that it is busy.
-_ANSWER_SECONDS = 10.0
+_RESPONSE_SECONDS = 10.0
 # The time before a request is repeated to a broker that is down or busy.
-_PAUSE = 0.05
-# Seconds for which a message without a response is looked up after the broker's first negative answer: brokers index
-# messages a moment later, and a request may have waited in the broker before it was carried out
-# (waitTimeMillsInSendQueue).
-_LOOK_SECONDS = 5.0
+_RETRY_PAUSE_SECONDS = 0.05
+# A message without a response is looked up for this long after the broker's first answer that it has none: brokers
+# index a message after they have stored it, and a request may wait in the broker before (waitTimeMillsInSendQueue).
+_LOOK_UP_SECONDS = 5.0
 
 
 @dataclass(eq=False)
 class _QueueSender:
-    """The messages of one queue. Only one is in flight, because requests may overtake each other."""
+    """The messages of one queue that are not stored yet. One is in flight, because requests may overtake others."""
 
     queue: Queue
     waiting: deque[WireMessage] = field(default_factory=deque)
@@ -57,8 +56,8 @@ class _QueueSender:
 class RocketMQPublisher(Publisher):
     """Publisher that sends from a thread of its own. After a failure, it accepts and sends no more messages.
 
-    RocketMQ stores a repeated message twice. Therefore a message without a response is looked up by its unique id. If
-    it is not found, the publisher fails rather than send it again.
+    RocketMQ stores a repeated message twice. Therefore a message without a response is looked up by its unique key. If
+    it is not found, the publisher fails rather than send the message again.
     """
 
     def __init__(self, cluster: RocketMQCluster) -> None:
@@ -92,16 +91,18 @@ class RocketMQPublisher(Publisher):
         if len(value or b"") > most:
             raise InvalidOption(f"a message to {topic} has {len(value or b'')} bytes; the broker takes {most}")
         message = to_wire(topic, value, key, headers, timestamp, unique_key=uuid.uuid4().hex.upper())
-        number = self._chosen(key, len(queues)) if partition is None else partition
+        number = self._queue_number(key, len(queues)) if partition is None else partition
         self._take(message, queues[number], deadline)
 
-    def _chosen(self, key: bytes | None, count: int) -> int:
+    def _queue_number(self, key: bytes | None, count: int) -> int:
         return next(self._round_robin) % count if key is None else partition_of(key, count)
 
     def _take(self, message: WireMessage, queue: Queue, deadline: Deadline) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended or self._has_room(message), deadline.left()):
-                raise DeadlineExceeded(f"there was no room for a message to {queue.topic} for {deadline.seconds:g} s")
+                raise DeadlineExceeded(
+                    f"the send buffer had no room for a message to {queue.topic} for {deadline.seconds:g} s"
+                )
             self._check()
             self._senders.setdefault(queue, _QueueSender(queue)).waiting.append(message)
             self._messages += 1
@@ -129,7 +130,7 @@ class RocketMQPublisher(Publisher):
     # --- flushing -----------------------------------------------------------------------------------------------------
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when all accepted messages are stored. After the deadline the publisher still sends the rest."""
+        """Wait until all accepted messages are stored. At the deadline raise, and continue to send the others."""
         with self._changed:
             self._check()
             self._settle(deadline)
@@ -167,13 +168,13 @@ class RocketMQPublisher(Publisher):
                 due = self._due()
             for sender in due:
                 try:
-                    self._look_after(sender)
+                    self._advance(sender)
                 except _PublishFailure as failure:
                     self._fail(failure)
                     return
 
     def _due(self) -> list[_QueueSender]:
-        """Return the senders that can proceed now."""
+        """Return the senders whose request has ended, or that can send a message now."""
         now = time.monotonic()
         return [
             sender
@@ -182,22 +183,22 @@ class RocketMQPublisher(Publisher):
         ]
 
     def _next_due(self) -> float | None:
-        """Return the seconds until a paused sender may try again; None if none is paused."""
+        """Return the seconds until the next paused sender may send again; None if none is paused."""
         waits = [sender.again_at for sender in self._senders.values() if sender.call is None and sender.waiting]
         return max(0.0, min(waits) - time.monotonic()) if waits else None
 
-    def _look_after(self, sender: _QueueSender) -> None:
+    def _advance(self, sender: _QueueSender) -> None:
         try:
             if sender.call is None:
                 request = send(sender.waiting[0], GROUP, sender.queue.queue)
-                sender.call = self._cluster.client.submit(sender.queue.broker, request, _ANSWER_SECONDS)
+                sender.call = self._cluster.client.submit(sender.queue.broker, request, _RESPONSE_SECONDS)
                 sender.call.when_done(self._wake)
                 return
             call, sender.call = sender.call, None
             call.result()
         except RemotingError as error:
-            if not self._is_stored_all_the_same(sender, error):
-                sender.again_at = time.monotonic() + _PAUSE
+            if not self._was_stored_despite(sender, error):
+                sender.again_at = time.monotonic() + _RETRY_PAUSE_SECONDS
                 return
         self._stored(sender)
 
@@ -212,53 +213,56 @@ class RocketMQPublisher(Publisher):
             self._bytes -= len(message.body)
             self._changed.notify_all()
 
-    def _is_stored_all_the_same(self, sender: _QueueSender, error: RemotingError) -> bool:
-        """Return whether the broker stored a message whose sending failed; if not, it is safe to send it again.
+    def _was_stored_despite(self, sender: _QueueSender, error: RemotingError) -> bool:
+        """Return whether the broker stored the first waiting message although its request failed with `error`.
 
-        Raise `_PublishFailure` if this cannot be known, or if sending again cannot succeed.
+        If not, it is safe to send the message again. Raise `_PublishFailure` if it is not known, or if sending again
+        cannot succeed.
         """
         if isinstance(error, NotDurable):
-            raise _PublishFailure(error, "a message is stored, but not as safely as the broker is set to")
+            raise _PublishFailure(error, "a message is stored, but not flushed or replicated as required")
         if error.may_have_had_effect:
-            self._find(sender, error)
+            self._require_stored(sender, error)
             return True
         # The broker is down, starting, or busy, which is no reason to fail.
         if type(translate(error, "")) in (BrokerUnavailable, DeadlineExceeded):
             return False
         raise _PublishFailure(error, "a message was refused")
 
-    def _find(self, sender: _QueueSender, error: RemotingError) -> None:
-        """Return if the message is stored. Raise `_PublishFailure` otherwise."""
+    def _require_stored(self, sender: _QueueSender, error: RemotingError) -> None:
+        """Look up the first waiting message, and return if it is stored. Raise `_PublishFailure` otherwise."""
         message = sender.waiting[0]
         assert message.unique_key is not None
-        request = reading.by_unique_key(sender.queue.topic, message.unique_key)
+        request = read_requests.by_unique_key(sender.queue.topic, message.unique_key)
         until: float | None = None
         while until is None or time.monotonic() < until:
             if self._closed:
                 break
             try:
-                if self._cluster.client.call(sender.queue.broker, request, _ANSWER_SECONDS):
+                if self._cluster.client.call(sender.queue.broker, request, _RESPONSE_SECONDS):
                     return
-                until = until or time.monotonic() + _LOOK_SECONDS
+                until = until or time.monotonic() + _LOOK_UP_SECONDS
             except RemotingError as refused:
                 if isinstance(translate(refused, ""), AccessDenied):
                     raise _PublishFailure(
-                        refused, "no answer came for a message, and it may not be looked for"
+                        refused, "the broker did not respond for a message, and this user may not look it up"
                     ) from error
-                # Otherwise the broker is down, and is asked again later.
-            time.sleep(_PAUSE)
-        raise _PublishFailure(error, "no answer came for a message, and it was not found, though it may yet come")
+                # Otherwise the broker is down, and the look-up is repeated.
+            time.sleep(_RETRY_PAUSE_SECONDS)
+        raise _PublishFailure(
+            error, "the broker did not respond for a message, and a look-up did not find it; it may be stored later"
+        )
 
     def _fail(self, failure: _PublishFailure) -> None:
         kind = AccessDenied if isinstance(translate(failure.cause, ""), AccessDenied) else DeliveryFailed
         with self._changed:
-            self._failed = kind(f"{failure}; nothing after it in its partition is stored: {failure.cause}")
+            self._failed = kind(f"{failure}; no later message in its partition is stored: {failure.cause}")
             self._failed.__cause__ = failure.cause
             self._changed.notify_all()
 
 
 class _PublishFailure(Exception):
-    """A message could not be stored, so the publisher stops. `cause` is the client's error."""
+    """A message is not stored, or perhaps not, so the publisher stops. `cause` is the client's error."""
 
     def __init__(self, cause: RemotingError, action: str) -> None:
         super().__init__(action)
@@ -266,4 +270,4 @@ class _PublishFailure(Exception):
 
 
 def _no_sequences() -> NotSupported:
-    return NotSupported("the broker keeps no sequences of those who send; leave out sequence=")
+    return NotSupported("RocketMQ keeps no sequence numbers of publishers; leave out sequence=")

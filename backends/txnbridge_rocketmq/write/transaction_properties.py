@@ -1,4 +1,4 @@
-"""The message properties that name a message's transaction, and the decision log that has the transaction's outcome."""
+"""The message properties that name a message's transaction, and the decision log in which it is decided."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ _LOG, _DEADLINE, _OPENING = f"{OWN}log", f"{OWN}deadline", f"{OWN}opening"
 
 # Brokers accept 32 KB of properties. The values here are short.
 _DIGITS = re.compile(r"\d{1,18}")
-# The assumed difference between the clocks of hosts. A host whose clock is ahead by more would abort transactions that
-# their owners can still commit. Clocks under NTP differ by milliseconds (hazard H67).
-CLOCKS_DIFFER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class TransactionSlot:
-    """A message's place in its transaction: the `number`-th message of the transaction in its topic, from 0."""
+    """A message's transaction, and its number among the messages of the transaction in the same topic, from 0."""
 
     transaction: str
     number: int
@@ -33,16 +30,16 @@ class TransactionSlot:
 
 @dataclass(frozen=True)
 class HalfOrigin:
-    """The log in which a half's transaction is decided, and the time after which any process may abort it."""
+    """The decision log in which a half's transaction is decided, and the time after which any process may abort it."""
 
     log: Mapping[str, Any]  # `Evidence.log`
     deadline: int  # milliseconds since 1970
-    # Id of the owner's opening of the transactional id. After a newer opening the owner cannot commit.
+    # The id of the opening by which its owner opened the transactional id. After a newer opening it cannot commit.
     opening: str | None = None
 
 
 def slot_of(record: MessageExt) -> TransactionSlot | None:
-    """Return the slot of a message that was sent in one of the bridge's transactions; None for other messages."""
+    """Return the transaction and number in a message's properties; None if no bridge sent it in a transaction."""
     transaction, number = record.properties.get(_TRANSACTION), record.properties.get(_NUMBER, "")
     if not transaction or not _DIGITS.fullmatch(number):
         return None
@@ -50,7 +47,7 @@ def slot_of(record: MessageExt) -> TransactionSlot | None:
 
 
 def origin_of(record: MessageExt) -> HalfOrigin | None:
-    """Return the origin of one of the bridge's halves; None for halves of other clients."""
+    """Return the decision log and deadline in a half's properties; None for halves of other clients."""
     deadline = record.properties.get(_DEADLINE, "")
     try:
         log = json.loads(record.properties.get(_LOG, ""))
@@ -61,13 +58,13 @@ def origin_of(record: MessageExt) -> HalfOrigin | None:
     return HalfOrigin(log, int(deadline), record.properties.get(_OPENING))
 
 
-def is_over(deadline: int) -> bool:
-    """Return whether a transaction's deadline is past by every host's clock, so that any process may abort it."""
-    return time.time() >= deadline / 1000 + CLOCKS_DIFFER_SECONDS
+def is_over(deadline: int, clocks_differ: float) -> bool:
+    """Return whether a transaction's deadline is past on every host, even if clocks differ (hazard H67)."""
+    return time.time() >= deadline / 1000 + clocks_differ
 
 
 def properties(slot: TransactionSlot, origin: HalfOrigin) -> dict[str, str]:
-    """Return the properties of a half, from which `slot_of` and `origin_of` read slot and origin back."""
+    """Return the properties for a half, which `slot_of` and `origin_of` decode."""
     return {
         _TRANSACTION: slot.transaction,
         _NUMBER: str(slot.number),
@@ -78,6 +75,6 @@ def properties(slot: TransactionSlot, origin: HalfOrigin) -> dict[str, str]:
 
 
 def unique_key(topic: str, slot: TransactionSlot) -> str:
-    """Return the unique key of a half and of the message published from it. The slot determines the key."""
+    """Return the unique key of a half and of its published message, which any process can compute and look up."""
     named = hashlib.sha256(json.dumps([slot.transaction, topic]).encode()).hexdigest()
     return f"{named[:24]}{slot.number:08x}".upper()

@@ -1,4 +1,4 @@
-"""The writer: sends half messages and acknowledgements in one transaction at a time, and decides it in the log."""
+"""The writer: sends the half messages of one transaction at a time, decides it in the decision log, and ends them."""
 
 from __future__ import annotations
 
@@ -38,27 +38,25 @@ from txnbridge.spi import (
     Writer,
     encode_item,
 )
-from txnbridge_rocketmq.capabilities import LIMITS
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, PublishedMessageMissing
 from txnbridge_rocketmq.outcome.outcome import publish_exclusively
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
-from txnbridge_rocketmq.write.half_batch import HalfBatch, HalfTarget, TopicPart, parts_as_json, parts_from_json
+from txnbridge_rocketmq.write.half_batch import HalfBatch, HalfCount, HalfTarget, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.message_format import partition_of, to_wire
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
 _log = logging.getLogger("txnbridge")
 
-_MOST_MESSAGES = LIMITS.transaction_messages or 0
-# The least seconds for an abort, so that an expired transaction is still aborted in the decision log.
-_ABORT_GRACE = 2.0
-# Seconds that an abort waits for outstanding responses, which identify halves to drop. The broker sends check-backs for
-# the others.
-_SETTLE_BEFORE_ABORT = 0.5
+# The least time for an abort, so that an expired transaction is still aborted in the decision log.
+_LEAST_ABORT_SECONDS = 2.0
+# An abort waits this long for outstanding responses, which have the addresses of the halves to drop. The broker sends
+# check-backs for the others.
+_OUTSTANDING_SENDS_SECONDS = 0.5
 
 
 class WriterOwner(Protocol):
-    """The methods of a transactional id's owner that its writers use."""
+    """The attributes and methods of `RocketMQOwner` that its writers use."""
 
     cluster: RocketMQCluster
     ledger: Ledger
@@ -70,17 +68,15 @@ class WriterOwner(Protocol):
 
 
 class RocketMQWriter(Writer):
-    """Writer of transactions: sends halves, writes the decision to the decision log, and has the broker publish the
-    halves.
+    """Writer of transactions: sends halves, claims the decision in the log, and has the broker publish the halves.
 
-    A decision cannot be undone: halves that this process does not publish, others publish after the broker's
-    check-back.
+    A decision cannot be undone: halves that this process does not publish, others publish after a check-back.
     """
 
     def __init__(self, owner: WriterOwner, number: int) -> None:
         self._owner = owner
         self._number = number
-        self._unpublished: tuple[str, Sequence[TopicPart]] | None = None  # the previous transaction, if committed
+        self._unpublished: tuple[str, Sequence[HalfCount]] | None = None  # committed before, perhaps unpublished
         self._cluster = owner.cluster
         self._round_robin = itertools.count(secrets.randbelow(1 << 16))
         self._begun = Begin("", Deadline(0), False, None)
@@ -94,7 +90,7 @@ class RocketMQWriter(Writer):
     # --- one transaction ----------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
-        if self._unpublished is not None:  # the next owner publishes only the last transaction of each writer
+        if self._unpublished is not None:  # now, because a next owner publishes only the last commit of each writer
             publish_exclusively(self._owner.ender, *self._unpublished, begin.deadline)
             self._unpublished = None
         self._forget()
@@ -104,7 +100,7 @@ class RocketMQWriter(Writer):
         self._origin = HalfOrigin(self._owner.ledger.begin(begin.deadline), self._expires_at, self._owner.opening)
 
     def _lifetime(self, begin: Begin) -> float:
-        """Return the number of seconds for which no other process may abort the transaction."""
+        """Return for how many seconds from now no other process may abort the transaction."""
         return begin.deadline.left()
 
     def send(
@@ -116,9 +112,9 @@ class RocketMQWriter(Writer):
         partition: int | None,
         timestamp: int | None,
     ) -> None:
-        if self.messages >= _MOST_MESSAGES:
+        if self.messages >= (most := self._cluster.settings.timing.transaction_messages):
             raise InvalidOption(
-                f"a transaction on RocketMQ has at most {_MOST_MESSAGES} messages: each is ended for itself"
+                f"a transaction on RocketMQ has at most {most} messages, which are ended one by one; commit more often"
             )
         deadline = self._begun.deadline
         deadline.check("the transaction")
@@ -126,15 +122,15 @@ class RocketMQWriter(Writer):
         slot = TransactionSlot(self._begun.transaction, target.count)
         own = properties(slot, self._origin)
         message = to_wire(topic, value, key, headers, timestamp, own=own, unique_key=unique_key(topic, slot))
-        number = partition if partition is not None else self._chosen(key, len(target.queues))
+        number = partition if partition is not None else self._queue_number(key, len(target.queues))
         self._halves.take(target, target.queues[number], message, deadline)
         self.messages += 1
 
-    def _chosen(self, key: bytes | None, count: int) -> int:
+    def _queue_number(self, key: bytes | None, count: int) -> int:
         return next(self._round_robin) % count if key is None else partition_of(key, count)
 
     def _target(self, topic: str, partition: int | None, deadline: Deadline) -> HalfTarget:
-        """Return a topic's `HalfTarget` in the transaction; look up the topic's queues at the first call."""
+        """Return a topic's `HalfTarget`, looked up at the first call. Raise `InvalidOption` for a too long timeout."""
         target = self._halves.targets.get(topic)
         if target is None or (partition is not None and not 0 <= partition < len(target.queues)):
             queues = self._cluster.topics.require(topic, partition, deadline)
@@ -145,7 +141,7 @@ class RocketMQWriter(Writer):
                         f"a transaction to {topic} may take {self._seconds:.0f} s here, and"
                         f" {settings.longest_transaction:g} s are allowed: broker {settings.name} discards halves"
                         f" after {settings.discarded_after:g} s (transactionCheckMax x transactionCheckInterval),"
-                        " and has to ask about them before. Take shorter timeouts, or have that changed"
+                        " and must send check-backs before. Use a shorter timeout, or change the broker's settings"
                     )
                 target = self._halves.targets[topic] = HalfTarget(queues, settings)
             target.queues = queues
@@ -163,9 +159,7 @@ class RocketMQWriter(Writer):
         self._acks[context] = context.acks(positions, deadline, so_far=self._acks.get(context, ()))
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when all messages sent so far are stored. Raise `DeliveryFailed` or `AccessDenied` if
-        storing fails.
-        """
+        """Wait until all messages sent so far are stored. Raise `DeliveryFailed` or `AccessDenied` if that fails."""
         with self._cluster.context.events.step("step:store", self._begun.transaction, messages=self.messages):
             self._halves.flush(deadline)
 
@@ -181,12 +175,11 @@ class RocketMQWriter(Writer):
         self._store(deadline)
         if not (self.messages or self._acks):
             return
-        # The block begins before the decision, so that this process does not publish the same halves after a
-        # check-back.
+        # From before the decision on, this process answers no check-backs about these halves.
         with self._owner.ender.as_owner(self._begun.transaction):
             all_published = self._decide_and_publish(deadline)
         if not all_published:
-            self._publish_rest(deadline)
+            self._publish_after_look_up(deadline)
 
     def _decide_and_publish(self, deadline: Deadline) -> bool:
         """Claim the commit in the decision log and publish the halves. Return whether all messages are published."""
@@ -198,8 +191,8 @@ class RocketMQWriter(Writer):
         if claim.decision is Decision.ABORT:
             self._drop(deadline)
             if self._begun.deadline.expired or time.time() * 1000 >= self._expires_at:
-                raise TransactionTimedOut("the transaction was aborted because its time was over; run it again")
-            raise TransactionAborted("somebody else aborted the transaction; run it again")
+                raise TransactionTimedOut("the transaction was aborted because its deadline was past; run it again")
+            raise TransactionAborted("another process aborted the transaction; run it again")
         with self._cluster.context.events.step("step:publish", self._begun.transaction):
             try:
                 halves = self._halves.stored(deadline)
@@ -213,37 +206,38 @@ class RocketMQWriter(Writer):
             return True
 
     def _unpublished_error(self, error: TxnBridgeError) -> OutcomeUnknown:
-        """Return the error for a committed transaction that may be unpublished, and remember to publish it later."""
-        self._unpublished = self._begun.transaction, self._halves.parts
+        """Return the error for a committed transaction that may be unpublished, and let `begin` publish it."""
+        self._unpublished = self._begun.transaction, self._halves.topics
         return OutcomeUnknown(
-            "it is committed, and may not be published; any bridge of its application publishes what is not, when the"
-            f" broker asks: {error}"
+            "it is committed, and may not be published yet; after the broker's check-back any bridge of its application"
+            f" publishes it: {error}"
         )
 
     def _all_acks(self) -> list[Ack]:
         return [ack for acks in self._acks.values() for ack in acks]
 
     def _claim(self, decision: Decision, deadline: Deadline, acks: Sequence[Ack] = ()) -> LedgerClaim:
-        transaction, data = self._begun.transaction, {**parts_as_json(self._halves.parts), "writer": self._number}
+        transaction, data = self._begun.transaction, {**halves_as_json(self._halves.topics), "writer": self._number}
         with self._cluster.context.events.step("step:decide", transaction, decision=decision.value) as step:
             claim = self._owner.ledger.claim(transaction, decision, data, deadline, log=self._origin.log, acks=acks)
             step["decided"] = claim.decision.value
         return claim
 
-    def _publish_rest(self, deadline: Deadline) -> None:
-        """Publish the halves that could not be ended directly. Raise `OutcomeUnknown` if that fails, `EvidenceLost` if
-        halves are gone.
+    def _publish_after_look_up(self, deadline: Deadline) -> None:
+        """Publish the messages whose direct commit failed, as every other process would, after a look-up.
+
+        Raise `OutcomeUnknown` if that fails, or `EvidenceLost` if halves are gone.
         """
         transaction = self._begun.transaction
         try:
-            publish_exclusively(self._owner.ender, transaction, self._halves.parts, deadline)
+            publish_exclusively(self._owner.ender, transaction, self._halves.topics, deadline)
         except EvidenceLost:
             raise
         except TxnBridgeError as error:
             raise self._unpublished_error(error) from error
 
     def _store(self, deadline: Deadline) -> None:
-        """Return when every half is stored. If that fails, abort the transaction and raise the error."""
+        """Wait until every half is stored. If that fails, abort the transaction and raise the error."""
         deadline.check("the transaction")
         try:
             self.flush(deadline)
@@ -252,30 +246,30 @@ class RocketMQWriter(Writer):
             raise
 
     def _abort_quietly(self, deadline: Deadline) -> None:
-        """Abort a transaction that cannot commit, and log errors: if this fails, the transaction is aborted later."""
+        """Abort a transaction that cannot commit, and log errors: if this fails, a check-back aborts it later."""
         try:
             self.abort(deadline)
         except TxnBridgeError as error:
-            _log.debug("transaction %s is aborted when its time is over: %s", self._begun.transaction, error)
+            _log.debug("transaction %s is aborted after its deadline: %s", self._begun.transaction, error)
 
     def abort(self, deadline: Deadline) -> None:
-        if deadline.left() < _ABORT_GRACE:
-            deadline = Deadline(_ABORT_GRACE)
+        if deadline.left() < _LEAST_ABORT_SECONDS:
+            deadline = Deadline(_LEAST_ABORT_SECONDS)
         if not (self.messages or self._acks):
             return
         try:
             claim = self._claim(Decision.ABORT, deadline)
         except BrokerUnavailable as error:
-            raise OutcomeUnknown(f"it is aborted when its time is over: {error}") from error
+            raise OutcomeUnknown(f"it is aborted after its deadline: {error}") from error
         if claim.decision is Decision.COMMIT:
-            raise InvalidState("the transaction is committed: an earlier attempt had come through")
+            raise InvalidState("the transaction is committed: an earlier call of commit succeeded")
         self._drop(deadline)
 
     def _drop(self, deadline: Deadline) -> None:
-        if deadline.left() < _ABORT_GRACE:
-            deadline = Deadline(_ABORT_GRACE)
+        if deadline.left() < _LEAST_ABORT_SECONDS:
+            deadline = Deadline(_LEAST_ABORT_SECONDS)
         with self._cluster.context.events.step("step:drop", self._begun.transaction):
-            stored = self._halves.stored(Deadline(_SETTLE_BEFORE_ABORT))
+            stored = self._halves.stored(Deadline(_OUTSTANDING_SENDS_SECONDS))
             self._owner.ender.drop([(q.broker, half) for q, halves in stored.items() for half in halves], deadline)
 
     # --- reopening and closing ----------------------------------------------------------------------------------------
@@ -287,9 +281,9 @@ class RocketMQWriter(Writer):
         self._forget()
 
     def _settle(self, deadline: Deadline) -> None:
-        """Decide the previous transaction by an ABORT claim.
+        """Find out the outcome of the previous transaction, by an ABORT claim, and carry it out.
 
-        Its COMMIT claim may already be in the log, or be written late (hazard H73).
+        Its COMMIT claim may be in the log already, or may be written late and then not count (hazard H73).
         """
         if not (self.messages or self._acks):
             return
@@ -297,12 +291,12 @@ class RocketMQWriter(Writer):
         try:
             claim = self._claim(Decision.ABORT, deadline)
         except EvidenceLost as error:
-            _log.warning("nobody can tell what became of transaction %s: %s", transaction, error)
+            _log.warning("the outcome of transaction %s is lost: %s", transaction, error)
         except OutcomeUnknown as error:
-            raise BrokerUnavailable(f"first it has to be known what became of {transaction}: {error}") from error
+            raise BrokerUnavailable(f"the outcome of transaction {transaction} is not known yet: {error}") from error
         else:
             if claim.decision is Decision.COMMIT:
-                self._unpublished = transaction, parts_from_json(claim.data)
+                self._unpublished = transaction, halves_from_json(claim.data)
             else:
                 self._drop(deadline)
 

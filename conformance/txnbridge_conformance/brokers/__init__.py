@@ -44,7 +44,7 @@ __all__ = [
 
 _Started = TypeVar("_Started")
 
-# The attempts to start a broker on free ports: another process rarely takes one of the chosen ports meanwhile.
+# The attempts to start a broker on free ports: rarely, another process takes one of the chosen ports meanwhile.
 _ATTEMPTS = 3
 
 
@@ -72,7 +72,7 @@ def kafka(
     _kafka.check(nodes, version, transaction_version)
     plain = nodes == 1 and transaction_version is None
     if container and not plain:
-        raise InvalidOption("a container is one node with the transaction version that comes with it")
+        raise InvalidOption("a container runs one node of Kafka, with the default transaction version")
     if container or (container is None and plain and engine_answers()):
         return KafkaContainer(version=version, port=port, settings=settings, start_timeout=start_timeout)
     return _start(
@@ -115,7 +115,7 @@ def pulsar(
     """
     _pulsar.check(version, store, nodes)
     if container and nodes > 1:
-        raise InvalidOption("a container is one node of Pulsar")
+        raise InvalidOption("a container runs one node of Pulsar")
     if container or (container is None and nodes == 1 and engine_answers()):
         return PulsarContainer(
             version=version,

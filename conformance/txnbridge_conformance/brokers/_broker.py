@@ -26,10 +26,9 @@ _Self = TypeVar("_Self", bound="Broker")
 
 # The interval at which `wait_until` checks its condition.
 _POLL_SECONDS = 0.02
-# The time for a process to end after SIGKILL (a disk may be busy), and after SIGTERM before SIGKILL follows.
+# The time for a process to end after SIGKILL: a disk may be busy.
 _KILL_SECONDS = 60.0
-_STOP_SECONDS = 30.0
-# An error of a broker that did not start shows so many last lines of its log file, which mostly have the cause.
+# The number of last lines of a broker's log file in the error if it did not start. They mostly have the cause.
 _LOG_LINES = 3
 
 
@@ -42,7 +41,7 @@ class CannotStart(BrokerUnavailable):
 
 
 class PortTaken(CannotStart):
-    """Raised if another process took one of a broker's ports before the broker started to listen."""
+    """Raised if another process took a port before the broker could listen on it. Start the broker again."""
 
 
 class Broker(ABC):
@@ -118,13 +117,14 @@ class Broker(ABC):
 class ProcessBroker(Broker):
     """A broker whose nodes are processes of this machine, each with its own folder and log file.
 
-    A subclass prepares the nodes' files, names the command that starts a node, and checks that a node answers.
+    A subclass prepares the nodes' files, names the command that starts a node, and checks that a node answers. After
+    `stop_timeout`, `stop` kills a node that has not ended.
     """
 
-    def __init__(self, folder: Path | None, start_timeout: float) -> None:
+    def __init__(self, folder: Path | None, start_timeout: float, stop_timeout: float = 30.0) -> None:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="txnbridge-broker-"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._start_timeout = start_timeout
+        self._start_timeout, self._stop_timeout = start_timeout, stop_timeout
         self._processes = _Processes(self.folder)
 
     @abstractmethod
@@ -162,7 +162,7 @@ class ProcessBroker(Broker):
     def stop(self, node: int | None = None) -> None:
         self.resume(node)  # a frozen process does not handle SIGTERM
         self._signal(node, signal.SIGTERM)
-        if not self._wait_for_end(node, _STOP_SECONDS):
+        if not self._wait_for_end(node, self._stop_timeout):
             self.kill(node)
 
     def pause(self, node: int | None = None) -> None:
@@ -250,7 +250,7 @@ def _end_of(log: Path) -> str:
 
 
 class _Processes:
-    """Processes that a supervisor starts, and kills when this process ends. Any thread may call."""
+    """The processes of a broker. A supervisor process starts them, and kills them when this process ends."""
 
     def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()
@@ -304,7 +304,7 @@ class _Processes:
             except BrokenPipeError:
                 line = b""
         if not line:
-            raise BrokerUnavailable("the process that holds this broker is gone, and the broker with it")
+            raise BrokerUnavailable("the supervisor of this broker has ended, and the broker with it")
         answer = json.loads(line)
         if "error" in answer:
             raise CannotStart(answer["error"])

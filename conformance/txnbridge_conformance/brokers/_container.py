@@ -1,4 +1,4 @@
-"""A broker of one node in a container, started by testcontainers, with the default features of its version."""
+"""Runs a broker of one node in a container, by testcontainers, with the default features of its version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANYWHERE = "0.0.0.0"  # all interfaces of the container
 
 _STOP_SECONDS = 30
 _DEFAULT_ENGINE = "unix:///var/run/docker.sock"
-# A container engine that has not answered in this time counts as absent: it runs on this machine or near.
+# A container engine that does not answer within this time counts as absent: engines run on this machine or nearby.
 _ENGINE_SECONDS = 5
 
 
@@ -28,7 +28,7 @@ def engine_answers() -> bool:
         import testcontainers  # noqa: F401
     except ImportError:
         return False
-    if not _is_there(os.environ.get("DOCKER_HOST", _DEFAULT_ENGINE)):
+    if not _accepts_connections(os.environ.get("DOCKER_HOST", _DEFAULT_ENGINE)):
         return False
     try:
         with contextlib.closing(docker.from_env(timeout=_ENGINE_SECONDS)) as engine:
@@ -37,8 +37,8 @@ def engine_answers() -> bool:
         return False
 
 
-def _is_there(engine: str) -> bool:
-    """Return whether the engine's socket takes a connection; the engine's client would leak a failed one."""
+def _accepts_connections(engine: str) -> bool:
+    """Return whether the engine's Unix socket accepts connections: its client leaks sockets that cannot connect."""
     scheme, _, path = engine.partition("://")
     if scheme != "unix":
         return True

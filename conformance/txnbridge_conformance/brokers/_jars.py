@@ -18,7 +18,7 @@ from txnbridge_conformance.brokers._broker import CannotStart, ToolMissing
 
 JAVA = 17  # the oldest version of Java on which Kafka 4 and Pulsar 4 run
 
-# The plug-in's version is pinned, as that of each fetched file. Older versions miss some of a jar's dependencies.
+# The plug-in's version is pinned, as all versions here. Older versions of the plug-in miss some dependencies of a jar.
 _PLUGIN = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1"
 _POM = """<project><modelVersion>4.0.0</modelVersion>
 {origin}
@@ -102,7 +102,7 @@ def fetch(name: str, artifacts: Sequence[Artifact], bar: bool = True, parent: Ar
 
 
 def fetch_from_archive(name: str, archive: Artifact, files: str, bar: bool = True) -> Path:
-    """Return a folder with the files of a program's archive that match a pattern, in their folders.
+    """Return a folder with those files of a program's archive that match a pattern, in their own folders.
 
     The first call fetches the archive, with the locking and errors of `fetch`.
     """
@@ -165,7 +165,7 @@ def _maven(goal: list[str], folder: Path, lock: int, step: Callable[[], None]) -
             pass_fds=[lock],
         )
     except FileNotFoundError:
-        raise ToolMissing("mvn is not here: install Maven (Debian: maven); it fetches the broker once") from None
+        raise ToolMissing("mvn is not installed: install Maven (Debian: maven); it fetches the broker once") from None
     with maven:
         assert maven.stdout is not None
         for line in maven.stdout:
@@ -174,7 +174,7 @@ def _maven(goal: list[str], folder: Path, lock: int, step: Callable[[], None]) -
             elif "ERROR" in line:
                 errors.append(line.strip())
     if maven.returncode:
-        raise CannotStart(f"Maven could not fetch it ({maven.returncode}): {' '.join(errors[:2])}")
+        raise CannotStart(f"Maven could not fetch the broker ({maven.returncode}): {' '.join(errors[:2])}")
 
 
 def log4j_option(folder: Path) -> str:

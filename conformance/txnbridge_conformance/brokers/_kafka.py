@@ -115,9 +115,9 @@ class KafkaProcess(ProcessBroker):
             (data / "meta.properties").write_text(properties(identity))
 
     def _features(self) -> Path:
-        """Return the file with a new cluster's feature levels, which Kafka's own tool makes once for each version.
+        """Return a file with a new cluster's feature levels, of which each node's folder gets a copy.
 
-        Each node's folder gets a copy of the file, so that the tool need not be started in Java for each node.
+        Kafka's own tool, a Java program, makes the file once for each version.
         """
         chosen = self._transaction_version
         kept = self._jars / f"transaction-version-{chosen or 'newest'}.{_FEATURES}"

@@ -127,11 +127,11 @@ class PulsarCluster(Pulsar, ProcessBroker):
             # The path of the status file shows later that the broker that answers is this one.
             settings = {**own, **stores, "statusFilePath": str(self._status(node)), **self._settings}
             self._file(f"node-{node}").write_text(properties(settings))
-        self._start_part(_ZOOKEEPER, self._zookeeper_command(), lambda: _is_zookeeper(self._zookeeper))
+        self._start_server(_ZOOKEEPER, self._zookeeper_command(), lambda: _is_zookeeper(self._zookeeper))
         self._run("setup", self._setup_command())
-        self._start_part(_BOOKIE, self._bookie_command(), lambda: is_open(self._bookie))
+        self._start_server(_BOOKIE, self._bookie_command(), lambda: is_open(self._bookie))
 
-    def _start_part(self, name: str, command: list[str], answers: Callable[[], bool]) -> None:
+    def _start_server(self, name: str, command: list[str], answers: Callable[[], bool]) -> None:
         log = self.folder / f"{name}.log"
         self._processes.start(name, command, log)
         self._wait_for(name, name, log, answers)

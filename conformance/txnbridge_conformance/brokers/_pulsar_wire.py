@@ -57,13 +57,13 @@ class PulsarConnection:
         """Return the broker's next command."""
         size, command_size = struct.unpack(">II", self._exactly(8))
         if not 4 + command_size <= size <= _MOST_BYTES:
-            raise OSError("it does not speak Pulsar's protocol")
+            raise OSError("the peer does not speak Pulsar's protocol")
         frame = self._exactly(size - 4)
         command = dict(decode(frame[:command_size]))
         kind = command.get(1)
         body = command.get(kind) if isinstance(kind, int) else None
         if not isinstance(kind, int) or not isinstance(body, bytes):
-            raise OSError("it does not speak Pulsar's protocol")
+            raise OSError("the peer does not speak Pulsar's protocol")
         return PulsarCommand(kind, dict(decode(body)), frame[command_size:])
 
     def ask(self, answer: int, kind: int, *fields: tuple[int, Value], payload: bytes = b"") -> dict[int, Value]:
@@ -71,7 +71,7 @@ class PulsarConnection:
         self.send(kind, *fields, payload=payload)
         while (command := self.receive()).kind != answer:
             if command.kind == ERROR:
-                raise OSError(f"the broker refused it: {command.fields.get(3)!r}")
+                raise OSError(f"the broker refused the command: {command.fields.get(3)!r}")
         return command.fields
 
     def _exactly(self, size: int) -> bytes:
@@ -94,7 +94,7 @@ class PulsarConnection:
 
 
 def load_coordinator(port: int, number: int = 0) -> None:
-    """Make the broker that owns a transaction coordinator load it. `port` may be that of any broker of the cluster.
+    """Make its broker load a transaction coordinator. `port` is that of any broker of the cluster.
 
     Raise `OSError` if the coordinator is not ready.
     """
@@ -113,7 +113,7 @@ def _serving(port: int, topic: bytes) -> int:
             response = connection.ask(LOOKUP_RESPONSE, LOOKUP, (1, topic), (2, 1), (3, authoritative))
         url = response.get(1)
         if 6 in response or not isinstance(url, bytes):
-            raise OSError("no broker serves it now")
+            raise OSError("no broker serves the topic now")
         port, authoritative = int(url.rpartition(b":")[2]), response.get(5, 0)
         if response.get(3) != _REDIRECT:
             return port

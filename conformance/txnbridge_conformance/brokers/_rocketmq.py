@@ -150,7 +150,7 @@ class RocketMQ(ProcessBroker):
             create_topic(self._brokers[node], topic, queues, kind)
         # A gRPC proxy that asks the name server too early caches for 20 s that the topic is missing.
         if not wait_until(lambda: brokers_with(self._name_server, topic) == len(self.nodes), _TOPIC_SECONDS):
-            raise CannotStart(f"the name server did not hear of topic {topic} within {_TOPIC_SECONDS:g} s")
+            raise CannotStart(f"the name server did not list topic {topic} within {_TOPIC_SECONDS:g} s")
 
     def create_group(self, group: str, orderly: bool = False) -> None:
         """Create a consumer group on every node. gRPC clients can read only in a group that exists."""

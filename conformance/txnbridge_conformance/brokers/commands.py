@@ -65,7 +65,7 @@ command.add_command(up)
 @click.option("--nodes", type=click.Choice([str(n) for n in _kafka.NODES]), default="1", show_default=True)
 @click.option("--version", type=click.Choice(_kafka.VERSIONS), default=_kafka.VERSIONS[0], show_default=True)
 @click.option("--transaction-version", type=click.Choice(["1", "2"]), help="Default: the version's newest.")
-@click.option("--port", type=_PORT, help="Of the first node; the others follow. Default: a free one.")
+@click.option("--port", type=_PORT, help="The first node's port; others use the next. Default: a free one.")
 def up_kafka(as_json: bool, nodes: str, version: str, transaction_version: str | None, port: int | None) -> None:
     chosen = int(transaction_version) if transaction_version else None
     _print_started(as_json, _start_kafka(not as_json, int(nodes), version, chosen, port))
@@ -75,8 +75,8 @@ def up_kafka(as_json: bool, nodes: str, version: str, transaction_version: str |
 @click.option("--nodes", type=click.Choice([str(n) for n in _pulsar.NODES]), default="1", show_default=True)
 @click.option("--version", type=click.Choice(_pulsar.VERSIONS), default=_pulsar.VERSIONS[0], show_default=True)
 @click.option("--store", type=click.Choice(_pulsar.STORES), default=_pulsar.STORES[0], show_default=True)
-@click.option("--delete-unused", is_flag=True, help="As Pulsar comes: delete what no subscription needs.")
-@click.option("--port", type=_PORT, help="Of the first node; the others follow. Default: a free one.")
+@click.option("--delete-unused", is_flag=True, help="Delete unused data and topics, as Pulsar does by default.")
+@click.option("--port", type=_PORT, help="The first node's port; others use the next. Default: a free one.")
 def up_pulsar(as_json: bool, nodes: str, version: str, store: str, delete_unused: bool, port: int | None) -> None:
     _print_started(as_json, _start_pulsar(not as_json, int(nodes), version, store, delete_unused, port))
 
@@ -84,12 +84,12 @@ def up_pulsar(as_json: bool, nodes: str, version: str, store: str, delete_unused
 @_command(up, "rocketmq", "Start Apache RocketMQ. Needs Java, and Maven the first time.")
 @click.option("--nodes", type=click.Choice([str(n) for n in _rocketmq.NODES]), default="1", show_default=True)
 @click.option("--version", type=click.Choice(_rocketmq.VERSIONS), default=_rocketmq.VERSIONS[0], show_default=True)
-@click.option("--port", type=_PORT, help="Of the name server. Default: a free one.")
+@click.option("--port", type=_PORT, help="The name server's port. Default: a free one.")
 def up_rocketmq(as_json: bool, nodes: str, version: str, port: int | None) -> None:
     _print_started(as_json, _start_rocketmq(not as_json, int(nodes), version, port))
 
 
-@_command(up, _ALL, "Start one of each, as it is by default; prints their URLs.")
+@_command(up, _ALL, "Start Kafka, Pulsar and RocketMQ with default options; prints their URLs.")
 def up_all(as_json: bool) -> None:
     started = [start(not as_json) for start in (_start_kafka, _start_pulsar, _start_rocketmq)]
     _print(as_json, [_document(each) for each in started], "\n".join(broker.url for broker, _ in started))
@@ -150,28 +150,28 @@ def _document(started: _Started) -> dict[str, Any]:
     return {**asdict(broker), "started": is_new}
 
 
-# --- the same for all -------------------------------------------------------------------------------------------------
+# --- for all brokers --------------------------------------------------------------------------------------------------
 
 
-@_command(command, "down", "End a broker, or all that run, and remove its data.")
+@_command(command, "down", "End a broker, or all running brokers, and remove the data.")
 @click.argument("broker", type=_NAMES, required=False)
 def down(as_json: bool, broker: str | None) -> None:
     ended = [name for name in _broker_names(broker) if _detached.down(name)]
-    _print(as_json, ended, f"ended {', '.join(ended)}" if ended else "none was running")
+    _print(as_json, ended, f"ended {', '.join(ended)}" if ended else "no broker was running")
 
 
-@_command(command, "status", "Say which brokers run and answer. Fails if one that is named does not.")
+@_command(command, "status", "Show which brokers run and answer. Fails if the named broker does not.")
 @click.argument("broker", type=_NAMES, required=False)
 def status(as_json: bool, broker: str | None) -> int:
     running = [(each, _ANSWERING[each.broker](each.url)) for each in _running(broker)]
     documents = [{**asdict(each), "answering": answering} for each, answering in running]
     lines = [f"{r.broker} {r.version} at {r.url}: {n} of {r.nodes} nodes answer" for r, n in running]
-    _print(as_json, documents, "\n".join(lines) or "none is running")
+    _print(as_json, documents, "\n".join(lines) or "no broker is running")
     all_answer = all(answering for _, answering in running) and len(running) == len(_broker_names(broker))
     return 1 if broker and not all_answer else 0
 
 
-@_command(command, "logs", "Show the end of a broker's log, or of those of all that run.")
+@_command(command, "logs", "Show the end of a broker's log, or of the logs of all running brokers.")
 @click.argument("broker", type=_NAMES)
 @click.option("--node", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--lines", type=click.IntRange(min=1), default=100, show_default=True)

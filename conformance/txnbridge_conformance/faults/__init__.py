@@ -7,8 +7,8 @@
         proxy.cut()
         late.release()
 
-`txnbridge.testing.Child` runs a function of `programs` in a process that is killed or paused at an event;
-`txnbridge.testing.crash_everywhere` runs a function once for each of its events, and kills it there.
+`txnbridge.testing.Child` runs a function of `programs` in a process that is killed or paused at an event.
+`txnbridge.testing.crash_everywhere` does so for each event of a function in turn.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _MOST_HEAD = 5 * 1024 * 1024 + 10 * 1024
 
 @dataclass(eq=False)
 class Request:
-    """A request of a broker's protocol, read from the head of its frame; `answered` is set when its answer comes."""
+    """A request, decoded from the head of its frame. The proxy sets `answered` when the broker's answer arrives."""
 
     kind: int
     correlation_id: int
@@ -27,20 +27,18 @@ class Request:
 
 
 class StreamPiece(NamedTuple):
-    """A piece of a stream of frames. If its bytes are the first of a frame, `head` has the frame's head."""
+    """Consecutive bytes of a stream of frames. If a frame begins with them, `head` has the frame's head."""
 
     data: bytes
     head: bytes | None = None
 
 
 class FrameSplitter:
-    """Splits a stream of frames into pieces, so that each frame begins a piece. A frame begins with its length.
+    """Splits a stream of bytes at the begin of each frame, and changes no byte.
 
-    The length has four bytes, and the frame's head follows with `head_size` bytes. If `head_size` is None, the head's
-    first four bytes give the number of its other bytes.
-
-    The pieces together are the stream, byte for byte. After a length that no frame can have, the stream is split no
-    longer: the bytes pass in the pieces in which they arrive.
+    A frame begins with its length in four bytes, and then its head of `head_size` bytes. If `head_size` is None, the
+    head's first four bytes give the number of its other bytes. After a length that no frame can have, the rest of the
+    stream passes unsplit.
     """
 
     def __init__(self, head_size: int | None) -> None:
@@ -51,7 +49,7 @@ class FrameSplitter:
         self._lost = False
 
     def feed(self, data: bytes) -> Iterator[StreamPiece]:
-        """Yield the pieces that are complete with these bytes."""
+        """Yield the stream's next bytes, split at frames, as far as these bytes complete the heads."""
         while data and not self._lost:
             if self._left:
                 piece, data = data[: self._left], data[self._left :]
@@ -80,14 +78,14 @@ class FrameSplitter:
             yield StreamPiece(start, start[4:])
 
     def _present_head_size(self) -> int:
-        """Return the length of the frame's head, or a lower bound before its first four bytes have arrived."""
+        """Return the size of the frame's head; before the head's first four bytes have arrived, a lower bound."""
         if self._head_size is not None:
             return self._head_size
         return 4 + int.from_bytes(self._start[4:8], "big")
 
     @property
     def is_inside(self) -> bool:
-        """Return whether more bytes of the current frame have to arrive after its head."""
+        """Whether the current frame is incomplete: its head has arrived, but not all of its other bytes."""
         return bool(self._left)
 
     def flush(self) -> Iterator[StreamPiece]:
@@ -98,7 +96,7 @@ class FrameSplitter:
 
 
 class Conversation(Protocol):
-    """Matches answers with requests on one connection of a protocol. Methods get the heads of a direction in order."""
+    """Matches answers with requests on one connection. The methods get the heads of requests and answers in order."""
 
     kinds: ClassVar[Mapping[str, int]]
     """The kinds of requests that a test can hold by name."""
@@ -117,4 +115,4 @@ class Conversation(Protocol):
         """Return the request whose frame has this head."""
 
     def answer(self, head: bytes) -> Request | None:
-        """Return the request that a frame with this head answers, None if unknown; an unasked frame is a request."""
+        """Return the request that this frame answers, or a request made of a frame that the broker sends by itself."""

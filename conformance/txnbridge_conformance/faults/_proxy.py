@@ -69,7 +69,7 @@ class Hold:
         self.gate.set()
 
     def drop(self) -> None:
-        """Discard the held frames, and hold no more. Their connections forward nothing any more in that direction."""
+        """Discard the held frames, and hold no more. Later frames on the same connections are forwarded."""
         self.dropped = True
         self.release()
 
@@ -152,7 +152,7 @@ class Proxy:
         name, for both or neither direction, or if the proxy has no protocol.
         """
         if self._new_conversation is None:
-            raise InvalidOption("this proxy does not know the protocol that it passes on, so it cannot pick anything")
+            raise InvalidOption("this proxy knows no protocol, so it cannot hold requests or answers")
         if (requests is None) == (answers is None):
             raise InvalidOption("hold either requests=... or answers=...")
         direction, kind = ("answers", answers) if requests is None else ("requests", requests)
@@ -250,7 +250,7 @@ class Proxy:
         return self._half_open
 
     def forward_time(self) -> float:
-        """Return the time at which a frame that arrives now is forwarded."""
+        """Return the time at which to forward bytes that arrive now, as `delay` has set it."""
         return time.monotonic() + self._delay
 
     def with_proxy_addresses(self, frame: bytes) -> bytes:
@@ -279,7 +279,7 @@ class Proxy:
 
 
 class _Connection:
-    """One client's connection to the proxy, and the proxy's connection to the broker for it."""
+    """A client's connection to the proxy, together with the connection to the broker that the proxy opened for it."""
 
     def __init__(
         self, proxy: Proxy, client: socket.socket, broker: socket.socket, conversation: Conversation | None
@@ -292,9 +292,9 @@ class _Connection:
         sizes = (conversation.request_head, conversation.answer_head) if conversation else (None, None)
         self._open_directions = 2
         self._lock = threading.Lock()
-        tells = conversation.rewritten_kinds if conversation else ()
+        rewritten = conversation.rewritten_kinds if conversation else ()
         requests = _Direction(self, proxy, "requests", client, broker, parse[0], sizes[0])
-        answers = _Direction(self, proxy, "answers", broker, client, parse[1], sizes[1], tells)
+        answers = _Direction(self, proxy, "answers", broker, client, parse[1], sizes[1], rewritten)
         self._threads = [*requests.start(), *answers.start()]
 
     @property
@@ -302,11 +302,11 @@ class _Connection:
         return not self._open_directions
 
     def add_hold(self, hold: Hold) -> None:
-        """Record that a request of this connection is held."""
+        """Record that a hold has caught a request of this connection."""
         self._holds.append(hold)
 
     def keeps_broker(self) -> bool:
-        """Return whether the broker's side stays open if the client disconnects, because a request was held."""
+        """Return whether the connection to the broker stays open if the client disconnects: a request was held."""
         return bool(self._holds)
 
     def cut(self) -> None:
@@ -330,7 +330,7 @@ class _Connection:
 
 
 class _Direction:
-    """One direction of a connection. One thread reads and matches holds; another waits for their release and sends."""
+    """One direction of a connection. One thread reads and finds the holds; another waits for holds and sends."""
 
     def __init__(
         self,
@@ -415,7 +415,7 @@ def _number(kind: str | int | None, kinds: Mapping[str, int]) -> int:
     if isinstance(kind, int):
         return kind
     if kind is None or kind not in kinds:
-        raise InvalidOption(f"{kind!r} is no kind of request; known: {', '.join(kinds)}, or a number")
+        raise InvalidOption(f"{kind!r} is not a kind of request; known: {', '.join(kinds)}, or a number")
     return kinds[kind]
 
 
@@ -429,7 +429,7 @@ def _listen(port: int) -> socket.socket:
     try:
         return socket.create_server((_HOST, port))
     except OSError as error:
-        raise UsageError(f"the proxy cannot listen on port {port}: {error.strerror}; is another one open?") from None
+        raise UsageError(f"the proxy cannot listen on port {port}: {error.strerror}; close another proxy") from None
 
 
 def _shut(side: socket.socket) -> None:

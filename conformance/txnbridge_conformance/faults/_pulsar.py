@@ -92,7 +92,8 @@ class PulsarConversation:
     request_head = None
     answer_head = None
 
-    def __init__(self) -> None:
+    def __init__(self, most_pending: int = MOST_PENDING) -> None:
+        self._most_pending = most_pending
         self._lock = threading.Lock()
         self._pending: OrderedDict[_Key, deque[Request]] = OrderedDict()
 
@@ -103,7 +104,7 @@ class PulsarConversation:
         if key:
             with self._lock:
                 self._pending.setdefault(key, deque(maxlen=_MOST_REPEATS)).append(request)
-                if len(self._pending) > MOST_PENDING:
+                if len(self._pending) > self._most_pending:
                     self._pending.popitem(last=False)
         return request
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 from txnbridge_conformance.faults._frames import MOST_PENDING, Request
 
 _ANSWER, _ONE_WAY = 1, 2  # bits of a header's flag
-# The kind of a frame that cannot be read, and of a client's answer to a request of the broker.
-_NOTHING = -1
+# The kind of a frame that cannot be decoded, and of a client's answer to a request of the broker.
+_UNKNOWN_KIND = -1
 
 
 class RocketMQConversation:
@@ -66,7 +66,7 @@ class RocketMQConversation:
     def request(self, head: bytes) -> Request:
         code, number, flag = _header(head)
         if flag & _ANSWER:
-            return Request(_NOTHING, number)
+            return Request(_UNKNOWN_KIND, number)
         request = Request(code, number)
         if not flag & _ONE_WAY:
             with self._lock:
@@ -88,9 +88,9 @@ class RocketMQConversation:
 
 
 def _header(head: bytes) -> tuple[int, int, int]:
-    """Return a header's code, number and flag, or `_NOTHING` and the one-way flag for bytes that are no header."""
+    """Return the code, number and flag of a header; for other bytes, `_UNKNOWN_KIND` and the one-way flag."""
     try:
         header = json.loads(head[4:])
         return int(header["code"]), int(header["opaque"]), int(header["flag"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return _NOTHING, _NOTHING, _ONE_WAY
+        return _UNKNOWN_KIND, _UNKNOWN_KIND, _ONE_WAY

@@ -31,7 +31,7 @@ TIMEOUT = 20.0
 # The timeout of a transaction that is to expire soon.
 SHORT = 1.0
 # The time in which a broker mostly lists a transaction after its messages were sent.
-_MOMENT = 0.05
+_LISTED_SECONDS = 0.05
 # The settings of the programs' bridges: one writer, and the decision log of one application for all programs.
 SMALL: dict[str, Any] = {"writers": 1, "application": "conformance"}
 
@@ -96,7 +96,7 @@ def open_and_wait(url: str, topic: str, transactional_id: str | None, timeout: f
         shows = bool(bridge.capabilities[Capability.LIST_OPEN])
         for left in reversed(range(34)):
             txn.send_many(topic, (b"left open" * 1_200 for _ in range(25)))
-            if shows and _is_listed(bridge, txn, topic, _MOMENT if left else patience()):
+            if shows and _is_listed(bridge, txn, topic, _LISTED_SECONDS if left else patience()):
                 break
         tell(txn.id)
         time.sleep(600)  # the test kills or pauses the process long before
@@ -148,7 +148,7 @@ def own_and_commit(url: str, topic: str, transactional_id: str, value: bytes) ->
                     send(bridge, topic, value)
                     return "committed"
                 except TransactionAborted:
-                    pass  # if two processes open an id at once, the newer may be fenced once, and tries again
+                    pass  # if two processes open an id at once, the newer owner's first transaction may be aborted
     except Exception as error:
         return type(error).__name__
 
@@ -225,7 +225,7 @@ def _prepare_and_end(case: Case, decision: str) -> None:
             case.remember(token)
         outcome = bridge.commit(token) if decision == "commit" else bridge.abort(token)
         if outcome is not (Outcome.COMMITTED if decision == "commit" else Outcome.ABORTED):
-            raise AssertionError(f"asked to {decision}, and told {outcome}")
+            raise AssertionError(f"the outcome of {decision} is {outcome}")
 
 
 def _abort_forgotten(bridge: Bridge, case: Case) -> None:

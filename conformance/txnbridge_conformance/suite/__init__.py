@@ -1,7 +1,7 @@
 """The tests that a backend must pass: `from txnbridge_conformance.suite import *` in one test module.
 
-The tests use the public interface only, and each proves one guarantee. If a broker cannot pass a test, the test is not
-changed: the backend declares a capability absent, or the contract needs a new capability.
+The tests use the public interface only, and each proves one guarantee. If a broker cannot pass a test, its backend
+declares the test's capability absent, or the contract gets a new capability; the test is not changed.
 """
 
 from txnbridge_conformance.suite.administering import *

@@ -24,7 +24,7 @@ from txnbridge_conformance.promises import needs, proves
 
 
 def listed(bridge: Bridge, owner: str) -> list[str]:
-    """Return the ids of a transactional id's open and prepared transactions, as the administrator lists them."""
+    """Return the ids of the open and prepared transactions that `admin.transactions` lists for a transactional id."""
     return [each.transaction for each in bridge.admin.transactions() if each.transactional_id == owner]
 
 

@@ -1,4 +1,4 @@
-"""Tests of reading in groups: which member gets a message, acknowledgement, and redelivery."""
+"""Tests of consumers: where groups start, which member gets a message, acknowledgement, redelivery, and seeks."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _expect_all_or_an_error(consumer: Consumer) -> None:
 
 
 def _behind_the_old_ones(consumer: Consumer) -> list[Message]:
-    """Poll until the first message of the recreated topic: fetched messages of the old topic may come before."""
+    """Poll until the recreated topic's first message arrives: messages of the old topic may arrive before."""
     while True:
         messages = take(consumer, 1)
         if messages[0].value in _OF_THE_NEW_ONE:
@@ -400,7 +400,7 @@ def test_a_message_is_processed_once_while_members_come_and_go(
 def _pass_on(bridge: Bridge, consumer: Consumer, target: str) -> None:
     batch = consumer.poll(7, timeout=0.1)
     if batch:
-        # During a rebalance a broker may not know a partition's member; its messages are delivered again then.
+        # During a rebalance another member may get the partition. Then its messages are delivered again.
         with suppress(Conflict), bridge.transaction() as txn:
             for message in batch:
                 txn.send(target, message.value)

@@ -1,4 +1,4 @@
-"""The kill walk: each program is killed at each of its events in turn and run again, and its result must be right."""
+"""The kill walk: a program is killed at each of its events in turn and run again, and its result must be right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def walk(
 ) -> Walk:
     """Return a function that kills a program at each of its events in turn, runs it again, and checks the result.
 
-    The function calls `before` to prepare each start of the program, and returns the events.
+    For each event, the function makes a new case and passes it to `before`. It returns the events.
     """
 
     def walk_through(
@@ -45,7 +45,7 @@ def walk(
 
 
 def names(points: list[Point]) -> set[str]:
-    """Return the names of the events at which a walk was killed."""
+    """Return the names of the events at which a kill walk killed its program."""
     return {point.event for point in points}
 
 

@@ -1,4 +1,6 @@
-"""The brokers' REST interface, for what the binary protocol cannot do. It needs an `admin_url`."""
+"""A client of the brokers' REST admin API, for requests that the binary protocol does not have. It needs an
+`admin_url`.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ from txnbridge.spi import Deadline
 from txnbridge_pulsar.settings import PulsarSettings
 
 # A broker redirects a request to the one that serves the topic; more redirects than this go in circles.
-_MOST_REDIRECTS = 5
-_REDIRECTED = (307, 308)
-_DENIED = (401, 403)
+_MAX_REDIRECTS = 5
+_REDIRECT_STATUSES = (307, 308)
+_DENIED_STATUSES = (401, 403)
 # A broker may die in the middle of its answer.
-_TROUBLE = (OSError, http.client.HTTPException)
-_MOST_TEXT = 300  # of a broker's error, which may contain a whole stack trace
+_CONNECTION_ERRORS = (OSError, http.client.HTTPException)
+_MAX_REASON_CHARACTERS = 300  # of a broker's error, which may contain a whole stack trace
 
 
 class RestRefused(Exception):
-    """The broker refused the request: its status and its reason."""
+    """The broker refused a REST request, with an HTTP status and a reason."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(status, text)
@@ -46,7 +48,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class Rest:
     """A REST client, which connects at its first call; one request at a time and thread. Paths begin with `/admin/`.
 
-    If one address does not answer, the request is sent to the next, unless it may have changed something.
+    If an address of the `admin_url` does not answer, the next one is asked, unless the request may have changed
+    something.
     """
 
     def __init__(self, settings: PulsarSettings) -> None:
@@ -60,40 +63,41 @@ class Rest:
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, path: str, deadline: Deadline) -> Any:
-        """Return the JSON answer to GET. Raise `RestRefused`, `AccessDenied`, or `BrokerUnavailable` if none comes."""
+        """Return the JSON answer to GET. Raise `RestRefused`, `AccessDenied`, or `BrokerUnavailable` without answer."""
         return self.ask("GET", path, deadline)
 
     def ask(self, method: str, path: str, deadline: Deadline, body: Any = None) -> Any:
         """Send a request and return its JSON answer, None if empty. Without an answer, a change may have been made."""
-        _, answer = self.look(method, path, deadline, body)
+        _, answer = self.exchange(method, path, deadline, body)
         return json.loads(answer) if answer else None
 
     def headers(self, path: str, deadline: Deadline) -> Mapping[str, str]:
-        """Return the headers of an answer by their lower-case names."""
-        return self.look("GET", path, deadline)[0]
+        """Return the headers of the answer to GET, by their lower-case names."""
+        return self.exchange("GET", path, deadline)[0]
 
-    def look(self, method: str, path: str, deadline: Deadline, body: Any = None) -> tuple[Mapping[str, str], bytes]:
+    def exchange(self, method: str, path: str, deadline: Deadline, body: Any = None) -> tuple[Mapping[str, str], bytes]:
+        """Send a request. Return the answer's headers, by their lower-case names, and its body."""
         for left in range(len(self._addresses), 0, -1):
             address = self._addresses[self._current % len(self._addresses)]
             try:
-                return self._look(method, address, path, Deadline(deadline.left() / left), body)
-            except _TROUBLE as error:
+                return self._send(method, address, path, Deadline(deadline.left() / left), body)
+            except _CONNECTION_ERRORS as error:
                 self._current += 1
                 deadline.check(f"asking {address}{path}")
                 if left == 1 or not (method == "GET" or _was_refused(error)):
                     raise BrokerUnavailable(f"asking {address}{path}: {error}") from error
         raise AssertionError("there is an address")
 
-    def _look(
+    def _send(
         self, method: str, address: str, path: str, deadline: Deadline, body: Any
     ) -> tuple[Mapping[str, str], bytes]:
         url = address + path
-        for _ in range(_MOST_REDIRECTS):
+        for _ in range(_MAX_REDIRECTS):
             try:
                 with self._opener.open(self._request(method, url, body), timeout=max(0.001, deadline.left())) as answer:
                     return {name.lower(): value for name, value in answer.headers.items()}, answer.read()
             except urllib.error.HTTPError as error:
-                if error.code not in _REDIRECTED:
+                if error.code not in _REDIRECT_STATUSES:
                     raise _refusal(error, method, path) from error
                 url = error.headers["Location"]
                 error.close()
@@ -119,7 +123,7 @@ class Rest:
 def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> RestRefused | TxnBridgeError:
     with error:
         text = _reason(error.read())
-    if error.code in _DENIED:
+    if error.code in _DENIED_STATUSES:
         return AccessDenied(
             f"{method} {path}: {text or 'this user may not do that'}; it needs an administrator of the tenant"
             " (pulsar-admin tenants update --admin-roles), or a superuser"
@@ -128,7 +132,7 @@ def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> RestRefus
 
 
 def _reason(body: bytes) -> str:
-    """Return the broker's reason without its stack trace; nothing for an HTML page."""
+    """Return the reason in a broker's error answer, without a stack trace; empty for an HTML page."""
     try:
         text = str(json.loads(body)["reason"])
     except (ValueError, TypeError, KeyError):
@@ -136,7 +140,7 @@ def _reason(body: bytes) -> str:
     if text.lstrip().startswith("<"):
         return ""
     messages = [line.removeprefix("Message: ") for line in text.splitlines() if line.startswith("Message: ")]
-    return " ".join((messages[-1] if messages else text).split())[:_MOST_TEXT]
+    return " ".join((messages[-1] if messages else text).split())[:_MAX_REASON_CHARACTERS]
 
 
 def _was_refused(error: Exception) -> bool:
@@ -151,5 +155,5 @@ def unavailable(refused: RestRefused, what: str) -> BrokerUnavailable:
 
 
 def path_of(full: str) -> str:
-    """Return a topic's full name as a part of a path, without the leading "persistent/"."""
+    """Return a topic's full name as part of a URL path, without the leading "persistent/"."""
     return "/".join(quote(part, safe="") for part in full.removeprefix("persistent://").split("/"))

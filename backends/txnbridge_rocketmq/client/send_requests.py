@@ -1,4 +1,4 @@
-"""Requests that store messages and end half messages, and the broker's check-back."""
+"""Requests that store messages and halves, the request that ends a half, and the decoding of check-backs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from txnbridge_rocketmq.client.codes import STORED_BUT, Property, RequestCode, ResponseCode, SystemFlag
+from txnbridge_rocketmq.client.codes import STORED_NOT_DURABLE, Property, RequestCode, ResponseCode, SystemFlag
 from txnbridge_rocketmq.client.errors import NotDurable, ProtocolViolation
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.records import MessageExt, OffsetId, decode_records, pack_properties
@@ -19,12 +19,12 @@ from txnbridge_rocketmq.client.requests import RpcRequest, fields, nothing
 _TOPIC = re.compile(r"[%|a-zA-Z0-9_-]{1,127}")
 _GROUP = re.compile(r"[%|a-zA-Z0-9_-]{1,120}")
 
-# A broker with automatic topic creation copies this template topic. No broker has it, so sending to a mistyped or
-# deleted topic fails.
+# A broker with automatic topic creation copies the template topic that a request names. No broker has this one, so
+# sending to a mistyped or deleted topic fails.
 _TEMPLATE_TOPIC, _TEMPLATE_QUEUES = "NO-TEMPLATE", 4
 
-_STORED = frozenset({int(ResponseCode.SUCCESS), *map(int, STORED_BUT)})
-# A half with one of these properties goes to the broker's timers: its commit succeeds and delivers nothing.
+_STORED = frozenset({int(ResponseCode.SUCCESS), *map(int, STORED_NOT_DURABLE)})
+# Properties of delayed messages. The commit of such a half succeeds, but its message is never delivered.
 _NOT_FOR_HALVES = frozenset({"DELAY", "TIMER_DELAY_MS", "TIMER_DELAY_SEC", "TIMER_DELIVER_MS"})
 
 
@@ -62,8 +62,8 @@ class SendResult:
 
 
 @dataclass(frozen=True)
-class HalfHandle:
-    """The fields of END_TRANSACTION. With the broker's name, any process can end the half with them at any time."""
+class HalfAddress:
+    """The address of a half message: the fields by which END_TRANSACTION names it, from any process."""
 
     topic: str
     group: str
@@ -75,47 +75,47 @@ class HalfHandle:
 
 @dataclass(frozen=True)
 class CheckBack:
-    """A check-back: the handle of the half's newest copy, and the message itself."""
+    """A check-back about a half: its address, and its message. In each round, the broker writes the half anew."""
 
-    half: HalfHandle
+    half: HalfAddress
     record: MessageExt
     broker: str
-    """The name of the broker that asks; empty if the broker did not send it."""
+    """The name of the broker that sent the check-back; empty if the request does not have it."""
 
     @property
     def times(self) -> int:
-        """The number of check-backs about this half, including this one; 0 where the broker does not count them."""
+        """The number of check-backs about this half, including this one; 0 if the broker does not count them."""
         return int(self.record.properties.get(Property.CHECKS, 0))
 
 
 def send(message: WireMessage, group: str, queue: int) -> RpcRequest[SendResult]:
-    """Store a message in a queue. The result raises `NotDurable` if the message was stored less safely than asked."""
+    """Store a message in a queue. Decoding the response raises `NotDurable` if it was not flushed or replicated."""
     return _store(message, group, queue, {}, 0)
 
 
 def send_half(message: WireMessage, group: str, queue: int, immunity: int | None = None) -> RpcRequest[SendResult]:
-    """Store a half message, which no reader sees before `end` commits it. `half_handle` returns its handle.
+    """Store a half message, which no reader sees before `end` commits it.
 
-    For `immunity` seconds the broker sends no check-back for the half. After that time the broker refuses to end the
-    half with `from_check=False`.
+    For `immunity` seconds the broker sends no check-back for the half. After that time it refuses to end the half with
+    `from_check=False`.
     """
     if refused := _NOT_FOR_HALVES & message.properties.keys():
-        raise ValueError(f"{sorted(refused)[0]}: a half that is to be delivered late would be lost")
+        raise ValueError(f"property {sorted(refused)[0]}: a delayed message in a transaction would be lost")
     own = {Property.HALF: "true", Property.GROUP: group}
     if immunity is not None:
         own[Property.IMMUNITY] = str(immunity)
     return _store(message, group, queue, own, SystemFlag.PREPARED)
 
 
-def half_handle(topic: str, group: str, stored: SendResult) -> HalfHandle:
-    """Return the handle of a half that was sent with this producer group, from the result of sending."""
-    return HalfHandle(topic, group, stored.queue_offset, stored.offset_id.log_offset, stored.unique_key)
+def half_address(topic: str, group: str, stored: SendResult) -> HalfAddress:
+    """Return the address of a half that `send_half` stored for this topic and producer group."""
+    return HalfAddress(topic, group, stored.queue_offset, stored.offset_id.log_offset, stored.unique_key)
 
 
-def end(half: HalfHandle, how: HalfEnd, from_check: bool = False) -> RpcRequest[None]:
-    """Commit or abort one half. `from_check` is set in response to a check-back, or after the immunity time.
+def end(half: HalfAddress, how: HalfEnd, from_check: bool = False) -> RpcRequest[None]:
+    """Commit or abort one half. Set `from_check` in response to a check-back, or after the immunity time.
 
-    The request is not idempotent: a second commit publishes a second copy, and so does a commit after an abort.
+    The request is not idempotent: a second commit publishes the message twice, and a commit after an abort publishes.
     """
     return RpcRequest(
         f"{'committing' if how is HalfEnd.COMMIT else 'aborting'} a half of topic {half.topic}",
@@ -139,7 +139,7 @@ def check_back_of(request: RemotingCommand) -> CheckBack:
     records = decode_records(request.body)
     try:
         (record,) = records
-        half = HalfHandle(
+        half = HalfAddress(
             topic=record.properties.get(Property.REAL_TOPIC, record.topic),
             group=record.properties[Property.GROUP],
             queue_offset=int(request.fields["tranStateTableOffset"]),
@@ -148,21 +148,21 @@ def check_back_of(request: RemotingCommand) -> CheckBack:
         )
         int(record.properties.get(Property.CHECKS, 0))
     except (KeyError, ValueError):
-        raise ProtocolViolation("a question about a half that lacks what it needs") from None
+        raise ProtocolViolation("a check-back without the address of its half") from None
     return CheckBack(half, record, request.fields.get("bname", ""))
 
 
 def check_topic(name: str) -> str:
     """Return the name if it is valid for a topic. Raise `ValueError`."""
     if not _TOPIC.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a topic: 1 to 127 of letters, digits, and %|_-")
+        raise ValueError(f"{name!r} is not a topic name: use 1 to 127 letters, digits, and %|_-")
     return name
 
 
 def check_group(name: str) -> str:
     """Return the name if it is valid for a group. Raise `ValueError`."""
     if not _GROUP.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a group: 1 to 120 of letters, digits, and %|_-")
+        raise ValueError(f"{name!r} is not a group name: use 1 to 120 letters, digits, and %|_-")
     return name
 
 
@@ -170,7 +170,7 @@ def _store(
     message: WireMessage, group: str, queue: int, own: Mapping[str, str], system_flag: int
 ) -> RpcRequest[SendResult]:
     if not message.body:
-        raise ValueError("a message without any byte in its body: brokers fail on it")
+        raise ValueError("the body of the message is empty: brokers fail on that")
     action = f"sending to topic {check_topic(message.topic)}"
     unique_key = message.unique_key or uuid.uuid4().hex.upper()
 
@@ -207,12 +207,12 @@ def _store(
 
 
 def _standard(message: WireMessage) -> dict[str, str]:
-    """Return the system properties for the message's tags and keys."""
-    properties = {Property.WAIT: "true"}  # wait for the disk and the replicas, as far as the broker's settings ask
+    """Return the system properties: the message's tags and keys, and that the broker waits for durability."""
+    properties = {Property.WAIT: "true"}  # respond after flushing and replication, as the broker is configured
     if message.tags is not None:
         properties[Property.TAGS] = message.tags
     if message.keys:
         if any(len(key.split()) != 1 or key.strip() != key for key in message.keys):
-            raise ValueError("a key is empty or holds a space: brokers would split it")
+            raise ValueError("a key is empty or contains a space: brokers separate keys by spaces")
         properties[Property.KEYS] = " ".join(message.keys)
     return properties

@@ -1,4 +1,4 @@
-"""Requests that read: messages of a queue by offset, the bounds of a queue, one message by its key or address."""
+"""Requests that read: the messages and bounds of a queue, offsets by time, and messages by key or address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 # The maximum number of messages that a broker returns for one pull, with its default settings.
 PULL_MOST = 32
-# The maximum number of messages for one look-up by key (`maxMsgsNumBatch`).
+# The maximum number of messages that a broker returns for one look-up by key (`maxMsgsNumBatch`).
 MOST_LOOKED_UP = 64
 
 _SUSPEND, _SUBSCRIPTION = 2, 4  # bits of a pull's flag
@@ -38,14 +38,14 @@ _NO_END = (1 << 63) - 1
 
 
 class PullStatus(IntEnum):
-    """The result of a pull."""
+    """The kind of a broker's response to a pull."""
 
     FOUND = ResponseCode.SUCCESS
     NOTHING_NEW = ResponseCode.PULL_NOT_FOUND
     AGAIN = ResponseCode.PULL_RETRY_IMMEDIATELY
     """There is no message at this offset; there may be more at `next_offset`."""
     OUT_OF_RANGE = ResponseCode.PULL_OFFSET_MOVED
-    """The offset is before the queue's first offset or behind its end; `next_offset` is inside the queue."""
+    """The offset is before the queue's first offset or after its end; `next_offset` is inside the queue."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,9 @@ class PullResult:
 def pull(
     topic: str, queue: int, offset: int, group: str, count: int = PULL_MOST, wait: float = 0.0
 ) -> RpcRequest[PullResult]:
-    """Read a queue from an offset on. The group need not exist.
+    """Read up to `count` messages of a queue from an offset on. The group need not exist.
 
-    With `wait` the broker holds the response back until a message arrives, for up to five seconds longer than `wait`.
-    The timeout of the call must allow for that.
+    With `wait`, the broker holds the response back until a message arrives: for `wait` seconds, and up to five more.
     """
 
     def read(answer: RemotingCommand) -> PullResult:
@@ -128,29 +127,27 @@ def log_offset_at(topic: str, queue: int, offset: int) -> RpcRequest[int | None]
 
 
 def by_unique_key(topic: str, unique_key: str) -> RpcRequest[list[MessageExt]]:
-    """Return the messages of a topic with this unique key, in the order in which they were stored.
+    """Return the messages of a topic with this unique key, with their bodies, in the order of storing.
 
-    A broker returns at most `defaultQueryMaxNum` (32) of them, the newest ones. One response holds all messages with
-    their bodies, so this request is for keys with few messages.
+    If there are more than 32 (`defaultQueryMaxNum`), the broker returns the newest ones.
     """
     return _look_up(topic, unique_key, 32, lambda records, count: records, _UNIQUE_KEY_QUERY=True)
 
 
 @dataclass(frozen=True)
 class NewestByKey:
-    """The newest message with a unique key; None if the broker's response held none."""
+    """The newest message with a unique key; None if it is not among the index entries that the broker examined."""
 
     record: MessageExt | None
     may_have_more: bool
-    """Return whether the broker's index has older entries that were not returned. The message may be among them."""
+    """Whether the index may have older entries, among which the message may be."""
 
 
 def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool = False) -> RpcRequest[NewestByKey]:
-    """Look for the newest message of a topic with this unique key, among the `count` newest index entries.
+    """Return the newest message of a topic with this unique key, if it is among the `count` newest index entries.
 
-    The index stores keys as a hash of four bytes, so the newest entry may be a message with another key. Then repeat
-    the request with a larger `count`, of `MOST_LOOKED_UP` at most. Without `body` the message is returned without its
-    body.
+    The index stores keys as a hash of four bytes, so the newest entry may be a message with another key. If the result
+    `may_have_more`, repeat the request with a larger `count`, up to `MOST_LOOKED_UP`.
     """
 
     def read(records: list[MessageExt], offered: int) -> NewestByKey:
@@ -164,7 +161,7 @@ def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool
 def _look_up(
     topic: str, unique_key: str, count: int, read: Callable[[list[MessageExt], int], T], **more: object
 ) -> RpcRequest[T]:
-    """Look up messages by key. `read` receives those with this key, oldest first, and the number of index entries."""
+    """Look up messages by key. `read` gets those with this key, oldest first, and how many the broker returned."""
 
     def decode(answer: RemotingCommand) -> T:
         offered = decode_records(answer.body) if answer.code != ResponseCode.QUERY_NOT_FOUND else []
@@ -178,7 +175,7 @@ def _look_up(
 
 
 def at_log_offset(topic: str, log_offset: int) -> RpcRequest[MessageExt]:
-    """Read the message at a commit log offset. The result raises `ErrorResponse` (SYSTEM_ERROR) if none is stored."""
+    """Return the message at a commit log offset. Decoding raises `ErrorResponse` (SYSTEM_ERROR) if there is none."""
 
     def read(answer: RemotingCommand) -> MessageExt:
         (record,) = decode_records(answer.body)

@@ -1,0 +1,48 @@
+"""Repetition of requests after temporary errors, with growing pauses, until a deadline."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from .deadline import ClientDeadline
+from .errors import PulsarError, RequestTimedOut
+
+T = TypeVar("T")
+
+# The first pause lets a broker finish its work; the longest limits requests without delaying a retry much.
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 5.0
+
+
+def backoff_pauses() -> Iterator[float]:
+    """Yield the seconds to wait before each next attempt: up to twice the last, at random to spread clients."""
+    pause = FIRST_PAUSE
+    while True:
+        yield pause * random.uniform(0.5, 1.0)
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def retry(deadline: ClientDeadline, attempt: Callable[[], T]) -> T:
+    """Call `attempt` until it returns, raises an error that is not `retriable`, or the deadline passes. Return its
+    result. A repeated call must be harmless, because a failed attempt may have had an effect.
+
+    At the deadline raise the last error. If that is a timeout, its text also names the broker's last refusal.
+    """
+    refusal: PulsarError | None = None
+    for pause in backoff_pauses():
+        try:
+            return attempt()
+        except RequestTimedOut as error:
+            if deadline.left <= pause:
+                if refusal is None:
+                    raise
+                raise RequestTimedOut(f"{error}; before that: {refusal}", error.may_have_had_effect) from error
+        except PulsarError as error:
+            if not error.retriable or deadline.left <= pause:
+                raise
+            refusal = error
+        time.sleep(pause)
+    raise AssertionError("pauses never end")
