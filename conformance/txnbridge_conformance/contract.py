@@ -20,7 +20,7 @@ _ALWAYS = "every broker"
 
 
 @dataclass(frozen=True)
-class Promise:
+class ContractResult:
     """The verdict on one capability: "kept", "broken", "declared absent" or "not tested", with the number of tests."""
 
     name: str
@@ -51,21 +51,21 @@ class ContractRecorder:
             if result == "failed":
                 self.failed[name].append(report.nodeid.partition("::")[2])
 
-    def promises(self) -> list[Promise]:
+    def promises(self) -> list[ContractResult]:
         names = [_ALWAYS, *(capability.value for capability in Capability)]
         return [self._promise(name, self.results[name]) for name in names]
 
-    def _promise(self, name: str, results: Mapping[str, int]) -> Promise:
+    def _promise(self, name: str, results: Mapping[str, int]) -> ContractResult:
         if results.get("failed"):
             verdict = "broken"
         elif results.get("passed"):
             verdict = "kept"
         else:
             verdict = "declared absent" if results.get("absent") else "not tested"
-        return Promise(name, verdict, sum(results.values()), tuple(self.failed[name]))
+        return ContractResult(name, verdict, sum(results.values()), tuple(self.failed[name]))
 
 
-def run_contract(url: str, only: str = "") -> list[Promise]:
+def run_contract(url: str, only: str = "") -> list[ContractResult]:
     """Run the suite, or its tests that match pytest's expression `only`, and return the verdict on each promise.
 
     Raise `RuntimeError` with pytest's output if the suite could not run.
