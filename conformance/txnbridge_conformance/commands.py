@@ -168,6 +168,39 @@ def plan(url: str, as_json: bool) -> None:
     sys.exit(_COULD_NOT_RUN if absent else 0)
 
 
+@command.command("compare")
+@click.argument("first", type=click.Path(exists=True, file_okay=False))
+@click.argument("second", type=click.Path(exists=True, file_okay=False))
+@json_and_debug
+def compare(first: str, second: str, as_json: bool) -> None:
+    """Show two runs side by side, by the reports in their folders: promises, findings and counts."""
+    reports = [_report_in(folder) for folder in (first, second)]
+    rows = [("verdict", *(report["verdict"] for report in reports))]
+    for name in [promise["name"] for promise in reports[0]["promises"]]:
+        rows.append((name, *(_verdicts(report).get(name, "-") for report in reports)))
+    times = [{finding["name"]: finding["times"] for finding in report["findings"]} for report in reports]
+    rows += [(name, *(str(found.get(name, 0)) for found in times)) for name in dict.fromkeys([*times[0], *times[1]])]
+    rows += [(name, *(f"{report['counts'].get(name, 0):,}" for report in reports)) for name in reports[0]["counts"]]
+    if as_json:
+        click.echo(json.dumps([dict(zip(("what", "first", "second"), row, strict=True)) for row in rows]))
+    else:
+        click.echo("\n".join(f"{what:22} {a:>16} {b:>16}" for what, a, b in [("", first, second), *rows]))
+
+
+def _report_in(folder: str) -> dict[str, Any]:
+    try:
+        report = json.loads((Path(folder) / "report.json").read_text())
+        if report["report"] == 1:
+            return dict(report)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise click.BadParameter(f"{folder} holds no report.json of a run; make one with: txnbridge conformance run")
+
+
+def _verdicts(report: dict[str, Any]) -> dict[str, str]:
+    return {promise["name"]: promise["verdict"] for promise in report["promises"]}
+
+
 @command.command("contract")
 @click.argument("url")
 @click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")

@@ -46,6 +46,8 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     again = conformance("check", str(tmp_path / "out"), "--floor", "committed=1000000")
     assert again.returncode == 2
     assert "instead of 1,000,000" in again.stdout
+    both = conformance("compare", str(tmp_path / "out"), str(tmp_path / "out"), "--json")
+    assert {"what": "verdict", "first": "kept", "second": "kept"} in json.loads(both.stdout), both.stderr
     lost = cut(tmp_path / "out")
     found = conformance("check", str(tmp_path / "out"))
     assert found.returncode == 1
@@ -153,6 +155,7 @@ def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
         (["run", "nothing:here", "--out", "{tmp}/out"], 3, "no backend"),
         (["run", "embedded:{tmp}/b.db", "--plugin", "no.such", "--out", "{tmp}/out"], 3, "No module named"),
         (["check", "{tmp}"], 3, "no history"),
+        (["compare", "{tmp}", "{tmp}"], 2, "no report.json"),
         (["check", __file__], 3, "line 1: not JSON"),
     ],
 )
