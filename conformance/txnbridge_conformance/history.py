@@ -290,7 +290,7 @@ _TAKERS = {
 
 
 # The fields without which a call says nothing.
-_NEEDED = {"read": ("topics",), "drained": ("group", "topics")}
+_NEEDED = {"read": ("topics",), "drained": ("group", "topics"), "declares": ("absent",)}
 
 
 def _fields(line: dict[str, Any]) -> dict[str, Any]:
@@ -298,8 +298,9 @@ def _fields(line: dict[str, Any]) -> dict[str, Any]:
     for name in ("transaction", "outcome", "error", "group"):
         if line.get(name) is not None:
             _text(line[name])
-    if "topics" in line:
-        _texts(line["topics"])
+    for name in ("topics", "absent"):
+        if name in line:
+            _texts(line[name])
     if "deadline" in line and type(line["deadline"]) not in (int, float):
         raise ValueError(f"a deadline is a number of seconds, not {line['deadline']!r}")
     return line

@@ -14,6 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from txnbridge_conformance.checker import MEANINGS, Findings, check
 from txnbridge_conformance.history import History, HistoryError
+from txnbridge_conformance.run.verdict import EXCUSED_BY, Verdict, judge
+
+from txnbridge import Capability
 
 T0, T1 = ("t", 0), ("t", 1)
 
@@ -372,6 +375,22 @@ def test_transactions_that_read_from_each_other_are_circular():
     assert story.found() == ["G1c"]
 
 
+def test_what_a_broker_declares_absent_is_reported_and_breaks_nothing():
+    for absent, verdict in (([], Verdict.BROKEN), (["fencing"], Verdict.KEPT)):
+        story = Story()
+        call = story.begin("run", "declares", absent=absent)
+        story.end("run", call)
+        story.txn("a", "1", result="fail", error="Fenced")
+        story.txn("a", "2")
+        story.read("1", "2")
+        history = story.history()
+        findings = check(history)
+        findings.counts.pop("outcome-lie")
+        judgement = judge(history, findings, {"committed": 1})
+        assert (judgement.verdict, findings.names) == (verdict, ["zombie-write"])
+    assert judge(history, findings, {"committed": 2}).verdict is Verdict.THIN
+
+
 def test_a_hundred_cases_of_a_name_are_counted_and_some_are_kept():
     story = Story()
     for number in range(100):
@@ -519,4 +538,6 @@ def test_a_line_that_was_changed_anywhere_is_taken_or_refused_with_its_line(data
 
 
 def test_every_name_has_a_meaning_in_one_sentence():
+    assert set(EXCUSED_BY) <= set(MEANINGS)
+    assert {name for names in EXCUSED_BY.values() for name in names} <= {each.value for each in Capability}
     assert all(text and text[0].islower() and not text.endswith(".") for text in MEANINGS.values())

@@ -96,6 +96,8 @@ class Hunt:
         self._heal(math.inf)
 
     def _start(self, bridge: Bridge) -> None:
+        absent = [each.value for each in Capability if not bridge.capabilities[each]]
+        self._recorder.start("declares", absent=absent, broker=bridge.backend).end("ok")
         self._sells = bool(bridge.capabilities[Capability.HALF_MESSAGES])
         for role, count in ROLES.items():
             for number in range(count if role != "sell" or self._sells else 0):

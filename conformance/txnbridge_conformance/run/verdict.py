@@ -11,6 +11,33 @@ from txnbridge_conformance.checker import Findings
 from txnbridge_conformance.history import History
 from txnbridge_conformance.run.plan import FLOOR
 
+# Findings that a broker does not promise to avoid if it declares one of these capabilities absent.
+EXCUSED_BY = {
+    "torn-transaction": ("atomic-topics",),
+    "half-ack": ("atomic-ack",),
+    "replay-duplicate": ("atomic-ack", "conflict"),
+    "G1a": ("isolation",),
+    "precommitted-read": ("isolation",),
+    "G1c-realtime": ("isolation",),
+    "zombie-write": ("fencing",),
+    "lost-write": ("survives-broker-kill",),
+    "unseen": ("survives-broker-kill",),
+    "hang": ("deadline",),
+    **dict.fromkeys(
+        (
+            "inconsistent-offsets",
+            "int-poll-skip",
+            "int-nonmonotonic-poll",
+            "poll-skip",
+            "nonmonotonic-poll",
+            "int-nonmonotonic-send",
+            "nonmonotonic-send",
+            "G0-realtime",
+        ),
+        ("partition-order",),
+    ),
+}
+
 # Findings that no broker promises to avoid: in a log, messages of transactions that run at once may interleave.
 NOT_PROMISED = frozenset({"int-send-skip", "G0", "G1c"})
 
@@ -50,10 +77,21 @@ def judge(history: History, findings: Findings, floor: Mapping[str, int] = FLOOR
     """Return the judgement of a history with these findings."""
     counts = count(history)
     missing = {name: least for name, least in floor.items() if counts[name] < least}
-    broken = tuple(name for name in findings.names if name not in NOT_PROMISED)
-    reported = tuple(name for name in findings.names if name in NOT_PROMISED)
+    absent = declared_absent(history)
+    excused = {name for name, needed in EXCUSED_BY.items() if not absent.isdisjoint(needed)} | NOT_PROMISED
+    broken = tuple(name for name in findings.names if name not in excused)
+    reported = tuple(name for name in findings.names if name in excused)
     verdict = Verdict.BROKEN if broken else Verdict.THIN if missing else Verdict.KEPT
     return Judgement(verdict, counts, missing, broken, reported)
+
+
+def declared_absent(history: History) -> frozenset[str]:
+    """Return the capabilities that the broker of a run declares absent."""
+    found: set[str] = set()
+    for operation in history.operations:
+        if operation.what == "declares":
+            found.update(operation.fields["absent"])
+    return frozenset(found)
 
 
 def count(history: History) -> dict[str, int]:
