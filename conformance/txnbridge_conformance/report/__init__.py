@@ -21,7 +21,7 @@ from txnbridge_conformance.run.verdict import Judgement
 
 _COLOURS = {"committed": 0, "aborted": 1, "prepared": 2, "unknown": 3}
 _RESULTS = {"ok": "committed", "fail": "aborted", "unknown": "unknown"}
-_OF_PROCESSES = ("kill", "pause", "restart")
+_OF_PROCESSES = ("kill", "pause", "restart", "administrator's abort")
 _BARS = ("transaction", "half", "finish")  # the calls that the timeline shows
 
 

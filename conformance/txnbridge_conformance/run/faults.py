@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from txnbridge import Bridge
 from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.faults import Proxy
@@ -87,6 +88,29 @@ class ClientFaults(Faults):
                 process.stop(self._stop_timeout)
                 process.start()
                 return Injected("restart", name, 0, lambda: None)
+
+
+class AdminFaults(Faults):
+    """An administrator aborts an open or prepared transaction of the run."""
+
+    def __init__(self, bridge: Bridge, topics: Collection[str]) -> None:
+        self._admin = bridge.admin
+        self._topics = topics
+
+    def inject(self, chance: random.Random) -> Injected | None:
+        if chance.random() < 0.7:
+            return None
+        with suppress(TxnBridgeError):  # it may have ended meanwhile, or the broker is away
+            found = [
+                each.transaction
+                for each in self._admin.transactions()
+                if not {topic for topic, _ in each.partitions}.isdisjoint(self._topics)
+            ]
+            if found:
+                transaction = chance.choice(found)
+                self._admin.abort(transaction, reason="conformance run")
+                return Injected("administrator's abort", transaction, 0, lambda: None)
+        return None
 
 
 class NetworkFaults(Faults):

@@ -24,7 +24,7 @@ from txnbridge_conformance.faults import Proxy
 from txnbridge_conformance.history import Recorder, read_history
 from txnbridge_conformance.run import official
 from txnbridge_conformance.run.client import Client, read_of, text_of
-from txnbridge_conformance.run.faults import BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
+from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
 from txnbridge_conformance.run.plan import PARTITIONS, ROLES, Plan
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.sales import Sales
@@ -50,6 +50,7 @@ class Hunt:
         self._plan = plan
         self._through = plan.at(proxy.url) if proxy else None
         self._progress = progress
+        self._clients = clients  # whether processes and their transactions are attacked
         self._random = random.Random(plan.seed)
         self._recorder = Recorder(Path(plan.folder) / "run.jsonl", "run", f"txnbridge {txnbridge.__version__}")
         self._client = Client(plan, "run", self._recorder, self._random)
@@ -61,7 +62,8 @@ class Hunt:
             self._faults.append(BrokerFaults(broker))
         self._injected: list[tuple[float, Injected]] = []  # with the time at which each is healed
         self.deeds: Counter[str] = Counter()
-        self._next_point: Counter[str] = Counter()
+        self._attacking = False
+        self._tried: dict[str, set[str]] = {role: set() for role in ROLES}  # events at which they killed themselves
         self._sells = False  # whether the broker has half messages
 
     # --- work ---------------------------------------------------------------------------------------------------------
@@ -81,6 +83,7 @@ class Hunt:
 
     def work(self, bridge: Bridge) -> None:
         """Let the processes work for the plan's time, and attack them for the first part of it."""
+        self._attacking = self._clients
         self._start(bridge)
         begin = time.monotonic()
         faults_until = begin + self._plan.seconds * (1 - _QUIET_SHARE)
@@ -89,6 +92,7 @@ class Hunt:
             if now < faults_until:
                 self._attack(now)
             else:
+                self._attacking = False
                 self._heal(math.inf)
             self._replace_dead()
             self._progress(f"{now - begin:.0f} of {self._plan.seconds:g} s: {_counted(self.deeds)}")
@@ -99,11 +103,13 @@ class Hunt:
         absent = [each.value for each in Capability if not bridge.capabilities[each]]
         self._recorder.start("declares", absent=absent, broker=bridge.backend).end("ok")
         self._sells = bool(bridge.capabilities[Capability.HALF_MESSAGES])
+        if self._clients and bridge.capabilities[Capability.END_OPEN]:
+            self._faults.append(AdminFaults(bridge, self._plan.topics))
         for role, count in ROLES.items():
             for number in range(count if role != "sell" or self._sells else 0):
                 # With a proxy one process of each role goes through it; the others reach the broker directly.
                 url = self._through if self._through and number == 0 else self._plan.url
-                self._processes.append(Process(self._plan, role, number, url))
+                self._processes.append(Process(self._plan, role, number, url, self._next_kill))
 
     def _attack(self, now: float) -> None:
         faults = self._random.choice(self._faults)
@@ -122,9 +128,13 @@ class Hunt:
 
     def _replace_dead(self) -> None:
         for process in self._processes:
-            point = self._next_point[process.role] + 1 if self._random.random() < 0.5 else 0
-            if process.replace_dead(point) and point:
-                self._next_point[process.role] = point
+            if event := process.replace_dead():
+                self._tried[process.role].add(event)
+
+    def _next_kill(self, role: str) -> tuple[int, Collection[str]]:
+        """Return at which event the next process of a role kills itself: one that none of them has tried."""
+        wanted = self._attacking and self._random.random() < 0.5
+        return (self._random.choice((1, 1, 2, 5)) if wanted else 0), self._tried[role]
 
     # --- settling -----------------------------------------------------------------------------------------------------
 
@@ -208,8 +218,7 @@ class Hunt:
         call = self._recorder.start("settle", condition=what)
         until = time.monotonic() + _SETTLING_SECONDS
         while time.monotonic() < until:
-            for process in self._processes:
-                process.replace_dead()
+            self._replace_dead()
             with suppress(TxnBridgeError):
                 if condition():
                     call.end("ok")

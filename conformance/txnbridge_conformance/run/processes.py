@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,16 +18,21 @@ class RunFailed(Exception):
 
 
 class Process:
-    """A process of the run. With `kill_at` above 0 its next start kills itself at this event of txnbridge."""
+    """A process of the run. Each start asks `next_kill(role)` at which event it kills itself.
 
-    def __init__(self, plan: Plan, role: str, number: int, url: str) -> None:
+    The answer is a number and names of events that do not count (see `client.KillAt`); with 0 it does not.
+    """
+
+    def __init__(
+        self, plan: Plan, role: str, number: int, url: str, next_kill: Callable[[str], tuple[int, Collection[str]]]
+    ) -> None:
         self._plan = plan
         self.role = role
         self._name = f"{role}{number}"
         self._url = url
         self._starts = 0
         self.paused = False
-        self.kill_at = 0
+        self._next_kill = next_kill
         self.start()
 
     @property
@@ -37,20 +44,31 @@ class Process:
         self._starts += 1
         self._errors = Path(self._plan.folder) / f"{self.name}.err"
         command = [sys.executable, "-m", "txnbridge_conformance.run.program", self._plan.through(self._url).to_json()]
+        number, tried = self._next_kill(self.role)
         with open(self._errors, "wb") as errors:
-            arguments = [*command, self.role, self.name, str(self.kill_at)]
+            arguments = [*command, self.role, self.name, str(number), ",".join(tried)]
             self._process = subprocess.Popen(arguments, stderr=errors, stdin=subprocess.DEVNULL)
 
-    def replace_dead(self, kill_at: int = 0) -> bool:
-        """Start the process again if it was killed; return whether it was. Raise `RunFailed` if it ended by itself."""
+    def replace_dead(self) -> str | None:
+        """Start the process again if it was killed; return the event at which it killed itself, if it did.
+
+        Raise `RunFailed` if it ended by itself.
+        """
         code = self._process.poll()
         if code is None:
-            return False
+            return None
         if code != -signal.SIGKILL:
             raise RunFailed(f"process {self.name} ended with {code}: {self._last_lines()}")
-        self.kill_at = kill_at
+        event = self._last_event()
         self.start()
-        return True
+        return event
+
+    def _last_event(self) -> str | None:
+        """Return the event at which the process has killed itself, by the last line of its history."""
+        with suppress(OSError, ValueError, IndexError):
+            last = json.loads((Path(self._plan.folder) / f"{self.name}.jsonl").read_bytes().splitlines()[-1])
+            return str(last.get("fault", "")).removeprefix("kill at ") or None
+        return None
 
     def _last_lines(self) -> str:
         return "\n".join(self._errors.read_text(errors="replace").splitlines()[-15:]) or "it said nothing"

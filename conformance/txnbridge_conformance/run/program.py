@@ -1,7 +1,8 @@
-"""The program of one process of a run: `python -m txnbridge_conformance.run.program PLAN ROLE PROCESS KILL_AT`.
+"""The program of one process of a run: `python -m txnbridge_conformance.run.program PLAN ROLE PROCESS N TRIED`.
 
-The process works until SIGTERM, and records each call in its history. With KILL_AT above 0 it kills itself at this
-event of txnbridge, counted from its start, so that a run visits one event after the other.
+The process works until SIGTERM, and records each call in its history. With N above 0 it kills itself at
+the N-th event of txnbridge whose name is not in TRIED (separated by commas), so that a run tries one event after the
+other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from txnbridge_conformance.run.plan import Plan
 from txnbridge_conformance.run.workloads import WORKLOADS
 
 
-def main(text: str, role: str, process: str, kill_at: str) -> None:
+def main(text: str, role: str, process: str, number: str, tried: str) -> None:
     plan = Plan.from_json(text)
     plan.register_plugins()
     recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, f"txnbridge {txnbridge.__version__}")
@@ -29,8 +30,8 @@ def main(text: str, role: str, process: str, kill_at: str) -> None:
         client = Client(plan, process, recorder, random.Random(f"{plan.seed} {process}"))
         signal.signal(signal.SIGTERM, lambda *_: client.stop.set())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the shell reaches the run, which ends its processes
-        if int(kill_at):
-            plugins.register(KillAt(int(kill_at), recorder, process), "kill-at")
+        if int(number):
+            plugins.register(KillAt(int(number), tried.split(","), recorder, process), "kill-at")
         while not client.stop.is_set():
             try:
                 WORKLOADS[role](client)
