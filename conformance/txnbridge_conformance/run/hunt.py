@@ -155,6 +155,7 @@ class Hunt:
             lambda: not self._lag(bridge) or self._all_copied(), "the copiers have not read everything"
         )
         self._stop(("copy", "watch"))
+        self._finish_all(bridge)
         self._await(lambda: self._nothing_open(bridge), "transactions of the copiers are still open")
         call.end("ok" if drained else "unknown")
 
