@@ -16,8 +16,8 @@ from typing import Any
 
 from txnbridge_conformance.checker import MEANINGS, Finding, Findings
 from txnbridge_conformance.history import History, Operation
-from txnbridge_conformance.report.promises import rows
-from txnbridge_conformance.run.verdict import Judgement
+from txnbridge_conformance.report.promises import Row, rows
+from txnbridge_conformance.run.verdict import Judgement, declared_absent
 
 _COLOURS = {"committed": 0, "aborted": 1, "prepared": 2, "unknown": 3}
 _RESULTS = {"ok": "committed", "fail": "aborted", "unknown": "unknown"}
@@ -41,9 +41,7 @@ class Report:
     def _lines(self) -> Iterator[str]:
         yield self.judgement.sentence
         yield ", ".join(f"{count:,} {name}" for name, count in self.judgement.counts.items())
-        untested = [
-            row.promise.name for row in rows(self.findings, self.judgement.counts) if row.verdict == "not tested"
-        ]
+        untested = [row.promise.name for row in self._rows() if row.verdict == "not tested"]
         if untested:
             yield f"Not tested: {', '.join(untested)}."
         for name in self.findings.names:
@@ -52,6 +50,9 @@ class Report:
             for case in self._cases(name)[:5]:
                 yield f"  {case.text}"
                 yield from (f"    {self._call(order)}" for order in case.operations[:4])
+
+    def _rows(self) -> list[Row]:
+        return rows(self.findings, self.judgement.counts, declared_absent(self.history))
 
     def _cases(self, name: str) -> list[Finding]:
         return [case for case in self.findings.cases if case.name == name]
@@ -78,7 +79,7 @@ class Report:
                     "verdict": row.verdict,
                     "evidence": row.evidence,
                 }
-                for row in rows(self.findings, self.judgement.counts)
+                for row in self._rows()
             ],
             "findings": [
                 {
