@@ -8,17 +8,18 @@ How one file keeps the guarantees:
 - A prepared transaction, and one larger than the memory, is stored in the file before its end, undecided: readers stop
   before its first message. The decision about the transaction is one small write: `outcome.outcome`.
 - Opening a transactional id raises its epoch, which every write checks: this fences older owners. Each writer stores
-  the number of its last commit, by which the outcome of a failed commit is found out: `outcome.writer_evidence`.
+  the number of its last commit, which proves the outcome if SQLite failed during a commit: `write.owner`.
 - No process runs in the background. Readers and administrators abort transactions whose deadline has passed.
-- Members of a group share partitions by leases, which their threads renew: `read.group_members`, `read.rebalance`. A
-  member reads its partitions in order (`read.ordered`); members that share messages lease each message (`read.shared`).
+- Members of a group have leases, which background threads renew, and the group's partitions are divided among them:
+  `read.group_members`, `read.rebalance`. A member reads its partitions in order (`read.ordered`). With
+  `sharing="message"` each message is leased to one member (`read.shared`).
 
 The path of a message: `write.writer` puts it into `write.staged_messages`, which stores it with a row id made of its
-partition and its offset (`client.schema`). `read.base_reader` is woken by `client.change_notification`, reads up to
-which offset each partition is readable (`client.visibility`), and hands out the messages after its `read.partition`.
+partition and its offset (`client.schema`). `client.change_notification` wakes `read.base_reader`, which looks up the
+readable range of each partition (`client.visibility`). Its `read.partition` reads the messages there.
 
-`client` opens the file and orders its writers. `backend` reads URLs, `capabilities` has profiles of what other brokers
-lack (`like=`), `decision_log` and `half_store` store decisions and half messages, `admin` is for administrators.
+`client` opens the file and queues its writers. `backend` reads URLs, `capabilities` has the profiles of other brokers
+for `like=`, `decision_log` and `half_store` store decisions and half messages, and `admin` is for administrators.
 """
 
 from __future__ import annotations

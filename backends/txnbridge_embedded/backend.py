@@ -1,4 +1,4 @@
-"""The embedded backend: its capabilities, its options, and the file that a URL names."""
+"""The embedded backend: its capabilities, its options, and the file of a URL."""
 
 from __future__ import annotations
 
@@ -31,38 +31,38 @@ _DEFAULTS = Settings()
 _LARGEST_MESSAGE = 1_000_000_000
 
 OPTIONS: Mapping[str, Option] = {
-    "create": Option(bool, True, "make the file if it is missing"),
+    "create": Option(bool, True, "create the file if it is missing"),
     "durability": Option(
         str,
         "full",
-        "full: what is committed survives a power cut. survives-process-kill-only: a power cut or a crash of the "
-        "system may take the last commits, kill -9 does not; the disk is not waited for",
+        "full: commits survive a power cut. survives-process-kill-only: commits do not wait for the disk; a power cut "
+        "or a crash of the system may lose the last ones, kill -9 does not",
         ("full", "survives-process-kill-only"),
     ),
-    "like": Option(str, "", "refuse what another broker would refuse", ("", *PROFILES)),
-    "max_bytes": Option(int, 0, "bound of the file's size; 0: the disk"),
-    "max_message_bytes": Option(int, _DEFAULTS.max_message_bytes, "bound of one message with its key and headers"),
+    "like": Option(str, "", "refuse calls that this other broker would refuse", ("", *PROFILES)),
+    "max_bytes": Option(int, 0, "the largest size of the file; 0: no limit but the disk"),
+    "max_message_bytes": Option(int, _DEFAULTS.max_message_bytes, "the largest message with its key and headers"),
     "spill_bytes": Option(
-        int, _DEFAULTS.spill_bytes, "a transaction larger than this goes to the file before its end, to save memory"
+        int, _DEFAULTS.spill_bytes, "a larger transaction is stored in the file before its end, to save memory"
     ),
     "hold_seconds": Option(
-        float, _DEFAULTS.hold_seconds, "how long a prepared transaction may live if `hold` does not say it"
+        float, _DEFAULTS.hold_seconds, "how long a transaction may stay prepared without the argument `hold`"
     ),
     "keep_seconds": Option(
-        float, _DEFAULTS.keep_seconds, "how long it is remembered what became of a transaction, for `status`"
+        float, _DEFAULTS.keep_seconds, "how long the outcome of a transaction is kept, for `status`"
     ),
     "lease_seconds": Option(
-        float, _DEFAULTS.lease_seconds, "a group's member that is silent for so long loses its partitions"
+        float, _DEFAULTS.lease_seconds, "a member of a group that does not renew its lease so long loses its partitions"
     ),
     "redeliver_seconds": Option(
         float,
         _DEFAULTS.redeliver_seconds,
-        "with sharing='message': a message that is not acknowledged for so long goes to another member",
+        "with sharing='message': a message not acknowledged within this time is delivered to another member",
     ),
     "half_check_seconds": Option(
-        float, _DEFAULTS.half_check_seconds, "how long an asker may take to answer for a half message"
+        float, _DEFAULTS.half_check_seconds, "how long a resolver may take to answer the check-back of a half message"
     ),
-    "half_checks": Option(int, _DEFAULTS.half_checks, "how often a half message is asked about before it is parked"),
+    "half_checks": Option(int, _DEFAULTS.half_checks, "after so many unanswered check-backs a half message is parked"),
 }
 
 
@@ -97,7 +97,7 @@ class EmbeddedBackend(Backend):
         settings = Settings(
             spill_bytes=options["spill_bytes"],
             max_message_bytes=most,
-            hold_seconds=_hold(options["hold_seconds"], context, limits),
+            hold_seconds=_hold_seconds(options["hold_seconds"], context, limits),
             keep_seconds=options["keep_seconds"],
             lease_seconds=options["lease_seconds"],
             redeliver_seconds=options["redeliver_seconds"],
@@ -111,6 +111,7 @@ class EmbeddedBackend(Backend):
             durable=options["durability"] == "full",
             max_bytes=options["max_bytes"] or None,
             create_topics=1 if context.create_topics is None else context.create_topics,
+            timing=settings.timing,
         )
         store.open(deadline, create=options["create"])
         try:
@@ -121,8 +122,8 @@ class EmbeddedBackend(Backend):
             raise
 
 
-def _hold(seconds: float, context: Context, limits: Limits) -> float:
-    """Return the time for which a transaction may stay prepared after its deadline, within a profile's limit."""
+def _hold_seconds(seconds: float, context: Context, limits: Limits) -> float:
+    """Return how long a transaction may stay prepared after its deadline: the option, within the profile's limit."""
     if limits.prepared_seconds is None:
         return seconds
     return max(0.0, min(seconds, limits.prepared_seconds - context.timeout))
@@ -130,12 +131,12 @@ def _hold(seconds: float, context: Context, limits: Limits) -> float:
 
 def _check(options: Mapping[str, Any], context: Context) -> None:
     if context.client_options:
-        raise InvalidOption(f"the embedded broker has no client of its own to take {min(context.client_options)!r}")
+        raise InvalidOption(f"the embedded broker has no client library with a setting {min(context.client_options)!r}")
     for name, value in options.items():
         least = 0 if name == "max_bytes" else 1e-3
         if OPTIONS[name].kind in (int, float) and not least <= value:
             raise InvalidOption(f"option {name!r} must be above 0, not {value}")
-        # SQLite's integers have 63 bits, and Python waits no longer than that many nanoseconds.
+        # SQLite's integers have 63 bits, and Python cannot wait longer than so many nanoseconds.
         most = TIMEOUT_MAX if OPTIONS[name].kind is float else (1 << 63) - 1
         if OPTIONS[name].kind in (int, float) and value > most:
             raise InvalidOption(f"option {name!r} is at most {most:g}")
@@ -143,17 +144,17 @@ def _check(options: Mapping[str, Any], context: Context) -> None:
         raise InvalidOption(f"option 'max_message_bytes' is at most {_LARGEST_MESSAGE}, the most that SQLite can store")
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     match error:
         case OSError(strerror=str(text)):
             return text
         case UnicodeEncodeError():
-            return "it holds half a character (a lone surrogate)"
+            return "it has half a character (a lone surrogate)"
     return str(error)
 
 
 def file_of(url: Url) -> Path:
-    """Return the file that a URL names; without a path, a file in the user's data folder, which is created."""
+    """Return the path of a URL's file. Without a path it is in the user's data folder, which is created."""
     if url.hosts:
         raise InvalidOption(
             f"{url}: the embedded broker is a file, not a host: embedded:PATH or embedded:///absolute/path"
@@ -166,11 +167,11 @@ def file_of(url: Url) -> Path:
             os.fsencode(path)
             path.resolve()
         except (OSError, RuntimeError, UnicodeEncodeError) as error:  # ~nobody, a name too long, half a character
-            raise InvalidOption(f"{url.path!r} cannot be the name of a file: {_why(error)}") from error
+            raise InvalidOption(f"{url.path!r} cannot be the name of a file: {_reason(error)}") from error
         return path
     folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "txnbridge"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise AccessDenied(f"{folder} cannot be made: {error.strerror}; name a file: embedded:PATH") from error
+        raise AccessDenied(f"{folder} cannot be created: {error.strerror}; name a file: embedded:PATH") from error
     return folder / "broker.db"

@@ -1,4 +1,4 @@
-"""The connection to one broker file: it opens transactional ids, and ends or looks up transactions by tokens."""
+"""One bridge's connection to a broker file: it opens writers and readers, and ends transactions by tokens."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from txnbridge.spi import (
 )
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
 from txnbridge_embedded.client.session import SharedConnection
-from txnbridge_embedded.client.store import LEAVING_SECONDS, FileConnection, Store, now_ms
+from txnbridge_embedded.client.store import CLOSING_SECONDS, FileConnection, Store, now_ms
 from txnbridge_embedded.decision_log import EmbeddedLog
 from txnbridge_embedded.half_store import EmbeddedHalves
 from txnbridge_embedded.outcome import outcome
-from txnbridge_embedded.outcome.writer_evidence import Instance, Owner, take_over
 from txnbridge_embedded.read.reader import open_reader
 from txnbridge_embedded.settings import Settings
+from txnbridge_embedded.write.owner import Owner, WriterRow, take_over
 from txnbridge_embedded.write.publisher import EmbeddedPublisher
 from txnbridge_embedded.write.writer import EmbeddedWriter, PlainWriter, PreparingWriter
 
 
 class EmbeddedBroker(Broker):
-    """A bridge's connection to one file. All calls except those of writers and readers share one SQLite connection."""
+    """A bridge's connection to a file. All calls except those of writers and readers share one SQLite connection."""
 
     def __init__(
         self, store: Store, settings: Settings, context: Context, capabilities: Capabilities, limits: Limits
@@ -56,7 +56,7 @@ class EmbeddedBroker(Broker):
         self.session = SharedConnection(store, settings, context.events)
         self._owners: dict[str, Owner] = {}
         self._writers: set[EmbeddedWriter] = set()  # the writers that are not closed
-        self._left: list[Instance] = []  # instances of closed writers and publishers
+        self._closed_rows: list[WriterRow] = []  # the rows of closed writers and publishers
         self._publishers: list[EmbeddedPublisher] = []
         self._closed = False
         self._admin = EmbeddedAdmin(self.session)
@@ -69,25 +69,25 @@ class EmbeddedBroker(Broker):
                 self.events.step("step:open", identity=identity.name, writers=count),
                 self.store.writing(connection, deadline, "opening an id"),
             ):
-                outcome.forget_old(connection, now_ms() - int(self.settings.keep_seconds * 1000))
+                outcome.delete_old_rows(connection, now_ms() - int(self.settings.keep_seconds * 1000))
                 epoch = take_over(connection, identity.name, identity.host) if identity.owned else None
                 owner = Owner(identity.name, identity.host, epoch)
-                instances = [Instance(owner) for _ in range(count)]
+                instances = [WriterRow(owner) for _ in range(count)]
                 for instance in instances:
                     instance.add(connection)
             self._owners[identity.name] = owner
-            outcome.finish_aborts(self.store, connection, deadline, self.events)
+            outcome.remove_aborted_messages(self.store, connection, deadline, self.events)
         return [self._plain_writer(owner, instance) for instance in instances]
 
-    def _plain_writer(self, owner: Owner, instance: Instance) -> Writer:
+    def _plain_writer(self, owner: Owner, instance: WriterRow) -> Writer:
         writer = PlainWriter(self.store, self.settings, self.events, owner, self._forget, instance)
         self._writers.add(writer)
         return writer
 
-    def _forget(self, writer: EmbeddedWriter, instance: Instance | None) -> None:
+    def _forget(self, writer: EmbeddedWriter, instance: WriterRow | None) -> None:
         self._writers.discard(writer)
         if instance is not None:
-            self._left.append(instance)
+            self._closed_rows.append(instance)
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
         if identity.owned and identity.name not in self._owners:
@@ -100,7 +100,7 @@ class EmbeddedBroker(Broker):
         return writer
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
-        publisher = EmbeddedPublisher(self.store, self.settings, self.events, name, deadline, self._left.append)
+        publisher = EmbeddedPublisher(self.store, self.settings, self.events, name, deadline, self._closed_rows.append)
         self._publishers.append(publisher)
         return publisher
 
@@ -124,17 +124,17 @@ class EmbeddedBroker(Broker):
         _check(token)
         with self.session(deadline) as connection:
             with self.store.reading(connection, deadline):
-                status = _look(connection, token)
+                status = _status(connection, token)
             if status is not None:
                 return status
-            # The transaction's deadline has passed, and it has not ended. A commit checks the deadline while it holds
-            # the file's lock. So if the transaction has not ended once this call has the lock, it can no longer be
-            # committed. It is recorded as aborted, because the clock may be set back.
+            # The deadline has passed, and the transaction has not ended. A commit checks the deadline while it holds
+            # the file's lock. So if the transaction has still not ended when this call holds the lock, it can no longer
+            # be committed. It is recorded as aborted, because the clock may be set back.
             try:
-                with self.store.writing(connection, deadline, "looking at a transaction"):
-                    return _look(connection, token) or _record_expired(connection, token)
+                with self.store.writing(connection, deadline, "looking up a transaction"):
+                    return _status(connection, token) or _record_expired(connection, token)
             except DeadlineExceeded:
-                return Status(TokenState.UNKNOWN, reason="its deadline has passed, and another process writes just now")
+                return Status(TokenState.UNKNOWN, reason="its deadline has passed, and another process locks the file")
 
     # --- administration and closing --------------------------------------------------------------------------------
 
@@ -153,12 +153,12 @@ class EmbeddedBroker(Broker):
             return
         self._closed = True
         for writer in list(self._writers):
-            if not writer.in_use:  # a writer in use is closed by the caller that ends its transaction
+            if not writer.in_use:  # else the caller that ends its transaction closes it
                 writer.close()
         for publisher in self._publishers:
             with suppress(TxnBridgeError):  # the application gets the error from the publisher's own flush
                 publisher.close(deadline)
-        leaving = Deadline(min(deadline.left(), LEAVING_SECONDS))
+        leaving = Deadline(min(deadline.left(), CLOSING_SECONDS))
         with suppress(TxnBridgeError), self.session(leaving) as connection:
             self._leave(connection, leaving)
         self.session.close()
@@ -166,30 +166,30 @@ class EmbeddedBroker(Broker):
 
     def _leave(self, connection: FileConnection, deadline: Deadline) -> None:
         """Delete the rows of closed writers that no token names, and retire the others: they commit nothing more."""
-        if self._left:
+        if self._closed_rows:
             with self.store.writing(connection, deadline, "closing"):
-                for instance in self._left:
-                    if instance.told:
+                for instance in self._closed_rows:
+                    if instance.in_token:
                         instance.retire(connection)
                     else:
                         instance.forget(connection)
 
 
 def _check(token: Token) -> None:
-    """Raise `InvalidToken` for a token that no writer of this broker can have made."""
+    """Raise `InvalidToken` if a token's fields are not those of this broker."""
     writer, number = token.how.get("w"), token.how.get("n")
     plain = isinstance(writer, str) and type(number) is int and 0 <= number < 1 << 63
     if not plain and "p" not in token.how:
-        raise InvalidToken("this token is damaged: its fields are not those of a transaction of the embedded broker")
+        raise InvalidToken("this token is damaged: it lacks the fields of the embedded broker's tokens")
 
 
-def _look(connection: FileConnection, token: Token) -> Status | None:
+def _status(connection: FileConnection, token: Token) -> Status | None:
     """Return the status of a token's transaction; None if it is undecided and its deadline has passed."""
-    return _look_at_prepared(connection, token) if "p" in token.how else _look_at_plain(connection, token)
+    return _prepared_status(connection, token) if "p" in token.how else _plain_status(connection, token)
 
 
 def _record_expired(connection: FileConnection, token: Token) -> Status:
-    """Abort a transaction whose deadline has passed, inside a write transaction, so that it stays aborted."""
+    """Record an expired transaction as aborted, inside the caller's write transaction; return its status."""
     reason = "its deadline passed"
     if "p" in token.how:
         ((number,),) = connection.execute("SELECT number FROM transactions WHERE id = ?", (token.transaction,))
@@ -199,7 +199,7 @@ def _record_expired(connection: FileConnection, token: Token) -> Status:
     return Status(TokenState.ABORTED, reason=reason)
 
 
-def _look_at_prepared(connection: FileConnection, token: Token) -> Status | None:
+def _prepared_status(connection: FileConnection, token: Token) -> Status | None:
     row = connection.execute(
         "SELECT state, deadline_at, reason FROM transactions WHERE id = ?", (token.transaction,)
     ).fetchone()
@@ -217,7 +217,7 @@ def _look_at_prepared(connection: FileConnection, token: Token) -> Status | None
     return Status(TokenState.UNKNOWN, expires_at=deadline_at, reason="it is still open and not prepared yet")
 
 
-def _look_at_plain(connection: FileConnection, token: Token) -> Status | None:
+def _plain_status(connection: FileConnection, token: Token) -> Status | None:
     row = connection.execute("SELECT last, retired FROM writers WHERE id = ?", (token.how.get("w"),)).fetchone()
     if row is None:
         return _FORGOTTEN
@@ -233,5 +233,5 @@ def _look_at_plain(connection: FileConnection, token: Token) -> Status | None:
 
 
 _FORGOTTEN = Status(
-    TokenState.UNKNOWN, reason="the file has forgotten it: it ended more than `keep_seconds` ago", permanent=True
+    TokenState.UNKNOWN, reason="its outcome was deleted: it ended more than `keep_seconds` ago", permanent=True
 )

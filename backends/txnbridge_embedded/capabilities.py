@@ -1,7 +1,7 @@
 """Profiles of other brokers: with `like=kafka` the embedded broker refuses what Kafka would refuse.
 
-So a program that passes its tests on the embedded broker also works on Kafka. A profile only removes capabilities; it
-does not imitate another broker's timing and faults.
+A program that passes its tests with a profile uses no feature that the other broker lacks. A profile only removes
+capabilities; it does not imitate the other broker's timing and faults.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class BrokerProfile:
     limits: Limits
     lacks: Mapping[Capability, Support] = field(default_factory=dict)
     names: str = ".*"  # a regular expression for topics' names
-    naming: str = ""  # the rule for topics' names, in words
+    naming: str = ""  # the same rule in words
 
     def refuse_name(self, topic: str) -> None:
-        """Raise `InvalidOption` for a topic's name that the profile's broker would not allow."""
+        """Raise `InvalidOption` for a topic's name that the broker would refuse."""
         if not re.fullmatch(self.names, topic):
-            raise InvalidOption(f"{topic!r} is no name for a topic on {self.name}: {self.naming}")
+            raise InvalidOption(f"{topic!r} is no valid topic name on {self.name}: {self.naming}")
 
     def refuse(self, value: bytes | None, headers: RawHeaders, before: int) -> None:
-        """Raise `NotSupported` for a message that the profile's broker would not take, after `before` messages."""
+        """Raise `NotSupported` for a message that the broker would refuse after `before` others of the transaction."""
         if value == b"" and Capability.EMPTY_VALUE in self.lacks:
             raise self._missing(Capability.EMPTY_VALUE)
         if headers and Capability.REPEATED_HEADERS in self.lacks and len({name for name, _ in headers}) < len(headers):
@@ -39,7 +39,7 @@ class BrokerProfile:
             raise self._missing(Capability.BARE_HEADERS)
         most = self.limits.transaction_messages
         if most is not None and before >= most:
-            raise NotSupported(f"{self.name} takes at most {most} messages in one transaction")
+            raise NotSupported(f"{self.name} accepts at most {most} messages in one transaction")
 
     def _missing(self, capability: Capability) -> NotSupported:
         return NotSupported(f"{self.name} has no {capability.value}: {self.lacks[capability].note}")
@@ -49,8 +49,8 @@ def _lacks(*pairs: tuple[Capability, str]) -> dict[Capability, Support]:
     return {capability: absent(why) for capability, why in pairs}
 
 
-_ONE_POSITION = "a group has one position in each partition, so messages are acknowledged in order"
-_NO_HALVES = "the broker asks nobody back"
+_ONE_POSITION = "a group has one committed offset in each partition, so messages are acknowledged in order"
+_NO_HALVES = "the broker sends no check-backs"
 _ONE_MEMBER = "a partition is read by one member of a group"
 
 PROFILES: Mapping[str, BrokerProfile] = {

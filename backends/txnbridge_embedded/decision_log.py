@@ -10,9 +10,6 @@ from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
 from txnbridge_embedded.client.session import SharedConnection
 from txnbridge_embedded.client.store import CommitUnclear, FileConnection
 
-_READ_ROWS = 500  # records in memory at once, so that a decision log of millions needs little memory
-_TRIM_ROWS = 10_000  # records deleted at once: some milliseconds, so that other writers wait briefly for the lock
-
 
 class EmbeddedLog(DecisionLog):
     """One decision log in the file. A position is a record's number, from 0."""
@@ -65,7 +62,7 @@ class EmbeddedLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """Yield the records from `first` to `last`. Raise `PositionLost` if unread ones are trimmed meanwhile."""
+        """Yield the records from `first` to `last`. Raise `PositionLost` if they are trimmed before they are read."""
         begin, following = self._bounds(deadline)
         at = begin if first is None else max(first[0], begin)
         stop = following - 1 if last is None else min(last[0], following - 1)
@@ -73,7 +70,7 @@ class EmbeddedLog(DecisionLog):
             with self._session(deadline) as connection, self._session.store.reading(connection, deadline):
                 rows = connection.execute(
                     "SELECT id, record FROM log_records WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
-                    (self._base | at, self._base | stop, _READ_ROWS),
+                    (self._base | at, self._base | stop, self._session.store.timing.log_read_rows),
                 ).fetchall()
             for row_id, record in rows:
                 if row_id != self._base | at:
@@ -92,16 +89,17 @@ class EmbeddedLog(DecisionLog):
                 connection.execute(
                     "UPDATE logs SET first = max(first, min(next, ?)) WHERE id = ?", (before[0], self._id)
                 )
-            while self._remove_some(connection, deadline):
+            while self._remove_batch(connection, deadline):
                 pass
 
-    def _remove_some(self, connection: FileConnection, deadline: Deadline) -> bool:
+    def _remove_batch(self, connection: FileConnection, deadline: Deadline) -> bool:
+        most = self._session.store.timing.log_trim_rows
         with self._session.store.writing(connection, deadline, "trimming a decision log"):
             (first,) = connection.execute("SELECT first FROM logs WHERE id = ?", (self._id,)).fetchone()
             if not first:
                 return False
             removed = connection.execute(
                 "DELETE FROM log_records WHERE id IN (SELECT id FROM log_records WHERE id BETWEEN ? AND ? LIMIT ?)",
-                (self._base, self._base | min(first - 1, MAX_OFFSET), _TRIM_ROWS),
+                (self._base, self._base | min(first - 1, MAX_OFFSET), most),
             )
-            return removed.rowcount == _TRIM_ROWS
+            return removed.rowcount == most

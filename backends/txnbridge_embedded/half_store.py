@@ -1,4 +1,4 @@
-"""The half store: half messages in tables of their own until they are published to their topics or dropped."""
+"""The half store: it keeps half messages in separate tables until they are published to their topics, or dropped."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from txnbridge.errors import DeadlineExceeded, NotFound
 from txnbridge.spi import Deadline, Decision, Half, HalfMessage, HalfStore, Outcome
 from txnbridge_embedded.client.headers import pack, unpack_raw
 from txnbridge_embedded.client.session import SharedConnection
-from txnbridge_embedded.client.store import FileConnection, StoredTopic, latest, now_ms
+from txnbridge_embedded.client.store import FileConnection, StoredTopic, latest_time, now_ms
 from txnbridge_embedded.write.staged_messages import StagedMessages, store
 
 _COLUMNS = "id, group_name, transaction_id, check_at, deadline_at, checks"
-# The interval at which a resolver looks for due half messages, whose check-backs are seconds apart.
-_LOOK_SECONDS = 0.2
+# The interval at which a resolver looks for due check-backs, which are seconds apart.
+_POLL_SECONDS = 0.2
 # The pause between two check-backs doubles up to this multiple of `half_check_seconds`.
-_LONGEST_PAUSE = 8
+_LONGEST_PAUSE_FACTOR = 8
 _OUTCOMES = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}
 
 
 class EmbeddedHalves(HalfStore):
-    """Stores half messages in the file. Storing a half and publishing it are one write transaction each."""
+    """Stores half messages in the file, and publishes them: each in one write transaction."""
 
     def __init__(self, session: SharedConnection) -> None:
         self._session = session
@@ -33,8 +33,8 @@ class EmbeddedHalves(HalfStore):
 
     def put(self, half: Half, deadline: Deadline) -> Half:
         with self._session(deadline) as connection:
-            # The messages are encoded as for a send: one that could not be published is refused before it is stored.
-            self._take(half.messages, lambda name: self._store.ensure_topic(connection, name, deadline))
+            # The messages are encoded as for a send, to refuse a message that could not be published.
+            self._stage(half.messages, lambda name: self._store.ensure_topic(connection, name, deadline))
             with self._writing(connection, deadline, half.transaction, "storing a half message"):
                 added = connection.execute(
                     "INSERT INTO halves(group_name, transaction_id, state, check_at, deadline_at)"
@@ -74,8 +74,8 @@ class EmbeddedHalves(HalfStore):
             return outcome
 
     def _pause(self, checks: int) -> int:
-        """Return the milliseconds until the next check-back, which grow with the number of unanswered check-backs."""
-        return self._interval * min(1 << max(0, checks - 1), _LONGEST_PAUSE)
+        """Return the milliseconds until the next check-back, which grow with the number of earlier check-backs."""
+        return self._interval * min(1 << max(0, checks - 1), _LONGEST_PAUSE_FACTOR)
 
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
         while True:
@@ -83,11 +83,11 @@ class EmbeddedHalves(HalfStore):
                 if lent := self._due(group, limit, deadline):
                     return lent
             except DeadlineExceeded:
-                if deadline.left() <= _LOOK_SECONDS:  # other processes kept the file locked until now
+                if deadline.left() <= _POLL_SECONDS:  # other processes kept the file locked until now
                     raise
-            if deadline.left() <= _LOOK_SECONDS:
+            if deadline.left() <= _POLL_SECONDS:
                 return []
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def _due(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
         query = (
@@ -98,14 +98,16 @@ class EmbeddedHalves(HalfStore):
             with self._store.reading(connection, deadline):
                 due = (group, _now(connection), limit)
                 if connection.execute(query, due).fetchone() is None:
-                    return []  # mostly no half is due, and the lock is not taken
-            with self._store.writing(connection, deadline, "looking for half messages to ask about"):
+                    return []  # mostly no check-back is due, so the write lock is not needed
+            with self._store.writing(connection, deadline, "looking for due check-backs"):
                 return [
-                    half for row in connection.execute(query, due).fetchall() if (half := self._lend(connection, row))
+                    half
+                    for row in connection.execute(query, due).fetchall()
+                    if (half := self._check_back(connection, row))
                 ]
 
-    def _lend(self, connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half | None:
-        """Return a half for its next check-back, and count it; after too many park the half, and return None."""
+    def _check_back(self, connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half | None:
+        """Return a half message for its next check-back; after too many check-backs park it, and return None."""
         half_id, group, transaction, *_, checks = row
         if checks >= self._session.settings.half_checks:
             with self._session.events.step("half.park", transaction, group=group, checks=checks):
@@ -148,16 +150,16 @@ class EmbeddedHalves(HalfStore):
             (half.group, half.transaction),
         ).fetchone()
         if row is None:
-            raise NotFound(f"group {half.group!r} has no half message of transaction {half.transaction!r} (any more)")
+            raise NotFound(f"group {half.group!r} has no half message of transaction {half.transaction!r}")
         return row[0], row[1], row[2]
 
     def _publish(self, connection: FileConnection, half_id: int) -> None:
-        outgoing = self._take(_messages(connection, half_id), lambda name: self._store.topic(connection, name))
+        outgoing = self._stage(_messages(connection, half_id), lambda name: self._store.topic(connection, name))
         now = now_ms()
         for rows in outgoing.pending():
             store(connection, rows, now)
 
-    def _take(self, messages: Iterable[HalfMessage], find_topic: Callable[[str], StoredTopic]) -> StagedMessages:
+    def _stage(self, messages: Iterable[HalfMessage], find_topic: Callable[[str], StoredTopic]) -> StagedMessages:
         outgoing = StagedMessages(find_topic, lambda: None, self._session.settings)
         for message in messages:
             outgoing.add(*message)
@@ -165,8 +167,8 @@ class EmbeddedHalves(HalfStore):
 
 
 def _now(connection: sqlite3.Connection) -> int:
-    """Return the current time, or the latest time in the file if the clock was set back: no check-back is late."""
-    return max(now_ms(), latest(connection))
+    """Return the current time, or the latest time in the file, so that no check-back is late after a clock change."""
+    return max(now_ms(), latest_time(connection))
 
 
 def _half(connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half:

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from txnbridge.spi import RawHeaders
 
 DAY = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The durations and sizes that tests change; durations are in seconds."""
+
+    # The age up to which a cached topic is used: topics grow rarely, and reading one costs a query.
+    topic_age: float = 1.0
+    # The interval at which a writer removes messages beyond retention, which costs a query for each partition.
+    trim_interval: float = 10.0
+    # The most messages that are removed at once, which takes some ten milliseconds.
+    removed_rows: int = 10_000
+    # The records of a decision log that are deleted at once, in some milliseconds: other writers wait for the lock.
+    log_trim_rows: int = 10_000
+    # The records of a decision log in memory at once, so that a log of millions needs little memory.
+    log_read_rows: int = 500
+    # A write-ahead log of this size, far above the size at which it is copied, means that a reader keeps a snapshot.
+    long_wal_bytes: int = 256 << 20
+    # SQLite's instructions between two checks of the doctor's deadline: some milliseconds.
+    check_instructions: int = 100_000
 
 
 @dataclass(frozen=True)
@@ -22,7 +42,8 @@ class Settings:
     redeliver_seconds: float = 30.0
     half_check_seconds: float = 30.0
     half_checks: int = 15
-    # By the profile of another broker: raise an error for a message (value, headers, number of messages before it in
-    # the transaction) or for a topic's name that the other broker would refuse.
+    timing: Timing = field(default_factory=Timing)
+    # From the profile of another broker: raise an error for a message that it would refuse (value, headers, number of
+    # earlier messages in the transaction), and for a topic's name.
     refuse: Callable[[bytes | None, RawHeaders, int], None] | None = None
     refuse_name: Callable[[str], None] | None = None

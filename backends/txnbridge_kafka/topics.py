@@ -97,7 +97,7 @@ class KafkaTopics:
 
     def count(self, topic: str, deadline: Deadline) -> int:
         """Return how many partitions a topic has by one broker's metadata; 0 if that broker has no such topic."""
-        what = f"looking at topic {topic!r}"
+        what = f"looking up topic {topic!r}"
         metadata = self._call_client(lambda: refresh_metadata(self._admin(), deadline, topic), deadline, what)
         described: TopicMetadata = metadata.topics[topic]
         if described.error is None or described.error.code() == KafkaError.LEADER_NOT_AVAILABLE:

@@ -50,7 +50,7 @@ class Written:
     written nothing. Times are milliseconds since 1970.
     """
 
-    unit: BatchId
+    identity: BatchId
     partition: int
     attempt: int = 0
     token: str | None = None
@@ -69,4 +69,4 @@ class Written:
     @classmethod
     def from_json(cls, text: str) -> Written:
         fields = json.loads(text)
-        return cls(**fields | {"unit": BatchId(**fields["unit"])})
+        return cls(**fields | {"identity": BatchId(**fields["identity"])})

@@ -57,42 +57,42 @@ _Stored = Mapping[str, Any]
 _checked: ClientPool[Bridge] = ClientPool()
 
 
-def commit(options: SinkOptions, messages: Sequence[Written | None], unit: BatchId | None = None) -> None:
+def commit(options: SinkOptions, messages: Sequence[Written | None], identity: BatchId | None = None) -> None:
     """Publish a batch, and return when each of its transactions is committed, by this or another process. Safe to
     repeat.
 
-    `unit` is the batch's identity, needed where no task may have reported it.
+    `identity` is the batch's identity, needed where no task may have reported it.
     """
     if _LOGS_COLLECTED in os.environ and _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
-    unit, parts = _check(messages, unit)
-    with_session(options, unit, lambda session: _commit(session, options, unit, parts))
+    identity, parts = _check(messages, identity)
+    with_session(options, identity, lambda session: _commit(session, options, identity, parts))
 
 
-def abort(options: SinkOptions, messages: Sequence[Written | None], unit: BatchId | None = None) -> None:
+def abort(options: SinkOptions, messages: Sequence[Written | None], identity: BatchId | None = None) -> None:
     """Decide to ABORT a batch unless it is decided, and abort its transactions.
 
     If this fails, the transactions end later by their time-out.
     """
     written = [message for message in messages if message is not None]
-    unit = unit or (written[0].unit if written else None)
-    if unit is None:
+    identity = identity or (written[0].identity if written else None)
+    if identity is None:
         return  # no task has reported the identity of the batch
-    attempt = written[0].attempt if written else unit.attempt
+    attempt = written[0].attempt if written else identity.attempt
     try:
-        with_session(options, unit, lambda session: _abort(session, options, unit, attempt))
+        with_session(options, identity, lambda session: _abort(session, options, identity, attempt))
     except TxnBridgeError as error:
-        _log.warning("%s could not be given up, its transactions end by their time-out: %s", unit, error)
+        _log.warning("%s could not be given up, its transactions end by their time-out: %s", identity, error)
 
 
-def next_attempt(options: SinkOptions, unit: BatchId) -> int:
+def next_attempt(options: SinkOptions, identity: BatchId) -> int:
     """Return the number of the batch's next attempt. Raise `Fenced` if a newer run of the query has opened the sink."""
 
     def look(session: SinkSession) -> int:
-        session.decisions.open(unit.path, name=unit.run)
-        return len(session.decisions.claims(unit.batch_path))
+        session.decisions.open(identity.path, name=identity.run)
+        return len(session.decisions.claims(identity.batch_path))
 
-    return with_session(options, unit, look)
+    return with_session(options, identity, look)
 
 
 def check_broker(options: SinkOptions, query: str | None = None) -> None:
@@ -107,8 +107,8 @@ def check_broker(options: SinkOptions, query: str | None = None) -> None:
         pass  # a check that passed once is not repeated in this process
 
 
-def with_session(options: SinkOptions, unit: BatchId, work: Callable[[SinkSession], _Result]) -> _Result:
-    application = options.application(unit.query)
+def with_session(options: SinkOptions, identity: BatchId, work: Callable[[SinkSession], _Result]) -> _Result:
+    application = options.application(identity.query)
     with sessions.held((options, application), lambda: SinkSession(options, application)) as session:
         return work(session)
 
@@ -140,50 +140,50 @@ def _check_topic(bridge: Bridge, topic: str) -> None:
                 txn.abort()
 
 
-def _check(messages: Sequence[Written | None], unit: BatchId | None) -> tuple[BatchId, list[Written]]:
+def _check(messages: Sequence[Written | None], identity: BatchId | None) -> tuple[BatchId, list[Written]]:
     written = [message for message in messages if message is not None]
-    units = {message.unit for message in written} | ({unit} if unit is not None else set())
-    if len(written) < len(messages) or not units:
+    identities = {message.identity for message in written} | ({identity} if identity is not None else set())
+    if len(written) < len(messages) or not identities:
         raise InvalidOption(
             "some tasks reported nothing, so it is not known what they wrote. The continuous trigger does that: it is"
             " not supported, use processingTime or availableNow"
         )
-    if len(units) != 1:
-        raise InvalidState(f"tasks of one batch report different batches: {', '.join(map(str, units))}")
-    return units.pop(), written
+    if len(identities) != 1:
+        raise InvalidState(f"tasks of one batch report different batches: {', '.join(map(str, identities))}")
+    return identities.pop(), written
 
 
 # --- commit ----------------------------------------------------------------------------------------------------------
 
 
-def _commit(session: SinkSession, options: SinkOptions, unit: BatchId, written: list[Written]) -> None:
+def _commit(session: SinkSession, options: SinkOptions, identity: BatchId, written: list[Written]) -> None:
     began = time.monotonic()
     decisions = session.decisions
-    opening = decisions.open(unit.path, name=unit.run)
-    check_log(session, options, unit)
-    if is_done(session, unit):
-        published = _check_repetition(session, unit)
+    opening = decisions.open(identity.path, name=identity.run)
+    check_log(session, options, identity)
+    if is_done(session, identity):
+        published = _check_repetition(session, identity)
         decided_at = began
     else:
         # Batches are published in order: first those that an older run decided and did not finish.
-        for older in unfinished(session, unit.path):
-            if older.id[2] < unit.batch:
+        for older in unfinished(session, identity.path):
+            if older.id[2] < identity.batch:
                 finish(session, older)
-        claim = _decide(session, unit, opening, written)
+        claim = _decide(session, identity, opening, written)
         decided_at = time.monotonic()
         if claim is not None:
             finish(session, claim)
-            mark_done(session, unit.path, unit.batch, claim.data)
+            mark_done(session, identity.path, identity.batch, claim.data)
         published = None if claim is None else claim.data
     # The batch is done. Undecided transactions of its other attempts must not hold readers back.
-    abort_open(session, options, unit.path, opening.number)
-    _check_rows(session, options, unit, written, published)
+    abort_open(session, options, identity.path, opening.number)
+    _check_rows(session, options, identity, written, published)
     prepared = [part for part in written if part.token]
     total = _total(written)
     _log.info(
         "%s: %d rows, %d bytes in %d transactions; prepared in %d ms, decided in %.0f ms, published in %.0f ms;"
         " the oldest was %.1f s old",
-        unit,
+        identity,
         total.rows,
         total.bytes,
         len(prepared),
@@ -194,43 +194,43 @@ def _commit(session: SinkSession, options: SinkOptions, unit: BatchId, written: 
     )
 
 
-def _decide(session: SinkSession, unit: BatchId, opening: Opening, written: list[Written]) -> Claim | None:
+def _decide(session: SinkSession, identity: BatchId, opening: Opening, written: list[Written]) -> Claim | None:
     """Return the COMMIT claim that counts for a batch, made if there is none; None if the batch is marked done."""
-    known = unfinished(session, unit.batch_path)
+    known = unfinished(session, identity.batch_path)
     if known:
         dead = lost_parts(session, known[-1])
-        return _replace(session, unit, opening, known[-1], dead, written) if dead else known[-1]
+        return _replace(session, identity, opening, known[-1], dead, written) if dead else known[-1]
     if any(part.settled for part in written):
         raise InvalidState(
-            f"tasks found {unit} decided, and now the decision log has no record of it: the log has lost records"
+            f"tasks found {identity} decided, and now the decision log has no record of it: the log has lost records"
         )
-    attempts = {part.attempt for part in written} or {unit.attempt or 0}
+    attempts = {part.attempt for part in written} or {identity.attempt or 0}
     if len(attempts) > 1:
-        raise _given_up(unit)
+        raise _given_up(identity)
     count = _total(written)
-    total = {"rows": count.rows, "fingerprint": count.fingerprint, "run": unit.run}
-    return _claim(session, unit, opening, attempts.pop(), written, total)
+    total = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run}
+    return _claim(session, identity, opening, attempts.pop(), written, total)
 
 
 def _claim(
-    session: SinkSession, unit: BatchId, opening: Opening, attempt: int, written: list[Written], total: _Stored
+    session: SinkSession, identity: BatchId, opening: Opening, attempt: int, written: list[Written], total: _Stored
 ) -> Claim | None:
-    _check_alive(session, unit, written)
+    _check_alive(session, identity, written)
     stored = ("token", "partition", "topics", "rows", "fingerprint")
     parts = [{name: getattr(part, name) for name in stored} for part in written if part.token]
     try:
         claim = session.decisions.claim(
-            (*unit.batch_path, attempt), Decision.COMMIT, {"parts": parts, **total}, opening=opening
+            (*identity.batch_path, attempt), Decision.COMMIT, {"parts": parts, **total}, opening=opening
         )
     except InvalidState:
         return None
     if claim.decision is Decision.ABORT:
-        raise _given_up(unit)
+        raise _given_up(identity)
     return claim
 
 
 def _replace(
-    session: SinkSession, unit: BatchId, opening: Opening, claim: Claim, dead: list[_Stored], written: list[Written]
+    session: SinkSession, identity: BatchId, opening: Opening, claim: Claim, dead: list[_Stored], written: list[Written]
 ) -> Claim | None:
     """Claim a new decision for a batch: newly written transactions with the same rows replace the lost ones, `dead`."""
     attempt = claim.id[-1] + 1
@@ -244,7 +244,7 @@ def _replace(
         fresh.remove(twin)
         chosen.append(twin)
     total = {name: claim.data[name] for name in ("rows", "fingerprint", "run")}
-    return _claim(session, unit, opening, attempt, chosen, total)
+    return _claim(session, identity, opening, attempt, chosen, total)
 
 
 def _total(written: list[Written]) -> RowTotals:
@@ -254,61 +254,61 @@ def _total(written: list[Written]) -> RowTotals:
     return total
 
 
-def _given_up(unit: BatchId) -> TransactionAborted:
-    return TransactionAborted(f"{unit} was given up while it was written; restart the query to write it again")
+def _given_up(identity: BatchId) -> TransactionAborted:
+    return TransactionAborted(f"{identity} was given up while it was written; restart the query to write it again")
 
 
-def _check_alive(session: SinkSession, unit: BatchId, written: list[Written]) -> None:
+def _check_alive(session: SinkSession, identity: BatchId, written: list[Written]) -> None:
     """Raise `TransactionAborted` if one of the batch's transactions has ended, or may time out before its commit."""
     by_token = {part.token: part for part in written if part.token is not None}
     for part in by_token.values():
         if part.expires_at is not None:
-            _check_age(unit, part, part.expires_at)
+            _check_age(identity, part, part.expires_at)
     for token, status in ask_all(session.bridge.status, by_token).items():
         if status.state is not TokenState.PREPARED:
             raise TransactionAborted(
-                f"{unit}: the transaction of partition {by_token[token].partition} is {status.state.value} before"
+                f"{identity}: the transaction of partition {by_token[token].partition} is {status.state.value} before"
                 f" anybody decided about it ({status.reason or 'no reason is known'}). Nothing was published"
             )
 
 
-def _check_age(unit: BatchId, part: Written, expires_at: int) -> None:
+def _check_age(identity: BatchId, part: Written, expires_at: int) -> None:
     age, life = time.time() - part.began_at / 1000, (expires_at - part.began_at) / 1000
     if age > TASK_SHARE * life:
         raise TransactionAborted(
-            f"{unit} took too long: the transaction of partition {part.partition} is {age:.0f} s old, and the broker"
+            f"{identity} took too long: the transaction of partition {part.partition} is {age:.0f} s old; the broker"
             f" keeps it for {life:.0f} s. Nothing was published. Make batches smaller (maxOffsetsPerTrigger), or let"
             " the broker keep transactions longer"
         )
 
 
-def _check_repetition(session: SinkSession, unit: BatchId) -> _Stored | None:
+def _check_repetition(session: SinkSession, identity: BatchId) -> _Stored | None:
     """Return the stored totals of a batch that is done and is repeated; None if the log has no totals of it."""
-    _check_order(session, unit)
-    if session.decisions.read(("#skipped", *unit.batch_path)).claim is not None:
+    _check_order(session, identity)
+    if session.decisions.read(("#skipped", *identity.batch_path)).claim is not None:
         return None  # an operator has checked what was published, and skipped the batch
-    claims = session.decisions.claims(("#results", *unit.path))
-    return next((claim.data for claim in claims if claim.id[-1] == unit.batch), None)
+    claims = session.decisions.claims(("#results", *identity.path))
+    return next((claim.data for claim in claims if claim.id[-1] == identity.batch), None)
 
 
-def _check_order(session: SinkSession, unit: BatchId) -> None:
+def _check_order(session: SinkSession, identity: BatchId) -> None:
     """Raise `InvalidOption` for a batch before the last one: Spark repeats only the last batch of a checkpoint."""
-    last = session.decisions.read(unit.path).done_up_to
-    if last is None or unit.batch == last:
+    last = session.decisions.read(identity.path).done_up_to
+    if last is None or identity.batch == last:
         return
-    if unit.job:
-        _log.warning("%s is skipped: version %d of this job is done already", unit, last)
+    if identity.job:
+        _log.warning("%s is skipped: version %d of this job is done already", identity, last)
         return
     raise InvalidOption(
-        f"{unit} comes again, and every batch up to {last} is done. Nothing of it was published now. Spark repeats only"
-        " the last batch of a checkpoint, so another checkpoint has written those batches. A new checkpoint under the"
+        f"{identity} comes again, and every batch up to {last} is done. Nothing of it was published now. Spark repeats"
+        " only a checkpoint's last batch, so another checkpoint has written those batches. A new checkpoint under the"
         f" same txnAppId needs txnVersion={last + 1}. A checkpoint restored from a backup reads again what is published"
         f" up to batch {last}: begin a new checkpoint after that"
     )
 
 
 def _check_rows(
-    session: SinkSession, options: SinkOptions, unit: BatchId, written: list[Written], published: _Stored | None
+    session: SinkSession, options: SinkOptions, identity: BatchId, written: list[Written], published: _Stored | None
 ) -> None:
     """Raise `BatchInDoubt` if a repeated batch has other rows than were published, `InvalidOption` under a txnAppId."""
     if published is None:
@@ -318,30 +318,30 @@ def _check_rows(
     if same and (options.nondeterministic or count.fingerprint == published["fingerprint"]):
         return
     if options.app_id is None:
-        raise other_rows(session, unit, published["rows"], count.rows)
+        raise other_rows(session, identity, published["rows"], count.rows)
     raise InvalidOption(
-        f"{unit} is done, with {published['rows']} rows; now it has {count.rows}, or other rows, which were not"
+        f"{identity} is done, with {published['rows']} rows; now it has {count.rows}, or other rows, which were not"
         " published. Is txnVersion used twice? The next version of a job, or a new checkpoint under the same txnAppId,"
-        f" needs a higher one: txnVersion={unit.batch + 1}"
+        f" needs a higher one: txnVersion={identity.batch + 1}"
     )
 
 
 # --- abort -----------------------------------------------------------------------------------------------------------
 
 
-def _abort(session: SinkSession, options: SinkOptions, unit: BatchId, attempt: int | None) -> None:
+def _abort(session: SinkSession, options: SinkOptions, identity: BatchId, attempt: int | None) -> None:
     decisions = session.decisions
     try:
-        opening = decisions.open(unit.path, name=unit.run)
-        check_log(session, options, unit)
-        claims = decisions.claims(unit.batch_path)
+        opening = decisions.open(identity.path, name=identity.run)
+        check_log(session, options, identity)
+        claims = decisions.claims(identity.batch_path)
         if any(claim.decision is Decision.COMMIT for claim in claims):
             return
-        id = (*unit.batch_path, len(claims) if attempt is None else attempt)
-        claim = decisions.claim(id, Decision.ABORT, {"run": unit.run}, opening=opening)
+        id = (*identity.batch_path, len(claims) if attempt is None else attempt)
+        claim = decisions.claim(id, Decision.ABORT, {"run": identity.run}, opening=opening)
     except (Fenced, InvalidState):
         return  # a newer run has opened the sink, or the batch is done
     if claim.decision is Decision.ABORT:
         # A broker that does not keep the log can't tell decided transactions from others: those are committed first.
-        finish_decided(session, unit.path)
-        abort_open(session, options, unit.path, opening.number)
+        finish_decided(session, identity.path)
+        abort_open(session, options, identity.path, opening.number)

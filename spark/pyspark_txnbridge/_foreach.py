@@ -51,28 +51,28 @@ def write_exactly_once(
         )
     columns = Columns.of(df.schema, parsed.topic)
     _driver.check_broker(parsed, query)
-    unit = BatchId(query, parsed.sink, (parsed.version or 0) + batch_id, run or _run_of(df, query_id))
-    call = _Call(unit, parsed, df.select(*sorted(columns.names)))
+    identity = BatchId(query, parsed.sink, (parsed.version or 0) + batch_id, run or _run_of(df, query_id))
+    call = _Call(identity, parsed, df.select(*sorted(columns.names)))
     if not _is_first(call):
         return
     try:
         _publish(call, columns)
     except BaseException:
-        _calls.pop(unit.path, None)
+        _calls.pop(identity.path, None)
         raise
     call.has_returned = True
 
 
 def _publish(call: _Call, columns: Columns) -> None:
     # Each call gets a new attempt number, so that late tasks of an earlier, failed call do not count.
-    unit = replace(call.unit, attempt=_driver.next_attempt(call.options, call.unit))
+    identity = replace(call.identity, attempt=_driver.next_attempt(call.options, call.identity))
     written: list[Written | None] = []
     try:
-        for row in call.frame.mapInArrow(_writing(unit, call.options, columns), "written string").collect():
+        for row in call.frame.mapInArrow(_writing(identity, call.options, columns), "written string").collect():
             written.append(Written.from_json(row["written"]))
-        _driver.commit(call.options, written, unit)
+        _driver.commit(call.options, written, identity)
     except BaseException:
-        _driver.abort(call.options, written, unit)
+        _driver.abort(call.options, written, identity)
         raise
 
 
@@ -81,7 +81,7 @@ def _publish(call: _Call, columns: Columns) -> None:
 
 @dataclass
 class _Call:
-    unit: BatchId
+    identity: BatchId
     options: SinkOptions
     frame: DataFrame
     has_returned: bool = False
@@ -103,14 +103,14 @@ def _is_first(call: _Call) -> bool:
     Raise `InvalidOption` if an earlier call published another frame for the batch: then two sinks share a name.
     """
     with _calls_lock:
-        earlier = _calls.get(call.unit.path)
-        if earlier is None or earlier.unit != call.unit:
-            _calls[call.unit.path] = call
+        earlier = _calls.get(call.identity.path)
+        if earlier is None or earlier.identity != call.identity:
+            _calls[call.identity.path] = call
             return True
     if earlier.has_returned and call.repeats(earlier):
         return False
     raise InvalidOption(
-        f"{call.unit} has been written by another call of this run, with another frame or other options: give each of a"
+        f"{call.identity} was written by another call of this run, with another frame or other options: give each of a"
         " query's sinks a name of its own (sink). A function that retries after an error has to give the same frame and"
         " options. Or let the error end the query: the restarted query writes what is missing"
     )
@@ -171,7 +171,7 @@ def _id_of_process(pid: int) -> str:
 
 
 def _writing(
-    unit: BatchId, options: SinkOptions, columns: Columns
+    identity: BatchId, options: SinkOptions, columns: Columns
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def write(batches: Iterable[Any]) -> Iterator[Any]:
         import pyarrow as pa
@@ -182,7 +182,7 @@ def _writing(
         context = TaskContext.get()
         assert context is not None
         holder = f"task {context.taskAttemptId()} of stage {context.stageId()}"
-        written = write_partition(unit, options, columns, batches, context.partitionId(), holder)
+        written = write_partition(identity, options, columns, batches, context.partitionId(), holder)
         yield pa.RecordBatch.from_pydict({"written": [written.to_json()]})
 
     return write

@@ -106,11 +106,13 @@ class BatchWriter(DataSourceArrowWriter):
         self._options = options
         self._columns = columns
         job = str(uuid.uuid4())
-        self._unit = BatchId(options.app_id or f"{NAMELESS}{job}", options.sink, options.version or 0, job, job=True)
+        self._identity = BatchId(
+            options.app_id or f"{NAMELESS}{job}", options.sink, options.version or 0, job, job=True
+        )
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskMessage:
         self._check_not_in_a_stream()
-        return TaskMessage(_write(self._unit, self._options, self._columns, iterator))
+        return TaskMessage(_write(self._identity, self._options, self._columns, iterator))
 
     def _check_not_in_a_stream(self) -> None:
         """Raise `InvalidOption` for a nameless job in a streaming query; only tasks see that they run in one."""
@@ -131,7 +133,7 @@ class BatchWriter(DataSourceArrowWriter):
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         from pyspark_txnbridge import _driver
 
-        _driver.abort(self._options, _written(messages), self._unit)
+        _driver.abort(self._options, _written(messages), self._identity)
 
 
 class StreamWriter(DataSourceStreamArrowWriter):
@@ -155,12 +157,12 @@ class StreamWriter(DataSourceStreamArrowWriter):
         _driver.abort(self._options, _of_batch(batchId, messages, self._options))
 
 
-def _write(unit: BatchId, options: SinkOptions, columns: Columns, rows: Iterator[pa.RecordBatch]) -> Written:
+def _write(identity: BatchId, options: SinkOptions, columns: Columns, rows: Iterator[pa.RecordBatch]) -> Written:
     from pyspark_txnbridge._task import write_partition
 
     context = _context()
     holder = f"task {context.taskAttemptId()} of stage {context.stageId()}"
-    return write_partition(unit, options, columns, rows, context.partitionId(), holder)
+    return write_partition(identity, options, columns, rows, context.partitionId(), holder)
 
 
 def _micro_batch(options: SinkOptions) -> BatchId:
@@ -191,6 +193,6 @@ def _of_batch(batch: int, messages: Sequence[WriterCommitMessage | None], option
 
     written = _written(messages)
     expected = (options.version or 0) + batch
-    if any(message is not None and message.unit.batch != expected for message in written):
+    if any(message is not None and message.identity.batch != expected for message in written):
         raise InvalidState(f"Spark asks about batch {batch}, and tasks report another one")
     return written

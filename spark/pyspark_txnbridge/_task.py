@@ -38,20 +38,25 @@ TASK_SHARE = 0.8
 
 
 def write_partition(
-    unit: BatchId, options: SinkOptions, columns: Columns, rows: Iterable[pa.RecordBatch], partition: int, holder: str
+    identity: BatchId,
+    options: SinkOptions,
+    columns: Columns,
+    rows: Iterable[pa.RecordBatch],
+    partition: int,
+    holder: str,
 ) -> Written:
     """Write one partition's rows into a prepared transaction, unless the batch is decided already."""
-    application = options.application(unit.query)
+    application = options.application(identity.query)
     key = (options, application)
     with (
         sessions.held(key, lambda: SinkSession(options, application)) as session,
-        _slot_writers.held((key, unit.path), lambda: SlotWriters(options)) as writers,
+        _slot_writers.held((key, identity.path), lambda: SlotWriters(options)) as writers,
     ):
-        return _write(unit, options, columns, rows, partition, holder, session, writers)
+        return _write(identity, options, columns, rows, partition, holder, session, writers)
 
 
 def _write(
-    unit: BatchId,
+    identity: BatchId,
     options: SinkOptions,
     columns: Columns,
     batches: Iterable[pa.RecordBatch],
@@ -60,29 +65,29 @@ def _write(
     session: SinkSession,
     writers: SlotWriters,
 ) -> Written:
-    opening = session.decisions.open(unit.path, name=unit.run)
+    opening = session.decisions.open(identity.path, name=identity.run)
     if writers.number != opening.number:
-        check_log(session, options, unit)
+        check_log(session, options, identity)
     if partition == 0 and opening.number > 1 and writers.number != opening.number:
         # The decisions of older runs are finished first. Their other open transactions would hold readers back.
-        finish_decided(session, unit.path)
-        fence_older(session, options, unit.path, opening.number - 1)
-        abort_open(session, options, unit.path, opening.number - 1)
-    attempt = _attempt(unit, session)
+        finish_decided(session, identity.path)
+        fence_older(session, options, identity.path, opening.number - 1)
+        abort_open(session, options, identity.path, opening.number - 1)
+    attempt = _attempt(identity, session)
     if attempt is None:
-        return _settled(unit, partition, _count(columns, batches))
+        return _settled(identity, partition, _count(columns, batches))
     began_at = _now()
     rows = iter(batches)
     first = next((batch for batch in rows if batch.num_rows), None)
     if first is None:
-        return Written(unit, partition, attempt, began_at=began_at, prepared_at=_now())
+        return Written(identity, partition, attempt, began_at=began_at, prepared_at=_now())
     try:
-        bridge = writers.take(session, unit, opening, holder)
+        bridge = writers.take(session, identity, opening, holder)
     except InvalidState:
-        if not is_done(session, unit):
+        if not is_done(session, identity):
             raise
         # The batch was marked done in the meantime.
-        return _settled(unit, partition, _count(columns, chain([first], rows)))
+        return _settled(identity, partition, _count(columns, chain([first], rows)))
     count = RowTotals()
     timeout, hold = _times(bridge)
     with bridge.transaction(prepare=True, timeout=timeout, hold=hold) as txn:
@@ -90,10 +95,10 @@ def _write(
         for batch in rows:
             count.add(columns.send(batch, txn))
     assert txn.token is not None
-    if not _is_still_needed(unit, session, str(txn.token)):
-        return _settled(unit, partition, count)
+    if not _is_still_needed(identity, session, str(txn.token)):
+        return _settled(identity, partition, count)
     return Written(
-        unit,
+        identity,
         partition,
         attempt,
         token=str(txn.token),
@@ -115,30 +120,30 @@ def _times(bridge: Bridge) -> tuple[float, float | None]:
     return longest * TASK_SHARE, None  # None: hold it as long as the broker allows
 
 
-def _attempt(unit: BatchId, session: SinkSession) -> int | None:
+def _attempt(identity: BatchId, session: SinkSession) -> int | None:
     """Return the number of the batch's attempt; None if the batch is decided. Raise if this run has given it up."""
-    if is_done(session, unit):
+    if is_done(session, identity):
         return None
-    known = unfinished(session, unit.batch_path)
+    known = unfinished(session, identity.batch_path)
     if known:
         # The tasks write all rows again, and the driver picks the parts that replace the decision's lost ones.
         return int(known[-1].id[-1]) + 1 if lost_parts(session, known[-1]) else None
-    claims = session.decisions.claims(unit.batch_path)
-    by_this_run = any(claim.opening == unit.run for claim in claims)
-    if by_this_run if unit.attempt is None else len(claims) > unit.attempt:
-        raise TransactionAborted(f"{unit} was given up by its driver: this task comes too late")
+    claims = session.decisions.claims(identity.batch_path)
+    by_this_run = any(claim.opening == identity.run for claim in claims)
+    if by_this_run if identity.attempt is None else len(claims) > identity.attempt:
+        raise TransactionAborted(f"{identity} was given up by its driver: this task comes too late")
     return len(claims)
 
 
-def _is_still_needed(unit: BatchId, session: SinkSession, token: str) -> bool:
+def _is_still_needed(identity: BatchId, session: SinkSession, token: str) -> bool:
     """Return whether a driver will still end the transaction that this task has just prepared; if not, abort it here.
 
     A newer run, and a driver whose batch is done or given up, end all open transactions of this run's tasks. They may
     have listed these before this transaction began.
     """
     try:
-        session.decisions.open(unit.path, name=unit.run)
-        awaited = _attempt(unit, session) is not None
+        session.decisions.open(identity.path, name=identity.run)
+        awaited = _attempt(identity, session) is not None
     except TxnBridgeError:
         session.bridge.abort(token)
         raise
@@ -147,8 +152,8 @@ def _is_still_needed(unit: BatchId, session: SinkSession, token: str) -> bool:
     return awaited
 
 
-def _settled(unit: BatchId, partition: int, count: RowTotals) -> Written:
-    return Written(unit, partition, rows=count.rows, bytes=count.bytes, fingerprint=count.fingerprint, settled=True)
+def _settled(identity: BatchId, partition: int, count: RowTotals) -> Written:
+    return Written(identity, partition, rows=count.rows, bytes=count.bytes, fingerprint=count.fingerprint, settled=True)
 
 
 def _count(columns: Columns, batches: Iterable[pa.RecordBatch]) -> RowTotals:
@@ -184,31 +189,31 @@ class SlotWriters:
     number: int = 0  # the run's opening number in the decision log
     slots: list[_Slot] = field(default_factory=list)
 
-    def take(self, session: SinkSession, unit: BatchId, opening: Opening, holder: str) -> Bridge:
+    def take(self, session: SinkSession, identity: BatchId, opening: Opening, holder: str) -> Bridge:
         """Return a bridge that can prepare one more transaction. Raise `InvalidState` if the batch is done."""
         if opening.number != self.number:
             self.close()
             self.number = opening.number
         for slot in self.slots:
             most = slot.bridge.limits.prepared_transactions
-            if slot.batch == unit.batch and (most is None or slot.used < most):
+            if slot.batch == identity.batch and (most is None or slot.used < most):
                 slot.used += 1
                 return slot.bridge
-        slot = self._lease(session, unit, opening, holder)
+        slot = self._lease(session, identity, opening, holder)
         slot.used = 1
         return slot.bridge
 
-    def _lease(self, session: SinkSession, unit: BatchId, opening: Opening, holder: str) -> _Slot:
-        leases = ("#slots", *unit.batch_path, self.number)
+    def _lease(self, session: SinkSession, identity: BatchId, opening: Opening, holder: str) -> _Slot:
+        leases = ("#slots", *identity.batch_path, self.number)
 
         def claim(number: int) -> bool:
             claimed = session.decisions.claim((*leases, number), Decision.COMMIT, {"holder": holder}, opening=opening)
             return claimed.mine
 
-        for slot in [slot for slot in self.slots if slot.batch != unit.batch]:
+        for slot in [slot for slot in self.slots if slot.batch != identity.batch]:
             # The slot was leased without a gap, so no other process has opened its id since.
-            if slot.batch == unit.batch - 1 and claim(slot.number):
-                slot.batch = unit.batch
+            if slot.batch == identity.batch - 1 and claim(slot.number):
+                slot.batch = identity.batch
                 return slot
             self.slots.remove(slot)
             close_logging_errors(slot.bridge)
@@ -216,11 +221,11 @@ class SlotWriters:
         number = 0
         while number in taken or not claim(number):
             number += 1
-        id = writer_id(self.options, unit.path, self.number, str(number))
-        bridge = connect(self.options, self.options.application(unit.query), id)
-        self.slots.append(_Slot(number, bridge, unit.batch))
+        id = writer_id(self.options, identity.path, self.number, str(number))
+        bridge = connect(self.options, self.options.application(identity.query), id)
+        self.slots.append(_Slot(number, bridge, identity.batch))
         # A newer run fences the ids that older runs have opened. It may have listed them before this id was opened.
-        session.decisions.open(unit.path, name=unit.run)
+        session.decisions.open(identity.path, name=identity.run)
         return self.slots[-1]
 
     def close(self) -> None:

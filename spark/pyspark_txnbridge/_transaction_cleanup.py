@@ -58,9 +58,9 @@ def unfinished(session: SinkSession, path: tuple[str | int, ...]) -> list[Claim]
     return [newest[batch] for batch in sorted(newest)]
 
 
-def is_done(session: SinkSession, unit: BatchId) -> bool:
+def is_done(session: SinkSession, identity: BatchId) -> bool:
     """Return whether a batch is published and marked done."""
-    return session.decisions.read((*unit.batch_path, 0)).done
+    return session.decisions.read((*identity.batch_path, 0)).done
 
 
 def lost_parts(session: SinkSession, claim: Claim) -> list[Mapping[str, Any]]:
@@ -100,13 +100,13 @@ def in_doubt(session: SinkSession, claim: Claim, dead: list[Mapping[str, Any]], 
     )
 
 
-def other_rows(session: SinkSession, unit: BatchId, published: int, now: int) -> BatchInDoubt:
+def other_rows(session: SinkSession, identity: BatchId, published: int, now: int) -> BatchInDoubt:
     return BatchInDoubt(
-        f"{unit} is published with {published} rows, and comes again with {now} rows, or with other ones. Nothing of"
+        f"{identity} is published with {published} rows, and comes again with {now} rows, or with others. Nothing of"
         " them was published. If the checkpoint has lost its plan of this batch (a backup was restored, the file"
-        f" offsets/{unit.batch} is gone), Spark has planned the batch anew: compare its rows with the topic, and"
+        f" offsets/{identity.batch} is gone), Spark has planned the batch anew: compare its rows with the topic, and"
         " publish in another way those that are missing. Then:"
-        f" {_recover_command(session.options, unit.query)} --skip {unit.batch}, and restart the query."
+        f" {_recover_command(session.options, identity.query)} --skip {identity.batch}, and restart the query."
         " If the query makes other rows from the same input by itself (uuid(), rand()): with the"
         " option nondeterministic=true only the number of rows is compared"
     )
@@ -115,36 +115,36 @@ def other_rows(session: SinkSession, unit: BatchId, published: int, now: int) ->
 # --- is this the log of this query? -----------------------------------------------------------------------------------
 
 
-def check_log(session: SinkSession, options: SinkOptions, unit: BatchId) -> None:
+def check_log(session: SinkSession, options: SinkOptions, identity: BatchId) -> None:
     """Raise `EvidenceLost` if the decision log has no records of a query that has written before.
 
     Either the log was deleted, or options that are part of the log's name have changed. With an empty log, published
     batches would be published again.
     """
-    if unit.query.startswith(NAMELESS) or has_history(session, unit.path):
+    if identity.query.startswith(NAMELESS) or has_history(session, identity.path):
         return
     first = options.version or 0
-    if unit.batch > first and not unit.job:
+    if identity.batch > first and not identity.job:
         raise EvidenceLost(
-            f"{unit} comes, and its decision log ({options.application(unit.query)}) knows of no batch before it."
+            f"{identity} comes, and its decision log ({options.application(identity.query)}) knows of no batch before."
             " Nothing was published. If transactionalIdPrefix, decisionLog or the broker has changed, change it back."
             " If the log was deleted, look in the topic which batch is the last one there; if another sink has"
-            f" published the batches before this one, it is batch {unit.batch - 1}. Then name that batch:"
-            f" {_recover_command(options, unit.query)} --skip BATCH"
+            f" published the batches before this one, it is batch {identity.batch - 1}. Then name that batch:"
+            f" {_recover_command(options, identity.query)} --skip BATCH"
         )
-    leased = {claim.id[-2:] for claim in session.decisions.claims(("#slots", *unit.path))}
-    begins = writer_ids(options, unit.path)
+    leased = {claim.id[-2:] for claim in session.decisions.claims(("#slots", *identity.path))}
+    begins = writer_ids(options, identity.path)
     with suppress(AccessDenied):
         for left in session.bridge.admin.transactions(begins):
             run, _, slot = left.transactional_id.removeprefix(begins).partition(".")
             slot, _, _ = slot.partition(".")
             if run.isdigit() and slot.isdigit() and (int(run), int(slot)) not in leased:
                 raise EvidenceLost(
-                    f"{unit} has open transactions of an earlier run ({left.transaction}), which its decision log does"
-                    " not know: the log was deleted. Nothing was published now. The batch may have been decided and"
+                    f"{identity} has open transactions of an earlier run ({left.transaction}), which its decision log"
+                    " does not know: the log was deleted. Nothing was published now. The batch may be decided and"
                     " partly published: check the topic. If all of it is there, or you have published the rest, run:"
-                    f" {_recover_command(options, unit.query)} --skip {unit.batch}. If nothing is there, abort them by:"
-                    f" {_recover_command(options, unit.query)} --clear. Then restart the query"
+                    f" {_recover_command(options, identity.query)} --skip {identity.batch}. If nothing is there, abort"
+                    f" them: {_recover_command(options, identity.query)} --clear. Then restart the query"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Playing the demo as a command, on whichever broker."""
+"""Runs `txnbridge demo` as a command, on any broker."""
 
 from __future__ import annotations
 

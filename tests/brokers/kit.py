@@ -15,10 +15,10 @@ from txnbridge_conformance.brokers._ports import HOST, free_ports
 
 CREATE_TOPICS, METADATA = 19, 3
 
-# Where Linux says who listens.
+# Linux lists listening sockets here.
 LISTENERS = Path("/proc/self/net/tcp")
 
-# Answers whatever connects, and has a child of its own.
+# Answers every connection, and has a child process.
 TOY = """
 import socket, subprocess, sys
 child = subprocess.Popen(["sleep", "1000"])
@@ -30,7 +30,7 @@ with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
 
 
 class Toy(brokers.ProcessBroker):
-    """Starts in milliseconds and does what all brokers do."""
+    """A broker that starts in milliseconds and does what all brokers do."""
 
     version = "1"
     nodes = (1, 2)

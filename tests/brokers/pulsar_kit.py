@@ -1,4 +1,4 @@
-"""A client of Pulsar by hand, one command after another."""
+"""A client of Pulsar's protocol, one command after another."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _numbers = itertools.count(1)
 
 
 def new_topic(name: str) -> bytes:
-    """A topic that no other test of this run uses."""
+    """Return the name of a topic that no other test of this run uses."""
     return f"persistent://public/default/{name}-{next(_numbers)}".encode()
 
 
 class Client(PulsarConnection):
-    """One connection with at most one producer and one consumer. Everything raises `OSError`."""
+    """One connection with at most one producer and one consumer. Every method raises `OSError`."""
 
     def __init__(self, port: int) -> None:
         super().__init__(port, timeout=30)
@@ -31,7 +31,7 @@ class Client(PulsarConnection):
         self._producer_name: Value = b""
 
     def lookup(self, topic: bytes) -> bytes:
-        """The URL of the broker that has a topic."""
+        """Return the URL of the broker that serves a topic."""
         found = self.ask(LOOKUP_RESPONSE, LOOKUP, (1, topic), (2, next(self._requests)), (3, 0))
         assert isinstance(found[1], bytes)
         return found[1]
@@ -55,7 +55,7 @@ class Client(PulsarConnection):
         self._ask_coordinator(END_TXN, (2, txn), (3, 0), (4, 0))
 
     def ask_to_commit(self, txn: int) -> None:
-        """Send it and do not wait for the answer."""
+        """Send END_TXN, and do not wait for the response."""
         self.send(END_TXN, (1, next(self._requests)), (2, txn), (3, 0), (4, 0))
 
     def _ask_coordinator(self, kind: int, *fields: tuple[int, Value]) -> dict[int, Value]:
@@ -71,7 +71,7 @@ class Client(PulsarConnection):
         self._producer_name = opened[2]
 
     def put(self, sequence_id: int, body: bytes, txn: int | None = None) -> None:
-        """Send a message and do not wait for the receipt."""
+        """Send a message, and do not wait for the receipt."""
         command: list[tuple[int, Value]] = [(1, 1), (2, sequence_id), (3, 1)]
         head: list[tuple[int, Value]] = [(1, self._producer_name), (2, sequence_id), (3, 1)]
         if txn is not None:
@@ -81,7 +81,7 @@ class Client(PulsarConnection):
         self.send(SEND, *command, payload=struct.pack(">I", len(metadata)) + metadata + body)
 
     def receipt(self) -> int:
-        """The sequence id of the next receipt."""
+        """Return the sequence id of the next receipt."""
         while (command := self.receive()).kind != SEND_RECEIPT:
             pass
         sequence_id = command.fields[2]
@@ -97,7 +97,7 @@ class Client(PulsarConnection):
         self.send(FLOW, (1, 1), (2, 1000))
 
     def message(self) -> tuple[bytes, bytes]:
-        """The next message and its id, as the broker writes it."""
+        """Return the next message and its id, as the broker encodes it."""
         while (command := self.receive()).kind != MESSAGE:
             pass
         body = command.payload
@@ -109,12 +109,12 @@ class Client(PulsarConnection):
         return body[4 + size :], id
 
     def ask_to_ack(self, message_id: bytes, txn: int) -> None:
-        """Send it and do not wait for the answer."""
+        """Send the ACK, and do not wait for the response."""
         self.send(ACK, (1, 1), (2, 0), (3, message_id), (6, txn), (7, 0), (8, next(self._requests)))
 
 
 def commit_one(port: int, topic: bytes, body: bytes) -> None:
-    """One message in a transaction of its own."""
+    """Commit one message in a transaction."""
     with Client(port) as client:
         client.produce(topic)
         txn = client.begin()
@@ -125,7 +125,7 @@ def commit_one(port: int, topic: bytes, body: bytes) -> None:
 
 
 def first_message(port: int, topic: bytes) -> bytes:
-    """The first message that a new consumer of a topic gets."""
+    """Return the first message that a new consumer of a topic gets."""
     with Client(port) as client:
         client.subscribe(topic)
         return client.message()[0]

@@ -1,4 +1,4 @@
-"""`txnbridge brokers`, with a real Kafka."""
+"""Tests of `txnbridge brokers`, with a real Kafka."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Invoke = Callable[..., Result]
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Iterator[Path]:
-    """A place for what runs by itself, which is ended with the test and also if the test run is killed."""
+    """Return a folder for detached brokers, which are ended with the test, also if the test run is killed."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     code = """import sys; from txnbridge_conformance.brokers import _detached as d; sys.stdin.read()
 for name in ('kafka', 'pulsar', 'rocketmq'): d.down(name)"""
@@ -51,7 +51,7 @@ def toy_for_kafka(monkeypatch):
 
 @pytest.fixture
 def toys(toy_for_kafka, monkeypatch):
-    """The same for all brokers."""
+    """Let the command line start toy brokers for all brokers."""
     monkeypatch.setattr(_pulsar, "fetch_pulsar", lambda version, bar: None)
     monkeypatch.setattr(_pulsar_cluster, "PulsarProcess", lambda folder, **asked: Toy(folder=folder))
     monkeypatch.setitem(commands._ANSWERING, "pulsar", lambda url: 2)

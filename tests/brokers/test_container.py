@@ -1,4 +1,4 @@
-"""Brokers in a container, up to what the engine is asked for: there is an engine of a few lines, and no container."""
+"""Tests of brokers in containers, with an engine of a few lines that records its requests."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("testcontainers"), 
 
 
 class Engine(ThreadingHTTPServer):
-    """Agrees to everything, and remembers what it was asked to create and to do."""
+    """Answers success to all requests, and records what it is asked to create and to do."""
 
-    daemon_threads = False  # so that closing it waits for them
+    daemon_threads = False  # so that closing the server waits for its threads
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -91,7 +91,7 @@ def engine(monkeypatch) -> Iterator[Engine]:
         thread = threading.Thread(target=engine.serve_forever)
         thread.start()
         monkeypatch.setenv("DOCKER_HOST", engine.url)
-        # It would remove containers of killed test runs, and is a container itself.
+        # Ryuk removes containers of killed test runs, and would be a container itself.
         monkeypatch.setattr(testcontainers_config, "ryuk_disabled", True)
         yield engine
         engine.shutdown()

@@ -1,4 +1,4 @@
-"""The demo's story on each real broker that can be started for it."""
+"""The demo's story on each real broker that the suite can start."""
 
 from __future__ import annotations
 

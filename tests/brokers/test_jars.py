@@ -1,4 +1,4 @@
-"""Tests of fetching, with a Maven that is a few lines of shell."""
+"""Tests of fetching, with a Maven of a few lines of shell."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from txnbridge.testing import Child
 
 pytest_plugins = ["pytester"]
 
-# Says what it was asked, waits as long as there is a file `wait`, and makes one jar.
+# Records its arguments, waits while a file `wait` exists, and creates one jar.
 MAVEN = """#!/bin/sh
 echo "$@" >> {folder}/calls
 for last; do :; done
@@ -181,7 +181,7 @@ def test_a_test_that_needs_what_is_not_installed_is_skipped_with_the_reason(pyte
         "def test_four(start_pulsar): start_pulsar(version='4.0.8')\n"
         "def test_five(): pass"
     )
-    # In a process of its own, or the modules that it imports would be there twice.
+    # In a process of its own, because the modules that it imports would be loaded twice.
     result = pytester.runpytest_subprocess("-rs", "-p", "no:cacheprovider")
     result.assert_outcomes(skipped=4, passed=1)
     for name in ("Kafka", "Pulsar"):
@@ -230,7 +230,7 @@ def _all(descriptor: int) -> str:
     while True:
         try:
             data = os.read(descriptor, 65536)
-        except OSError:  # how a terminal says that nobody writes any more
+        except OSError:  # so a terminal reports the end of the stream
             data = b""
         if not data:
             return text.decode()

@@ -1,4 +1,4 @@
-"""Kafka itself. The quick ones share a node; three nodes and the older version run with --full."""
+"""Tests of starting Kafka. Most share a node; three nodes and the older version run with --full."""
 
 from __future__ import annotations
 

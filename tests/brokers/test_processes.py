@@ -1,4 +1,4 @@
-"""Tests of brokers that are processes, on a toy broker that starts in milliseconds."""
+"""Tests of brokers that are processes, with a toy broker that starts in milliseconds."""
 
 from __future__ import annotations
 

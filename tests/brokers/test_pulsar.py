@@ -1,4 +1,4 @@
-"""Pulsar itself. Most tests share one broker; the older version and every store run with --full."""
+"""Tests of starting Pulsar. Most share one broker; the older version and every store run with --full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RocketMQ itself. Most tests share one broker; two of them, and an orderly stop, run with --full."""
+"""Tests of starting RocketMQ. Most share one broker; two brokers, and an orderly stop, run with --full."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_paused_broker_keeps_what_was_sent_and_answers_it_once_resumed(rocketm
 @pytest.mark.skipif(not LISTENERS.exists(), reason="looks where Linux says how long a thread was busy")
 def test_a_broker_that_has_ended_a_transaction_rests(rocketmq_broker):
     def busy() -> float:
-        """Seconds that the thread that notes ends has run."""
+        """Return the seconds of CPU of the broker's thread that writes op messages."""
         (found,) = (
             (thread / "stat").read_text().rpartition(")")[2].split()[11:13]
             for thread in Path(f"/proc/{rocketmq_broker.pid(1)}/task").iterdir()
@@ -130,10 +130,10 @@ def test_a_topic_that_is_missing_is_not_made(rocketmq_broker):
 
 @pytest.fixture(scope="module")
 def another() -> Iterator[brokers.RocketMQ]:
-    """One that is set up otherwise."""
+    """Start a broker with other settings."""
     with rocketmq_or_skip(
         port=free_ports(1)[0],
-        # A broker tells the name server every half minute, or as seldom as that is said to be.
+        # A broker registers with the name server every half minute.
         settings={"transactionTimeOut": "7777", "registerNameServerPeriod": "10000"},
         system_properties={"user.home": "/nowhere"},
     ) as broker:

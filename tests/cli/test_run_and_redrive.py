@@ -94,7 +94,7 @@ def test_run_tells_what_its_group_does(url, shop, orders):
     told = [line.split(" ", 2)[2] for line in done.stderr.splitlines()]
     assert told == [
         "group 'shipping': joined",
-        "group 'shipping': orders[0] is here, from 0 on",
+        "group 'shipping': orders[0] is read here, from 0 on",
         "group 'shipping': left",
     ]
 

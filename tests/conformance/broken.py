@@ -40,7 +40,7 @@ from txnbridge.spi import (
 
 
 class Around:
-    """Passes everything on to what it stands around; `broker` is the broken broker that it belongs to."""
+    """Passes every call on to the wrapped object; `broker` is the broken broker to which it belongs."""
 
     def __init__(self, inner: Any, broker: Any = None) -> None:
         self.inner = inner
@@ -51,7 +51,7 @@ class Around:
 
 
 class OneByOne(Around):
-    """A writer whose every message goes through `send`."""
+    """A writer that passes every message through `send`."""
 
     def send_many(self, topic: str, items: Iterable[Any]) -> None:
         for item in items:
@@ -60,7 +60,7 @@ class OneByOne(Around):
 
 
 class Remembering(OneByOne):
-    """A writer that remembers what it was given, so that it can be done again by another."""
+    """A writer that remembers its calls, so that another writer can repeat them."""
 
     def begin(self, begin: Begin) -> None:
         self.begun = begin
@@ -72,7 +72,7 @@ class Remembering(OneByOne):
         self.sent.append(message)
 
     def elsewhere(self, messages: Iterable[Any]) -> None:
-        """Commit messages through a writer that nobody fences."""
+        """Commit messages by a writer that no owner can fence."""
         deadline = Deadline(30)
         (writer,) = self.broker.inner.open_writers(anonymous(), 1, None, deadline)
         writer.begin(Begin(uuid.uuid4().hex, deadline, False, None))
@@ -125,7 +125,7 @@ class Broken(Around):
 
     @staticmethod
     def opening(options: Mapping[str, Any], context: Any) -> tuple[Mapping[str, Any], Any]:
-        """The options and the context that the embedded broker is opened with."""
+        """Return the options and the context with which the embedded broker is opened."""
         return options, context
 
 
@@ -134,7 +134,7 @@ class Sound(Broken):
 
 
 class DeclaresTooLittle(Broken):
-    """Keeps every promise, and says that it keeps two of them less."""
+    """Keeps every promise, but declares two of them absent."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -211,7 +211,7 @@ class SaysCommittedTooEarly(Broken):
         def commit(self, deadline: Deadline) -> None:
             def really() -> None:
                 time.sleep(0.1)
-                with suppress(TxnBridgeError):  # it has told its lie already
+                with suppress(TxnBridgeError):  # the false outcome is already returned
                     self.inner.commit(deadline)
 
             self.late = threading.Thread(target=really)
@@ -262,7 +262,7 @@ class ShowsWhatIsOpen(Broken):
     class Writer(Remembering):
         def send(self, *message: Any) -> None:
             super().send(*message)
-            if not len(self.sent) % 100:  # only what is large, so that the tests need not wait
+            if not len(self.sent) % 100:  # large transactions only, so that other tests need not wait
                 self.elsewhere(self.sent[-100:])
 
 
@@ -354,7 +354,7 @@ class StoresTwice(Broken):
 
 
 class Changing(OneByOne):
-    """A writer that changes each message on its way."""
+    """A writer that changes each message before it is sent."""
 
     def send(self, *message: Any) -> None:
         self.inner.send(*self.changed(*message))
@@ -491,7 +491,7 @@ class Reorders(Broken):
     class Writer(Remembering):
         def send(self, *message: Any) -> None:
             if message[-2] is not None and message[-2] > 900:
-                self.inner.send(*message)  # it is refused
+                self.inner.send(*message)  # the embedded broker refuses it
             self.sent.append(message)
 
         def commit(self, deadline: Deadline) -> None:
@@ -639,7 +639,7 @@ class CommitsWhenItPrepares(Broken):
 
 
 class InMemory(Broken):
-    """Keeps what is prepared in the memory of its bridge."""
+    """Keeps prepared transactions in the memory of their bridge."""
 
     kept: ClassVar[dict[str, Any]] = {}
 
@@ -1291,7 +1291,7 @@ def scheme_of(broker: type[Broken]) -> str:
 
 
 def backend_of(broker: type[Broken]) -> Backend:
-    """The embedded broker's backend under another scheme, with this broker around each of its own."""
+    """Return the embedded broker's backend under another scheme, each of whose brokers is wrapped by a broken one."""
 
     class BrokenBackend(EmbeddedBackend):
         schemes = (scheme_of(broker),)

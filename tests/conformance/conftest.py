@@ -7,13 +7,13 @@ import pytest
 
 from tests.conformance.broken import BROKEN, Broken
 
-# Short leases and pauses, because tests wait for their end; long enough for a process that a busy machine holds up.
+# Tests wait for leases and pauses to end, so these are short, but longer than a busy machine delays a process.
 URL = "embedded:{folder}/broker.db?lease_seconds=2&half_check_seconds=0.5"
 
 LONGEST = "test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies"
 
-# What a test fails with, and not by a bug of its own: something else came than was promised, or nothing came. A broker
-# that is caught by an error of ours names that one: any other may be a busy machine's.
+# The errors of a test that has found a broken promise. If a broken broker is found by another error of ours, its
+# `breaks_with` names that error: any other may be the fault of a busy machine.
 FAILURES: tuple[Any, ...] = (AssertionError, LookupError, ValueError, pytest.fail.Exception)
 
 
@@ -25,7 +25,7 @@ def txnbridge_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def kill_broker() -> Callable[[], object]:
-    """There is no broker but in the processes that use it, and the tests kill those."""
+    """Do nothing: the embedded broker is only in the processes that use it, and the tests kill those."""
     return lambda: None
 
 
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def broker_of(item: pytest.Item) -> type[Broken] | None:
-    """The broken broker that an item runs on, if it does on one."""
+    """Return the broken broker on which an item runs, or None."""
     callspec = getattr(item, "callspec", None)
     broker = callspec.params.get("txnbridge_url") if callspec else None
     return broker if isinstance(broker, type) else None

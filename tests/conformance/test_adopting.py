@@ -1,4 +1,4 @@
-"""Somebody else's backend adopts the suite with three short files, and what it declares is held against it."""
+"""Tests that another backend runs the suite with three short files, and that its declarations are checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from txnbridge import Capability
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """The three files, and an installed distribution that brings the broken brokers as a plug-in."""
+    """Return a project with the three files, and an installed distribution with the broken brokers as a plug-in."""
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["txnbridge_conformance.plugin"]\n')
     (tmp_path / "test_conformance.py").write_text("from txnbridge_conformance.suite import *\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntxnbridge_url = embedded:{tmp}/broker.db\n")
@@ -31,7 +31,7 @@ def project(tmp_path: Path) -> Path:
 
 def run(project: Path, *arguments: str) -> str:
     """Return pytest's result in that project."""
-    root = Path(__file__).parents[2]  # where the broken brokers are imported from
+    root = Path(__file__).parents[2]  # from where the project imports the broken brokers
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "--strict-markers", *arguments],
         cwd=project,
@@ -74,7 +74,7 @@ def test_a_broken_broker_fails(project):
 
 
 def modules() -> list[object]:
-    """Every module of the suite."""
+    """Return the names of the suite's modules."""
     return [importlib.import_module(f"{suite.__name__}.{found.name}") for found in pkgutil.iter_modules(suite.__path__)]
 
 

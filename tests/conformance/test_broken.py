@@ -29,7 +29,7 @@ def _plugin() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def txnbridge_url(request: pytest.FixtureRequest, _plugin: None, tmp_path_factory: pytest.TempPathFactory) -> str:
     broker: type[Broken] = request.param
-    # Where every test must fail, a member that is taken for dead too early does no harm.
+    # If every test must fail, it does no harm that a living member counts as dead.
     lease = 2 if request.config.getoption("--full") else 1
     options = f"lease_seconds={lease}&half_check_seconds=0.5"
     return f"{scheme_of(broker)}:{tmp_path_factory.mktemp('broken')}/broker.db?{options}"
@@ -45,7 +45,7 @@ def capabilities(txnbridge_url: str) -> Capabilities:
 def _short_patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the wait for events that a broken broker never lets come."""
     if any({*FAILURES} <= {*mark.kwargs["raises"]} for mark in request.node.iter_markers("xfail")):
-        # More than a lease.
+        # Longer than a lease.
         monkeypatch.setenv("TXNBRIDGE_PATIENCE", "5" if request.config.getoption("--full") else "2.5")
 
 
@@ -63,7 +63,7 @@ def _names(broker: type[Broken], metafunc: pytest.Metafunc) -> bool:
 
 def test_every_test_of_the_suite_fails_on_some_broken_broker():
     caught = {name.partition("[")[0] for broker in BROKEN for name in broker.caught_by}
-    # The sound one is broken enough for this test: it declares that it has no share-key.
+    # The sound broker declares share-key absent, which is enough for this test.
     caught.add("test_members_share_one_partition_key_by_key")
     assert (sorted(TESTS - caught), sorted(caught - TESTS)) == ([], [])
 

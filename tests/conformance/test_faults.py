@@ -1,4 +1,4 @@
-"""Any program can be killed or paused at an event, not only a function."""
+"""Tests that any program can be killed or paused at an event, not only a function."""
 
 from __future__ import annotations
 

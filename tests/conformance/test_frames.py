@@ -1,4 +1,4 @@
-"""Tests of the frame splitter: its pieces are the stream, and no stream makes it wait, fail or grow."""
+"""Tests of the frame splitter: it changes no byte, and no stream makes it wait, fail or grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from txnbridge_conformance.faults._pulsar import PulsarConversation
 
 HEAD = 8
 GIANT = 2**31 - 1
-# Of heads that say themselves how long they are: the longest.
+# The longest head, for heads that contain their length.
 LONGEST = 5 * 1024 * 1024 + 10 * 1024
 
 
@@ -43,7 +43,7 @@ def cut_up(data: bytes, sizes: list[int]) -> list[bytes]:
 sizes = st.lists(st.integers(1, 20))
 fixed = st.binary(min_size=HEAD, max_size=50).map(lambda body: (body[:HEAD], body[HEAD:]))
 sized = st.tuples(st.binary(max_size=30).map(sized_head), st.binary(max_size=30))
-# The size of heads, and frames that have such.
+# A size of heads, and frames with such heads.
 framings = st.one_of(st.tuples(st.just(HEAD), st.lists(fixed)), st.tuples(st.none(), st.lists(sized)))
 
 
@@ -55,7 +55,7 @@ def test_every_frame_begins_a_piece_however_the_stream_is_cut(framing, sizes):
     found = pieces(cut_up(stream, sizes), head_size)
     assert [piece.head for piece in found if piece.head is not None] == [head for head, _ in frames]
     assert b"".join(piece.data for piece in found) == stream
-    # The bytes of one frame: its first piece, and those without a head that follow.
+    # A frame consists of a piece with a head and the following pieces without one.
     whole: list[bytes] = []
     for piece in found:
         if piece.head is None:

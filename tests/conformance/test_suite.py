@@ -1,3 +1,3 @@
-"""The embedded broker passes the whole suite."""
+"""The embedded broker passes the whole conformance suite."""
 
 from txnbridge_conformance.suite import *  # noqa: F403

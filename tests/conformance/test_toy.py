@@ -1,4 +1,4 @@
-"""The toy backend that the docs begin with passes what needs no other process, and is shown as it is."""
+"""The toy backend of the docs passes the tests that need no other process, and the docs show it unchanged."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FILE = ROOT / "docs" / "toy_backend.py"
 LINES = 200
 
 NOT_KEPT = {
-    # It makes whatever topic is asked for.
+    # The toy creates any topic at first use.
     "test_a_missing_topic_is_named_where_none_may_be_created",
     "test_the_bounds_of_a_missing_topic_cannot_be_told",
-    # Whoever asks first has all partitions.
+    # The first member gets all partitions.
     "test_members_share_the_partitions_and_take_over_from_those_who_leave",
-    # They start processes by themselves.
+    # These tests start processes.
     "test_of_two_owners_that_race_for_an_id_one_commits",
 }
 
@@ -35,7 +35,7 @@ def is_claimed(name: str, found: Any) -> bool:
     return not name.startswith("_")  # a fixture
 
 
-# What is declared absent is left out, or expected to fail, by the suite itself.
+# The suite itself skips tests of absent capabilities, or expects them to fail.
 globals().update({name: found for name, found in vars(suite).items() if is_claimed(name, found)})
 
 

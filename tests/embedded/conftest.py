@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,19 @@ def opened(path: Path) -> Iterator[Callable[..., EmbeddedBroker]]:
     yield open_one
     for broker in reversed(brokers):
         broker.close(Deadline(10))
+
+
+class Clock:
+    """The system's clock, which a test sets `ahead` by milliseconds."""
+
+    ahead = 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock, right = Clock(), time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: right() + clock.ahead * 1_000_000)
+    return clock
 
 
 @pytest.fixture

@@ -6,13 +6,17 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from txnbridge_embedded.backend import EmbeddedBackend
 from txnbridge_embedded.broker import EmbeddedBroker
+from txnbridge_embedded.settings import Settings, Timing
 from txnbridge_embedded.write.writer import EmbeddedWriter
 
+from txnbridge import Bridge
 from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import (
     Begin,
@@ -40,14 +44,24 @@ def open_broker(
     timeout: float = 10,
     create_topics: int | None = None,
     listener: Callable[[Any], object] | None = None,
+    timing: Timing | None = None,
     **options: Any,
 ) -> EmbeddedBroker:
-    """A broker on a file, as the core would open it."""
+    """A broker on a file, as the core would open it, perhaps with other durations and sizes."""
     backend = EmbeddedBackend()
     events = Emitter("test", [listener] if listener else [])
     context = Context("test", events, "test", timeout, None, create_topics)
     complete = {name: option.default for name, option in backend.options.items()} | options
-    return backend.open(Url("embedded", (), str(path), f"embedded:{path}"), complete, context, Deadline(timeout))
+    with pytest.MonkeyPatch.context() as patch:
+        if timing is not None:
+            patch.setattr("txnbridge_embedded.backend.Settings", partial(Settings, timing=timing))
+        return backend.open(Url("embedded", (), str(path), f"embedded:{path}"), complete, context, Deadline(timeout))
+
+
+def broker_of(bridge: Bridge) -> EmbeddedBroker:
+    """The connection of a bridge to its file."""
+    assert isinstance(bridge._connection.broker, EmbeddedBroker)
+    return bridge._connection.broker
 
 
 def identity(name: str | None = None, host: str = "here pid 1") -> Identity:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
 from txnbridge_embedded.client.schema import MAX_PARTITION_ID
-from txnbridge_embedded.client.store import now_ms
-from txnbridge_embedded.outcome import outcome
+from txnbridge_embedded.settings import Timing
 from txnbridge_embedded.write import retention
 
 from tests.embedded.kit import NO_LEDGER, begin, commit, offsets, open_writer, prepare, rows, send, values
@@ -29,7 +28,7 @@ def test_a_topic_is_created_once(broker):
 )
 def test_a_topic_that_is_there_already_and_differs_is_refused(broker, asked):
     create(broker, partitions=3)
-    with pytest.raises(InvalidOption, match="there already, with 3 partitions"):
+    with pytest.raises(InvalidOption, match="exists already, with 3 partitions"):
         create(broker, **asked)
 
 
@@ -115,7 +114,7 @@ def test_the_messages_of_a_deleted_topic_that_were_left_are_removed_by_the_docto
     broker = opened()
     commit(open_writer(broker), "orders", b"1", b"2")
     with monkeypatch.context() as patch:
-        patch.setattr(EmbeddedAdmin, "_remove_garbage", lambda *_: None)  # its process died here
+        patch.setattr(EmbeddedAdmin, "_remove_deleted", lambda *_: None)  # its process died here
         broker.admin.delete_topic("orders", Deadline(5))
     commit(open_writer(broker), "orders", b"new")
     assert values(broker, "orders") == [b"new"]
@@ -126,22 +125,6 @@ def test_the_messages_of_a_deleted_topic_that_were_left_are_removed_by_the_docto
 
 
 # --- retention -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that the test moves."""
-
-    class Clock:
-        now = now_ms()
-
-        def __call__(self):
-            return self.now
-
-    clock = Clock()
-    for module in ("write.staged_messages", "write.retention", "write.writer"):
-        monkeypatch.setattr(f"txnbridge_embedded.{module}.now_ms", clock, raising=False)
-    return clock
 
 
 def trim(broker, name="orders"):
@@ -157,11 +140,11 @@ def test_messages_older_than_the_retention_go_and_younger_ones_stay(broker, cloc
     writer = open_writer(broker)
     for number in range(10):
         commit(writer, "orders", b"%d" % number)
-        clock.now += 600_000
+        clock.ahead += 600_000
     trim(broker)
     assert values(broker, "orders") == [b"4", b"5", b"6", b"7", b"8", b"9"]
     assert offsets(broker, "orders")[0] == 4
-    clock.now += 3_600_000 + 60_000
+    clock.ahead += 3_600_000 + 60_000
     trim(broker)
     assert values(broker, "orders") == []
     commit(writer, "orders", b"next")
@@ -182,7 +165,7 @@ def test_messages_beyond_the_size_go_and_at_least_that_much_stays(broker):
 def test_a_topic_without_retention_keeps_all_and_costs_no_marks(broker, clock):
     writer = open_writer(broker)
     commit(writer, "orders", b"1")
-    clock.now += 10**12
+    clock.ahead += 10**12
     trim(broker)
     assert values(broker, "orders") == [b"1"]
     assert rows(broker, "SELECT * FROM marks") == []
@@ -194,7 +177,7 @@ def test_nothing_is_removed_beyond_what_is_undecided(broker, clock):
     commit(writer, "orders", b"old")
     token = prepare(broker, "orders", b"prepared")
     commit(writer, "orders", b"behind")
-    clock.now += 10**9
+    clock.ahead += 10**8  # a day: it does not expire
     trim(broker)
     assert rows(broker, "SELECT count(*) FROM messages") == [(2,)]
     broker.commit(token, NO_LEDGER, Deadline(5))
@@ -203,11 +186,11 @@ def test_nothing_is_removed_beyond_what_is_undecided(broker, clock):
     assert values(broker, "orders") == []
 
 
-def test_much_is_removed_in_pieces(broker, clock, monkeypatch):
-    monkeypatch.setattr(outcome, "_PIECE_ROWS", 3)
+def test_much_is_removed_in_pieces(opened, clock):
+    broker = opened(timing=Timing(removed_rows=3))
     create(broker, retention_seconds=1)
     commit(open_writer(broker), "orders", *[b"x"] * 10)
-    clock.now += 10**9
+    clock.ahead += 10**9
     connection = broker.store.connect()
     topic = broker.store.topic(connection, "orders")
     pieces = 1
@@ -219,13 +202,13 @@ def test_much_is_removed_in_pieces(broker, clock, monkeypatch):
     assert rows(broker, "SELECT * FROM messages") == []
 
 
-def test_writers_remove_what_is_too_old_while_they_write(broker, clock, monkeypatch):
-    monkeypatch.setattr("txnbridge_embedded.write.writer.TRIM_SECONDS", 0)
+def test_writers_remove_what_is_too_old_while_they_write(opened, clock):
+    broker = opened(timing=Timing(trim_interval=0))
     create(broker, retention_seconds=3600)
     writer = open_writer(broker)
     for number in range(5):
         commit(writer, "orders", b"%d" % number)
-        clock.now += 3_000_000
+        clock.ahead += 3_000_000
     assert len(values(broker, "orders")) <= 3
 
 
@@ -274,8 +257,7 @@ def test_the_doctor_ends_what_is_past_its_deadline_and_says_so(broker):
 
 def test_the_doctor_names_what_weakens_a_promise(opened, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1 << 20})())
-    broker = opened(durability="survives-process-kill-only")
-    monkeypatch.setattr("txnbridge_embedded.admin.admin._LONG_WAL_BYTES", 0)
+    broker = opened(durability="survives-process-kill-only", timing=Timing(long_wal_bytes=0))
     assert {subject for subject, _ in findings(broker, "warning")} == {"durability", "disk", "log"}
 
 
@@ -290,8 +272,8 @@ def test_the_doctor_tells_that_the_file_cannot_be_written(broker):
     assert [advice.subject for advice in found] == ["writing"]
 
 
-def test_the_doctor_stops_at_its_deadline_in_a_file_that_is_too_large_for_it(broker, monkeypatch):
-    monkeypatch.setattr("txnbridge_embedded.admin.admin._STATEMENTS_BETWEEN_LOOKS", 1)
+def test_the_doctor_stops_at_its_deadline_in_a_file_that_is_too_large_for_it(opened):
+    broker = opened(timing=Timing(check_instructions=1))
     commit(open_writer(broker), "orders", b"1")
     deadline = Deadline(1000)
     deadline.at = 0

@@ -43,7 +43,7 @@ def test_without_a_path_the_file_is_in_the_users_data_folder(tmp_path, monkeypat
 def test_a_data_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
     (tmp_path / "data").touch()
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    with pytest.raises(AccessDenied, match="cannot be made"):
+    with pytest.raises(AccessDenied, match="cannot be created"):
         file_of(Url("embedded"))
 
 

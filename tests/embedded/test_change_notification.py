@@ -90,7 +90,7 @@ def test_a_reader_wakes_for_what_its_own_process_commits(broker, told):
 def test_a_wait_ends_when_its_time_is_over(broker, told, path):
     with broker.session(Deadline(10)) as connection:
         watch = change_notification.ChangeNotification(connection, path)
-        watch.mark()
+        watch.remember_version()
         deadline = Deadline(0.1)
         with within(0.1):
             watch.wait(0.1)
@@ -103,7 +103,7 @@ def test_a_commit_that_takes_long_is_still_noticed(broker, opened, told, path):
     other = opened()
     with broker.session(Deadline(10)) as connection, other.session(Deadline(10)) as writing:
         watch = change_notification.ChangeNotification(connection, path)
-        watch.mark()
+        watch.remember_version()
         writing.execute("PRAGMA cache_size = 1")  # so that pages are written before the commit
         committing = threading.Event()
 

@@ -15,6 +15,7 @@ import pytest
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
+from tests.embedded.kit import broker_of
 from tests.embedded.test_store import hold
 from txnbridge import BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
 from txnbridge._writers import Writers
@@ -175,7 +176,7 @@ def test_a_log_that_is_opened_while_its_bridge_closes_is_closed_as_well(tmp_path
         assert closed.wait(30)
         return log
 
-    monkeypatch.setattr(bridge._connection.broker, "decision_log", open_slowly)
+    monkeypatch.setattr(broker_of(bridge), "decision_log", open_slowly)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(bridge._logs.own_ledger().newest_opening, Deadline(30))
         assert opening.wait(30)
@@ -198,7 +199,7 @@ def test_nobody_waits_beyond_its_deadline_while_another_thread_opens_a_log(tmp_p
         assert opened.wait(30)
         return Kept()
 
-    monkeypatch.setattr(bridge._connection.broker, "decision_log", open_slowly)
+    monkeypatch.setattr(broker_of(bridge), "decision_log", open_slowly)
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(bridge._logs.ledger("theirs", "x").newest_opening, Deadline(30))
         assert opening.wait(30)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from txnbridge_embedded import decision_log as log_module
+from txnbridge_embedded.settings import Timing
 
-from tests.embedded.kit import open_broker, rows
+from tests.embedded.kit import broker_of, open_broker, rows
 from tests.embedded.test_writer import failing
 from txnbridge import Decision, connect
 from txnbridge.errors import EvidenceLost, OutcomeUnknown, PositionLost
@@ -53,8 +53,8 @@ def test_logs_of_different_names_are_different_logs(broker):
     assert [record for _, record in read(other)] == [b"2"]
 
 
-def test_a_trimmed_log_begins_later_and_numbers_on(broker, monkeypatch):
-    monkeypatch.setattr(log_module, "_TRIM_ROWS", 3)
+def test_a_trimmed_log_begins_later_and_numbers_on(opened):
+    broker = opened(timing=Timing(log_trim_rows=3))
     log = log_of(broker)
     positions = append(log, *[b"%d" % number for number in range(10)])
     log.trim(positions[7], Deadline(5))
@@ -73,7 +73,7 @@ def test_whoever_trims_next_removes_what_a_dead_one_left(broker, monkeypatch):
     log = log_of(broker)
     positions = append(log, *[b"%d" % number for number in range(10)])
     with monkeypatch.context() as patch:
-        patch.setattr(log, "_remove_some", lambda *_: False)
+        patch.setattr(log, "_remove_batch", lambda *_: False)
         log.trim(positions[5], Deadline(5))
     assert rows(broker, "SELECT count(*) FROM log_records") == [(10,)]
     assert [record for _, record in read(log)] == [b"5", b"6", b"7", b"8", b"9"]
@@ -81,8 +81,8 @@ def test_whoever_trims_next_removes_what_a_dead_one_left(broker, monkeypatch):
     assert rows(broker, "SELECT count(*) FROM log_records") == [(4,)]
 
 
-def test_a_log_that_is_trimmed_while_it_is_read_is_not_read_with_a_hole(broker, monkeypatch):
-    monkeypatch.setattr(log_module, "_READ_ROWS", 2)
+def test_a_log_that_is_trimmed_while_it_is_read_is_not_read_with_a_hole(opened):
+    broker = opened(timing=Timing(log_read_rows=2))
     log = log_of(broker)
     positions = append(log, *[b"%d" % number for number in range(10)])
     reading = iter(log.read(None, None, Deadline(5)))
@@ -92,8 +92,8 @@ def test_a_log_that_is_trimmed_while_it_is_read_is_not_read_with_a_hole(broker, 
         list(reading)
 
 
-def test_records_that_come_while_it_is_read_are_left_for_the_next_reading(broker, monkeypatch):
-    monkeypatch.setattr(log_module, "_READ_ROWS", 2)
+def test_records_that_come_while_it_is_read_are_left_for_the_next_reading(opened):
+    broker = opened(timing=Timing(log_read_rows=2))
     log = log_of(broker)
     append(log, b"1", b"2", b"3")
     reading = iter(log.read(None, None, Deadline(5)))
@@ -153,7 +153,7 @@ def test_a_long_log_is_read_in_passing(broker):
 def test_a_log_whose_records_are_all_gone_is_not_taken_for_a_new_one(path):
     with connect(f"embedded:{path}") as bridge:
         bridge.decisions("l").claim("x", Decision.COMMIT)
-        log = bridge._connection.broker.decision_log("l", Deadline(5))
+        log = broker_of(bridge).decision_log("l", Deadline(5))
         log.trim((10,), Deadline(5))
         with pytest.raises(EvidenceLost):
             bridge.decisions("l").claim("x", Decision.ABORT)

@@ -309,7 +309,7 @@ def test_a_bound_of_the_file_aborts_what_does_not_fit_and_spares_the_rest(opened
     writer = open_writer(broker)
     committed, error = fill(writer, "orders", 10_000)
     assert isinstance(error, DeliveryFailed)
-    assert "no room" in str(error) and isinstance(error.__cause__, sqlite3.OperationalError)
+    assert "no space" in str(error) and isinstance(error.__cause__, sqlite3.OperationalError)
     assert len(values(broker, "orders")) == committed * 10 > 0
     assert sum(map(len, values(broker, "orders"))) < 4 << 20
     broker.admin.delete_topic("orders", Deadline(10))
@@ -322,7 +322,7 @@ def test_a_large_transaction_that_does_not_fit_leaves_nothing(opened):
     writer = open_writer(broker)
     commit(writer, "orders", b"first")
     begin(writer)
-    with pytest.raises(DeliveryFailed, match="no room"):
+    with pytest.raises(DeliveryFailed, match="no space"):
         writer.send_many("orders", (bytes(10_000) for _ in range(1000)))
     with pytest.raises(DeliveryFailed):
         writer.commit(Deadline(10))
@@ -336,7 +336,7 @@ def test_a_prepared_transaction_that_does_not_fit_is_not_prepared(opened):
     writer = open_preparing(broker)
     transaction = begin(writer, prepare=True)
     writer.send_many("orders", [bytes(10_000)] * 500)
-    with pytest.raises(DeliveryFailed, match="no room"):
+    with pytest.raises(DeliveryFailed, match="no space"):
         writer.prepare(Deadline(10))
     with pytest.raises(EvidenceLost):
         broker.commit(token_of(broker, writer, transaction, prepared=True), NO_LEDGER, Deadline(10))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import txnbridge
-from tests.embedded.kit import rows
+from tests.embedded.kit import broker_of, rows
 from txnbridge import Outcome
 from txnbridge.spi import Deadline, Decision, TokenState
 
@@ -78,12 +78,13 @@ def test_a_publishers_sequence(bridge):
 
 
 def test_a_decision_log(bridge):
-    log = bridge._connection.broker.decision_log("golden", Deadline(10))
+    log = broker_of(bridge).decision_log("golden", Deadline(10))
     assert list(log.read(None, None, Deadline(10))) == [((1,), b"second"), ((2,), b"third")]
 
 
 def test_a_half_message(bridge):
-    halves = bridge._connection.broker.half_store()
+    halves = broker_of(bridge).half_store()
+    assert halves is not None
     [half] = halves.checks("g", 10, Deadline(10))
     assert halves.end(half, Decision.COMMIT, Deadline(10)) is Outcome.COMMITTED
     [message] = bridge.read("halves", 10)
@@ -91,7 +92,7 @@ def test_a_half_message(bridge):
 
 
 def test_owners_and_writing_go_on(bridge):
-    assert rows(bridge._connection.broker, "SELECT epoch FROM identities WHERE name = 'billing'") == [(2,)]
+    assert rows(broker_of(bridge), "SELECT epoch FROM identities WHERE name = 'billing'") == [(2,)]
     with bridge.transaction() as txn:
         txn.send("orders", b"new", partition=1)
     assert [m.value for m in bridge.read("orders", 100) if m.partition == 1] == [None, b"new"]

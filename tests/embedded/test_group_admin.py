@@ -87,9 +87,9 @@ def test_who_waits_for_a_dead_members_lease_reads_in_the_log_whose_it_is_and_unt
     read_all(bridge)
     told = [record.getMessage() for record in caplog.records if record.name == "txnbridge.embedded"]
     assert told[0] == "group 'shipping': joined"
-    held = re.compile(rf"orders\[\d\].*: with \S+:{pid}, whose lease ends at [\d:]+ unless")
+    held = re.compile(rf"orders\[\d\].*: assigned to \S+:{pid}, whose lease ends at [\d:]+ unless")
     waits = [line for line in told if held.search(line)]
     assert waits
-    assert {f"group 'shipping': orders[{number}] is here, from 0 on" for number in range(2)} <= set(told)
+    assert {f"group 'shipping': orders[{number}] is read here, from 0 on" for number in range(2)} <= set(told)
     assert told[-1] == "group 'shipping': left"
-    assert told.index(waits[0]) < told.index("group 'shipping': orders[0] is here, from 0 on")
+    assert told.index(waits[0]) < told.index("group 'shipping': orders[0] is read here, from 0 on")

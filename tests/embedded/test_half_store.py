@@ -165,11 +165,9 @@ def test_a_step_that_failed_in_the_middle_may_be_repeated(broker, happens):
     assert len(values(broker, "orders")) == 2
 
 
-def test_with_the_clock_set_back_a_half_is_asked_about_early_and_the_doctor_tells(broker, monkeypatch):
+def test_with_the_clock_set_back_a_half_is_asked_about_early_and_the_doctor_tells(broker, clock):
     halves = put(broker)
-    an_hour_ago = lambda: now_ms() - 3_600_000  # noqa: E731
-    for module in ("half_store", "admin.admin", "client.store"):
-        monkeypatch.setattr(f"txnbridge_embedded.{module}.now_ms", an_hour_ago)
+    clock.ahead = -3_600_000
     assert [half.transaction for half in halves.checks("g", 10, Deadline(5))] == ["t"]
     assert halves.checks("g", 10, Deadline(0.1)) == []
     [advice] = [advice for advice in broker.admin.check(Deadline(60)) if "which was set back" in advice.text]

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from txnbridge_embedded.outcome import outcome
+from txnbridge_embedded.settings import Timing
 
 from tests.embedded.kit import (
     NO_LEDGER,
@@ -123,14 +124,13 @@ def test_a_prepared_transaction_past_its_deadline_is_aborted_whoever_asks(opened
     assert values(broker, "orders") == []
 
 
-def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right(opened, monkeypatch):
+def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right(opened, clock):
     broker = opened(hold_seconds=60.0)
     token = prepare(broker, "orders", b"1")
-    with monkeypatch.context() as ahead:
-        right = time.time_ns
-        ahead.setattr(time, "time_ns", lambda: right() + 3600 * 10**9)
-        found = status(broker, token)
-        assert (found.state, found.reason) == (TokenState.ABORTED, "its deadline passed")
+    clock.ahead = 3_600_000
+    found = status(broker, token)
+    assert (found.state, found.reason) == (TokenState.ABORTED, "its deadline passed")
+    clock.ahead = 0
     assert opened().commit(token, NO_LEDGER, Deadline(5)) is Outcome.ABORTED
     assert status(broker, token).reason == "its deadline passed"
     assert values(broker, "orders") == []
@@ -269,12 +269,11 @@ def test_a_decision_that_failed_in_the_middle_may_be_repeated(broker, happens):
 
 
 def test_whoever_comes_next_finishes_an_abort_that_was_left_half_done(opened, monkeypatch):
-    monkeypatch.setattr(outcome, "_PIECE_ROWS", 3)
-    broker = opened()
+    broker = opened(timing=Timing(removed_rows=3))
     token = prepare(broker, "orders", *[b"%d" % n for n in range(10)])
     commit(open_writer(broker), "orders", b"behind")
     pieces: list[object] = []
-    real = outcome._remove_piece
+    real = outcome._remove_batch
 
     def two_pieces_and_die(*arguments):
         if len(pieces) == 2:
@@ -283,7 +282,7 @@ def test_whoever_comes_next_finishes_an_abort_that_was_left_half_done(opened, mo
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(outcome, "_remove_piece", two_pieces_and_die)
+        patch.setattr(outcome, "_remove_batch", two_pieces_and_die)
         with pytest.raises(SystemExit):
             broker.abort(token, NO_LEDGER, Deadline(5))
     assert rows(broker, "SELECT state FROM transactions") == [("aborting",)]
@@ -296,8 +295,7 @@ def test_whoever_comes_next_finishes_an_abort_that_was_left_half_done(opened, mo
 
 
 def test_others_write_between_the_pieces_of_a_large_abort(opened, monkeypatch):
-    monkeypatch.setattr(outcome, "_PIECE_ROWS", 10)
-    broker = opened()
+    broker = opened(timing=Timing(removed_rows=10))
     token = prepare(broker, "orders", *[b"%d" % n for n in range(100)])
     other = opened()
     writer = open_writer(other)
@@ -309,14 +307,14 @@ def test_others_write_between_the_pieces_of_a_large_abort(opened, monkeypatch):
         between.append(done)
         return done
 
-    real_piece = outcome._remove_piece
+    real_piece = outcome._remove_batch
 
     def piece(*arguments):
         commit(writer, "audit", b"%d" % len(between))  # needs the lock that a single long removal would hold
         return real_piece(*arguments)
 
     monkeypatch.setattr(outcome, "remove_messages", remove)
-    monkeypatch.setattr(outcome, "_remove_piece", piece)
+    monkeypatch.setattr(outcome, "_remove_batch", piece)
     broker.abort(token, NO_LEDGER, Deadline(5))
     assert len(between) == 10
     assert len(values(other, "audit")) == 11

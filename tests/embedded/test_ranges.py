@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_embedded.client.ranges import merged, runs, without
+from txnbridge_embedded.client.ranges import merged, ranges_of, without
 
 offsets = st.lists(st.integers(0, 40))
 ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)).map(lambda pair: (pair[0], sum(pair))))
@@ -24,8 +24,8 @@ def is_proper(found):
 
 @given(offsets)
 def test_runs_hold_the_offsets_and_nothing_else(given_offsets):
-    assert members(runs(given_offsets)) == set(given_offsets)
-    assert is_proper(runs(given_offsets))
+    assert members(ranges_of(given_offsets)) == set(given_offsets)
+    assert is_proper(ranges_of(given_offsets))
 
 
 @given(ranges)

@@ -250,11 +250,11 @@ def test_a_log_that_cannot_be_copied_keeps_everything(broker):
         interrupted.append(True)
         return 1
 
-    broker.store._keeper.set_progress_handler(refuse, 1)  # its copying fails, as it would on a full disk
+    broker.store._connection.set_progress_handler(refuse, 1)  # its copying fails, as it would on a full disk
     writer = open_writer(broker)
     for number in range(20):
         commit(writer, "orders", b"%02d" % number + bytes(1 << 20))
-    broker.store._keeper.set_progress_handler(None, 1)
+    broker.store._connection.set_progress_handler(None, 1)
     assert interrupted
     assert [value[:2] for value in values(broker, "orders")] == [b"%02d" % number for number in range(20)]
 

@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
-from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
+from tests.embedded.kit import broker_of
 from txnbridge.spi import Deadline
 
 
@@ -16,8 +16,7 @@ def test_a_commit_that_waits_for_other_threads_until_its_deadline_says_so(path):
     with txnbridge.connect(f"embedded:{path}") as bridge:
         with bridge.transaction() as txn:
             txn.send("orders", b"0")
-        assert isinstance(bridge._connection.broker, EmbeddedBroker)
-        store = bridge._connection.broker.store
+        store = broker_of(bridge).store
         writes, may_end = threading.Event(), threading.Event()
 
         def write():

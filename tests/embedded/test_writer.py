@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from txnbridge_embedded.client.schema import MAX_OFFSET
 from txnbridge_embedded.client.store import CommitUnclear
+from txnbridge_embedded.settings import Timing
 from txnbridge_embedded.write import staged_messages
 from txnbridge_embedded.write.partitioner import murmur2, partition_of
 
@@ -209,8 +210,8 @@ def test_large_generated_messages_are_taken_few_at_a_time(opened):
     writer.abort(Deadline(5))
 
 
-def test_a_topic_that_grows_gets_messages_in_its_new_partitions(broker, monkeypatch):
-    monkeypatch.setattr("txnbridge_embedded.client.store._TOPIC_AGE", 0)
+def test_a_topic_that_grows_gets_messages_in_its_new_partitions(opened):
+    broker = opened(timing=Timing(topic_age=0))
     commit(writer := open_writer(broker), "orders", b"1")
     broker.admin.grow_topic("orders", 2, Deadline(5))
     for _ in range(2):
@@ -472,7 +473,7 @@ def test_a_writer_that_was_taken_for_dead_fails_one_transaction_and_goes_on(brok
     begin(writer)
     send(writer, "orders", b"1")
     give_up(broker, how)
-    with pytest.raises(TransactionAborted, match="taken for dead"):
+    with pytest.raises(TransactionAborted, match="was retired or deleted"):
         writer.commit(Deadline(5))
     commit(writer, "orders", b"marker")
     commit(writer, "orders", b"another")
@@ -484,7 +485,7 @@ def test_a_writer_that_was_taken_for_dead_does_not_come_back_once_its_id_has_a_n
     writer = open_writer(broker, "billing")
     begin(writer)
     give_up(broker, "DELETE FROM writers")
-    with pytest.raises(TransactionAborted, match="taken for dead"):
+    with pytest.raises(TransactionAborted, match="was retired or deleted"):
         writer.commit(Deadline(5))
     open_writer(opened(), "billing", "elsewhere")
     with pytest.raises(Fenced, match="elsewhere"):
@@ -527,16 +528,15 @@ def test_status_of_a_dead_writers_transaction_is_aborted_after_its_deadline(open
         writer.commit(Deadline(5))
 
 
-def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right(opened, monkeypatch):
+def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right(opened, clock):
     broker = opened()
     writer = open_writer(broker)
     transaction = begin(writer, timeout=60)
     send(writer, "orders", b"1")
     token = token_of(broker, writer, transaction)
-    with monkeypatch.context() as ahead:
-        right = time.time_ns
-        ahead.setattr(time, "time_ns", lambda: right() + 3600 * 10**9)
-        assert status(opened(), token).state is TokenState.ABORTED
+    clock.ahead = 3_600_000
+    assert status(opened(), token).state is TokenState.ABORTED
+    clock.ahead = 0
     with pytest.raises(TransactionAborted):
         writer.commit(Deadline(5))
     assert status(broker, token).state is TokenState.ABORTED

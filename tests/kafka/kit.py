@@ -7,6 +7,7 @@ from txnbridge_kafka.broker import KafkaBroker
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.client.responses import TransactionDescription
+from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.write.producer import TransactionalProducer
 from txnbridge_kafka.write.writer import KafkaWriter
 
@@ -27,12 +28,16 @@ def producer_of(txn: Transaction) -> TransactionalProducer:
 
 def flush(txn: Transaction) -> None:
     """Let the broker have all of it, and the transaction stay open."""
-    writer_of(txn).flush(txn._begin.deadline)
+    writer_of(txn).flush(Deadline(60))
+
+
+def cluster_of(bridge: Bridge) -> KafkaCluster:
+    assert isinstance(bridge._connection.broker, KafkaBroker)
+    return bridge._connection.broker._cluster
 
 
 def requests_of(bridge: Bridge) -> Requests:
-    assert isinstance(bridge._connection.broker, KafkaBroker)
-    return bridge._connection.broker._cluster.requests
+    return cluster_of(bridge).requests
 
 
 def without_epoch_bumps(monkeypatch: pytest.MonkeyPatch) -> None:

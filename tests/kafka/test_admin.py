@@ -55,7 +55,18 @@ _silent.addHandler(logging.NullHandler())
 _silent.propagate = False
 
 Connect = Callable[..., Bridge]
-MakeAdmin = Callable[..., KafkaAdmin]
+
+
+class Administrator(KafkaAdmin):
+    """An administrator with its cluster, for requests of the test's own."""
+
+    def __init__(self, cluster: KafkaCluster, context: Context) -> None:
+        super().__init__(cluster, context)
+        self.cluster = cluster
+        self.requests = cluster.requests
+
+
+MakeAdmin = Callable[..., Administrator]
 
 
 @pytest.fixture
@@ -123,11 +134,11 @@ def make_admin(kafka_broker: brokers.Broker) -> Iterator[MakeAdmin]:
     """An administrator without a bridge, and so without decision logs."""
     opened: list[Requests] = []
 
-    def make(broker: brokers.Broker | faults.Proxy = kafka_broker, **changes: Any) -> KafkaAdmin:
+    def make(broker: brokers.Broker | faults.Proxy = kafka_broker, **changes: Any) -> Administrator:
         settings = settings_of(broker, **changes)
         opened.append(Requests(settings))
         context = Context("tests", Emitter("tests", []), "tests", LONG, None, 0, ledger=no_ledger)
-        return KafkaAdmin(KafkaCluster(settings, opened[-1], KafkaTopics(settings), context.events), context)
+        return Administrator(KafkaCluster(settings, opened[-1], KafkaTopics(settings), context.events), context)
 
     yield make
     for requests in opened:
@@ -574,13 +585,13 @@ def test_an_abort_that_comes_second_says_what_the_first_one_did(make_admin, kafk
     admin, id = make_admin(), unique("racer")
     producer = producer_of(kafka_broker, id)
     write(producer, topic, b"quick")
-    fence = admin._requests.fence
+    fence = admin.requests.fence
 
     def slowly(*args: Any) -> Any:
         producer.commit_transaction(LONG)
         return fence(*args)
 
-    monkeypatch.setattr(admin._requests, "fence", slowly)
+    monkeypatch.setattr(admin.requests, "fence", slowly)
     assert admin.end(id, Decision.ABORT, Deadline(LONG)) is Outcome.COMMITTED
 
 
@@ -629,15 +640,15 @@ def careless() -> Iterator[brokers.Broker]:
 class Held:
     """A transaction that its coordinator calls ended, and that is open in a partition."""
 
-    def __init__(self, broker: brokers.Broker, admin: KafkaAdmin, commit: bool) -> None:
+    def __init__(self, broker: brokers.Broker, admin: Administrator, commit: bool) -> None:
         self.broker, self.admin = broker, admin
         self.id, self.topic = f"held-{next(_numbers)}.0", f"held-topic-{next(_numbers)}"
         admin.create_topic(self.topic, 1, Deadline(LONG))
         self.producer = producer_of(broker, self.id)
         write(self.producer, self.topic, b"before")
-        told = admin._requests.describe([self.id], Deadline(LONG))[self.id]
+        told = admin.requests.describe([self.id], Deadline(LONG))[self.id]
         # By the older request, which leaves the epoch as it is: the producer notices nothing and writes on.
-        self.ended = admin._requests.end(self.id, told.pid, told.epoch, commit, Deadline(LONG))
+        self.ended = admin.requests.end(self.id, told.pid, told.epoch, commit, Deadline(LONG))
         assert self.ended.code == 0
         wanted = "CompleteCommit" if commit else "CompleteAbort"
         assert wait_until(lambda: self.state() == wanted, LONG)
@@ -645,7 +656,7 @@ class Held:
         assert self.producer.flush(LONG) == 0
 
     def state(self) -> str:
-        return self.admin._requests.describe([self.id], Deadline(LONG))[self.id].state
+        return self.admin.requests.describe([self.id], Deadline(LONG))[self.id].state
 
     def visible(self) -> list[bytes | None]:
         return visible(self.broker, self.topic)
@@ -657,7 +668,7 @@ def hold(careless: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.Mo
     return lambda commit, broker=careless: Held(broker, make_admin(broker), commit)
 
 
-def problems(admin: KafkaAdmin, subject: str) -> list[Advice]:
+def problems(admin: Administrator, subject: str) -> list[Advice]:
     found = admin.check(Deadline(LONG))
     return [advice for advice in found if advice.level == "problem" and advice.subject == subject]
 
@@ -685,10 +696,10 @@ def test_a_partition_that_has_heard_of_a_later_coordinator_takes_the_markers_too
     assert first.admin.repair(first.id, Deadline(LONG))
     careless.restart()  # each start is a new term of the coordinator
     one = hold(True)
-    (active,) = one.admin._requests.producers([(one.topic, 0)], Deadline(LONG))[one.topic, 0]
+    (active,) = one.admin.requests.producers([(one.topic, 0)], Deadline(LONG))[one.topic, 0]
     assert active.coordinator_epoch > 0
     with pytest.raises(BrokerUnavailable, match="52"):
-        one.admin._requests.write_markers(active.pid, active.epoch, True, [(one.topic, 0)], Deadline(LONG), 0)
+        one.admin.requests.write_markers(active.pid, active.epoch, True, [(one.topic, 0)], Deadline(LONG), 0)
     one.admin.repair(one.id, Deadline(LONG))
     assert wait_until(lambda: one.visible() == [b"before", b"held"], LONG)
 
@@ -715,7 +726,7 @@ def test_what_has_not_ended_is_not_repaired(bridge, kafka_broker, topic, owner):
 def test_a_writer_that_is_at_work_is_no_proof(hold, monkeypatch):
     """Between the two looks at the coordinator it begins its next transaction: that one's messages are not touched."""
     one = hold(True)
-    requests = one.admin._requests
+    requests = one.admin.requests
     look = requests.producers
 
     def meanwhile(*args: Any, **kwargs: Any) -> Any:
@@ -732,12 +743,12 @@ def test_a_writer_that_is_at_work_is_no_proof(hold, monkeypatch):
 def begin_again(one: Held, describe: Callable[..., Any]) -> None:
     """As its writer does: the same epoch, and something new in the transaction."""
     told = describe([one.id], Deadline(LONG))[one.id]
-    one.admin._requests.add_offsets(one.id, told.pid, told.epoch, "some-group", Deadline(LONG))
+    one.admin.requests.add_offsets(one.id, told.pid, told.epoch, "some-group", Deadline(LONG))
 
 
 def test_the_doctor_takes_no_living_writer_for_a_forgotten_one(hold, monkeypatch):
     one = hold(True)
-    describe = one.admin._requests.describe
+    describe = one.admin.requests.describe
     looks = count(1)
 
     def meanwhile(*args: Any) -> Any:
@@ -746,16 +757,16 @@ def test_the_doctor_takes_no_living_writer_for_a_forgotten_one(hold, monkeypatch
         return describe(*args)
 
     survey = hanging_transactions.survey
-    assert one.id in [each.description.id for each in survey(one.admin._cluster, Deadline(LONG)).hanging]
-    monkeypatch.setattr(one.admin._requests, "describe", meanwhile)
-    assert one.id not in [each.description.id for each in survey(one.admin._cluster, Deadline(LONG)).hanging]
+    assert one.id in [each.description.id for each in survey(one.admin.cluster, Deadline(LONG)).hanging]
+    monkeypatch.setattr(one.admin.requests, "describe", meanwhile)
+    assert one.id not in [each.description.id for each in survey(one.admin.cluster, Deadline(LONG)).hanging]
     assert next(looks) == 3
 
 
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
 def test_how_it_ended_is_known_after_its_id_was_opened_again(hold, commit):
     one = hold(commit)
-    one.admin._requests.fence(one.id, 60_000, Deadline(LONG))
+    one.admin.requests.fence(one.id, 60_000, Deadline(LONG))
     assert one.state() == "Empty"
     assert len(problems(one.admin, f"transaction {one.id}")) == 1
     one.admin.repair(one.id, Deadline(LONG))
@@ -768,7 +779,7 @@ def test_how_it_ended_is_known_after_its_id_was_opened_again(hold, commit):
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
 def test_what_a_later_transaction_of_the_same_id_came_to_elsewhere_decides_nothing(hold, commit, again):
     one = hold(commit)
-    requests = one.admin._requests
+    requests = one.admin.requests
     if again:
         requests.fence(one.id, 60_000, Deadline(LONG))
     begin_again(one, requests.describe)
@@ -792,7 +803,7 @@ def test_what_the_coordinators_log_does_not_tell_any_more_nobody_guesses(hold, m
     assert one.visible() == [b"before"]
 
 
-def check_endings(broker: brokers.Broker, admin: KafkaAdmin, unique: Callable[[str], str], step: int) -> None:
+def check_endings(broker: brokers.Broker, admin: Administrator, unique: Callable[[str], str], step: int) -> None:
     """One commit and one abort in several topics, and what the log has of them; `step`: by how much each end raises."""
     id, topics = unique("history"), [unique("history-ä".encode().hex()) for _ in range(3)]
     for name in topics:
@@ -802,19 +813,19 @@ def check_endings(broker: brokers.Broker, admin: KafkaAdmin, unique: Callable[[s
     for name in topics:
         producer.produce(name, b"x", partition=1)
     assert producer.flush(LONG) == 0
-    told = admin._requests.describe([id], Deadline(LONG))[id]
-    admin._requests.end(id, told.pid, told.epoch, True, Deadline(LONG))
+    told = admin.requests.describe([id], Deadline(LONG))[id]
+    admin.requests.end(id, told.pid, told.epoch, True, Deadline(LONG))
     assert wait_until(partial(is_complete, admin, id), LONG)
     again = producer_of(broker, id)
     write(again, topics[0], b"x")
-    opened = admin._requests.describe([id], Deadline(LONG))[id]
+    opened = admin.requests.describe([id], Deadline(LONG))[id]
     again.abort_transaction(LONG)
-    committed, aborted = state_log.recorded_decisions(admin._cluster, id, Deadline(LONG))
+    committed, aborted = state_log.recorded_decisions(admin.cluster, id, Deadline(LONG))
     assert committed == state_log.RecordedDecision(
         told.pid, told.epoch + step, True, frozenset((name, 1) for name in topics)
     )
     assert aborted == state_log.RecordedDecision(opened.pid, opened.epoch, False, frozenset([(topics[0], 0)]))
-    assert state_log.recorded_decisions(admin._cluster, unique("nobody"), Deadline(LONG)) == []
+    assert state_log.recorded_decisions(admin.cluster, unique("nobody"), Deadline(LONG)) == []
 
 
 def test_the_coordinators_log_tells_every_decision_and_its_partitions(kafka_broker, make_admin, unique):
@@ -836,7 +847,7 @@ def test_a_record_of_another_form_is_not_guessed_at():
 def test_an_open_transaction_of_a_producer_that_nobody_knows_is_a_problem(hold, start_kafka):
     one = hold(True, start_kafka(container=False, settings={**CARELESS, **FORGETFUL}))
     pid = one.ended.pid
-    assert wait_until(lambda: not one.admin._requests.describe([one.id], Deadline(LONG)), LONG)
+    assert wait_until(lambda: not one.admin.requests.describe([one.id], Deadline(LONG)), LONG)
     (advice,) = problems(one.admin, f"producer {pid}")
     assert f"{one.topic}[0]" in advice.text
     with pytest.raises(NotFound):
@@ -847,7 +858,7 @@ def test_an_open_transaction_of_a_producer_that_nobody_knows_is_a_problem(hold, 
 ATTEMPTS = 12
 
 
-def forget_markers(broker: brokers.Broker, admin: KafkaAdmin) -> tuple[str, str] | None:
+def forget_markers(broker: brokers.Broker, admin: Administrator) -> tuple[str, str] | None:
     """Kill a broker right after a commit, until it comes back without the markers: the writer's id and the topic."""
     for attempt in range(ATTEMPTS):
         id, topic = f"killed-{attempt}.0", f"killed-topic-{attempt}"
@@ -856,7 +867,7 @@ def forget_markers(broker: brokers.Broker, admin: KafkaAdmin) -> tuple[str, str]
         write(producer, topic, *(b"%d" % number for number in range(300)))
         producer.commit_transaction(LONG)
         broker.restart()
-        told = admin._requests.describe([id], Deadline(LONG))[id]
+        told = admin.requests.describe([id], Deadline(LONG))[id]
         assert told.state in ("PrepareCommit", "CompleteCommit")
         assert wait_until(partial(is_complete, admin, id), LONG)
         if problems(admin, f"transaction {id}"):
@@ -864,8 +875,8 @@ def forget_markers(broker: brokers.Broker, admin: KafkaAdmin) -> tuple[str, str]
     return None
 
 
-def is_complete(admin: KafkaAdmin, id: str) -> bool:
-    return admin._requests.describe([id], Deadline(LONG))[id].state == "CompleteCommit"
+def is_complete(admin: Administrator, id: str) -> bool:
+    return admin.requests.describe([id], Deadline(LONG))[id].state == "CompleteCommit"
 
 
 @pytest.mark.full
@@ -877,7 +888,7 @@ def test_a_commit_that_a_killed_broker_forgot_is_found_and_mended_and_nothing_is
         pytest.skip(f"the broker forgot no markers in {ATTEMPTS} kills")
     id, topic = found
     assert visible(broker, topic) == []
-    assert admin._requests.describe([id], Deadline(LONG))[id].state == "CompleteCommit"
+    assert admin.requests.describe([id], Deadline(LONG))[id].state == "CompleteCommit"
     assert admin.transactions(Deadline(LONG)) == []
     assert admin.repair(id, Deadline(LONG)).endswith(f"{id}: commit in {topic}[0]")
     assert wait_until(lambda: visible(broker, topic) == [b"%d" % number for number in range(300)], LONG)
@@ -894,7 +905,7 @@ def test_a_commit_that_a_killed_broker_forgot_is_found_and_mended_and_nothing_is
 # --- the doctor ------------------------------------------------------------------------------------------------------
 
 
-def advice_of(admin: KafkaAdmin, subject: str) -> list[Advice]:
+def advice_of(admin: Administrator, subject: str) -> list[Advice]:
     return [advice for advice in admin.check(Deadline(LONG)) if advice.subject == subject]
 
 
@@ -915,8 +926,8 @@ def test_a_leader_that_may_lack_records_is_a_warning(make_admin, unique):
     admin.delete_topic(name, Deadline(LONG))
 
 
-def settings_of_admin(admin: KafkaAdmin) -> KafkaSettings:
-    return admin._settings
+def settings_of_admin(admin: Administrator) -> KafkaSettings:
+    return admin.cluster.settings
 
 
 def test_the_clusters_transaction_version_is_told(make_admin, start_kafka):
@@ -970,7 +981,7 @@ def test_on_three_nodes_topics_are_safe_and_known_everywhere(start_kafka, make_a
     admin = make_admin(broker)
     for number in range(5):
         assert admin.create_topic(f"everywhere-{number}", 6, Deadline(LONG))
-        assert admin._requests.partitions_everywhere(f"everywhere-{number}", Deadline(LONG)) == 6
+        assert admin.requests.partitions_everywhere(f"everywhere-{number}", Deadline(LONG)) == 6
     bridge = connect(broker, transactional_id="three", create_topics=3)
     with bridge.transaction() as txn:
         txn.send("everywhere-0", b"makes the internal ones")

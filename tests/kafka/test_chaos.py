@@ -10,13 +10,13 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartKafka
-from txnbridge_kafka.broker import KafkaBroker
 from txnbridge_kafka.client.offsets import KafkaOffsets
 from txnbridge_kafka.outcome import hanging_transactions
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
 
 from tests import chaos
 from tests.chaos import PARTITIONS, Placed, World
+from tests.kafka.kit import cluster_of
 from txnbridge import Bridge
 from txnbridge.spi import Deadline
 
@@ -120,8 +120,7 @@ def test_copiers_lose_double_and_reorder_nothing(
 def who_stands_where(bridge: Bridge) -> str:
     """What to know if something did not go on: who holds a partition open, and how far everybody is."""
     group = "copiers"
-    assert isinstance(bridge._connection.broker, KafkaBroker)
-    cluster, deadline = bridge._connection.broker._cluster, Deadline(60)
+    cluster, deadline = cluster_of(bridge), Deadline(60)
     offsets = KafkaOffsets(cluster.requests)
     partitions = [(topic, number) for topic in ("source", "target") for number in range(PARTITIONS)]
     own = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))

@@ -144,7 +144,7 @@ def acknowledge(world: World, txn: Transaction) -> None:
     context = KafkaAckContext(GROUP)
     context.metadata = consumer.consumer_group_metadata()
     consumer.close()
-    txn._writer.ack(context, {(INPUT, 0): [(0,)]})
+    writer_of(txn).ack(context, {(INPUT, 0): [(0,)]})
 
 
 class Silent:
@@ -601,7 +601,7 @@ def test_a_client_that_is_full_for_long_is_waited_for_until_the_deadline(
     send(bridge)
     txn = bridge.transaction()
     writer = writer_of(txn)
-    writer._check_topic(TOPIC, None, txn._begin.deadline)
+    writer.send_many(TOPIC, [])  # so that the writer has looked at the topic
     produce, refusals = writer.quick[TOPIC], iter(range(5000))
 
     def full(*message: object, **where: object) -> None:
@@ -624,7 +624,7 @@ def test_a_client_that_stays_full_costs_the_transaction_at_its_deadline(
 ) -> None:
     txn = bridge.transaction(timeout=SHORT)
     writer = writer_of(txn)
-    writer._check_topic(TOPIC, None, txn._begin.deadline)
+    writer.send_many(TOPIC, [])  # so that the writer has looked at the topic
 
     def full(*message: object, **where: object) -> None:
         raise BufferError("full")

@@ -93,7 +93,7 @@ def test_what_was_aborted_stays_so(hold: Hold) -> None:
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
 def test_what_a_later_transaction_came_to_elsewhere_decides_nothing(hold: Hold, commit: bool, again: bool) -> None:
     held = hold(commit)
-    requests = held.admin._requests
+    requests = held.admin.requests
     if again:
         requests.fence(held.id, 60_000, Deadline(LONG))
     begin_again(held, requests.describe)
@@ -109,9 +109,9 @@ def test_what_a_later_transaction_came_to_elsewhere_decides_nothing(hold: Hold, 
 def test_the_end_of_another_opening_there_decides_nothing(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose markers were forgotten too, and which had stored nothing there: else the partition would know its epoch."""
     held = hold(True)
-    told = held.admin._requests.describe([held.id], Deadline(LONG))[held.id]
+    told = held.admin.requests.describe([held.id], Deadline(LONG))[held.id]
     for _ in range(2):
-        held.admin._requests.fence(held.id, 60_000, Deadline(LONG))
+        held.admin.requests.fence(held.id, 60_000, Deadline(LONG))
     there = frozenset({(held.topic, 0)})
     ends = [
         RecordedDecision(told.pid, told.epoch, True, there),
@@ -155,10 +155,10 @@ def test_of_which_nobody_knows_how_it_ended_nothing_is_touched_and_nothing_sent(
     hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = hold(True)
-    held.admin._requests.fence(held.id, 60_000, Deadline(LONG))
+    held.admin.requests.fence(held.id, 60_000, Deadline(LONG))
     monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: [])
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
-        with pytest.raises(StorageFailed, match="nobody knows how it ended"):
+        with pytest.raises(StorageFailed, match="no record has its outcome"):
             send(bridge, held.topic, b"never")
     assert held.visible() == [b"before"]
 

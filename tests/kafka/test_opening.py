@@ -168,7 +168,7 @@ def test_when_all_ids_are_unresolved_the_next_waits_and_is_told_of_the_oldest(
 ) -> None:
     bridge = connect(transactional_id=owner, kafka={"prepared_ids": 2})
     tokens = [prepare(bridge, topic, b"%d" % number) for number in range(2)]
-    with pytest.raises(DeadlineExceeded, match="hold unresolved ones") as caught:
+    with pytest.raises(DeadlineExceeded, match="have unresolved ones") as caught:
         bridge.transaction(prepare=True, timeout=1.5)
     assert tokens[0] in str(caught.value)
     bridge.commit(tokens.pop(0))

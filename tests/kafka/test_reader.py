@@ -128,7 +128,7 @@ class Member:
     """A reader with its listener."""
 
     def __init__(self, cluster, topics, group, kind=COOPERATIVE, start="earliest", timing=TIMING, **client):
-        self.listener = Listener()
+        self.listener, self.group = Listener(), group
         self.settings = cluster.settings(**kind, consumer=client, timing=timing)
         topics = (topics,) if isinstance(topics, str) else topics
         subscription = Subscription(topics, group, start)
@@ -754,7 +754,7 @@ def test_what_retention_has_removed_is_told_and_not_skipped(cluster, join, group
     first.close()
     cluster.trim(topic, 0, 6)
     for member in (join(topic, group), join(topic, None)):
-        if member.reader._subscription.group is None:
+        if member.group is None:
             member = join(topic, None)
             member.take(5)
             cluster.trim(topic, 0, 8)

@@ -800,7 +800,7 @@ def coordinator_of(world: World) -> int:
         node: int = await connections.coordinator(world.id)
         return node
 
-    return world.requests._runner.repeat(Deadline(LONG), "asking", ask)
+    return request_runner.RequestRunner(settings_for(world.bootstrap)).repeat(Deadline(LONG), "asking", ask)
 
 
 @pytest.mark.full

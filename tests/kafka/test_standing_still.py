@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import count
 from random import Random
 from subprocess import Popen
@@ -19,11 +19,13 @@ from txnbridge_conformance.plugin import Connect
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.messages import txn_offset_commit_request
+from txnbridge_kafka.client.request_runner import RequestRunner
 from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome import hanging_transaction_monitor, hanging_transactions
 
 import txnbridge
-from tests.kafka.kit import describe, requests_of
+from tests.kafka.kit import cluster_of, describe, requests_of
 from tests.kafka.test_admin import LONG, producer_of, visible, write
 from tests.kafka.test_missing_markers import unverified  # noqa: F401
 from txnbridge import Bridge
@@ -63,11 +65,11 @@ class Still:
         # What it has ended for its coordinator, and for nobody else:
         producer.produce(self.target, b"behind", partition=0)
         assert producer.flush(LONG) == 0
-        self._acknowledge(requests, member, offsets, deadline)
+        self._acknowledge(cluster_of(bridge), member, offsets, deadline)
         del producer
 
     def _acknowledge(
-        self, requests: Requests, member: GroupMembership, offsets: Mapping[Partition, int], by: Deadline
+        self, cluster: KafkaCluster, member: GroupMembership, offsets: Mapping[Partition, int], by: Deadline
     ) -> None:
         async def attempt(connections: Connections) -> Any:
             node = await connections.group_coordinator(self.group)
@@ -75,7 +77,8 @@ class Still:
                 node, txn_offset_commit_request(self.id, self.pid, self.epoch, member, offsets, {})
             )
 
-        (topic,) = requests._runner.repeat(by, "acknowledging", attempt).topics
+        with closing(RequestRunner(cluster.settings)) as runner:
+            (topic,) = runner.repeat(by, "acknowledging", attempt).topics
         assert [each.error_code for each in topic.partitions] == [0]
 
 
@@ -144,7 +147,7 @@ def test_without_the_rights_it_is_told_and_nothing_is_touched(
         assert len(asked) == 1, "a producer that lives would be shut out again and again"
         assert visible(unverified, one.target) == [b"before"]
     # As after a death between the opening of its id and the markers: whoever comes next can finish it still.
-    cluster = bridge._connection.broker._cluster  # type: ignore[attr-defined]
+    cluster = cluster_of(bridge)
     assert hanging_transactions.write_missing_markers_of_group(cluster, one.group, Deadline(LONG))
     assert wait_until(lambda: visible(unverified, one.target) == [b"before", b"behind"], LONG)
 

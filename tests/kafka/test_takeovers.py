@@ -13,8 +13,9 @@ import pytest
 from txnbridge_conformance.observing import seen, send, values
 from txnbridge_conformance.plugin import Connect
 
-from tests.kafka.kit import flush, writer_of
+from tests.kafka.kit import flush, requests_of, writer_of
 from txnbridge import Bridge, Event, Fenced, Outcome, TransactionAborted, TxnBridgeError
+from txnbridge.spi import Deadline
 from txnbridge.testing import listening
 
 # What an owner does between its two messages: a takeover meets it there, most of the time.
@@ -141,12 +142,12 @@ def test_a_commit_that_an_administrators_abort_came_too_late_for_is_told_to_both
     connect: Connect, bridge: Bridge, halves: str, owner: str
 ) -> None:
     own = connect(transactional_id=owner, writers=1)
-    requests = bridge._connection.broker._cluster.requests  # type: ignore[attr-defined]
+    requests = requests_of(bridge)
     describe = requests.describe
     with own.transaction() as txn:
         txn.send(halves, b"1")
         flush(txn)
-        found = describe([f"{owner}.0"], txn._begin.deadline)
+        found = describe([f"{owner}.0"], Deadline(30))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests, "describe", lambda *_: found)  # what it saw before the commit
         assert bridge.admin.abort(f"{owner}.0") is Outcome.COMMITTED

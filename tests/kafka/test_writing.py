@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 import txnbridge
-from tests.kafka.kit import producer_of, writer_of
+from tests.kafka.kit import describe, producer_of, writer_of
 from txnbridge.errors import InvalidOption, NotFound, TransactionAborted
 
 # Fewer than any of these tests sends.
@@ -139,8 +139,7 @@ def test_a_transaction_may_last_longer_than_its_bridge_waits(kafka_broker, topic
         with bridge.transaction(timeout=40) as txn:
             txn.send(topic, b"1")
             writer = writer_of(txn)
-            told = writer._cluster.requests.describe([writer.id], txn._begin.deadline)[writer.id]
-            assert told.timeout >= 40_000
+            assert describe(bridge, writer.id)[writer.id].timeout >= 40_000
         with bridge.transaction() as txn:
             txn.send(topic, b"2")
         with pytest.raises(InvalidOption, match=r"transaction\.max\.timeout\.ms"):

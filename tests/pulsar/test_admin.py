@@ -38,9 +38,8 @@ def soon():
     return Deadline(SOON)
 
 
-def admin_of(connection):
-    context = Context("tests", Emitter("tests", ()), "tests", SOON, None, None)
-    return PulsarAdmin(open_cluster(connection), context)
+def admin_of(cluster):
+    return PulsarAdmin(cluster, Context("tests", Emitter("tests", ()), "tests", SOON, None, None))
 
 
 @pytest.fixture
@@ -56,17 +55,22 @@ def namespace(pulsar_broker, name):
 
 
 @pytest.fixture
-def admin(pulsar_broker, namespace):
+def cluster(pulsar_broker, namespace):
     url = pulsar_broker.url.replace("/default", f"/{namespace}")
     connection = Connection(url, admin_url=pulsar_broker.admin_url)
-    yield admin_of(connection)
+    yield open_cluster(connection)
     connection.close()
+
+
+@pytest.fixture
+def admin(cluster):
+    return admin_of(cluster)
 
 
 @pytest.fixture
 def without_rest(pulsar_broker):
     connection = Connection(pulsar_broker.url)
-    yield admin_of(connection)
+    yield admin_of(open_cluster(connection))
     connection.close()
 
 
@@ -180,12 +184,14 @@ def test_an_abort_behind_an_older_transaction_says_that_late_messages_are_not_re
     client.transactions.end(older, False, SOON)
 
 
-def test_a_transaction_of_a_topic_that_was_unloaded_is_known_and_listed(pulsar_broker, admin, client, namespace):
+def test_a_transaction_of_a_topic_that_was_unloaded_is_known_and_listed(
+    pulsar_broker, cluster, admin, client, namespace
+):
     topic, unloaded = full("loaded", namespace), fresh_topic()  # which is in another namespace
     txn, _ = open_with(client, topic, b"1")
     client.transactions.register(txn, SOON, [unloaded])
     send_late(client, unloaded, txn)
-    rest = admin._cluster.rest
+    rest = cluster.rest
 
     def look():
         rest.get(f"/admin/v3/transactions/transactionMetadata/{txn.most}/{txn.least}", soon())
@@ -199,7 +205,7 @@ def test_a_transaction_of_a_topic_that_was_unloaded_is_known_and_listed(pulsar_b
     (found,) = [each for each in admin.transactions(soon()) if each.transaction == str(txn)]
     assert set(found.partitions) == {("loaded", 0), (unloaded, 0)}
     unload()
-    assert list(repair.held_back(admin._cluster, rest, soon())) == []  # its coordinator knows it
+    assert list(repair.held_back(cluster, rest, soon())) == []  # its coordinator knows it
     unload()
     with pytest.raises(InvalidState, match="coordinator that knows it"):
         admin.repair(str(txn), soon())
@@ -317,9 +323,9 @@ def test_who_makes_a_topic_that_keeps_nothing_is_warned(pulsar_broker, admin, na
     assert "topic 'dropped' has a retention of 0" in caplog.text
 
 
-def test_the_doctor_tells_of_messages_that_expire_on_single_topics(pulsar_broker, admin, client, namespace):
+def test_the_doctor_tells_of_messages_that_expire_on_single_topics(pulsar_broker, cluster, admin, client, namespace):
     admin.create_topic("mine", 1, soon())
-    admin._topics.internal("_txnbridge-log-mine", soon())
+    cluster.topics.internal("_txnbridge-log-mine", soon())
     for topic, seconds in (("mine", 60), ("_txnbridge-log-mine", 70)):
         ask(pulsar_broker, "POST", f"persistent/public/{namespace}/{topic}/messageTTL?messageTTL={seconds}")
         (found,) = waited_for(lambda topic=topic: advice(admin, topic), "the policy")
@@ -539,14 +545,13 @@ def test_who_says_abort_of_what_was_committed_hears_that_it_is_committed(admin, 
 
 
 @pytest.mark.parametrize(("hours", "found"), [(-4, False), (0, True), (4, False)])
-def test_for_a_repair_the_messages_of_about_its_time_are_read(admin, client, namespace, hours, found):
+def test_for_a_repair_the_messages_of_about_its_time_are_read(cluster, client, namespace, hours, found):
     """And none are waited for where none came since."""
     topic = full("idle", namespace)
     send_late(client, topic, None, b"1")
     txn, _ = open_with(client, topic, b"2")
     client.transactions.end(txn, True, SOON)
     about = int((time.time() + hours * 3600) * 1000)
-    cluster = admin._cluster
     assert broker_evidence._can_be_read(cluster, cluster.rest, topic, txn, about, soon()) is found
 
 

@@ -285,11 +285,11 @@ def test_a_writer_takes_back_nothing_of_what_its_coordinator_forgot(
     cluster_of(bridge).client.transactions.end(number, True, SOON)
     writer.reopen(Deadline(SOON))
     with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
-        writer._owner.require_no_doubt([concrete(topic)], Deadline(SOON))
+        owner_of(bridge).require_no_doubt([concrete(topic)], Deadline(SOON))
     assert number in owner_of(bridge)._under_way
     for place in (concrete(topic), hidden):
         cluster_of(bridge).client.transactions.end_on_partition(number, place, True, SOON)
-    writer._owner.require_no_doubt([concrete(topic)], Deadline(SOON))
+    owner_of(bridge).require_no_doubt([concrete(topic)], Deadline(SOON))
     assert number not in owner_of(bridge)._under_way
     txn.abort()
     assert values(seen(bridge, topic)) == [b"1"]

@@ -25,14 +25,14 @@ from txnbridge.errors import TxnBridgeError
 
 HERE = Path(__file__).parent
 LONG = 30.0
-# Without --full: one of the suite's walks, some of the random worlds, and what does not take half a minute.
+# Only with --full: all but one of the suite's kill walks, most random runs, and tests that take half a minute.
 WALK = "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]"
 RARE = re.compile(r"test_demo\.py|test_whatever_is_lost.*\[([89]|\d\d)\]|what_does_not_count\[200|reads_stay_short")
 
 _numbers = count(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before those marked `full` are skipped
+@pytest.hookimpl(tryfirst=True)  # before the tests marked `full` are skipped
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         rare = RARE.search(item.nodeid) or ("wherever" in item.name and item.name != WALK)
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def start_shared() -> Iterator[StartRocketMQ]:
-    """RocketMQ as a module wants it, for all its tests."""
+    """Return a function that starts RocketMQ for all tests of a module."""
     with contextlib.ExitStack() as stack:
         yield lambda **options: stack.enter_context(rocketmq_or_skip(**options))
 
@@ -55,7 +55,7 @@ def client(rocketmq_broker: brokers.RocketMQ) -> Iterator[RemotingClient]:
 
 @pytest.fixture
 def topic(rocketmq_broker: brokers.RocketMQ) -> str:
-    """A new topic with one queue."""
+    """Create a topic with one queue, and return its name."""
     name = f"topic-{next(_numbers)}"
     rocketmq_broker.create_topic(name, queues=1, kind="TRANSACTION")
     return name
@@ -63,7 +63,7 @@ def topic(rocketmq_broker: brokers.RocketMQ) -> str:
 
 @pytest.fixture
 def group(rocketmq_broker: brokers.RocketMQ) -> str:
-    """A new consumer group."""
+    """Create a consumer group, and return its name."""
     name = f"group-{next(_numbers)}"
     rocketmq_broker.create_group(name)
     return name
@@ -71,7 +71,7 @@ def group(rocketmq_broker: brokers.RocketMQ) -> str:
 
 @pytest.fixture
 def settings(client: RemotingClient) -> Iterator[Callable[..., None]]:
-    """Changes settings of the broker for a test."""
+    """Return a function that changes the broker's settings until the end of the test."""
     before: dict[str, str] = {}
 
     def change(**wanted: object) -> None:
@@ -88,14 +88,14 @@ def settings(client: RemotingClient) -> Iterator[Callable[..., None]]:
 
 @pytest.fixture
 def open_bridge(rocketmq_broker: brokers.RocketMQ) -> Iterator[Callable[..., Bridge]]:
-    """Opens bridges of the writing tests' application, which are closed after the test."""
+    """Return a function that opens bridges of the writing tests' application; they are closed after the test."""
     with contextlib.ExitStack() as stack:
         yield lambda url=rocketmq_broker.url, **settings: stack.enter_context(writing_kit.open_bridge(url, **settings))
 
 
 @pytest.fixture
 def with_timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Gives bridges that are opened from then on other durations and limits."""
+    """Return a function that gives other durations and limits to the bridges that are opened from then on."""
 
     def give(**timing: float) -> None:
         def parse(*given: Any) -> RocketMQSettings:
@@ -116,12 +116,15 @@ def txnbridge_url(rocketmq_broker: brokers.RocketMQ) -> str:
 
 @pytest.fixture
 def side_by_side() -> int:
-    return 4  # the broker is small, and each process waits for it
+    return 4  # more processes would only wait for the small broker
 
 
 @pytest.fixture
 def much() -> Much:
-    """Somewhat more than the 1 MiB that is held back: the broker copies each half that stays open every second."""
+    """Return a function that makes a little more than the 1 MiB that a writer buffers.
+
+    Not more: the broker writes each open half again in every round of check-backs, each second.
+    """
     return lambda text: [text * (40_000 // len(text))] * 30
 
 
@@ -142,12 +145,12 @@ def administrator(txnbridge_url: str) -> Iterator[Bridge]:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Brokers write anew what is open each time they ask about it, and what dead programs left they would for ever."""
+    """Abort what the suite's killed programs left open: the broker writes open halves again in each round, for ever."""
     if request.path.name != "test_suite.py":
         yield
         return
     admin = request.getfixturevalue("administrator").admin
     yield
     for left in admin.transactions():
-        with contextlib.suppress(TxnBridgeError):  # it was ended meanwhile
+        with contextlib.suppress(TxnBridgeError):  # another process has ended it meanwhile
             admin.abort(left.transaction)

@@ -1,4 +1,4 @@
-"""A broker of a few lines that keeps halves as RocketMQ does: whoever says "commit" gets another copy, each time."""
+"""A broker of a few lines that keeps halves as RocketMQ does: it publishes a half again at each commit."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from txnbridge._decisions import Decisions
 from txnbridge.spi import Begin, Deadline, Identity
 
 HOME = "broker-1"
-# This broker does at once what it does, and there is one clock.
+# The durations for this broker, which answers and indexes at once. All processes have one clock.
 FAST = RocketMQTiming(
     clocks_differ=0.0, index_delay=0.0005, index_timeout=0.05, publish_look_up_pause=0.0005, end_pause=0.0005
 )
-# Long enough for whatever is not meant to wait, short enough for what is.
+# The immunity time never ends in a test, and unanswered requests expire at once.
 TOLD = {"transactionTimeOut": "60000", "waitTimeMillsInTransactionQueue": "1"}
 
 
 class Killed(BaseException):
-    """The process was killed at this very point."""
+    """Raised where a test kills the process."""
 
 
 @dataclass
 class Kept:
-    """A half, or a copy of one, in the half topic."""
+    """A half in the half topic, or a copy that the broker wrote for a check-back."""
 
     topic: str
     queue: int
@@ -61,16 +61,16 @@ class Kept:
 
 @dataclass
 class HalfBroker:
-    """Answers the requests of many clients. `fault` says of each request what goes wrong with it, if anything."""
+    """Answers the requests of many clients. `fault` returns what goes wrong with a request, or None."""
 
     halves: list[Kept] = field(default_factory=list)
-    open: set[int] = field(default_factory=set)  # the offsets in the half topic of those that have not ended
+    open: set[int] = field(default_factory=set)  # the offsets in the half topic of open halves
     discarded: list[Kept] = field(default_factory=list)
     published: list[tuple[str, int, dict[str, str], bytes]] = field(default_factory=list)
     locks: dict[str, str] = field(default_factory=dict)
     told: dict[str, str] = field(default_factory=lambda: dict(TOLD))
     fault: Callable[[RpcRequest[Any]], str | int | None] = lambda request: None
-    late: bool = False  # whether all halves are older than their owner's time
+    late: bool = False  # whether the immunity time of all halves is past
 
     def answer(self, request: RpcRequest[Any]) -> RemotingCommand:
         match request.code:
@@ -112,7 +112,7 @@ class HalfBroker:
         return _ok()
 
     def _found(self, fields: Mapping[str, str]) -> RemotingCommand:
-        """The newest entries of an index that knows a key by its hash: 32, or as many as are asked for."""
+        """Answer a look-up by key: the newest index entries with the key's hash, 32 or as many as requested."""
         topic, wanted, most = fields["topic"], java_hash(fields["key"]), int(fields["maxNum"])
         if topic == HALF_TOPIC:
             found = [self._record(half) for half in self.halves if java_hash(half.key) == wanted]
@@ -131,7 +131,7 @@ class HalfBroker:
         return stored(half.body, topic, properties, queue=0, queue_offset=half.queue_offset, log_offset=half.log_offset)
 
     def discard(self) -> None:
-        """Give up what is open."""
+        """Discard the open halves, as after the last check-back."""
         self.discarded += [half for half in self.halves if half.queue_offset in self.open]
         self.open.clear()
 
@@ -155,7 +155,7 @@ class HalfBroker:
         return RemotingCommand(0, 0, 1, body=json.dumps({"lockOKMQSet": held}).encode())
 
     def ask(self) -> list[CheckBack]:
-        """Look at what is open: each half is copied, and its newest copy asked about."""
+        """Run a round of check-backs: write each open half again, and return a check-back for each."""
         asked = []
         for number in sorted(self.open):
             old = self.halves[number]
@@ -169,7 +169,7 @@ class HalfBroker:
         return asked
 
     def seen(self, topic: str, queue: int = 0) -> list[bytes]:
-        """What a reader of this queue sees, with all repeats."""
+        """Return the bodies in a queue, with all duplicates."""
         return [body for at, number, _, body in self.published if (at, number) == (topic, queue)]
 
 
@@ -178,7 +178,7 @@ def _ok(**fields: object) -> RemotingCommand:
 
 
 def java_hash(text: str) -> int:
-    """As Java's `String.hashCode`, for ASCII."""
+    """Return Java's `String.hashCode` of an ASCII text."""
     found = 0
     for letter in text:
         found = (31 * found + ord(letter)) & 0xFFFFFFFF
@@ -186,19 +186,19 @@ def java_hash(text: str) -> int:
 
 
 def same_hash(key: str) -> str:
-    """Another key of the same hash."""
+    """Return another key with the same hash."""
     return key[:-2] + chr(ord(key[-2]) - 1) + chr(ord(key[-1]) + 31)
 
 
 class HalfClient:
-    """One process's connection to it."""
+    """The connection of one process to a `HalfBroker`."""
 
     def __init__(self, broker: HalfBroker, client_id: str) -> None:
         self.broker, self.client_id = broker, client_id
         self.is_member = True
 
     def join(self, membership: Membership, timeout: float) -> None:
-        """Nothing to do: who is asked is up to the test."""
+        """Do nothing: the tests pass the check-backs themselves."""
 
     def submit(self, broker: str, request: RpcRequest[Any], timeout: float) -> Any:
         return _Call(self.broker, request)
@@ -208,7 +208,7 @@ class HalfClient:
 
 
 class _Call:
-    """Carried out at once; "lose request", "lose answer" or a code say what its sender hears of it."""
+    """A request, carried out at once. "lose request", "lose answer", or a response code, is the fault that it meets."""
 
     def __init__(self, broker: HalfBroker, request: RpcRequest[Any]) -> None:
         self.request = request
@@ -248,7 +248,7 @@ class _Brokers:
 
 
 class Process:
-    """One process of an application, with all of the writing side but the connection."""
+    """One process of an application: all of the writing side except the connection."""
 
     def __init__(self, broker: HalfBroker, log: MemoryLog, name: str, id: str | None = None, **timing: float) -> None:
         self.decisions = Decisions(log, timeout=5, name="tests", host=name)
@@ -270,7 +270,7 @@ class Process:
         self.id = identity.name
 
     def begin(self, number: int = 1, timeout: float = 5, hold: float | None = None) -> RocketMQWriter:
-        """A writer with an open transaction, to be prepared if it has a `hold`."""
+        """Return a writer with an open transaction, which is to be prepared if `hold` is given."""
         deadline = Deadline(5)
         if hold is None:
             (writer,) = self.owner.open_writers(1, deadline)
@@ -287,7 +287,7 @@ def send(writer: RocketMQWriter, topic: str, *values: bytes) -> None:
 
 
 def choose(random: random.Random, **chances: float) -> str | None:
-    """One of the names, each with its chance; None otherwise."""
+    """Return one of the names, each with its probability; None otherwise."""
     draw = random.random()
     for name, chance in chances.items():
         if (draw := draw - chance) < 0:

@@ -1,4 +1,4 @@
-"""A broker of a few lines that speaks RocketMQ's frames, and stored records as a broker would write them."""
+"""A broker of a few lines that speaks RocketMQ's frames, and records encoded as a broker stores them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def frame(
     body: bytes = b"",
     remark: str | None = None,
 ) -> bytes:
-    """A frame with a header in JSON, with all that Java puts there."""
+    """Return a frame whose header is JSON, with all fields that Java writes."""
     header = {
         "code": code,
         "extFields": fields,
@@ -58,7 +58,7 @@ def around(header: bytes, body: bytes = b"", kind: int = 0) -> bytes:
 def binary_frame(
     code: int, opaque: int, flag: int, fields: Mapping[str, str], body: bytes = b"", remark: str = ""
 ) -> bytes:
-    """A frame with a header of the binary kind."""
+    """Return a frame with a header of the binary kind."""
     told = remark.encode()
     packed = b""
     for name, value in fields.items():
@@ -87,7 +87,7 @@ def stored(
     born_host: bytes = bytes(8),
     stored_host: bytes = bytes(8),
 ) -> bytes:
-    """A record as PULL_MESSAGE and the others bring it."""
+    """Return a record as PULL_MESSAGE and other responses contain it."""
     name, packed = topic.encode(), properties.encode()
     head = struct.pack(">iiiqqi", zlib.crc32(body) & 0x7FFFFFFF, queue, 5, queue_offset, log_offset, system_flag)
     rest = head + struct.pack(">q", 1_700_000_000_001) + born_host + struct.pack(">q", 1_700_000_000_002) + stored_host
@@ -98,7 +98,7 @@ def stored(
 
 
 def batched(body: bytes, properties: str) -> bytes:
-    """A message as it stands in the body of a batch."""
+    """Return a message as the body of a batch contains it."""
     packed = properties.encode()
     rest = struct.pack(">iiii", 0, 0, 1, len(body)) + body + struct.pack(">h", len(packed)) + packed
     return struct.pack(">i", 4 + len(rest)) + rest
@@ -113,7 +113,7 @@ def pairs(**properties: str) -> str:
 
 @dataclass
 class Peer:
-    """One connection of the broker of a few lines, from its side."""
+    """One connection of `FakeBroker`, from the broker's side."""
 
     socket: socket.socket
     asked: queue.Queue[RemotingCommand | None] = field(default_factory=queue.Queue)
@@ -125,7 +125,7 @@ class Peer:
         self.send(frame(code, command.opaque, ANSWER, **more))
 
     def next(self, timeout: float = 30) -> RemotingCommand:
-        """The next request. Raises `EOFError` at the end of the connection."""
+        """Return the next request. Raise `EOFError` at the end of the connection."""
         command = self.asked.get(timeout=timeout)
         if command is None:
             raise EOFError
@@ -137,7 +137,7 @@ class Peer:
 
 
 class FakeBroker:
-    """Takes connections and reads their requests. `reply` answers them; without it a test does, by `peer`."""
+    """Accepts connections and reads requests. `reply` answers them; without it, the test answers by `peer`."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class FakeBroker:
         self._threads[0].start()
 
     def peer(self, timeout: float = 30) -> Peer:
-        """The next connection that came."""
+        """Wait for the next connection, and return it."""
         return self._arrived.get(timeout=timeout)
 
     def _accept(self) -> None:
@@ -208,7 +208,7 @@ class FakeBroker:
 
 
 def read_command(data: bytes) -> RemotingCommand:
-    """A request as a test reads it, by other code than the client's."""
+    """Decode a request by other code than the client's."""
     (size,) = struct.unpack_from(">i", data)
     header = json.loads(data[4 : 4 + size])
     assert header["language"] == "OTHER" and header["version"] == 485 and header["serializeTypeCurrentRPC"] == "JSON"
@@ -217,17 +217,17 @@ def read_command(data: bytes) -> RemotingCommand:
 
 
 def echo(number: int = 1, body: bytes = b"") -> RpcRequest[str]:
-    """A request whose answer's remark or body comes back."""
+    """Return a request whose response's remark or body is returned."""
     return RpcRequest(f"echo {number}", 9000 + number, lambda answer: answer.remark or answer.body.decode(), body=body)
 
 
 def our_threads(before: Sequence[threading.Thread] = ()) -> list[threading.Thread]:
-    """The client's threads that live, without those that did before: other clients are open beside a test's own."""
+    """Return the running threads of clients, except those in `before`, which belong to other clients."""
     return [each for each in threading.enumerate() if each.name.startswith("rocketmq") and each not in before]
 
 
 def becomes_true(true: Callable[[], bool], seconds: float = 90) -> bool:
-    """Whether it is so within that time."""
+    """Return whether a condition becomes true within the time."""
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:
@@ -243,7 +243,7 @@ LONG = 30.0
 
 
 def read_all(client: RemotingClient, topic: str, broker: str = BROKER) -> list[MessageExt]:
-    """Everything in a topic's first queue, up to a marker that is sent now."""
+    """Return all messages in a topic's first queue, up to a marker message that is sent now."""
     marker = client.call(broker, send(WireMessage(topic, b"marker"), "markers", 0), LONG).queue_offset
     found: list[MessageExt] = []
     at = client.call(broker, read_requests.min_offset(topic, 0), LONG)
@@ -262,17 +262,17 @@ def bodies(client: RemotingClient, topic: str, broker: str = BROKER) -> list[byt
 
 
 def settings_for(url: str, **given: Any) -> RocketMQSettings:
-    """As a bridge to this URL has them."""
+    """Return the settings of a bridge to a URL."""
     defaults: dict[str, Any] = {"timeout": LONG, "hold": None, "application": "tests", "create_topics": 0}
     return RocketMQSettings((url.removeprefix("rocketmq://"),), **{**defaults, **given})
 
 
 def context_for(**given: Any) -> Context:
-    """As the core tells it a backend."""
+    """Return the context that the core passes to a backend."""
     defaults: dict[str, Any] = {"application": "tests", "timeout": LONG, "hold": None, "create_topics": None}
     return Context("tests", Emitter("tests", ()), **{**defaults, **given})
 
 
 def cluster_for(url: str, timeout: float = LONG, **given: Any) -> RocketMQCluster:
-    """What the parts of the backend are given; close its `client` in the end."""
+    """Connect to a cluster without a bridge. The caller closes its `client`."""
     return open_cluster(settings_for(url, **given), context_for(), Deadline(timeout))

@@ -1,6 +1,6 @@
-"""What the official client for Python does for tests, in an environment of its own.
+"""Calls the official Python client for tests, in an environment of its own.
 
-`python official.py ADDRESS TOPIC GROUP` takes lines of JSON, a name and arguments, and answers each with one.
+`python official.py ADDRESS TOPIC GROUP` reads lines of JSON, a name and arguments, and answers each with a line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AWAIT, HIDDEN, PATIENCE = 5, 60, 60
 
 
 class Asked(rocketmq.TransactionChecker):  # type: ignore[misc]
-    """Leaves every half undecided, and notes which it was asked about."""
+    """Leaves every half undecided, and records the check-backs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Official:
         self._consumer = rocketmq.SimpleConsumer(configuration, group, {topic: rocketmq.FilterExpression("*")}, AWAIT)
         self._consumer.startup()
         until = time.monotonic() + PATIENCE
-        while True:  # the proxy fails until it has taken in what a consumer has told it of itself
+        while True:  # the proxy fails until it has registered the consumer
             try:
                 self._consumer.receive(32, HIDDEN)
                 break
@@ -49,7 +49,7 @@ class Official:
                 time.sleep(0.2)
 
     def half(self, body: str) -> str:
-        """Store a half and leave it open; the id of its message."""
+        """Store a half, leave it open, and return its message's id."""
         message = rocketmq.Message()
         message.topic, message.body, message.keys = self._topic, body.encode(), "their-key"
         message.add_property("their", "header")
@@ -65,7 +65,7 @@ class Official:
         return self._asked.about
 
     def read(self, last: str) -> list[list[Any]]:
-        """Body, keys and properties of all messages up to the one with this body."""
+        """Return body, keys and properties of all messages up to the one with this body."""
         found: list[list[Any]] = []
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""What tests of readers share: readers as the core has them, and messages made for real."""
+"""Helpers for tests of readers: readers without a bridge's consumer, and messages that a real broker stores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from txnbridge.spi import Deadline, Decision, LedgerClaim, Subscription
 
 
 def connect_to(url: str, **settings: Any) -> Bridge:
-    """A bridge whose topics are made as they are used."""
+    """Open a bridge that creates topics at first use."""
     return txnbridge.connect(url, **{"create_topics": 1, "writers": 1, "timeout": 60, **settings})
 
 
@@ -35,7 +35,7 @@ def unique(what: str) -> str:
 
 
 def new_topic(client: RemotingClient, queues: int = 1) -> str:
-    """A topic that nobody else uses."""
+    """Create a topic that no other test uses, and return its name."""
     name = unique("read")
     client.call(BROKER, administration.create_topic(name, queues, "TRANSACTION"), LONG)
     while (found := client.route(name, LONG, fresh=True)) is None or len(found.readable) < queues:
@@ -47,7 +47,7 @@ def new_topic(client: RemotingClient, queues: int = 1) -> str:
 
 
 def publish(client: RemotingClient, topic: str, *values: bytes, queue: int = 0, **more: Any) -> None:
-    """Messages without a transaction."""
+    """Send messages without a transaction."""
     for value in values:
         client.call(BROKER, send(to_wire(topic, value, None, None, more.get("timestamp")), "tests", queue), LONG)
 
@@ -55,7 +55,7 @@ def publish(client: RemotingClient, topic: str, *values: bytes, queue: int = 0, 
 def store_half(
     client: RemotingClient, topic: str, value: bytes, *, group: str = "tests", number: int = 0, **how: Any
 ) -> HalfAddress:
-    """A half as a writer stores it, of a transaction of its own."""
+    """Store a half as a writer does, in a transaction of its own, and return its address."""
     transaction = how.pop("transaction", None) or uuid.uuid4().hex
     mark = TransactionSlot(transaction, number)
     own = properties(mark, HalfOrigin({"at": [0], "id": "tests"}, 0))
@@ -64,7 +64,7 @@ def store_half(
 
 
 def commit(client: RemotingClient, half: HalfAddress, times: int = 1) -> None:
-    """End a half; each time publishes it."""
+    """Commit a half, several times if asked: each commit publishes it."""
     for _ in range(times):
         client.call(BROKER, end(half, HalfEnd.COMMIT, from_check=True), LONG)
 
@@ -92,7 +92,7 @@ class Member(Polling):
         return self.reader._rebalancer
 
     def up_to(self, marker):
-        """The values before a message with this value, which is waited for."""
+        """Return the values before the message with this value, for which it waits."""
         found: list[Any] = []
         deadline = Deadline(SOON)
         while marker not in found:
@@ -101,11 +101,11 @@ class Member(Polling):
         return found[: found.index(marker)]
 
     def acks(self, messages, **more):
-        """What a claim carries that acknowledges these."""
+        """Return the acks for a claim that acknowledges these messages."""
         return self.reader.ack_context().acks(by_partition(messages), Deadline(SOON), **more)
 
     def acknowledge(self, messages) -> LedgerClaim:
-        """Commit a transaction that acknowledges these and does nothing else."""
+        """Commit a transaction that only acknowledges these messages."""
         return self.claim(self.acks(messages))
 
     def claim(self, acks, transaction: str | None = None) -> LedgerClaim:

@@ -1,4 +1,4 @@
-"""Topics and the doctor: on a live broker, and on settings as brokers have them."""
+"""Tests of administration and doctor: on a live broker, and with settings that brokers have."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_bounds_of_a_topic_are_where_it_begins_and_ends(admin, client, name)
     admin.create_topic(name, 2, soon())
     for _ in range(3):
         client.call("broker-1", send(WireMessage(name, b"1"), "tests", 1), LONG)
-    bodies(client, name)  # what is read is stored, and a marker is sent to the first queue
+    bodies(client, name)  # `bodies` sends a marker message to the first queue, so the topic has one message then
     assert admin.bounds([name], soon()) == {(name, 0): ((0,), (1,)), (name, 1): ((0,), (3,))}
     with pytest.raises(NotFound, match="missing"):
         admin.bounds(["missing"], soon())
@@ -163,8 +163,8 @@ def test_a_broker_as_it_comes_is_safe_for_healthy_transactions_and_weak_in_a_cra
     assert all(word in told for word in ("after 450 s a half is discarded", "ASYNC_FLUSH", "ASYNC_MASTER"))
 
 
-# Time-out, interval, and when ends are noted, in milliseconds; whether are written again were asked about when this
-# was measured on a live broker.
+# transactionTimeOut, transactionCheckInterval and transactionOpBatchInterval in milliseconds, and whether a live broker
+# with these settings sent check-backs for halves that had ended.
 MEASURED = [
     (6000, 1000, 3000, False),
     (2000, 2000, 3000, True),

@@ -1,4 +1,4 @@
-"""Everything at once, for minutes, on RocketMQ. Its own client for Java judges what was promised."""
+"""Everything at once, for minutes, on a live broker. RocketMQ's own Java client checks the promises."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ org.apache.rocketmq.client.consumer.PullStatus
 org.apache.rocketmq.common.message.MessageExt
 org.apache.rocketmq.common.message.MessageQueue
 """
-# Of each message its queue, its unique key and its body.
+# A message: its queue, its unique key and its body.
 READING = """
     DefaultMQPullConsumer consumer = new DefaultMQPullConsumer("independent");
     BufferedReader asked = new BufferedReader(new InputStreamReader(System.in));
@@ -58,7 +58,7 @@ READING = """
 
 
 def read(broker: brokers.RocketMQ, folder: Path, topic: str) -> list[Placed]:
-    """The first copy of each message: all copies have the same unique key."""
+    """Return the first copy of each message: all copies have the same unique key."""
     found: dict[str, Placed] = {}
     copies = 0
     lines = ask_java(folder, IMPORTS, READING, [broker.url.removeprefix("rocketmq://"), topic], fetch_rocketmq)

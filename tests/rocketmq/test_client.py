@@ -1,4 +1,4 @@
-"""A client: brokers by name, name servers in turn, membership that survives lost connections, bounded questions."""
+"""Tests of the client: brokers by name, name servers in turn, memberships after lost connections, notifications."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHOP = Membership(frozenset({"shop"}))
 
 
 class Cluster:
-    """A name server and a broker of a few lines, which note what is asked."""
+    """A name server and a broker of a few lines, which record the requests."""
 
     def __init__(self) -> None:
         self.asked: list[RemotingCommand] = []
@@ -41,7 +41,7 @@ class Cluster:
     def _answer(self, peer: Peer, command: RemotingCommand) -> None:
         self.asked.append(command)
         if command.code == RequestCode.GET_CONSUMER_LIST_BY_GROUP:
-            return  # never answered
+            return  # gets no response
         if command.code == 9002:
             peer.answer(command, ResponseCode.SYSTEM_BUSY, remark="[PCBUSY_CLEAN_QUEUE]")
         else:
@@ -61,7 +61,7 @@ class Cluster:
             peer.answer(command, ResponseCode.TOPIC_NOT_EXIST, remark="No topic route info")
 
     def moves(self) -> None:
-        """The broker goes away and another one takes its name."""
+        """Close the broker and start another one under its name."""
         self.broker.close()
         self.broker = FakeBroker(self._answer)
 
@@ -105,7 +105,7 @@ def test_a_route_is_remembered_and_asked_for_anew_on_demand(cluster, client):
     client.route("orders", LONG)
     assert len(cluster.names) == 1
     client.route("orders", LONG, fresh=True)
-    client.call("a", echo(), LONG)  # the route told where it is
+    client.call("a", echo(), LONG)  # `route` has returned the broker's address
     assert len(cluster.names) == 2
     assert client.route("missing", LONG) is None
 
@@ -184,7 +184,7 @@ def test_closing_ends_what_waits_and_every_thread(cluster):
     client = RemotingClient([cluster.name_server.address])
     client.join(SHOP, LONG)
     call = client.submit("a", members("g"), LONG)
-    assert len(our_threads(before)) == 4  # two connections, heartbeats, questions
+    assert len(our_threads(before)) == 4  # two connections, heartbeats, callbacks
     client.close()
     client.close()
     with pytest.raises(Disconnected):
@@ -308,7 +308,7 @@ def test_what_is_asked_while_the_callback_is_at_work_comes_together(cluster):
         assert becomes_true(lambda: together == [1])
         for _ in range(3):
             cluster.broker.peers[0].send(QUESTION)
-        client.call("a", echo(), LONG)  # answered behind the questions
+        client.call("a", echo(), LONG)  # the response follows the notifications
         go_on.set()
         assert becomes_true(lambda: together == [1, 3])
 

@@ -1,4 +1,4 @@
-"""A connection: every call ends by its time, and says whether the request may have had effect."""
+"""Tests of a connection: every call ends in time, and says whether the request may have had effect."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_broker_that_reads_nothing_holds_nobody_past_their_time():
         with within(1), pytest.raises(ResponseTimeout, match="accepted no more bytes") as caught:
             while True:
                 connection.submit(echo(body=bytes(4 << 20)), 1.0)
-        # Half a frame is out: nothing can follow it, and the broker never has it whole.
+        # A frame is partly written, so the connection is closed, and the broker never gets the whole frame.
         assert not caught.value.may_have_had_effect
         assert becomes_true(lambda: not connection.is_open)
         connection.close()
@@ -306,7 +306,7 @@ def test_whatever_a_broker_does_every_call_ends_once_and_makes_room(deeds):
         calls: list[Call[str]] = []
         ended: list[Call[str]] = []
         for _ in deeds:
-            with contextlib.suppress(ResponseTimeout, Disconnected):  # no room, or none any more
+            with contextlib.suppress(ResponseTimeout, Disconnected):  # no slot is free, or the connection is closed
                 calls.append(connection.submit(echo(), SHORT))
                 calls[-1].when_done(ended.append)
         for call in calls:

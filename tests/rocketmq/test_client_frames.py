@@ -1,4 +1,4 @@
-"""Frames: what is written is what brokers read, and whatever comes, the parser ends, within bounds."""
+"""Tests of frames: brokers can read what is encoded, and no input makes the decoder wait, fail or grow."""
 
 from __future__ import annotations
 

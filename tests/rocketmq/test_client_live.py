@@ -1,4 +1,4 @@
-"""The client and a real broker: what the broker does with each request is what the client says that it does."""
+"""Tests of the client with a real broker: each request does what the client's docstring says."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.rocketmq.kit import BROKER, batched, becomes_true, bodies, pairs, rea
 
 LONG = 30.0
 SHORT = 0.5
-# A group of producers that nobody is a member of: its halves are asked about and nobody answers.
+# A producer group without members, so that the check-backs of its halves get no response.
 ALONE = "alone"
 
 
@@ -55,7 +55,7 @@ def put_half(
 
 @pytest.fixture
 def half(client, topic) -> Iterator[HalfAddress]:
-    """An open half, ended after the test in any case: open ones are written again at each look."""
+    """Store an open half, which is ended after the test: the broker would write it again in each round."""
     half = put_half(client, topic, b"half")
     yield half
     close(client, half)
@@ -109,7 +109,7 @@ def test_queues_have_bounds_and_are_searched_by_time(client, topic):
     at = [record.stored_time for record in read_all(client, topic)]
     assert client.call(BROKER, read_requests.offset_at(topic, 0, at[0] - 1), LONG) == 0
     assert client.call(BROKER, read_requests.offset_at(topic, 0, at[2]), LONG) <= 2
-    assert client.call(BROKER, read_requests.offset_at(topic, 0, at[2] + 60_000), LONG) == 4  # behind the marker
+    assert client.call(BROKER, read_requests.offset_at(topic, 0, at[2] + 60_000), LONG) == 4  # after the marker message
 
 
 def test_a_pull_beyond_the_end_says_where_to_go_on(client, topic):
@@ -125,7 +125,7 @@ def test_a_queue_tells_where_a_message_lies_in_the_commit_log(client, topic):
     def told(offset):
         return client.call(BROKER, read_requests.log_offset_at(topic, 0, offset), LONG)
 
-    assert told(0) is None  # nothing was ever there
+    assert told(0) is None  # the queue never had a message
     for number in range(3):
         client.call(BROKER, send(WireMessage(topic, b"%d" % number), ALONE, 0), LONG)
     records = read_all(client, topic)
@@ -137,13 +137,13 @@ def test_a_pull_that_waits_is_answered_when_a_message_comes(client, topic):
     waiting = client.submit(BROKER, read_requests.pull(topic, 0, 0, ALONE, wait=15), LONG)
     client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
     pulled = waiting.result()
-    while pulled.status is PullStatus.NOTHING_NEW:  # it came before the pull, and could not be read yet
+    while pulled.status is PullStatus.NOTHING_NEW:  # the message was stored, and is not readable yet
         pulled = client.call(BROKER, read_requests.pull(topic, 0, 0, ALONE, wait=15), LONG)
     assert [record.body for record in pulled.records] == [b"x"]
 
 
 def test_a_message_is_found_by_its_key_by_whoever_has_a_clock_that_is_behind(client, topic, monkeypatch):
-    """Else it would be taken for one that is missing, and be published again."""
+    """Otherwise the message would count as missing, and would be published again."""
     stored = client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
     behind = time.time() - 600
     monkeypatch.setattr(time, "time", lambda: behind)
@@ -227,7 +227,7 @@ def test_an_aborted_half_is_never_seen(client, topic):
     ids=["commit twice", "abort after commit", "commit after abort", "abort twice"],
 )
 def test_the_broker_remembers_no_outcome(client, topic, ends, copies):
-    """Whoever ends a half twice must know what the broker does not."""
+    """A process that ends a half twice must know its outcome from elsewhere."""
     half = put_half(client, topic, b"half")
     for how in ends:
         client.call(BROKER, end(half, HalfEnd.COMMIT if how == "C" else HalfEnd.ABORT), LONG)
@@ -291,7 +291,7 @@ def test_any_process_ends_a_half_by_its_address_also_after_the_broker_was_killed
 
 
 class Asked:
-    """Notes what a broker asks, and what it is told if there is an answer."""
+    """Records check-backs, and answers them if the test gives an answer."""
 
     def __init__(self) -> None:
         self.checks: list[CheckBack] = []
@@ -314,7 +314,7 @@ def asked() -> Asked:
 
 @pytest.fixture
 def shop(rocketmq_broker, asked) -> Iterator[RemotingClient]:
-    """A member of the group "shop"."""
+    """Return a client that is a member of the producer group "shop"."""
     with new_client(rocketmq_broker, on_checks=asked) as client:
         client.join(Membership(frozenset({"shop"})), LONG)
         yield client
@@ -327,7 +327,7 @@ def test_the_broker_asks_a_member_of_the_group_and_takes_its_answer(client, shop
     assert (first.times, second.times) == (1, 2)
     assert (first.half.topic, first.half.group, first.broker) == (topic, "shop", BROKER)
     assert first.record.payload() == b"half"
-    # Each time it is another copy that has to be ended.
+    # Each round has written another copy, which the request must name.
     assert half.log_offset < first.half.log_offset < second.half.log_offset
     asked.answer = lambda check: client.call(BROKER, end(check.half, HalfEnd.COMMIT, from_check=True), LONG)
     assert becomes_true(lambda: bodies(client, topic) == [b"half"])
@@ -380,7 +380,7 @@ def test_a_half_that_nobody_answers_for_is_set_aside_and_can_be_resumed(rocketmq
     def discarded():
         try:
             return client.call(BROKER, read_requests.by_unique_key(DISCARDED_TOPIC, half.unique_key), LONG)
-        except ErrorResponse:  # its topic is made with its first message
+        except ErrorResponse:  # the broker creates this topic with its first message
             return []
 
     assert becomes_true(lambda: len(discarded()) == 1, 60)
@@ -474,7 +474,7 @@ def test_a_frozen_broker_holds_no_call_past_its_time_and_answers_when_it_goes_on
         assert caught.value.may_have_had_effect
     finally:
         rocketmq_broker.resume()
-    # It was true that it might have had effect.
+    # The error was right: the request has had effect.
     assert becomes_true(lambda: bodies(client, topic) == [b"late"])
 
 

@@ -1,4 +1,4 @@
-"""Stored messages: every flag and form that brokers write is read, and nothing that they don't is taken for one."""
+"""Tests of stored messages: every flag and form that brokers write is decoded, and other bytes are refused."""
 
 from __future__ import annotations
 

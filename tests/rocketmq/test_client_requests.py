@@ -1,4 +1,4 @@
-"""What each request is on the wire, and what is refused before it gets there."""
+"""Tests of requests: their encoding, and the values that are refused before sending."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def test_settings_are_lines_and_cannot_smuggle_others():
 
 
 def test_the_client_knows_nothing_of_bridges_and_needs_only_python():
-    # All but `retry`, which raises the bridge's errors.
+    # All modules except `retry`, which raises the bridge's errors.
     folder = Path(remoting.__file__).parent
     foreign = set()
     for path in set(folder.glob("*.py")) - {folder / "retry.py"}:

@@ -1,4 +1,4 @@
-"""The client and real brokers that are set up otherwise: TLS, access control, headers in binary, two of them."""
+"""Tests of the client with brokers that have TLS, access control, or binary headers, and with two brokers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def authority(tmp_path_factory) -> Authority:
 
 @pytest.fixture(scope="module")
 def secured(authority, start_shared):
-    """Takes TLS and plain connections, knows one user, and writes what it asks in binary."""
+    """Start a broker with TLS and plain connections, one user, and binary headers in its requests."""
     certificate = authority.issue("broker")
     user = {"accessKey": ROOT.access_key, "secretKey": ROOT.secret_key}
     return start_shared(
@@ -60,7 +60,7 @@ def make_topic(client: RemotingClient, name: str, broker: str = BROKER) -> None:
 
 
 def transact(client: RemotingClient, topic: str, broker: str = BROKER) -> None:
-    """A half, its commit, and reading it."""
+    """Store a half, commit it, and read the message."""
     stored = client.call(broker, send_half(WireMessage(topic, b"half"), "shop", 0), LONG)
     client.call(broker, end(half_address(topic, "shop", stored), HalfEnd.COMMIT), LONG)
     assert bodies(client, topic, broker) == [b"half"]

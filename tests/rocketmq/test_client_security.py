@@ -1,4 +1,4 @@
-"""Signatures as brokers compute them, TLS with certificates that are checked, and no secret in any text."""
+"""Tests of signatures, of TLS with certificates that are checked, and that no text has a secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decision logs on a live broker: the contract, and what faults make of it."""
+"""Tests of decision logs on a live broker: the contract, and behaviour under faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from txnbridge.spi import Deadline
 
 
 class OpenLog(RocketMQDecisionLog):
-    """With connections of its own, as another process has it."""
+    """Opens a log with connections of its own, as another process does."""
 
     def __init__(self, url, name, timeout=LONG, **given):
         self.cluster = cluster_for(url, timeout, **given)
@@ -57,7 +57,7 @@ class OpenLog(RocketMQDecisionLog):
 
 @pytest.fixture
 def topic(name):
-    """Its topic."""
+    """Return the name of the log's topic."""
     return f"_txnbridge-log-{name}"
 
 
@@ -156,7 +156,7 @@ def test_a_log_whose_topic_is_made_anew_begins_at_its_first_record(log, open_nam
 
 
 class Trimmed:
-    """A broker whose queue has lost records; `pulls` answers each pull by its offset."""
+    """A broker whose queue has lost records; `pulls` has the answer to a pull by its offset."""
 
     address = ""
 
@@ -174,7 +174,7 @@ class Trimmed:
         elif command.code == RequestCode.QUERY_CONSUMER_OFFSET:
             peer.answer(command, int(ResponseCode.QUERY_NOT_FOUND))
         else:
-            at = int(command.fields["queueOffset"])  # some are asked for before they are needed
+            at = int(command.fields["queueOffset"])  # some requests are sent ahead
             code, following, offsets = self._pulls.get(at, (ResponseCode.PULL_NOT_FOUND, at, []))
             body = b"".join(stored(b"%d" % offset, "log", queue=0, queue_offset=offset) for offset in offsets)
             told = {"nextBeginOffset": following, "minOffset": self._first, "maxOffset": self._end}
@@ -230,7 +230,7 @@ def test_a_log_that_became_shorter_while_it_was_read_ends_early():
 
 
 def test_a_record_that_is_not_as_safe_as_the_broker_was_told_to_make_it_is_not_decided(log, settings):
-    """No replica is there: the broker stores the record, and says so."""
+    """Without its replica the broker stores the record, and answers that it is not replicated."""
     append(log, b"0")
     settings(brokerRole="SYNC_MASTER", inSyncReplicas=2, minInSyncReplicas=1, slaveTimeout=200)
     with pytest.raises(OutcomeUnknown, match=r"SLAVE_NOT_AVAILABLE|FLUSH_SLAVE_TIMEOUT|IN_SYNC"):
@@ -241,7 +241,7 @@ def test_a_log_outlives_kill_9_of_its_broker(start_rocketmq, opened):
     broker = start_rocketmq(settings={"autoCreateTopicEnable": "true"})
     log = opened(broker.url, "kept")
     outlive_kill_9(broker, log, rounds=1)
-    # This broker makes topics for whoever sends, with many queues. A log that is gone is not made so.
+    # This broker creates topics at the first message, with many queues. It must not create a deleted log so.
     delete_topic(log, "_txnbridge-log-kept")
     takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"never", deadline))
     assert log.cluster.topics.existing_queues("_txnbridge-log-kept", Deadline(LONG)) == ()
@@ -249,7 +249,7 @@ def test_a_log_outlives_kill_9_of_its_broker(start_rocketmq, opened):
 
 @pytest.mark.full
 def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
-    """As it comes, a broker drops what is older than three days; this one does so at once, file by file."""
+    """By default a broker drops records after three days; this broker drops them at once, file by file."""
     hours = ";".join(f"{hour:02}" for hour in range(24))
     broker = start_rocketmq(
         settings={
@@ -262,7 +262,7 @@ def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
     log = opened(broker.url, "dropped")
     large = b"x" * 900_000
     at = append(log, b"first", *[large] * 40)
-    deadline = Deadline(200)  # the first look is after a minute
+    deadline = Deadline(200)  # the broker first drops files after a minute
     while log.begin(Deadline(LONG)) == at[0]:
         deadline.check("waiting for the broker to drop the first file")
         time.sleep(0.5)
@@ -272,14 +272,14 @@ def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
     assert at[0] < begin <= end == at[-1]
     left = read(log)
     assert [position for position, _ in left] == at[at.index(begin) :]
-    # Nobody takes it for a new one.
+    # No process takes the log for a new one.
     with pytest.raises((EvidenceLost, OutcomeUnknown)):
         Decisions(log, timeout=20).claim("id", Decision.COMMIT)
 
 
 @contextmanager
 def forgetful():
-    """A log whose broker stores what it is sent, and then does not say any more where its queue ends."""
+    """Return a log whose broker stores records, and then does not answer where its queue ends."""
 
     def reply(peer, command):
         if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
@@ -297,7 +297,7 @@ def forgetful():
 
 
 def test_of_a_record_that_was_stored_nobody_says_that_nothing_was():
-    """Else a commit that stands would be taken for one that was never asked for, and be run again."""
+    """Otherwise a commit that counts would be taken for one that was never claimed, and would be run again."""
     with forgetful() as log:
         takes(0.5, OutcomeUnknown, lambda deadline: log.append(b"stored", deadline))
 
@@ -319,7 +319,7 @@ def test_a_log_whose_topic_is_deleted_is_empty_and_not_made_anew_by_a_record(log
 
 
 def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, name, topic, opened):
-    """Made anew, and the first record in it is of a process that still believes in the one before."""
+    """The first record in the new log is from a process that still uses the old one."""
     old = Decisions(log, timeout=20)
     begin = old.begin(opening=old.open("owner"))
     old.claim("token", Decision.COMMIT, begin=begin)
@@ -335,7 +335,7 @@ def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, nam
     assert done.exit_code == ExitCode.OK, done.output
     young = Decisions(opened(rocketmq_broker.url, name), timeout=20)
     opening = young.open("owner")
-    for number in range(9):  # it grows beyond what the old one has read
+    for number in range(9):  # more records than a reader of the old log has read
         new = young.begin(opening=opening)
         assert young.claim(f"new-{number}", Decision.COMMIT, begin=new, opening=opening).mine
     with pytest.raises(EvidenceLost, match="began it anew"):
@@ -387,7 +387,7 @@ def write_foreign_name(rocketmq_broker, client):
 
 @pytest.fixture
 def of_the_prefix(rocketmq_broker, name):
-    """A cluster of its own, as long as nobody else uses the prefix."""
+    """Return a cluster under a prefix that no other test uses, so that it has an id of its own."""
     cluster = cluster_for(rocketmq_broker.url, prefix=f"{name}-")
     yield cluster
     cluster.client.close()
@@ -423,7 +423,7 @@ def test_with_two_brokers_a_log_stays_on_one_and_is_not_begun_anew_on_the_other(
     log = opened(broker.url, "home")
     assert log.cluster.topics.home == "broker-1"
     append(log, b"0")
-    # The same log on both: refused by name.
+    # The topic of the log is on both brokers, which is refused.
     broker.create_topic("_txnbridge-log-both", queues=1)
     with pytest.raises(InvalidOption, match=r"_txnbridge-log-both must have one queue.*broker-1\[0\], broker-2\[0\]"):
         OpenLog(broker.url, "both")
@@ -433,7 +433,7 @@ def test_with_two_brokers_a_log_stays_on_one_and_is_not_begun_anew_on_the_other(
         while "broker-1" in client.brokers(LONG):
             deadline.check("waiting until the name server forgets the broker")
             time.sleep(0.1)
-    # Whoever comes now knows where it was, and finds it there when it is back.
+    # A bridge that connects now knows the home broker, and uses it once it is up again.
     takes(1, DeadlineExceeded, lambda deadline: OpenLog(broker.url, "home", deadline.seconds))
     broker.start(1)
     again = opened(broker.url, "home", 90)

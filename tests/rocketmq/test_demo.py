@@ -1,4 +1,4 @@
-"""The demo's story on a RocketMQ that is there."""
+"""The demo's story on a RocketMQ that already runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a queue's messages are repeats: by what is remembered, and by what a broker finds."""
+"""Tests of the filter for duplicates: by memory, and by the broker's look-ups."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ ORIGIN = HalfOrigin({"at": [0], "id": "x"}, 0)
 
 @dataclass
 class Queue:
-    """A queue as a broker fills it: halves stand in the same commit log as what is published from them."""
+    """A queue as a broker fills it. Halves are in the same commit log as the messages published from them."""
 
     records: list[MessageExt] = field(default_factory=list)
     log: int = 0
-    halves: dict[int, list[int]] = field(default_factory=dict)  # where the copies of each half stand, oldest first
+    halves: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # the commit log offsets of each half's copies, oldest first
 
     def store(self, number: int) -> None:
         self.log += 1
         self.halves[number] = [self.log]
 
     def copy(self, number: int) -> None:
-        """The broker looks at a half that is open."""
+        """Write an open half again, as in a round of check-backs."""
         self.log += 1
         self.halves[number].append(self.log)
 
     def publish(self, number: int | None, copy: int = 0) -> None:
-        """End a copy of a half with COMMIT; None is a message of anybody else."""
+        """Commit a copy of a half; None stores another client's message."""
         self.log += 1
         told, at = {"a": "b"}, 0
         if number is not None:
@@ -61,7 +63,7 @@ class Queue:
         )
 
     def first_ones(self, start: int) -> list[int]:
-        """The offsets of what is no repeat, from an offset on."""
+        """Return the offsets of the messages that are no duplicates, from an offset on."""
         seen, found = set(), []
         for record in self.records:
             mark = slot_of(record)
@@ -73,7 +75,7 @@ class Queue:
 
 @dataclass
 class Reading:
-    """A reader of that queue; counts the look-ups."""
+    """A reader of a queue that counts look-ups."""
 
     queue: Queue
     first: int = 0
@@ -95,7 +97,7 @@ class Reading:
 
 
 def in_order(count: int) -> Queue:
-    """A queue with messages whose halves are stored and published one after another."""
+    """Return a queue with messages whose halves are stored and published one after another."""
     queue = Queue()
     for number in range(count):
         queue.store(number)
@@ -151,7 +153,7 @@ def test_who_starts_in_the_middle_looks_up_what_was_under_way_then():
     queue.publish(2)
     reading = Reading(queue)
     assert reading.read(1, 200) == list(range(1, 100))
-    assert reading.looked_up == 2  # the second and the third: their halves stand before the first that was read
+    assert reading.looked_up == 2  # messages 1 and 2: their halves are before the first message that was read
 
 
 def test_a_copy_that_comes_much_later_is_a_repeat_also_where_the_first_one_is_forgotten():

@@ -1,4 +1,4 @@
-"""RocketMQ's transactions, decided on another broker or in a database."""
+"""Tests of RocketMQ's transactions with the decision log on another broker or in a database."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Open = Callable[..., Bridge]
 
 @pytest.fixture(params=["sqlite", "embedded", "kafka", pytest.param("pulsar", marks=pytest.mark.full)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where decisions are kept: what `decision_log` takes."""
+    """Return a value for `decision_log`."""
     return str(place_of(request.param, request, tmp_path))
 
 
 @pytest.fixture
 def application() -> str:
-    """One that no other test is: what it decides elsewhere nobody else could look up."""
+    """Return the name of an application of its own: no other test's bridge could read its decisions."""
     return unique("elsewhere")
 
 
@@ -58,7 +58,7 @@ def test_what_is_read_and_what_is_sent_is_decided_there_together(
     with bridge.consumer(topic, group=group) as consumer:
         assert not consumer.poll(timeout=1)
     assert bodies(client, results) == [b"10", b"20"]
-    # Who looks for decisions elsewhere neither skips nor repeats what it does not know of.
+    # A reader with another decision log neither skips nor repeats messages of which it knows no acknowledgement.
     with open_bridge(application=application).consumer(topic, group=group) as consumer:
         with pytest.raises(PositionLost, match="not in this application's decision log"):
             consumer.poll(timeout=SOON)
@@ -88,7 +88,7 @@ def test_a_token_is_committed_from_another_process_that_decides_there_too(
 def test_what_a_dead_owner_decided_there_is_published_by_others(
     rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: RemotingClient, topic: str, application: str, place: str
 ) -> None:
-    """The broker asks the living members of the application, and they look there."""
+    """The broker sends check-backs to the application's other members, which read the decision log there."""
     with faults.proxy(rocketmq_broker) as proxy:
         with Child(writing_kit.commit_some, proxy.url, [topic], 3, 30, None, application, place) as child:
             held = proxy.hold(requests="END_TRANSACTION", count=None)

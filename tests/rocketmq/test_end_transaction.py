@@ -1,4 +1,4 @@
-"""Halves and their ends on a broker of a few lines: what is decided is published once, whatever is lost on the way."""
+"""Tests of ending halves, on a broker of a few lines: what is decided is published once, whatever fails."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def other(broker: HalfBroker, log: MemoryLog) -> Process:
 
 
 def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
-    """The `nth` request of a kind meets a fault."""
+    """Let the `nth` request of a kind meet a fault."""
     count = 0
 
     def found(request: RpcRequest[Any]) -> str | int | None:
@@ -71,7 +71,7 @@ def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
 
 
 def answer_all(process: Process, broker: HalfBroker) -> None:
-    """The broker asks until nothing is open: what is not decided is aborted after its deadline."""
+    """Run rounds of check-backs until no half is open: undecided transactions are aborted after their deadline."""
     until = Deadline(30)
     while broker.open:
         assert not until.expired, "halves are still open"
@@ -111,7 +111,7 @@ def test_what_is_too_old_for_its_owner_is_looked_for_first(owner, broker):
     writer = owner.begin()
     send(writer, "a", *VALUES)
     writer.flush(Deadline(60))
-    broker.ask()  # nobody answers; the first places are those of old copies now
+    broker.ask()  # without a response: the writer's addresses are of old copies now
     broker.late = True
     writer.commit(Deadline(60))
     assert broker.seen("a") == VALUES
@@ -165,7 +165,7 @@ def test_an_abort_that_is_lost_on_its_way_is_what_the_broker_is_told_when_it_ask
     once(broker, RequestCode.END_TRANSACTION, fault, 2)
     writer.abort(Deadline(60))
     assert bool(broker.open) is (fault != "lose answer")
-    other.checks.answer(broker.ask())  # long before its time is over
+    other.checks.answer(broker.ask())  # long before the deadline
     assert not broker.open
     assert broker.published == []
 
@@ -204,7 +204,7 @@ def test_what_became_of_a_commit_without_an_answer_is_decided_before_its_writer_
 
 
 def lose_answers(log: MemoryLog, stands: bool) -> None:
-    """From now on nobody hears whether a record was stored, which it was or was not."""
+    """From now on, lose the answer whether a record was stored, which it was or was not."""
     append = log.append
 
     def lose(record: bytes, deadline: Deadline | None = None) -> Any:
@@ -216,7 +216,7 @@ def lose_answers(log: MemoryLog, stands: bool) -> None:
 
 
 def stored_but(broker: HalfBroker) -> Any:
-    """Stores a half, and says that it was not flushed."""
+    """Store a half, and answer that it was not flushed."""
     answer = broker.answer
 
     def store(request):
@@ -290,7 +290,7 @@ def test_one_look_at_the_log_answers_all_that_is_asked_about_a_transaction(owner
     monkeypatch.setattr(log, "end", counted)
     other.checks.answer(broker.ask()[:1])
     for_one, looks = looks, 0
-    asked = [check for _ in range(20) for check in broker.ask()]  # about copies of copies
+    asked = [check for _ in range(20) for check in broker.ask()]  # also for copies of copies
     assert len(asked) == 20 * len(VALUES)
     other.checks.answer(asked)
     assert looks == for_one > 0
@@ -332,7 +332,7 @@ def test_where_the_evidence_is_gone_nothing_is_decided_or_answered_and_that_is_s
         claim = writer._claim(Decision.COMMIT, Deadline(60))
         assert claim.decision is Decision.COMMIT
     wait_for_deadline(writer)
-    log.trim((log.next,))  # by age, while everything stood still
+    log.trim((log.next,))  # by age, while no process ran
     Process(broker, log, "later").begin(2)
     stood = list(log.records)
     for _ in range(3):
@@ -371,7 +371,7 @@ def test_what_is_asked_about_after_it_was_published_is_not_published_again(owner
     writer = owner.begin()
     send(writer, "a", *VALUES)
     writer.commit(Deadline(60))
-    broker.open.update(half.queue_offset for half in broker.halves)  # it has forgotten that they have ended
+    broker.open.update(half.queue_offset for half in broker.halves)  # the broker has lost the op messages
     answer_all(other, broker)
     assert broker.seen("a") == VALUES
 
@@ -493,7 +493,7 @@ def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(broker, l
         answered = answer(request)
         if request.code == RequestCode.END_TRANSACTION:
             broker.answer = answer
-            assert finish(other, token) is Outcome.COMMITTED  # who takes the sleeper for dead
+            assert finish(other, token) is Outcome.COMMITTED  # `other` takes the sleeping process for dead
             time.sleep(0.5)
         return answered
 
@@ -506,7 +506,7 @@ def test_where_looking_takes_longer_than_a_look_holds_fewer_are_looked_for(owner
     other = Process(broker, log, "other", look_up_valid=0.1)
     token = prepared(owner)
     broker.fault = lambda request: time.sleep(0.04) if request.code == RequestCode.QUERY_MESSAGE else None
-    assert finish(other, token) is Outcome.COMMITTED  # three take 0.12 seconds, one 0.04
+    assert finish(other, token) is Outcome.COMMITTED  # three look-ups take 0.12 seconds, one takes 0.04
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
@@ -595,7 +595,7 @@ def test_a_proxy_that_answers_and_does_nothing_is_found_out(owner, other, broker
 
 
 def swallow(broker: HalfBroker) -> None:
-    """From now on it says yes to the end of each half, and does nothing."""
+    """From now on, answer success to the end of each half, and do nothing."""
     broker.fault = lambda request: 0 if request.code == RequestCode.END_TRANSACTION else None
 
 
@@ -646,7 +646,7 @@ def test_committed_is_not_said_of_messages_that_nobody_saw_published(owner, othe
     writer = owner.begin()
     send(writer, "a", *VALUES)
     writer.flush(Deadline(60))
-    broker.late = True  # so that each has to be looked for
+    broker.late = True  # so that each message has to be looked up
     broker.fault = lambda request: int(ResponseCode.SYSTEM_ERROR) if request.code == RequestCode.QUERY_MESSAGE else None
     with pytest.raises(OutcomeUnknown, match="it is committed, and may not be published"):
         writer.commit(Deadline(0.3))
@@ -741,7 +741,7 @@ def half(number: int, seconds: float) -> Half:
 
 
 class Asker(RocketMQHalfStore):
-    """Asks an application, which is a member of the group."""
+    """The half store of an application, whose check-backs come from a `HalfBroker`."""
 
     def __init__(self, process: Process, broker: HalfBroker) -> None:
         super().__init__(process.ender)
@@ -749,7 +749,7 @@ class Asker(RocketMQHalfStore):
         self._check_backs["shop"] = OrderedDict()
 
     def ask(self) -> list[str]:
-        """The broker asks; those that the application is asked about."""
+        """Run a round of check-backs, and return the transactions that the application is asked about."""
         self._note_check_backs("shop", self._broker.ask())
         return [each.transaction for each in self.checks("shop", 4, Deadline(0.1))]
 
@@ -757,7 +757,7 @@ class Asker(RocketMQHalfStore):
 def test_a_half_message_of_which_nobody_can_tell_anything_holds_up_no_other(owner, other, broker, log):
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     store.put(half(1, 60), Deadline(60))
-    log.trim((log.next,))  # by age, while everything stood still
+    log.trim((log.next,))  # by age, while no process ran
     later = RocketMQHalfStore(Process(broker, log, "later").ender)
     later.put(half(2, 60), Deadline(60))
     assert asker.ask() == [half(2, 60).transaction]
@@ -794,7 +794,7 @@ def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(owner, br
 
     def note_and_sleep(*given):
         found = noted(*given)
-        stored.set()  # its owner goes on
+        stored.set()  # the owner continues
         done.wait(30)
         time.sleep(max(0.0, wanted.deadline_at / 1000 - time.time()))
         return found
@@ -836,12 +836,12 @@ def test_without_a_look_first_messages_come_twice(monkeypatch):
 def test_without_the_log_a_transaction_is_torn(monkeypatch):
     monkeypatch.setattr(
         CheckBackHandler, "_settle", lambda self, record, mark, deadline: True
-    )  # "it is not known here: abort"
+    )  # the answer is ABORT where nothing is known
     assert any(what_went_wrong(seed) for seed in range(40))
 
 
 def what_went_wrong(seed: int) -> list[str]:
-    """Processes that die, lose answers and take over from one another; in the end, when all is answered."""
+    """Return the broken promises after a random run: processes die, lose answers and take over from others."""
     chance = random.Random(seed)
     broker, log = HalfBroker(), MemoryLog()
     tokens: list[Token] = []
@@ -898,7 +898,7 @@ def live(process: Process, broker: HalfBroker, number: int, tokens: list[Token],
 
 
 def findings(broker: HalfBroker) -> list[str]:
-    """Of each transaction all or nothing is published, each message once and in its order."""
+    """Return the broken promises: of each transaction all or nothing is published, each message once and in order."""
     seen = broker.seen("a")
     found = [f"{body!r} came twice" for body in set(seen) if seen.count(body) > 1]
     sent: dict[bytes, set[int]] = {}

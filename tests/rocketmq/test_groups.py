@@ -1,4 +1,4 @@
-"""Groups on a live broker: where they begin and stand, what acknowledges, and who reads which partition."""
+"""Tests of groups on a live broker: where they begin, their positions, acknowledgements, and assignment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def group() -> str:
 
 @pytest.fixture
 def join(bridge: Bridge) -> Iterator[Callable[..., Member]]:
-    """Members that are closed after the test."""
+    """Return a function that opens members, which are closed after the test."""
     with ExitStack() as stack:
         yield lambda *given, **how: stack.enter_context(member(how.pop("bridge", bridge), *given, **how))
 
@@ -54,7 +54,7 @@ Join = Callable[..., Member]
 
 
 def stands(reader: Member) -> dict[Any, Any]:
-    """Where the group is, by the decision log."""
+    """Return the group's offsets in the decision log."""
     assert reader.reader._group is not None
     return reader.reader._group.positions(Deadline(SOON))[0]
 
@@ -178,7 +178,7 @@ def test_a_group_whose_log_is_gone_does_not_begin_again(
 def test_a_group_that_cannot_go_on_behind_its_last_transaction_says_so(
     join: Join, client: RemotingClient, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its halves are gone, or cannot be found: nobody would learn from a reader that hands out nothing, for ever."""
+    """Halves that are gone must be an error: a reader that returns no message for ever would hide it."""
     topic = new_topic(client)
     publish(client, topic, b"0", b"1")
     reader = join(topic, group)
@@ -209,7 +209,7 @@ def test_the_broker_is_told_where_a_group_stands(join: Join, client: RemotingCli
 def test_a_member_leaves_also_while_only_a_seek_can_say_where_a_partition_goes_on(
     join: Join, client: RemotingClient, group: str
 ) -> None:
-    """Else its connections would stay, and with them its part of the group, which nobody would read any more."""
+    """Otherwise its connections would stay, and no other member would read its partitions."""
     topic = new_topic(client, 2)
     publish(client, topic, b"0", queue=1)
     join(new_topic(client), group).has(1)  # so that the broker has a group of that name
@@ -229,7 +229,7 @@ def test_a_member_leaves_also_while_only_a_seek_can_say_where_a_partition_goes_o
 def test_members_leave_in_time_while_the_broker_is_silent(
     join: Join, client: RemotingClient, rocketmq_broker: brokers.RocketMQ, group: str
 ) -> None:
-    """A bridge closes all of its consumers, one after another, and may have no time left for the last ones."""
+    """A bridge closes its consumers one after another, so slow ones would leave no time for the last."""
     topic = new_topic(client, 4)
     publish(client, topic, b"0")
     members = [join(topic, group) for _ in range(4)]
@@ -247,7 +247,7 @@ def test_members_leave_in_time_while_the_broker_is_silent(
 
 
 def at_once(join: Join, topic: str, group: str) -> tuple[Member, Member]:
-    """Two members that both take all partitions for theirs, as when one of them was asleep."""
+    """Open two members that both take all partitions, as if one of them had been asleep."""
     members = join(topic, group), join(topic, group)
     for each in members:
         sharing: Any = each.sharing
@@ -279,7 +279,7 @@ def test_who_was_overtaken_learns_it_and_goes_on_behind(join: Join, client: Remo
     two.acknowledge(two.take(1))
     with pytest.raises(Conflict, match="is not where these messages begin"):
         one.acks(late)
-    one.seek({(topic, 0): late[0].position})  # as the core does when the transaction has aborted
+    one.seek({(topic, 0): late[0].position})  # as the core does after an abort
     again = one.take(2)
     assert values(again) == [b"1", b"2"]
     one.acknowledge(again)
@@ -297,7 +297,7 @@ def test_an_earlier_transaction_that_is_undecided_is_not_passed_over(
     with pytest.raises(Conflict, match="undecided"):
         reader.acks(rest)
     reader.seek({(topic, 0): rest[0].position})
-    assert values(reader.take(3)) == [b"0", b"1", b"2"]  # it may never be committed
+    assert values(reader.take(3)) == [b"0", b"1", b"2"]  # the transaction may never be committed
     reader.seek({(topic, 0): rest[0].position})
     rest = reader.take(2)
     reader.claim(prepared)
@@ -345,7 +345,7 @@ def test_consume_transform_produce_of_two_members_at_once_happens_once(
         with bridge.consumer(source, group) as consumer:
             reader: Any = consumer._reader.reader
             me = reader._rebalancer.client.client_id
-            reader._rebalancer._members = lambda broker, deadline: [me]  # neither knows of the other
+            reader._rebalancer._members = lambda broker, deadline: [me]  # so that neither knows the other
             while len(done) < 30:
                 for message in consumer.poll(3, timeout=0.2):
                     try:
@@ -386,7 +386,7 @@ def test_a_consumer_goes_on_when_its_acknowledgement_never_came_to_the_log(
     with connect_to(rocketmq_broker.url) as bridge, bridge.consumer(topic, group) as consumer:
         (message,) = take(consumer, 1)
         with monkeypatch.context() as patched, pytest.raises(OutcomeUnknown), bridge.transaction(timeout=1) as txn:
-            txn.ack(message)  # and nothing else: of no half a broker could ask
+            txn.ack(message)  # only an ack: without halves, no check-back follows
             patched.setattr(RocketMQDecisionLog, "append", lose)
         assert txn.outcome is Outcome.UNKNOWN
         assert becomes_true(lambda: values_read() == [b"1", b"2"])
@@ -425,7 +425,7 @@ def test_a_new_member_gets_its_share_and_all_when_the_others_leave(
     two.has(2)
     assert sorted({*one.positions(), *two.positions()}) == [(topic, number) for number in range(4)]
     one.close()
-    two.has(4)  # within a minute: without being told, brokers keep a member for two
+    two.has(4)  # within a minute: brokers drop silent members after two
 
 
 def test_a_member_keeps_its_partitions_until_it_has_ended_its_transaction(
@@ -435,7 +435,7 @@ def test_a_member_keeps_its_partitions_until_it_has_ended_its_transaction(
     one = join(topic, group)
     one.has(2)
     two = join(topic, group)
-    two.until(lambda: bool(two.sharing._waits))  # it knows its share, and may not read it
+    two.until(lambda: bool(two.sharing._waits))  # it has its assignment, and waits for the lock
     assert two.positions() == {}
     one.has(1)
     two.has(1)
@@ -462,7 +462,7 @@ def test_another_application_in_the_same_group_is_refused(
 
 
 def hold(url: str, topic: str, group: str) -> None:
-    """Be a member with all partitions until killed."""
+    """Be a member with all partitions until the process is killed."""
     with connect_to(url) as bridge, member(bridge, topic, group) as reader:
         reader.until(reader.positions)
         tell(sorted(reader.positions()))
@@ -493,7 +493,7 @@ def test_the_partitions_of_a_killed_member_are_taken_over_at_once(
             reader.has(1)
             assert len(other.told()) == 1
             other.kill()
-            with within(0):  # it gave up the lock for the dead, which lasts a minute
+            with within(0):  # the lock of the dead member would last a minute; `reader` has unlocked it
                 reader.has(2)
 
 
@@ -560,7 +560,7 @@ def test_locks_of_a_member_that_is_gone_are_given_up_for_it(join: Join, client: 
     one.has(1)
     two.has(1)
     name = two.sharing.client.client_id
-    two.sharing.client.close()  # as if it had died: nothing is unlocked
+    two.sharing.client.close()  # as if it had died: it unlocks nothing
     one.has(2)
     assert client.call(BROKER, groups.lock(group, one.sharing.client.client_id, queues), LONG) == queues
     assert client.call(BROKER, groups.lock(group, name, queues), LONG) == set()

@@ -1,4 +1,4 @@
-"""Half messages of applications on a live broker: whoever dies, each is published once or never, and none is lost."""
+"""Tests of half messages of applications on a live broker: each is published once or never, whoever dies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def says(decision: Decision) -> Callable[..., Decision]:
 
 
 def store(url: str, topic: str, group: str, timeout: float) -> None:
-    """Two half messages, about which nobody knows; to be killed before that is so."""
+    """Store two half messages that stay undecided. The test may kill the process before."""
     with writing_kit.open_bridge(url) as bridge:
         with bridge.half_messages(group, execute=says(Decision.UNDECIDED), check=says(Decision.UNDECIDED)) as halves:
             with halves.transaction(timeout=timeout) as txn:
@@ -47,7 +47,7 @@ def resolve(url: str, group: str) -> None:
 
 
 def waiting(cluster: Any, group: str) -> list[open_halves.PendingHalf]:
-    """The halves of a group that have not ended, and about which the broker asks."""
+    """Return the open halves of a group, for which the broker sends check-backs."""
     deadline = Deadline(60)
     found = [half for name in cluster.brokers.names(deadline) for half in open_halves._waiting(cluster, name, deadline)]
     return [half for half in found if half.record.properties[Property.GROUP].endswith(group)]
@@ -74,7 +74,7 @@ def test_a_resolver_killed_while_it_publishes_is_taken_over_and_nothing_is_there
         run(store, url, topic, group, SHORT).result()
         before = len(bodies(client, topic))
         run(resolve, url, group, kill=kill).stopped()
-        if kill != "step:publish/after":  # else it has ended, and nobody is asked any more
+        if kill != "step:publish/after":  # otherwise it has ended, and no check-back follows
             run(resolve, url, group).result()
         assert len(bodies(client, topic)) == before + 2, f"killed at {kill}"
     assert sorted(bodies(client, topic)) == [b"1"] * 4 + [b"2"] * 4
@@ -95,7 +95,7 @@ def test_nobody_is_asked_about_what_a_killed_process_had_not_wholly_stored(
     with open_bridge().resolver(group, check=check):
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "the one that is whole is published")
         cluster = cluster_of(open_bridge(application="observers"))
-        # Not by the list: for a moment that leaves out what was decided just now, dropped or not.
+        # `admin.transactions` would not do: it leaves out transactions that were decided just now.
         eventually(lambda: not waiting(cluster, group), "the other is dropped")
     assert len(set(asked)) == 1
     assert bodies(client, topic) == [b"1", b"2"]

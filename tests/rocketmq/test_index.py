@@ -1,4 +1,4 @@
-"""What a broker finds by its unique key after it was killed: everything here rests on that."""
+"""Tests of what a killed broker finds by unique key, on which all publishing by other processes depends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from txnbridge.spi import Token
 
 _FILE_BYTES = 4 << 20
 _MESSAGE_BYTES = 60_000
-# What a broker stored so long before the time that it has noted is read again at its start.
+# When it starts, a broker reads again what it stored up to this long before the time in its checkpoint.
 _READ_AGAIN_MS = 3_000
 
 
@@ -67,7 +67,7 @@ def test_what_a_killed_broker_has_forgotten_holds_everything_up_until_it_is_set_
 
 
 def next_values(bridge: Bridge, topic: str, group: str, count: int) -> list[Any]:
-    """So many messages that a group reads next, and acknowledges."""
+    """Return the next values that a group reads, and acknowledge them."""
     found: list[Any] = []
     with bridge.consumer(topic, group) as consumer:
         eventually(lambda: poll_into(found, consumer, count) == count, "messages come")
@@ -82,7 +82,7 @@ def poll_into(found: list[Any], consumer: Consumer, count: int) -> int:
 
 
 def store_files(broker: brokers.RocketMQ, client: RemotingClient) -> None:
-    """So much that several files are full, and that the broker has noted that it needs none of them at its start."""
+    """Store so much that several files are full, and that the broker will not read them again when it starts."""
     filler = new_topic(client)
     publish(client, filler, *[b"x" * _MESSAGE_BYTES] * (5 * _FILE_BYTES // _MESSAGE_BYTES))
     full_at = time.time() * 1000

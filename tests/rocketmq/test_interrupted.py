@@ -1,4 +1,4 @@
-"""Exceptions from signal handlers that come into `poll` at any point: nothing is skipped, and the consumer goes on."""
+"""Tests of exceptions from signal handlers at any point of `poll`: no message is skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions on a log of RocketMQ, whose brokers drop records when they like."""
+"""Tests of decisions in a log on RocketMQ, whose brokers drop records by age at any time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from txnbridge import PositionLost
 
 
 class Dropping(Anywhere):
-    """Offsets begin again with each other log: those of records that are gone are others' there."""
+    """A log that raises `PositionLost` for a record that the broker has dropped, as on RocketMQ."""
 
     def read(self, first, last, deadline=None):
         if first is not None and first < (self.next,) and all(first != position for position, _ in self.records):

@@ -1,4 +1,4 @@
-"""Processes that decide at once on one log of RocketMQ: they are killed, lose answers, and so does their broker."""
+"""Tests of processes that decide in one log at the same time while they and the broker are killed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.core.races import race
 from tests.rocketmq.test_decision_log import OpenLog
 
-SECONDS = 90  # a broker that was killed is back within twenty, also on a busy machine
+SECONDS = 90  # a killed broker restarts within twenty seconds, also on a busy machine
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Messages of ours as RocketMQ has them, and messages of others as we have them."""
+"""Tests of the encoding of our messages, and of the decoding of other clients' messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.offline
 
 
 def sent(value=b"hello", key=None, headers=(), timestamp=None, **more):
-    """The properties and the body that a broker gets, as text and bytes."""
+    """Return the properties and the body that a broker gets, as text and bytes."""
     request = send(to_wire("orders", value, key, headers, timestamp, **more), "group", 0)
     return request.fields["i"], request.body
 
@@ -183,7 +183,7 @@ def test_whatever_properties_there_are_a_message_is_read(properties):
 # --- partitions -------------------------------------------------------------------------------------------------------
 
 
-# The hash of the last one is the smallest number that Java has.
+# The hash of the last key is Java's smallest int.
 @pytest.mark.parametrize("key", ["", "a", "order-42", "\U0001d11eü", "polygenelubricants"])
 def test_a_keys_partition_is_the_one_that_java_picks_by_hash(key):
     for count in (1, 3, 8, 10):
@@ -196,7 +196,7 @@ def test_the_hash_is_javas():
 
 
 def java_hash(text):
-    """As Java's documentation has it: s[0]*31^(n-1) + ..., in 32 bits with a sign."""
+    """Return the hash by Java's documentation: s[0]*31^(n-1) + ..., as a signed 32-bit number."""
     data = text.encode("utf-16-be")
     units = struct.unpack(f">{len(data) // 2}H", data)
     code = sum(unit * 31**power for power, unit in enumerate(reversed(units))) % 2**32

@@ -1,4 +1,4 @@
-"""The official client for Python beside ours, over gRPC: it reads what we publish, and we see what it leaves open."""
+"""Tests with the official Python client over gRPC: it reads our messages, and its open halves are listed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def topic(client):
 
 @pytest.fixture
 def official(rocketmq_broker, client, topic, python, tmp_path):
-    """It reads what is written from now on."""
+    """Return the official client, which reads the messages that are sent from now on."""
     group = unique("official")
     client.call(BROKER, administration.create_group(group), LONG)
     with peer(python, PROGRAM, rocketmq_broker.grpc_address(), topic, group, home=tmp_path) as client:

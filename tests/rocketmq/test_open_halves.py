@@ -1,4 +1,4 @@
-"""Transactions that nobody has ended, on a live broker: listed, ended by hand, asked about again."""
+"""Tests of open transactions on a live broker: they are listed, ended by hand, and their check-backs resumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from txnbridge.testing import Child, tell
 
 @pytest.fixture
 def observer(open_bridge):
-    """An administrator's bridge; nobody asks it about what others have left."""
+    """Return an administrator's bridge, whose application gets no check-backs of the tests' transactions."""
     return open_bridge(application="observers").admin
 
 
@@ -37,17 +37,17 @@ def listed(admin, name):
 
 
 def gone(admin, name):
-    time.sleep(2)  # what was decided a moment ago is not listed, whether or not it has ended
+    time.sleep(2)  # transactions that were decided just now are not listed
     return becomes_true(lambda: not listed(admin, name))
 
 
 def published(client, topic):
-    """In its first queue."""
+    """Return the bodies in a topic's first queue."""
     return bodies(client, topic)
 
 
 def prepare_and_go(open_bridge, topic):
-    """What names a prepared transaction of which no bridge is left, and its application."""
+    """Prepare a transaction, close its bridge, and return the transaction's id, its token and the application."""
     application = unique("gone")
     with open_bridge(application=application) as bridge:
         with bridge.transaction(prepare=True, hold=600) as txn:
@@ -56,7 +56,7 @@ def prepare_and_go(open_bridge, topic):
 
 
 def open_and_wait(url, topic, application, id=None):
-    """Tells the transaction's id; it is killed long before its deadline."""
+    """Tell the transaction's id, and wait; the test kills the process long before the deadline."""
     bridge = writing_kit.open_bridge(url, application=application, transactional_id=id)
     txn = bridge.transaction(timeout=600)
     txn.send(topic, b"left", partition=0)
@@ -66,7 +66,7 @@ def open_and_wait(url, topic, application, id=None):
 
 
 def die_with_an_open_one(broker, topic):
-    """The id of a transaction whose process is dead."""
+    """Return the id of a transaction whose process is dead."""
     with Child(open_and_wait, broker.url, topic, unique("gone")) as child:
         name = child.told()
         child.kill()
@@ -102,7 +102,7 @@ def test_what_is_decided_and_not_published_is_listed_and_published_by_hand(
     assert becomes_true(lambda: [each.state for each in listed(observer, txn.id)] == ["ending"])
     assert published(client, topic) == []
     assert any(txn.id in each.subject and "does not end" in each.text for each in observer.check())
-    assert observer.abort(txn.id) is Outcome.COMMITTED  # that is true, whatever was asked for
+    assert observer.abort(txn.id) is Outcome.COMMITTED  # the true outcome, although ABORT was asked for
     assert gone(observer, txn.id)
     assert published(client, topic) == [b"late"]
 
@@ -126,7 +126,7 @@ def test_a_copy_that_is_left_of_what_was_published_is_dropped_by_hand(open_bridg
     assert becomes_true(lambda: published(client, topic) == [b"left"])
     assert observer.commit(name) is Outcome.COMMITTED
     time.sleep(3)
-    assert not listed(observer, name)  # nobody else drops it
+    assert not listed(observer, name)  # no other process aborts the half
     assert published(client, topic) == [b"left"]
 
 
@@ -146,7 +146,9 @@ def test_a_copy_that_the_broker_makes_while_a_transaction_is_ended_by_hand_is_dr
     def end_and_copy(*args):
         outcome = end_prepared(*args)
         newest = copies(client, topic, name)[-1]
-        client.call(BROKER, administration.resume_half(newest.offset_id), LONG)  # as a look that began before
+        client.call(
+            BROKER, administration.resume_half(newest.offset_id), LONG
+        )  # as by a round of check-backs that began before
         return outcome
 
     name, _, _ = prepare_and_go(open_bridge, topic)
@@ -183,7 +185,7 @@ def test_what_a_dead_owner_left_open_is_aborted_when_another_has_opened_its_id(
         txn.send(topic, b"prepared", partition=0)
     assert becomes_true(lambda: [each.state for each in listed(observer, left)] == ["open"])
     with open_bridge(application=id, transactional_id=id).transaction():
-        pass  # writers are opened, and so is the id
+        pass  # this opens the writers, and the transactional id
     assert gone(observer, left)  # long before its deadline
     assert [each.state for each in listed(observer, txn.id)] == ["prepared"]
     assert observer.abort(txn.id) is Outcome.ABORTED
@@ -220,7 +222,7 @@ def test_a_topic_in_use_by_a_transaction_is_not_deleted(open_bridge, observer, t
 
 
 def discard(observer, settings, name):
-    """Let the broker give up, and go on as before."""
+    """Let the broker discard a transaction's open halves, and then allow many check-backs again."""
     settings(transactionCheckMax=1)
     assert becomes_true(lambda: [each.state for each in listed(observer, name)] == ["discarded"])
     settings(transactionCheckMax=1000)
@@ -266,13 +268,13 @@ def test_the_broker_asks_again_about_what_it_has_given_up(rocketmq_broker, obser
 def test_what_nobody_can_decide_any_more_is_told_of_and_not_touched(open_bridge, observer, client, topic):
     name, _, application = prepare_and_go(open_bridge, topic)
     observer.delete_topic(f"_txnbridge-log-{application}")
-    observer = open_bridge(application="late observers").admin  # which has never seen that log
+    observer = open_bridge(application="late observers").admin  # a bridge that has never read that log
     (found,) = listed(observer, name)
     assert found.state == "lost"
     assert any(name in each.subject and "no process may end it" in each.text for each in observer.check())
     with pytest.raises(EvidenceLost):
         observer.abort(name)
-    newest = copies(client, topic, name)[-1]  # else the broker would write it again and again
+    newest = copies(client, topic, name)[-1]  # otherwise the broker would write it again in each round
     half = HalfAddress(topic, newest.properties[Property.GROUP], newest.queue_offset, newest.log_offset, "")
     client.call(BROKER, end(half, HalfEnd.ABORT, from_check=True), LONG)
     assert gone(observer, name)

@@ -1,4 +1,4 @@
-"""One partition of a reader, against answers that a broker seldom gives."""
+"""Tests of a reader's partition with responses that a broker seldom gives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def nothing(at: int) -> PullResult:
 
 @dataclass
 class Answer:
-    """A call that is answered, or lost, or never ends."""
+    """A call with a response or an error, or one that never ends."""
 
     given: Any
     is_none: bool = False
@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass
 class Broker:
-    """Answers what it is asked, in order, and then no more."""
+    """Answers requests from lists, in order, and then no more."""
 
     pulls: list[Any]
     lookups: list[Any] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Broker:
     def submit(self, broker, request, timeout):
         assert broker == "broker-1"
         self.asked.append(request)
-        if request.code == RequestCode.QUERY_CONSUME_QUEUE:  # as `record` has it, unless it is told otherwise
+        if request.code == RequestCode.QUERY_CONSUME_QUEUE:  # by default, the commit log offset that `record` gives
             return Answer(
                 self.references.pop(0) if self.references else 1000 + int(request.fields["index"]), is_none=True
             )
@@ -90,7 +90,7 @@ def reading(*pulls: Any, at: int = 0, lookups: Any = (), timing: RocketMQTiming 
 
 
 def go(cursor: QueueReader, broker: Broker, rounds: int = 20) -> list[Any]:
-    """Ask and take in what comes, and hand it out."""
+    """Send requests, process responses, and return the messages handed out."""
     messages = []
     for _ in range(rounds):
         cursor.send_pulls(broker.submit)
@@ -116,7 +116,7 @@ def test_only_one_request_waits_at_the_end_of_a_queue():
 
 
 class Bounded(Broker):
-    """Has 300 messages of one transaction, and gives some of what is asked for: as many as `room` says."""
+    """Has 300 messages of one transaction. A response has as many as `room` returns."""
 
     def __init__(self, room):
         super().__init__([])
@@ -147,9 +147,9 @@ def test_of_large_messages_no_more_is_asked_for_than_an_answer_has_room_for():
     broker = Bounded(lambda: 10)
     cursor, _ = reading()
     assert [offset for offset, *_ in go(cursor, broker, rounds=200)] == list(range(300))
-    # What was under way behind the first answer is in vain.
+    # The requests that were in flight after the first are wasted.
     assert len(broker.before_the_end()) < 300 / 10 + 10
-    assert RequestCode.QUERY_MESSAGE not in [each.code for each in broker.asked]  # as if something were missing
+    assert RequestCode.QUERY_MESSAGE not in [each.code for each in broker.asked]  # no look-up, as for a gap
 
 
 def test_more_is_asked_for_again_when_messages_are_small_again():

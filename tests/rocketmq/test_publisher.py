@@ -1,4 +1,4 @@
-"""Sends without a transaction on a live broker: once each and in order, through all that goes wrong."""
+"""Tests of the publisher on a live broker: each message is stored once and in order, also under faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from txnbridge.spi import Deadline
 
 @pytest.fixture
 def publisher(rocketmq_broker):
-    """Open a publisher; it is closed in the end, with its connections."""
+    """Return a function that opens publishers; they are closed after the test, with their connections."""
     clusters, publishers = [], []
 
     def opened(url=None, client=lambda client: client, **given):
@@ -50,7 +50,7 @@ def publisher(rocketmq_broker):
 
 @pytest.fixture
 def wide(rocketmq_broker):
-    """A topic with several queues."""
+    """Create a topic with several queues, and return its name."""
     name = f"published-{uuid.uuid4().hex[:12]}"
     rocketmq_broker.create_topic(name, queues=4)
     return name
@@ -140,10 +140,10 @@ def test_a_message_that_may_come_late_is_a_failure_and_not_sent_again(rocketmq_b
         hold = proxy.hold(requests="SEND_MESSAGE_V2")
         send(plain, topic, b"1")
         hold.wait()
-        send(plain, topic, b"2")  # behind it
+        send(plain, topic, b"2")  # after it
         proxy.cut()
         for _ in range(2):
-            with pytest.raises(DeliveryFailed, match="not found"):
+            with pytest.raises(DeliveryFailed, match="did not find"):
                 plain.flush(Deadline(LONG))
         with pytest.raises(DeliveryFailed):
             send(plain, topic, b"3")
@@ -155,7 +155,7 @@ def test_a_message_that_may_come_late_is_a_failure_and_not_sent_again(rocketmq_b
 
 
 class MayNotLook:
-    """The client of a user who may send messages, and not look them up."""
+    """The client of a user who may send messages, but not look them up."""
 
     def __init__(self, client):
         self.submit = client.submit

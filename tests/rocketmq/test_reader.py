@@ -1,4 +1,4 @@
-"""Reading queues of a live broker, alone: order, repeats made for real, and messages of others."""
+"""Tests of reading on a live broker without a group: order, real duplicates, and other clients' messages."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_missing_topic_is_an_error_where_none_may_be_created(rocketmq_broker: 
 def test_a_closed_reader_leaves_no_thread_behind(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
     with member(bridge, topic, unique("group")) as reader:
-        reader.until(lambda: reader.positions())  # by which the decision log is open, which stays with the bridge
+        reader.until(lambda: reader.positions())  # so that the bridge has opened the decision log
         before = set(threading.enumerate())
     for group in (None, unique("group")):
         with member(bridge, topic, group) as reader:
@@ -246,7 +246,7 @@ def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_mes
         client.join(Membership(producers=frozenset({group})), LONG)
         topic = new_topic(client)
         half = store_half(client, topic, b"once", group=group)
-        assert becomes_true(lambda: bool(checked))  # the broker has copied the half, and publishes the copy
+        assert becomes_true(lambda: bool(checked))  # the broker has written the half again, and publishes the copy
         client.call(BROKER, end(half, HalfEnd.ABORT, True), LONG)
         commit(client, half)
         with member(bridge, topic) as reader:
@@ -289,7 +289,7 @@ def test_what_cannot_be_unpacked_is_neither_skipped_nor_handed_out(bridge: Bridg
 
 def test_foreign_halves_with_one_id_are_different_messages(bridge: Bridge, client: RemotingClient) -> None:
     topic = new_topic(client)
-    for body in (b"one", b"two"):  # forked processes of the official client make the same ids
+    for body in (b"one", b"two"):  # forked processes of the official client generate the same unique keys
         message = WireMessage(topic, body, unique_key="0" * 32)
         stored = client.call(BROKER, send_half(message, "others", 0), LONG)
         commit(client, half_address(topic, "others", stored))

@@ -1,4 +1,4 @@
-"""A topic that is deleted and created again under its name is another one: a position in one says nothing there."""
+"""Tests of topics that are deleted and created again: a position in the old topic is no position in the new."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def group() -> str:
 
 @pytest.fixture
 def renew(bridge: Bridge) -> Renew:
-    """Delete a topic and make it anew, with more messages than it had."""
+    """Delete a topic and create it again, with more messages than it had."""
 
     def renew(topic: str) -> None:
         delete_topic(bridge, topic)
@@ -141,7 +141,7 @@ def test_what_was_read_before_a_topic_was_made_anew_moves_nobody_in_the_new_one(
         renew(topic)
         with bridge.transaction() as txn:
             txn.ack(old)
-        assert txn.outcome is Outcome.COMMITTED  # it has read them
+        assert txn.outcome is Outcome.COMMITTED  # the transaction has read the messages
         with pytest.raises(PositionLost, match="created again"):
             take(consumer, 1)
     with bridge.consumer(topic, group) as consumer:
@@ -175,7 +175,7 @@ _FILE_BYTES = 1 << 20
 def test_a_group_goes_on_behind_a_message_that_retention_has_dropped(
     start_rocketmq: StartRocketMQ, tmp_path: Path, group: str
 ) -> None:
-    """The message before its position is gone, and the one at its position is the first that is left."""
+    """The reference record is dropped, and the message at the position is the first that is left."""
     kept = {"mappedFileSizeCommitLog": str(_FILE_BYTES), "fileReservedTime": "0", "deleteWhen": "30"}
     broker = start_rocketmq(settings=kept)
     topic = unique("dropped")

@@ -1,4 +1,4 @@
-"""What each kind of program must be allowed to do where brokers control access (ACL 2.0), right by right."""
+"""Tests of the rights that each kind of program needs where brokers control access (ACL 2.0), one by one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DISCARDED = "Topic:TRANS_CHECK_MAX_TIME_TOPIC"
 READ_LOG: list[Right] = [(OWN, "Sub"), (OWN, "Get"), ("Group:txnbridge-log", "Sub")]
 LOG: list[Right] = [(OWN, "Pub"), *READ_LOG]
 FINISH: list[Right] = [(TOPIC, "Sub"), (HALVES, "Sub"), ("Group:txnbridge-resolver", "Sub")]
-# Nothing was given up here; where something was, it takes Sub on its topic, and on the users' topics, too.
+# No half was discarded here. Otherwise Sub is needed on the topic of discarded halves, and on the users' topics.
 LIST: list[Right] = [
     *((topic, action) for topic in (HALVES, NOTES) for action in ("Sub", "Get")),
     (DISCARDED, "Get"),
@@ -64,7 +64,7 @@ def rocketmq_broker(start_shared: StartRocketMQ) -> brokers.RocketMQ:
 
 @pytest.fixture
 def client(rocketmq_broker: brokers.RocketMQ) -> Iterator[RemotingClient]:
-    """One that may do everything."""
+    """Return a client of a user who may do everything."""
     with RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")], credentials=ROOT) as client:
         yield client
 
@@ -76,14 +76,14 @@ def bridge_of(broker: brokers.RocketMQ, user: Credentials) -> Bridge:
 
 @pytest.fixture
 def root(rocketmq_broker: brokers.RocketMQ) -> Iterator[Bridge]:
-    """The topics of our own are there when it was opened."""
+    """Return a bridge of a user who may do everything; opening it has created the bridge's own topics."""
     with bridge_of(rocketmq_broker, ROOT) as bridge:
         bridge.decisions()
         yield bridge
 
 
 def new_user(client: RemotingClient, rights: list[Right]) -> Credentials:
-    """Somebody who may do this and nothing else."""
+    """Create a user with these rights only."""
     name = f"user{next(_numbers)}"
     user = {"username": name, "password": f"secret-of-{name}", "userType": "Normal"}
     client.call(BROKER, RpcRequest("", _CREATE_USER, nothing, fields(username=name), as_body(user)), LONG)
@@ -102,7 +102,7 @@ def new_user(client: RemotingClient, rights: list[Right]) -> Credentials:
 
 @dataclass(frozen=True)
 class Case:
-    """What a program finds, and what it is told to use."""
+    """What a program gets: its URL, topics and names."""
 
     bridge: Bridge
     topic: str
@@ -168,7 +168,7 @@ PROGRAMS = [
 
 @pytest.fixture
 def topic(client: RemotingClient) -> str:
-    """With a message that is there before."""
+    """Create a topic that has a message."""
     name = new_topic(client)
     publish(client, name, b"there")
     return name
@@ -176,7 +176,7 @@ def topic(client: RemotingClient) -> str:
 
 @pytest.fixture
 def run(rocketmq_broker: brokers.RocketMQ, client: RemotingClient, root: Bridge, topic: str) -> Run:
-    """Runs a program as a user with these rights."""
+    """Run a program as a user with these rights."""
 
     def run_as(program: Program, rights: list[Right]) -> None:
         group = unique("group")
@@ -215,13 +215,13 @@ def test_without_one_of_these_rights_it_is_refused_with_its_name_and_nothing_of_
 
 
 def begin_of(right: Right) -> str:
-    """How the name of what it is a right for begins."""
+    """Return how the name of the resource of a right begins."""
     return right[0].partition("{")[0].rstrip("*")
 
 
 @pytest.fixture
 def waiting(root: Bridge, client: RemotingClient) -> Iterator[None]:
-    """A transaction that is listed."""
+    """Return an open transaction, once it is listed."""
     with root.transaction(prepare=True, hold=300) as txn:
         txn.send(new_topic(client), b"waits")
     yield

@@ -1,4 +1,4 @@
-"""A broker that keeps halves in RocksDB: they are found by their keys there, and end as they are decided."""
+"""Tests of a broker that keeps halves in RocksDB: they are found by key, and end as decided."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def one(client: RemotingClient) -> str:
 
 
 def halves(client: RemotingClient, topic: str) -> int:
-    """How many were ever stored in a half topic."""
+    """Return how many halves were ever stored in a half topic."""
     return client.call(BROKER, read_requests.max_offset(topic, 0), LONG)
 
 
@@ -92,12 +92,12 @@ def test_what_a_dead_owner_decided_is_published_by_others_once_and_in_order(
         held.wait()
         child.kill()
         held.drop()
-    open_bridge()  # of the same application: the broker asks it
+    open_bridge()  # of the same application, so that it gets the check-backs
     assert becomes_true(lambda: len(bodies(client, one)) >= 4)
     assert bodies(client, one) == numbered(4)
 
 
-@pytest.mark.full  # a broker is patient, and is restarted
+@pytest.mark.full  # waits for the last check-back, and restarts the broker
 def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_patience_and_the_doctor_says_so(
     rocketmq_broker: brokers.RocketMQ,
     settings: Callable[..., None],
@@ -121,7 +121,7 @@ def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_pa
     with monkeypatch.context() as patched:
         patched.setattr(CheckBackHandler, "_settle_quietly", stay_silent)
         later = prepared(open_bridge(timeout=2), client)
-        # It was asked once more than that; and so was what is older, though nobody heard it.
+        # One more check-back was sent for it, and so also for older halves, although no bridge was running.
         assert becomes_true(lambda: asked[later] == 11)
         heir = open_bridge(application=application, timeout=2)
         last = prepared(heir, client)
@@ -133,18 +133,18 @@ def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_pa
     open_bridge(transactional_id=id, application=application)
     assert (bodies(client, one), bodies(client, owned)) == ([], numbered(3))
     assert any("stays unpublished" in each.text for each in broker_of(heir).admin.check(Deadline(LONG)))
-    settings(transactionCheckMax=1000)  # what a broker is told so, it also writes to its file
+    settings(transactionCheckMax=1000)  # the broker also writes this setting to its file
     rocketmq_broker.restart()
     assert becomes_true(lambda: bodies(client, one) == numbered(3))
 
 
 def left_decided(*what: Any) -> str:
-    """A transaction whose owner died when it was committed, and before anything of it was published."""
+    """Return a transaction whose owner died after the commit and before it published a message."""
     with Child(writing_kit.commit_some, *what, kill="step:publish/before") as child:
         child.stopped()
     return str(child.told())
 
 
 def prepared(bridge: Bridge, client: RemotingClient) -> str:
-    """A transaction that the broker is going to ask about."""
+    """Return a prepared transaction, for which the broker is going to send check-backs."""
     return Token.parse(prepare(bridge, new_topic(client), b"1", hold=1)).transaction

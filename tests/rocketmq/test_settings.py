@@ -1,4 +1,4 @@
-"""URLs, options and names: what is taken, and what is refused by name."""
+"""Tests of URLs, options and names: which are accepted, and which are refused."""
 
 from __future__ import annotations
 

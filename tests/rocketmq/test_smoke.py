@@ -1,4 +1,4 @@
-"""RocketMQ in every run: one node, and of each kind of promise the test that would fail first."""
+"""RocketMQ in every run: one node, and for each kind of promise the test that would fail first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(600)  # the first start fetches RocketMQ
 
 @pytest.fixture(scope="module")
 def rocketmq_broker() -> Iterator[brokers.RocketMQ]:
-    """Gone with this module: brokers do not run beside each other."""
+    """Start a broker for this module only: brokers must not run at the same time."""
     with rocketmq_or_skip() as broker:
         yield broker
 

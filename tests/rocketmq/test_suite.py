@@ -1,4 +1,4 @@
-"""RocketMQ passes the whole suite."""
+"""RocketMQ passes the whole conformance suite."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ from tests.rocketmq.kit import BROKER, LONG
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_was_published_twice(rocketmq_broker, administrator):
-    """Our readers would drop what comes twice; other clients would not."""
+    """Check that no message was published twice: our readers would drop it, other clients would not."""
     yield
     found: Counter[tuple[str, str]] = Counter()
     with RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:

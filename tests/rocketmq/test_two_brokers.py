@@ -1,4 +1,4 @@
-"""A cluster of two brokers, one of which is away: what it has is neither missing nor made anew elsewhere."""
+"""Tests of a cluster with two brokers, one of which is down: its topics are neither missing nor created again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.rocketmq.reading_kit import unique
 from txnbridge import Bridge, BrokerUnavailable, DeliveryFailed, NotFound, Outcome, Transaction, UsageError
 
 Open = Callable[..., Bridge]
-HERE, AWAY = "broker-1", "broker-2"  # our own topics are on the first by its name
+HERE, AWAY = "broker-1", "broker-2"  # the bridge's own topics are on the first broker by name
 
 
 @dataclass
@@ -48,7 +48,7 @@ def two(start_shared: StartRocketMQ) -> Iterator[Two]:
 
 @pytest.fixture
 def topic(two: Two) -> Iterator[str]:
-    """A topic of the second broker, which is there again after the test."""
+    """Create a topic on the second broker, which runs again after the test."""
     yield two.new_topic(AWAY)
     two.cluster.start(2)
     eventually(lambda: AWAY in two.client.brokers(LONG), "the broker is back")

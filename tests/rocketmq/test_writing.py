@@ -1,4 +1,4 @@
-"""A writer's transactions, as a live broker and a plain client see them."""
+"""Tests of a writer's transactions, as a live broker and another client see them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def proxy(rocketmq_broker: brokers.RocketMQ) -> Iterator[faults.Proxy]:
 
 @contextmanager
 def lost(proxy: faults.Proxy, **what: Any) -> Iterator[None]:
-    """The next request or answer of a kind never arrives, and all connections end."""
+    """Let the next request or response of a kind never arrive, and cut all connections."""
     held = proxy.hold(**what)
 
     def lose() -> None:
@@ -114,7 +114,9 @@ def test_what_is_aborted_is_never_seen(bridge: Bridge, client: RemotingClient, o
 def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(
     open_bridge: Open, proxy: faults.Proxy, client: RemotingClient, one: str
 ) -> None:
-    bridge = open_bridge(proxy.url, application=unique("alone"))  # so nobody else is asked, and publishes the others
+    bridge = open_bridge(
+        proxy.url, application=unique("alone")
+    )  # so that no other bridge gets the check-backs and publishes the others
 
     def write() -> Outcome | None:
         with bridge.transaction() as txn:
@@ -165,7 +167,7 @@ def test_a_transaction_that_takes_longer_than_a_half_is_its_owners_comes_whole_a
         for value in numbered(5):
             txn.send(one, value)
         flush(txn)
-        # The broker has looked at them by then, and refuses ends from those who may not know what became of them.
+        # By then a round of check-backs has asked about them, and the broker refuses direct commits.
         assert becomes_true(lambda: len(copies(client, one, txn.id)) > 1)
         time.sleep(2)
         txn.send(one, b"5")
@@ -182,7 +184,7 @@ def test_a_large_half_is_published_however_often_the_broker_has_copied_it(
         txn.send(one, large)
         txn.send(two, b"1")
         flush(txn)
-        # More than are in the largest frame that Java's clients take, each with its body.
+        # With their bodies, more than the largest frame that Java's clients accept.
         assert becomes_true(lambda: times_asked(client, two, txn.id) >= 6)
         neighbours = Neighbours(bridge, two)
     assert txn.outcome is Outcome.COMMITTED
@@ -194,7 +196,7 @@ def test_a_large_half_is_published_however_often_the_broker_has_copied_it(
 
 
 class Neighbours:
-    """Transactions of other threads of the same bridge."""
+    """Transactions in other threads of the same bridge."""
 
     def __init__(self, bridge: Bridge, topic: str) -> None:
         self._bridge, self._topic = bridge, topic
@@ -211,7 +213,7 @@ class Neighbours:
         return outcomes
 
     def stop(self) -> set[Outcome | None]:
-        """The outcomes. Raises what a transaction raised."""
+        """Return the outcomes. Raise the error of a transaction."""
         self._stop.set()
         with self._pool:
             return self._outcomes.result()
@@ -220,7 +222,7 @@ class Neighbours:
 def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
     open_bridge: Open, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bridge = open_bridge(application=unique("alone"))  # of whose halves nobody else is asked
+    bridge = open_bridge(application=unique("alone"))  # so that no other bridge gets its check-backs
     answered: list[bool] = []
     settles = CheckBackHandler._settle_quietly
 
@@ -230,7 +232,7 @@ def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
 
     def be_asked(*_: object) -> bool:
         assert becomes_true(lambda: len(answered) > 1)
-        return False  # what was stored so long ago is no owner's alone
+        return False  # as after the immunity time
 
     monkeypatch.setattr(CheckBackHandler, "_settle_quietly", settle)
     with monkeypatch.context() as patched:
@@ -343,10 +345,10 @@ def test_what_the_broker_has_asked_about_again_and_again_is_committed_once_by_it
 ) -> None:
     with bridge.transaction(prepare=True, hold=60) as txn:
         txn.send(one, b"1")
-    # Undecided, and so it is asked again, of a new copy each time.
+    # Undecided, so each round sends a check-back for a new copy.
     assert becomes_true(lambda: times_asked(client, one, txn.id) >= 2)
     assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
-    # One that was sent later has been asked about: so the broker would have asked about this one again before.
+    # A later half has got a check-back: so this half would have got another one before.
     with bridge.transaction(prepare=True, hold=60) as later:
         later.send(one, b"later")
     assert becomes_true(lambda: times_asked(client, one, later.id) >= 2)
@@ -389,7 +391,7 @@ def test_a_message_whose_answer_is_lost_aborts_all(
         with lost(proxy, answers="SEND_MESSAGE_V2"):
             flush(txn)
     assert txn.outcome is Outcome.ABORTED
-    # What was stored without an answer is asked about, and aborted by what stands in the log.
+    # The half that was stored without a response gets a check-back, and is aborted by the decision log.
     assert becomes_true(lambda: times_asked(client, two, txn.id) >= 1)
     assert (bodies(client, one), bodies(client, two)) == ([b"first"], [])
 
@@ -422,7 +424,7 @@ def test_a_message_that_a_paused_broker_does_not_answer_in_time_aborts_all(
     finally:
         rocketmq_broker.resume()
     assert txn.outcome is Outcome.ABORTED
-    # The broker stores it when it wakes, and is told that it is aborted when it asks.
+    # The broker stores the half when it wakes; after its check-back the half is aborted.
     assert becomes_true(lambda: bool(copies(client, one, txn.id)))
     assert becomes_true(lambda: decision(bridge, client, one, txn.id) == "abort")
     assert bodies(client, one) == [b"first"]
@@ -516,7 +518,7 @@ def test_an_owner_that_dies_before_the_decision_has_published_nothing_and_never_
 
 
 def decision(bridge: Bridge, client: RemotingClient, topic: str, transaction: str) -> str | None:
-    """What stands in the log about a transaction, found by what its half says."""
+    """Return the decision in the log about a transaction, found by its half's properties."""
     origin = origin_of(copies(client, topic, transaction)[0])
     assert origin is not None
     ledger = cluster_of(bridge).context.ledger(writing_kit.APPLICATION, transaction.rsplit("/", 2)[0])
@@ -535,7 +537,7 @@ def test_what_an_owner_decided_and_did_not_publish_others_publish_once_and_in_or
     ended: int,
 ) -> None:
     with Child(writing_kit.commit_some, proxy.url, [one, two], 4) as child:
-        # Of each topic one message is ended at a time.
+        # In each queue, one half is ended at a time.
         first = proxy.hold(requests="END_TRANSACTION", count=ended or 2)
         first.wait()
         others = proxy.hold(requests="END_TRANSACTION", count=None)
@@ -565,7 +567,7 @@ def test_ends_that_are_lost_on_their_way_are_made_good_by_their_owner(
 def test_a_first_commit_that_was_answered_and_not_carried_out_is_unknown_until_it_is_published(
     open_bridge: Open, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bridge = open_bridge(application=unique("alone"))  # of whose halves nobody else is asked
+    bridge = open_bridge(application=unique("alone"))  # so that no other bridge gets its check-backs
 
     def swallow(ender: HalfEnder, lines: Sequence[EndSequence], *_: object) -> None:
         for line in lines:
@@ -579,7 +581,7 @@ def test_a_first_commit_that_was_answered_and_not_carried_out_is_unknown_until_i
         assert txn.outcome is Outcome.UNKNOWN
         assert bodies(client, one) == []
     token = str(caught.value.token)
-    assert becomes_true(lambda: bridge.status(token).state is TokenState.COMMITTED)  # by what the broker asks us
+    assert becomes_true(lambda: bridge.status(token).state is TokenState.COMMITTED)  # after the broker's check-back
     assert bodies(client, one) == numbered(3)
 
 
@@ -589,7 +591,7 @@ def test_an_owner_that_slept_until_others_published_adds_nothing_when_it_wakes(
     with Child(writing_kit.commit_some, rocketmq_broker.url, [one], 3, pause="step:publish/before") as sleeper:
         sleeper.told()
         sleeper.stopped()
-        # Only half of the questions come to us while it sleeps.
+        # While the other bridge sleeps, only half of the check-backs come to this one.
         assert becomes_true(lambda: len(bodies(client, one)) == 3, 60)
         sleeper.resume()
         assert sleeper.result() == "committed"
@@ -605,7 +607,7 @@ def test_a_bridge_that_comes_while_the_broker_restarts_waits_for_it(
 ) -> None:
     rocketmq_broker.kill()
     try:
-        # The name server knows of no broker, once it has noticed.
+        # After a moment the name server knows no broker.
         assert becomes_true(lambda: fails_to_connect(open_bridge, "knew no running broker"))
     finally:
         with ThreadPoolExecutor(1) as pool:
@@ -631,17 +633,17 @@ def test_tokens_are_prepared_after_a_kill_of_the_broker_and_end_as_decided(
     assert [other.status(token).state for token in (kept, given_up)] == [TokenState.PREPARED] * 2
     assert (other.abort(given_up), other.commit(kept)) == (Outcome.ABORTED, Outcome.COMMITTED)
     assert [bridge.status(token).state for token in (kept, given_up)] == [TokenState.COMMITTED, TokenState.ABORTED]
-    # One that was sent later has been asked about twice: so what is open of these has been, too.
+    # A later half has got two check-backs: so have those of these halves that are open.
     later = Token.parse(prepare(other, one, b"later")).transaction
     assert becomes_true(lambda: times_asked(client, one, later) >= 2)
     assert (bodies(client, one), bodies(client, two)) == (numbered(4), [])
 
 
-@pytest.mark.full  # brings its own broker, and kills it
+@pytest.mark.full  # starts a broker of its own, and kills it
 def test_what_a_killed_broker_asks_about_again_is_not_published_again(
     start_rocketmq: StartRocketMQ, open_bridge: Open
 ) -> None:
-    """Which halves have ended it notes only now and then; of the last ones it has forgotten that."""
+    """The broker writes op messages in batches, and has lost the last batch."""
     slow_notes = {
         "transactionOpMsgMaxSize": "4096",
         "transactionOpBatchInterval": "3000",
@@ -658,14 +660,14 @@ def test_what_a_killed_broker_asks_about_again_is_not_published_again(
             broker.kill()
             broker.start()
             assert [bridge.commit(token) for token in tokens] == [Outcome.COMMITTED] * 3
-            # It has asked about what was undecided when it has asked twice about what came later.
+            # Once a later half has got two check-backs, the undecided halves have got theirs.
             with bridge.transaction(prepare=True, hold=60) as later:
                 later.send(topic, b"later")
             assert becomes_true(lambda: times_asked(client, topic, later.id) >= 2, 60)
             assert sorted(bodies(client, topic)) == sorted(numbered(30) + [b"token %d" % n for n in range(3)])
 
 
-@pytest.mark.full  # a broker is patient
+@pytest.mark.full  # waits for the last check-back
 def test_what_was_decided_and_then_discarded_is_published_by_the_next_bridge(
     rocketmq_broker: brokers.RocketMQ,
     settings: Callable[..., None],

@@ -1,4 +1,4 @@
-"""What tests of writers share: programs that die, and what brokers have, seen without the bridge."""
+"""Helpers for tests of writers: programs that die, and what the broker has, without the bridge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ APPLICATION = "writing-tests"
 
 
 def open_bridge(url: str, **settings: Any) -> Bridge:
-    """A bridge of the application that all tests of writers are: each answers for the others."""
+    """Open a bridge of the application of all writing tests: each answers the others' check-backs."""
     return connect_to(url, **{"application": APPLICATION, "timeout": 30, **settings})
 
 
@@ -38,19 +38,19 @@ def prepare(bridge: Bridge, topic: str, *values: bytes, hold: float | None = 60)
 
 
 def flush(txn: Transaction) -> None:
-    """Let the broker have all of it, and the transaction stay open."""
+    """Wait until the broker has stored all messages, and leave the transaction open."""
     assert isinstance(txn._writer, RocketMQWriter)
     txn._writer.flush(txn._begin.deadline)
 
 
 def copies(client: RemotingClient, topic: str, transaction: str, number: int = 0) -> list[MessageExt]:
-    """The half of a message and its copies, in the order in which they were stored."""
+    """Return the half of a message and its copies, in the order in which they were stored."""
     key = unique_key(topic, TransactionSlot(transaction, number))
     return client.call(BROKER, read_requests.by_unique_key(HALF_TOPIC, key), LONG)
 
 
 def times_asked(client: RemotingClient, topic: str, transaction: str) -> int:
-    """How often the broker has asked about a half."""
+    """Return how many check-backs the broker has sent about a half."""
     return max(int(copy.properties.get(Property.CHECKS, 0)) for copy in copies(client, topic, transaction))
 
 
@@ -75,7 +75,7 @@ def commit_some(
     application: str = APPLICATION,
     decision_log: str | None = None,
 ) -> str:
-    """Send so many messages to each topic, by turns, and commit; tells the transaction's id before."""
+    """Send `count` messages to each topic in turn, tell the transaction's id, and commit."""
     told = {"transactional_id": id, "timeout": timeout, "application": application, "decision_log": decision_log}
     with open_bridge(url, **told) as bridge:
         with bridge.transaction() as txn:
@@ -95,7 +95,7 @@ def prepare_some(
     application: str = APPLICATION,
     decision_log: str | None = None,
 ) -> None:
-    """As `commit_some`, but prepare; tells the token."""
+    """Send messages as `commit_some` does, prepare, and tell the token."""
     with open_bridge(url, application=application, decision_log=decision_log) as bridge:
         with bridge.transaction(prepare=True, hold=hold) as txn:
             for number in range(count):

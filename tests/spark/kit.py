@@ -91,16 +91,18 @@ def new_run() -> str:
     return str(uuid.uuid4())
 
 
-def write(found: SinkOptions, unit: BatchId, partitions: Sequence[Sequence[object]]) -> list[Written]:
+def write(found: SinkOptions, identity: BatchId, partitions: Sequence[Sequence[object]]) -> list[Written]:
     """The tasks of a batch, one after another in this process."""
     return [
-        write_partition(unit, found, Columns(frozenset({"value"}), found.topic), rows(values), number, f"task {number}")
+        write_partition(
+            identity, found, Columns(frozenset({"value"}), found.topic), rows(values), number, f"task {number}"
+        )
         for number, values in enumerate(partitions)
     ]
 
 
-def run_batch(found: SinkOptions, unit: BatchId, partitions: Sequence[Sequence[object]]) -> None:
-    _driver.commit(found, write(found, unit, partitions))
+def run_batch(found: SinkOptions, identity: BatchId, partitions: Sequence[Sequence[object]]) -> None:
+    _driver.commit(found, write(found, identity, partitions))
 
 
 def forget() -> None:

@@ -20,82 +20,82 @@ def sink(url):
 
 
 @pytest.fixture
-def unit():
+def identity():
     return BatchId(new_run(), "sink", 0, new_run())
 
 
-def write_all(sink, unit):
-    (written,) = write(sink, unit, [ROWS])
+def write_all(sink, identity):
+    (written,) = write(sink, identity, [ROWS])
     tell((written.settled, written.token))
 
 
-def late_task(sink, unit):
+def late_task(sink, identity):
     """It has all that it needs to begin its transaction, and sleeps."""
-    return Child(write_all, sink, unit, pause="transaction.begin/before")
+    return Child(write_all, sink, identity, pause="transaction.begin/before")
 
 
-def test_a_task_of_an_older_run_leaves_nothing_open(sink, unit):
-    with late_task(sink, unit) as task:
+def test_a_task_of_an_older_run_leaves_nothing_open(sink, identity):
+    with late_task(sink, identity) as task:
         task.stopped()
-        run_batch(sink, BatchId(unit.query, "sink", 0, new_run()), [ROWS])
+        run_batch(sink, BatchId(identity.query, "sink", 0, new_run()), [ROWS])
         task.resume()
         with pytest.raises(Fenced):
             task.result()
-    assert left_open(sink, unit.query) == []
+    assert left_open(sink, identity.query) == []
     assert published(sink) == ROWS
 
 
-def test_another_attempt_of_a_batch_that_is_done_leaves_nothing_open(sink, unit):
-    with late_task(sink, unit) as task:
+def test_another_attempt_of_a_batch_that_is_done_leaves_nothing_open(sink, identity):
+    with late_task(sink, identity) as task:
         task.stopped()
-        run_batch(sink, unit, [ROWS])
+        run_batch(sink, identity, [ROWS])
         task.resume()
         assert task.told() == (True, None)
-    assert left_open(sink, unit.query) == []
+    assert left_open(sink, identity.query) == []
     assert published(sink) == ROWS
 
 
-def test_a_task_of_a_batch_that_was_given_up_leaves_nothing_open(sink, unit):
-    with late_task(sink, unit) as task:
+def test_a_task_of_a_batch_that_was_given_up_leaves_nothing_open(sink, identity):
+    with late_task(sink, identity) as task:
         task.stopped()
-        _driver.abort(sink, write(sink, unit, [ROWS]))
+        _driver.abort(sink, write(sink, identity, [ROWS]))
         task.resume()
         with pytest.raises(TransactionAborted, match="too late"):
             task.result()
-    assert left_open(sink, unit.query) == []
+    assert left_open(sink, identity.query) == []
     assert published(sink) == []
 
 
-def write_and_tell_what_was_prepared(sink, unit):
+def write_and_tell_what_was_prepared(sink, identity):
     with recorded() as events:
         try:
-            write(sink, unit, [ROWS])
+            write(sink, identity, [ROWS])
         except Fenced:
             tell([event.transaction for event in events if event.name == "prepare"])
 
 
 @pytest.mark.parametrize("asleep", ["transaction.begin/before", "bridge.open/before/2"], ids=["opened", "leased"])
-def test_a_task_of_an_older_run_begins_nothing_once_a_newer_run_has_looked(sink, unit, asleep):
+def test_a_task_of_an_older_run_begins_nothing_once_a_newer_run_has_looked(sink, identity, asleep):
     """It might die before it could end what it prepared. With only a lease it has not opened its id yet."""
-    with Child(write_and_tell_what_was_prepared, sink, unit, pause=asleep) as task:
+    with Child(write_and_tell_what_was_prepared, sink, identity, pause=asleep) as task:
         task.stopped()
-        written = write(sink, BatchId(unit.query, "sink", 0, new_run()), [ROWS])
+        written = write(sink, BatchId(identity.query, "sink", 0, new_run()), [ROWS])
         task.resume()
         assert task.told() == []
     _driver.commit(sink, written)
-    assert left_open(sink, unit.query) == []
+    assert left_open(sink, identity.query) == []
     assert published(sink) == ROWS
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["ours", "naive"])
-def test_runs_that_shared_their_ids_would_end_what_the_other_has_prepared(sink, unit, shared, monkeypatch):
+def test_runs_that_shared_their_ids_would_end_what_the_other_has_prepared(sink, identity, shared, monkeypatch):
     name = _transaction_cleanup.writer_id
     if shared:
         monkeypatch.setattr(_task, "writer_id", lambda options, path, number, slot: name(options, path, 1, slot))
         monkeypatch.setattr(_driver, "check_log", lambda *_: None)  # the log knows no ids but those of the runs
-    write(sink, unit, [ROWS])
+    write(sink, identity, [ROWS])
     forget()
-    newer = BatchId(unit.query, "sink", 0, new_run())
+    newer = BatchId(identity.query, "sink", 0, new_run())
     columns = Columns(frozenset({"value"}), sink.topic)
     parts = []
     # The task of partition 0 ends what older runs left open; one in another process was faster.

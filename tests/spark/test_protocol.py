@@ -43,8 +43,8 @@ def test_batches_are_published_once_and_nothing_stays_open(sink, query):
 
 
 def test_nothing_is_visible_before_the_driver_commits(sink, query):
-    unit = BatchId(query, "sink", 0, new_run())
-    written = write(sink, unit, FIRST)
+    identity = BatchId(query, "sink", 0, new_run())
+    written = write(sink, identity, FIRST)
     assert len(left_open(sink, query)) == 2  # an empty partition needs no transaction
     _driver.commit(sink, written)
     assert published(sink) == [0, 1, 2, 3, 4]
@@ -75,8 +75,8 @@ def test_a_job_without_a_name_leaves_nothing_that_the_log_is_asked_for(sink):
 
 
 def test_a_run_that_was_not_told_that_its_batch_is_done_commits_it_again(sink, query):
-    unit = BatchId(query, "sink", 0, new_run())
-    written = write(sink, unit, FIRST)
+    identity = BatchId(query, "sink", 0, new_run())
+    written = write(sink, identity, FIRST)
     for _ in range(2):
         _driver.commit(sink, written)
     assert published(sink) == [0, 1, 2, 3, 4]
@@ -131,9 +131,9 @@ def test_two_sinks_of_one_query_do_not_know_each_other(sink, query):
 def test_a_process_with_more_tasks_than_ids_for_prepared_transactions_takes_further_slots(sink, query):
     if sink.url.startswith("kafka"):
         sink = replace(sink, url=f"{sink.url}?prepared_ids=2")
-    unit = BatchId(query, "sink", 0, new_run())
-    run_batch(sink, unit, [[number] for number in range(5)])
-    run_batch(sink, replace(unit, batch=1), [[number] for number in range(5, 10)])
+    identity = BatchId(query, "sink", 0, new_run())
+    run_batch(sink, identity, [[number] for number in range(5)])
+    run_batch(sink, replace(identity, batch=1), [[number] for number in range(5, 10)])
     assert published(sink) == list(range(10))
     assert left_open(sink, query) == []
 
@@ -182,8 +182,8 @@ def test_killed_at_every_event_a_batch_is_published_once_on_kafka(kafka_broker):
 
 def publish_in_the_task(start):
     sink, query = start
-    unit = BatchId(query, "sink", 0, new_run())
-    for part in write(sink, unit, [*FIRST, *SECOND]):
+    identity = BatchId(query, "sink", 0, new_run())
+    for part in write(sink, identity, [*FIRST, *SECOND]):
         if part.token:
             with txnbridge.connect(sink.url) as bridge:
                 bridge.commit(part.token)
@@ -234,8 +234,8 @@ def test_what_was_decided_is_alive_when_the_next_run_needs_it(start):
     with Child(decide_and_die, start, kill="resolve/before/1") as child:
         child.stopped()
     assert published(sink) == []
-    unit = BatchId(query, "sink", 0, new_run())
-    written = write(sink, unit, [[0, 1, 2, 3, 4]])
+    identity = BatchId(query, "sink", 0, new_run())
+    written = write(sink, identity, [[0, 1, 2, 3, 4]])
     assert all(part.settled for part in written)
     _driver.commit(sink, written)
     assert published(sink) == [0, 1, 2, 3, 4]
@@ -281,10 +281,10 @@ def test_a_driver_that_slept_after_its_decision_finds_it_finished(start):
 
 
 def test_what_losing_attempts_prepared_does_not_stay_open(sink, query):
-    unit = BatchId(query, "sink", 0, new_run())
-    lost = write(sink, unit, FIRST)
+    identity = BatchId(query, "sink", 0, new_run())
+    lost = write(sink, identity, FIRST)
     forget()  # another process writes the second attempts
-    _driver.commit(sink, write(sink, unit, FIRST))
+    _driver.commit(sink, write(sink, identity, FIRST))
     assert published(sink) == [0, 1, 2, 3, 4]
     assert left_open(sink, query) == []
     with txnbridge.connect(sink.url) as bridge:
@@ -304,10 +304,10 @@ def test_what_cannot_be_ended_keeps_nothing_else_open(sink, query, bridge, monke
         return end(admin, transaction, **how)
 
     monkeypatch.setattr(type(bridge.admin), "abort", end_all_but_one)
-    unit = BatchId(query, "sink", 0, new_run())
-    write(sink, unit, FIRST)
+    identity = BatchId(query, "sink", 0, new_run())
+    write(sink, identity, FIRST)
     forget()  # another process writes the second attempts
-    _driver.commit(sink, write(sink, unit, FIRST))
+    _driver.commit(sink, write(sink, identity, FIRST))
     assert left_open(sink, query) == refused
 
 
@@ -331,17 +331,17 @@ def test_a_batch_that_is_given_up_spares_what_was_decided_before_it_in_a_log_els
 def test_a_job_none_of_whose_tasks_succeeded_leaves_nothing_open(sink):
     """Spark hands on no message then; a task whose rows end early has prepared all the same."""
     job = source.BatchWriter(sink, Columns(frozenset({"value"}), sink.topic))
-    write(sink, job._unit, FIRST)
+    write(sink, job._identity, FIRST)
     job.abort([None, None, None])
     assert left_open(sink) == []
 
 
 def test_a_batch_that_was_given_up_takes_no_late_tasks_and_comes_again(sink, query):
-    unit = BatchId(query, "sink", 0, new_run())
-    _driver.abort(sink, [*write(sink, unit, FIRST), None])
+    identity = BatchId(query, "sink", 0, new_run())
+    _driver.abort(sink, [*write(sink, identity, FIRST), None])
     assert left_open(sink, query) == []
     with pytest.raises(TransactionAborted, match="too late"):
-        write(sink, unit, FIRST)
+        write(sink, identity, FIRST)
     run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     assert published(sink) == [0, 1, 2, 3, 4]
 
@@ -366,15 +366,15 @@ def test_an_abort_after_the_decision_changes_nothing(start):
         child.stopped()
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         (claim,) = bridge.decisions().claims((query, "sink", 0))
-    unit = BatchId(query, "sink", 0, claim.data["run"])
-    _driver.abort(sink, [write(sink, unit, [[1]])[0]])
+    identity = BatchId(query, "sink", 0, claim.data["run"])
+    _driver.abort(sink, [write(sink, identity, [[1]])[0]])
     run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
 def test_a_transaction_that_died_before_the_decision_stops_the_batch_and_nothing_is_published(sink, query):
-    unit = BatchId(query, "sink", 0, new_run())
-    written = write(sink, unit, FIRST)
+    identity = BatchId(query, "sink", 0, new_run())
+    written = write(sink, identity, FIRST)
     with txnbridge.connect(sink.url) as bridge:
         assert written[1].token is not None
         bridge.abort(written[1].token)
@@ -395,10 +395,10 @@ def test_a_worker_goes_on_when_its_session_was_closed_for_the_sake_of_others(sin
 
 
 def test_a_batch_that_took_too_long_is_not_decided(sink, query):
-    unit = BatchId(query, "sink", 0, new_run())
+    identity = BatchId(query, "sink", 0, new_run())
     written = [
         replace(part, began_at=part.began_at - 800_000, expires_at=part.began_at + 100_000) if part.token else part
-        for part in write(sink, unit, FIRST)
+        for part in write(sink, identity, FIRST)
     ]
     with pytest.raises(TransactionAborted, match="took too long"):
         _driver.commit(sink, written)
@@ -458,8 +458,8 @@ def test_a_replacement_that_was_decided_and_not_finished_is_finished(start):
 
 
 def test_a_decision_of_somebody_else_that_gives_the_batch_up_is_respected(sink, query):
-    unit = BatchId(query, "sink", 0, new_run())
-    written = write(sink, unit, FIRST)
+    identity = BatchId(query, "sink", 0, new_run())
+    written = write(sink, identity, FIRST)
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         bridge.decisions().claim((query, "sink", 0, 0), Decision.ABORT, {"run": "an administrator"})
     with pytest.raises(TransactionAborted):

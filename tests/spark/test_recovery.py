@@ -103,8 +103,8 @@ def test_a_batch_that_lost_a_transaction_is_skipped_only_when_told(sink, query, 
 
 
 def test_clearing_ends_what_nobody_decided_and_shuts_the_driver_out(sink, query, spark_command):
-    unit = BatchId(query, "sink", 0, new_run())
-    write(sink, unit, FIRST)
+    identity = BatchId(query, "sink", 0, new_run())
+    write(sink, identity, FIRST)
     assert spark_command("recover")[1] == "published: nothing was left to publish\n"
     assert len(left_open(sink, query)) == 2
     code, text = spark_command("recover", "--clear")
@@ -112,9 +112,9 @@ def test_clearing_ends_what_nobody_decided_and_shuts_the_driver_out(sink, query,
     assert left_open(sink, query) == []
     forget()
     with pytest.raises(Fenced):
-        write(sink, unit, FIRST)
+        write(sink, identity, FIRST)
     with suppress(Fenced):
-        run_batch(sink, unit, FIRST)
+        run_batch(sink, identity, FIRST)
     assert published(sink) == []
 
 

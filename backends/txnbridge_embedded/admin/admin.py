@@ -32,7 +32,7 @@ from txnbridge_embedded.client.store import (
     StoredTopic,
     add_partitions,
     add_topic,
-    latest,
+    latest_time,
     now_ms,
     read_topic,
 )
@@ -41,11 +41,8 @@ from txnbridge_embedded.outcome import outcome
 from txnbridge_embedded.write import acks, retention
 
 INTERNAL = "_txnbridge-"
-# A write-ahead log of this size, far above the size at which it is copied, means that a reader keeps an old snapshot.
-_LONG_WAL_BYTES = 256 << 20
-_LITTLE_ROOM_BYTES = 256 << 20
-_STATEMENTS_BETWEEN_LOOKS = 100_000  # SQLite's instructions between two checks of the deadline: some milliseconds
-_CLOCK_SECONDS = 5  # a synchronised clock is set back by less than this
+_LITTLE_SPACE_BYTES = 256 << 20
+_CLOCK_SECONDS = 5  # a synchronised clock is never set back by more than this
 
 
 class EmbeddedAdmin(Admin):
@@ -84,7 +81,7 @@ class EmbeddedAdmin(Admin):
             assert found is not None
             asked = (partitions, kept_ms, retention_bytes)
             if (len(found.partitions), found.retention_ms, found.retention_bytes) != asked:
-                raise InvalidOption(f"topic {name!r} is there already, {_described(found)}")
+                raise InvalidOption(f"topic {name!r} exists already, {_described(found)}")
             return False
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
@@ -111,9 +108,9 @@ class EmbeddedAdmin(Admin):
                 connection.execute("DELETE FROM partitions WHERE topic_id = ?", (topic.id,))
                 connection.execute("DELETE FROM topics WHERE id = ?", (topic.id,))
             self._store.forget_topic(name)
-            # The topic is deleted. If removing its messages fails, the next deletion or the doctor removes the rest.
+            # The topic is deleted now. If removing its messages fails, the next deletion, or the doctor, removes them.
             with suppress(TxnBridgeError):
-                self._remove_garbage(connection, deadline)
+                self._remove_deleted(connection, deadline)
 
     def _check_decided(self, connection: sqlite3.Connection, topic: StoredTopic) -> None:
         for partition in topic.partitions:
@@ -139,7 +136,7 @@ class EmbeddedAdmin(Admin):
 
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
         with self._session(deadline) as connection:
-            # Transactions past their deadline would hold the end back, and there may be no reader to abort them.
+            # Expired transactions would hold back the ends of partitions, and there may be no reader to abort them.
             outcome.end_expired(self._store, connection, deadline, self._session.events)
             with self._store.reading(connection, deadline):
                 for name in topics:
@@ -171,7 +168,7 @@ class EmbeddedAdmin(Admin):
 
     def group(self, name: str, deadline: Deadline) -> GroupInfo:
         with self._session(deadline) as connection, self._store.reading(connection, deadline):
-            return groups.look(connection, name)
+            return groups.describe(connection, name)
 
     def reset_group(
         self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
@@ -222,7 +219,7 @@ class EmbeddedAdmin(Admin):
             with self._store.reading(connection, deadline):
                 row = connection.execute("SELECT state FROM transactions WHERE id = ?", (transaction,)).fetchone()
             if row is None:
-                raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
+                raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or never began here")
             if row[0] == "open" and decision is Decision.ABORT:
                 outcome.abort_open(
                     self._store, connection, transaction, "aborted by an administrator", deadline, self._session.events
@@ -238,22 +235,19 @@ class EmbeddedAdmin(Admin):
     def check(self, deadline: Deadline) -> list[Advice]:
         connection = self._store.connect()  # not the shared connection, because checking a large file takes long
         try:
-            damage = list(self._damage(connection, deadline))
+            damage = list(self._check_file(connection, deadline))
             if damage:
-                return damage  # the rest of a damaged file may be wrong, and it should not be written
+                return damage  # a damaged file should not be written, and other findings in it may be wrong
             sound = Advice("ok", "file", f"{self._store.path} is sound")
-            return [sound, *self._clean_up(connection, deadline), *self._look(connection, deadline)]
+            return [sound, *self._remove_expired(connection, deadline), *self._check_use(connection, deadline)]
         finally:
             connection.close()
 
-    def _clean_up(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
-        """Abort expired transactions, and remove messages of deleted topics and beyond retention.
-
-        Yield a problem if the file cannot be written.
-        """
+    def _remove_expired(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
+        """Abort expired transactions, and remove messages of deleted topics and beyond retention; yield findings."""
         try:
             ended = outcome.end_expired(self._store, connection, deadline, self._session.events)
-            self._remove_garbage(connection, deadline)
+            self._remove_deleted(connection, deadline)
             with self._store.reading(connection, deadline):
                 names = [name for (name,) in connection.execute("SELECT name FROM topics")]
                 topics = [self._store.topic(connection, name) for name in names]
@@ -261,30 +255,30 @@ class EmbeddedAdmin(Admin):
                 while not retention.trim(self._store, connection, topic, deadline):
                     pass
         except TxnBridgeError as error:
-            yield Advice("problem", "writing", str(error), "make room, or look for the process that holds the file")
+            yield Advice("problem", "writing", str(error), "free disk space, or stop the process that locks the file")
             return
         if ended:
             yield Advice("warning", "transactions", f"{ended} past their deadline were aborted just now")
 
-    def _look(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
-        yield from self._room()
+    def _check_use(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
+        yield from self._check_space()
         if not self._store.durable:
             yield Advice("warning", "durability", "a power cut may take the last commits", "open with durability=full")
         with self._store.reading(connection, deadline):
             held = connection.execute(
                 "SELECT id, state, deadline_at FROM transactions WHERE ended_at IS NULL ORDER BY deadline_at"
             ).fetchall()
-            ahead = (latest(connection) - now_ms()) // 1000
+            ahead = (latest_time(connection) - now_ms()) // 1000
             halves = connection.execute(
                 "SELECT group_name, state, count(*), min(check_at) FROM halves WHERE ended_at IS NULL"
                 " GROUP BY group_name, state"
             ).fetchall()
         if ahead > _CLOCK_SECONDS:
             text = (
-                f"the file was written {ahead} s ahead of this machine's clock, which was set back: deadlines, leases"
-                " and half messages wait so much longer"
+                f"the file has times {ahead} s ahead of this machine's clock, which was set back: deadlines, leases and"
+                " half messages take so much longer"
             )
-            yield Advice("warning", "clock", text, "set the clock right, and let it be kept right by slewing")
+            yield Advice("warning", "clock", text, "set the clock right, and let a time service slew it")
         for transaction, state, deadline_at in held:
             left = max(0, deadline_at - now_ms()) // 1000
             yield Advice(
@@ -298,7 +292,7 @@ class EmbeddedAdmin(Admin):
         for group, state, count, check_at in halves:
             late = (now_ms() - check_at) // 1000
             if state == "parked":
-                text = f"{count} are parked: nobody answered for them"
+                text = f"{count} are parked: their check-backs were not answered"
                 yield Advice(
                     "warning",
                     f"half messages of {group}",
@@ -306,13 +300,13 @@ class EmbeddedAdmin(Admin):
                     f"txnbridge resolver parked --group {shlex.quote(group)}",
                 )
             elif late > self._session.settings.half_check_seconds:
-                text = f"{count} wait, and one should have been asked about {late} s ago: nobody asks"
+                text = f"{count} wait, and a check-back is {late} s overdue: no resolver runs"
                 remedy = f"txnbridge resolver run --group {shlex.quote(group)} --check MODULE:FUNCTION"
                 yield Advice("warning", f"half messages of {group}", text, remedy)
 
-    def _damage(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
-        # Checking a large file takes long, and only SQLite's progress handler can stop it at the deadline.
-        connection.set_progress_handler(lambda: deadline.expired, _STATEMENTS_BETWEEN_LOOKS)
+    def _check_file(self, connection: FileConnection, deadline: Deadline) -> Iterator[Advice]:
+        # Checking a large file takes long, and only SQLite's progress handler can stop the check at the deadline.
+        connection.set_progress_handler(lambda: deadline.expired, self._store.timing.check_instructions)
         try:
             with self._store.reading(connection, deadline):
                 found = [line for (line,) in connection.execute("PRAGMA quick_check(5)")]
@@ -329,28 +323,28 @@ class EmbeddedAdmin(Admin):
             remedy = "stop all its users and restore a copy; `sqlite3 FILE .recover` saves what can be read"
             yield Advice("problem", "file", "; ".join(found), remedy)
 
-    def _room(self) -> Iterator[Advice]:
+    def _check_space(self) -> Iterator[Advice]:
         free = shutil.disk_usage(self._store.path.parent).free
-        if free < _LITTLE_ROOM_BYTES:
-            yield Advice("warning", "disk", f"{free >> 20} MiB are free", "make room: a full disk commits nothing")
+        if free < _LITTLE_SPACE_BYTES:
+            text = f"{free >> 20} MiB are free"
+            yield Advice("warning", "disk", text, "free disk space: with a full disk no commit is possible")
         try:
             log = os.stat(f"{self._store.path}-wal").st_size
         except OSError:
             return
-        if log > _LONG_WAL_BYTES:
-            yield Advice("warning", "log", f"{log >> 20} MiB long: a reader keeps an old state of the file for long")
+        if log > self._store.timing.long_wal_bytes:
+            yield Advice("warning", "log", f"{log >> 20} MiB long: a reader keeps an old snapshot of the file")
 
-    def _remove_garbage(self, connection: FileConnection, deadline: Deadline) -> None:
-        """Remove the messages of deleted topics, piece by piece."""
+    def _remove_deleted(self, connection: FileConnection, deadline: Deadline) -> None:
         with self._store.reading(connection, deadline):
             deleted = connection.execute("SELECT partition_id FROM garbage").fetchall()
         for (partition,) in deleted:
-            while not self._remove_piece(connection, partition, deadline):
+            while not self._remove_batch(connection, partition, deadline):
                 pass
 
-    def _remove_piece(self, connection: FileConnection, partition: int, deadline: Deadline) -> bool:
+    def _remove_batch(self, connection: FileConnection, partition: int, deadline: Deadline) -> bool:
         with self._store.writing(connection, deadline, "removing the messages of a deleted topic"):
-            done = outcome.remove_messages(connection, partition, 0, MAX_OFFSET) == MAX_OFFSET
+            done = outcome.remove_messages(self._store, connection, partition, 0, MAX_OFFSET) == MAX_OFFSET
             if done:
                 connection.execute("DELETE FROM garbage WHERE partition_id = ?", (partition,))
             return done
@@ -365,7 +359,7 @@ def _partitions_of(connection: sqlite3.Connection, number: int) -> list[Partitio
 
 
 def _damaged_headers(connection: sqlite3.Connection) -> list[str]:
-    """Return a list with a text about the first message whose headers are damaged; empty if there is none."""
+    """Return a text about the first message with damaged headers, in a list; an empty list if there is none."""
     for row_id, text in connection.execute("SELECT id, headers FROM messages WHERE headers IS NOT NULL"):
         try:
             unpack_raw(text)

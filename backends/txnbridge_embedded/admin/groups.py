@@ -1,4 +1,4 @@
-"""Administration of groups: their members, positions and lag, and the reset of their positions."""
+"""Administration of groups: their members, offsets and lag, and the reset of their offsets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from txnbridge_embedded.read import group_members
 from txnbridge_embedded.write import acks
 
 
-def look(connection: sqlite3.Connection, name: str) -> GroupInfo:
-    """Return a group's members, positions and lag, in the caller's snapshot. Raise `NotFound` if it does not exist."""
+def describe(connection: sqlite3.Connection, name: str) -> GroupInfo:
+    """Return a group's members, offsets and lag, in the caller's snapshot. Raise `NotFound` if it does not exist."""
     group_id = _id_of(connection, name)
     bounds = _read_bounds(connection, group_id)
     by_id = {found.id: partition for partition, found in bounds.items()}
@@ -24,7 +24,7 @@ def look(connection: sqlite3.Connection, name: str) -> GroupInfo:
         name,
         tuple(
             GroupMember(member, host, tuple(by_id[id] for id, row in held.items() if row.member == member), until)
-            for member, host, until in _living(connection, group_id)
+            for member, host, until in _live_members(connection, group_id)
         ),
         {partition: (found.position or 0,) for partition, found in bounds.items()},
         {
@@ -42,10 +42,10 @@ def reset(
     topics: Sequence[str] | None,
     deadline: Deadline,
 ) -> dict[Partition, Position]:
-    """Set the positions of a group to the earliest or latest offsets or to a time, and return them.
+    """Set a group's offsets to "earliest", "latest" or a time in milliseconds, and return the new offsets.
 
-    Raise `NotFound` if the group does not exist or has not read a topic, `InvalidState` if it has members or messages
-    reserved by a prepared transaction.
+    Raise `NotFound` if the group does not exist or has not read a given topic, and `InvalidState` if it has members, or
+    messages that a prepared transaction has acknowledged.
     """
     with store.reading(connection, deadline):
         bounds = _wanted(connection, name, topics)
@@ -68,7 +68,7 @@ def reset(
 
 
 def held_by_others(connection: sqlite3.Connection, group_id: int, member: str) -> dict[str, list[Partition]]:
-    """Return the partitions of a group's other members, by a text with the member's host and lease."""
+    """Return the partitions of a group's other members; each key is a text with the member's host and lease."""
     found: dict[str, list[Partition]] = {}
     rows = connection.execute(
         "SELECT m.host, m.expires_at, t.name, p.number FROM assignments a JOIN members m ON m.id = a.member"
@@ -77,23 +77,23 @@ def held_by_others(connection: sqlite3.Connection, group_id: int, member: str) -
         (group_id, member),
     )
     for host, until, topic, number in rows:
-        found.setdefault(lease(host, until), []).append((topic, number))
+        found.setdefault(lease_text(host, until), []).append((topic, number))
     return found
 
 
-def lease(host: str, until: int) -> str:
-    """Return a text with the host of a lease's holder and the time at which the lease ends."""
+def lease_text(host: str, until: int) -> str:
+    """Return a text with a member's host and the end of its lease."""
     return f"{host}, whose lease ends at {datetime.fromtimestamp(until / 1000):%H:%M:%S} unless it is renewed"
 
 
 def _id_of(connection: sqlite3.Connection, name: str) -> int:
     row = connection.execute("SELECT id FROM groups WHERE name = ?", (name,)).fetchone()
     if row is None:
-        raise NotFound(f"there is no group {name!r}; `txnbridge groups list` shows those that there are")
+        raise NotFound(f"there is no group {name!r}; `txnbridge groups list` shows all groups")
     return int(row[0])
 
 
-def _living(connection: sqlite3.Connection, group_id: int) -> list[tuple[str, str, int]]:
+def _live_members(connection: sqlite3.Connection, group_id: int) -> list[tuple[str, str, int]]:
     return connection.execute(
         "SELECT id, host, expires_at FROM members WHERE group_id = ? AND expires_at >= ? ORDER BY joined_at, id",
         (group_id, now_ms()),
@@ -101,7 +101,7 @@ def _living(connection: sqlite3.Connection, group_id: int) -> list[tuple[str, st
 
 
 def _read_bounds(connection: sqlite3.Connection, group_id: int) -> Mapping[Partition, Bounds]:
-    """Return the bounds of every partition that the group has begun to read."""
+    """Return the readable ranges of the partitions that the group has begun to read."""
     rows = connection.execute(
         "SELECT DISTINCT t.name FROM positions q JOIN partitions p ON p.id = q.partition_id"
         " JOIN topics t ON t.id = p.topic_id WHERE q.group_id = ?",
@@ -120,8 +120,8 @@ def _wanted(connection: sqlite3.Connection, name: str, topics: Sequence[str] | N
 
 
 def _check_free(connection: sqlite3.Connection, group_id: int, name: str) -> None:
-    for _, host, until in _living(connection, group_id):
-        raise InvalidState(f"group {name!r} has a member at {lease(host, until)}: stop it first")
+    for _, host, until in _live_members(connection, group_id):
+        raise InvalidState(f"group {name!r} has a member at {lease_text(host, until)}: stop it first")
     row = connection.execute(
         "SELECT id FROM transactions JOIN pending_acks USING (number) WHERE group_id = ? LIMIT 1", (group_id,)
     ).fetchone()
@@ -134,7 +134,7 @@ def _set(connection: sqlite3.Connection, group_id: int, partition_id: int, offse
     for table in ("acks", "pending_acks", "leases"):
         connection.execute(f"DELETE FROM {table} WHERE group_id = ? AND partition_id = ?", where)
     connection.execute("UPDATE positions SET next = ? WHERE group_id = ? AND partition_id = ?", (offset, *where))
-    # The member that had the partition last may only be paused; its messages were delivered before this reset.
+    # The last member may only be suspended. With the new epoch it cannot acknowledge messages from before the reset.
     connection.execute(
         "UPDATE assignments SET member = NULL, epoch = epoch + 1 WHERE group_id = ? AND partition_id = ?", where
     )

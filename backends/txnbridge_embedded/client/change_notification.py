@@ -1,9 +1,8 @@
-"""Waits until another connection, in any process, has committed into the file.
+"""Lets a reader wait until another connection, in any process, has committed into the file.
 
-SQLite shows by `PRAGMA data_version` whether another connection has changed the file. But this has to be polled, and
-each sleep costs some 40 us of a core. Linux notifies by inotify at once when the write-ahead log is written, some
-milliseconds before the commit, if one follows. So a waiting reader sleeps until the notification, and then polls
-SQLite, at first often. On another system the reader polls all the time.
+By `PRAGMA data_version` SQLite shows whether another connection has changed the file. But the pragma has to be polled.
+Linux notifies by inotify when the write-ahead log is written, some milliseconds before a commit. So on Linux a reader
+waits for the notification, and then polls SQLite, at first often. On other systems the reader always polls.
 """
 
 from __future__ import annotations
@@ -16,40 +15,39 @@ import time
 from pathlib import Path
 
 # The first pause after the write-ahead log was written, for quick commits.
-_SHORT = 0.001
-# Later pauses are this share of the time since the write. So a commit is noticed late by this share of its duration at
-# most, and the reader soon polls less often after a write without a commit.
-_PART = 0.25
-# The longest pause of a reader without inotify: polling takes less than 2 % of a core, and the delay is 2 ms.
-_LONG = 0.004
+_FIRST_PAUSE = 0.001
+# Later pauses are this share of the time since the write. So the delay is at most this share of the commit's duration,
+# and a reader soon polls less often after a write without a commit.
+_PAUSE_SHARE = 0.25
+# The longest pause without inotify: polling takes less than 2 % of a core, and the mean delay is 2 ms.
+_BLIND_PAUSE = 0.004
 
 _IN_MODIFY = 2  # <sys/inotify.h>
 
 
 class ChangeNotification:
-    """Detects and waits for commits into the file by connections other than the reader's own."""
+    """Waits for commits into the file by connections other than the reader's own."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._cursor = connection.cursor()
         self._seen: object = None
         self._written_at = 0.0
-        self._log = _LogWatch(f"{path}-wal")
+        self._log = _WalWatch(f"{path}-wal")
 
-    def mark(self) -> None:
-        """Remember the file's current version, with which `wait` compares."""
+    def remember_version(self) -> None:
         self._seen = self._version()
 
     def wait(self, seconds: float) -> None:
-        """Wait until the file has changed since `mark`, or until the time has passed."""
+        """Wait until the file has changed since `remember_version`, or until the time has passed."""
         until = time.monotonic() + seconds
         while self._version() == self._seen:
             now = time.monotonic()
             if now >= until:
                 return
-            pause = max(_SHORT, _PART * (now - self._written_at))
+            pause = max(_FIRST_PAUSE, _PAUSE_SHARE * (now - self._written_at))
             if self._log.is_written_within(min(pause, until - now)):
                 self._written_at = time.monotonic()
-                time.sleep(_SHORT)  # without this pause a long write would keep this process busy as well
+                time.sleep(_FIRST_PAUSE)  # otherwise this process would be busy during another's long write
         if self._log.blind:
             self._written_at = time.monotonic()
 
@@ -57,16 +55,15 @@ class ChangeNotification:
         try:
             return self._cursor.execute("PRAGMA data_version").fetchone()
         except sqlite3.OperationalError:
-            # The file is being recovered, which is a change; the reader's next query raises a lasting error.
+            # The file is being recovered, which is a change. A permanent error is raised by the reader's next query.
             return None
 
     def close(self) -> None:
-        """Close the inotify descriptor."""
         self._log.close()
 
 
-class _LogWatch:
-    """Linux's inotify on one file. `blind` is true without inotify, or if the limit of watches is reached."""
+class _WalWatch:
+    """Linux's inotify on the write-ahead log. `blind` is true without inotify, or at the system's limit of watches."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = _watch(path)
@@ -76,9 +73,9 @@ class _LogWatch:
             self._poll.register(self._descriptor, select.POLLIN)
 
     def is_written_within(self, seconds: float) -> bool:
-        """Wait for a write to the file, and return whether one came. A blind watch waits briefly and returns False."""
+        """Wait for a write to the file, and return whether there was one. A blind watch only waits, briefly."""
         if self.blind:
-            time.sleep(min(seconds, _LONG))
+            time.sleep(min(seconds, _BLIND_PAUSE))
             return False
         if not self._poll.poll(seconds * 1000):
             return False
@@ -95,7 +92,7 @@ class _LogWatch:
 
 
 def _watch(path: str) -> int:
-    """Return a descriptor that becomes readable when a file is written; -1 if the system gives none."""
+    """Return an inotify descriptor, which becomes readable when a file is written; -1 if there is none."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "inotify_init1"):
         return -1

@@ -1,4 +1,4 @@
-"""Checks whether a broker's file can be at a path, and whether an existing file is one of this broker."""
+"""Checks whether the broker's file can be at a path, and whether an existing file is a broker's file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _NETWORK = {
 
 
 def check_sqlite(version: tuple[int, ...] = sqlite3.sqlite_version_info) -> None:
-    """Raise `BackendMissing` for a version of SQLite that is too old."""
     if version < OLDEST_SQLITE:
         raise BackendMissing(
             f"the embedded broker needs SQLite {'.'.join(map(str, OLDEST_SQLITE))}; this Python has "
@@ -28,16 +27,16 @@ def check_sqlite(version: tuple[int, ...] = sqlite3.sqlite_version_info) -> None
 
 
 def check_path(path: Path, create: bool) -> None:
-    """Raise the most exact error if no broker's file can be opened, or with `create` created, at this path."""
+    """Raise an error if no broker's file can be opened at this path, or, with `create`, created there."""
     try:
         _check_kind(path, create)
     except PermissionError as error:
-        raise AccessDenied(f"{path} cannot be reached: this user may not look into its folder") from error
+        raise AccessDenied(f"{path} cannot be reached: this user may not read its folder") from error
     except OSError as error:
         raise InvalidOption(f"{path} cannot be the broker's file: {error.strerror}") from error
     for place, mode in ((path, os.R_OK | os.W_OK), (path.parent, os.R_OK | os.W_OK | os.X_OK)):
         if place.exists() and not os.access(place, mode, effective_ids=os.access in os.supports_effective_ids):
-            raise AccessDenied(f"{place} may not be written by this user; readers write too (their positions, locks)")
+            raise AccessDenied(f"this user may not write {place}; readers write too (their offsets and locks)")
     check_mount(path)
 
 
@@ -48,7 +47,7 @@ def _check_kind(path: Path, create: bool) -> None:
         raise InvalidOption(f"there is no folder {path.parent} for the broker's file; create it first")
     exists = path.exists()
     if not exists and not create:
-        raise NotFound(f"there is no broker's file at {path}; a bridge that writes makes it, unless with create=false")
+        raise NotFound(f"there is no broker's file at {path}; without create=false a bridge creates it")
     if exists and not path.is_file():
         raise InvalidOption(f"{path} is not a plain file")
 
@@ -60,13 +59,13 @@ def check_mount(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> None
     kind, point = mount_of(path.resolve(), mounts.read_text())
     if kind in _NETWORK:
         raise InvalidOption(
-            f"{path} is on a network mount ({kind} at {point}), where processes of several machines cannot share "
-            "SQLite's log safely; use a disk of this machine"
+            f"{path} is on a network mount ({kind} at {point}), where several machines cannot share SQLite's log "
+            "safely; use a disk of this machine"
         )
 
 
 def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
-    """Return the file system type and the mount point of a path; of two mounts at one point the later counts."""
+    """Return the file system type and the mount point of a path, by the text of /proc/self/mountinfo."""
     best = ("", "")
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
@@ -83,11 +82,8 @@ def _unescape(point: str) -> str:
 
 
 def check_header(connection: sqlite3.Connection, path: Path) -> int:
-    """Return the schema version of the file; 0 for an empty file.
-
-    Raise `InvalidOption` for a file of another program, of a newer version, or of a version that never existed.
-    """
-    # One statement reads one snapshot, because another process may be creating the tables right now.
+    """Return the file's schema version, 0 if it is empty. Raise `InvalidOption` if it is not a file of this version."""
+    # One statement reads one snapshot: another process may be creating the tables at this moment.
     application, version, tables = connection.execute(
         "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master)"
         " FROM pragma_application_id, pragma_user_version"
@@ -98,15 +94,15 @@ def check_header(connection: sqlite3.Connection, path: Path) -> int:
         raise InvalidOption(f"{path} is a database of another program; name another file")
     if version > VERSION:
         raise InvalidOption(
-            f"{path} was written by a newer txnbridge (its version is {version}, this one reads {VERSION}); upgrade"
+            f"{path} was written by a newer txnbridge (schema {version}, and this one reads {VERSION}); upgrade"
         )
     if version < OLDEST:
-        raise InvalidOption(f"{path} has version {version}, which no released txnbridge wrote; restore a copy")
+        raise InvalidOption(f"{path} has schema {version}, which no released txnbridge wrote; restore a copy")
     return int(version)
 
 
 def in_place(path: Path, inode: tuple[int, int]) -> bool:
-    """Return whether the file that was opened is still the one at this path."""
+    """Return whether the file that was opened is still at its path, and was not removed or replaced."""
     try:
         found = os.stat(path)
     except OSError:
@@ -116,6 +112,6 @@ def in_place(path: Path, inode: tuple[int, int]) -> bool:
 
 def moved(path: Path) -> TxnBridgeError:
     return StorageFailed(
-        f"{path} was removed, moved or replaced while it was open; what is written now would be lost. "
-        "Put it back together with its -wal file, or open it anew"
+        f"{path} was removed, moved or replaced while it was open, so that writes would be lost. Move it back together "
+        "with its -wal file, or connect again"
     )

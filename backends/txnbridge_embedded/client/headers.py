@@ -9,10 +9,10 @@ from txnbridge.spi import NO_HEADERS, Headers, RawHeaders
 
 
 def pack(headers: RawHeaders | None) -> str | None:
-    """Return headers as text; None for no headers."""
+    """Return headers as text for the file; None if there are none."""
     if not headers:
         return None
-    # The JSON is pure ASCII, because a name may hold lone surrogates, which SQLite's UTF-8 cannot store.
+    # The JSON is pure ASCII, because SQLite's UTF-8 cannot store the lone surrogates that a name may have.
     pairs = [(name, None if value is None else value.decode("latin-1")) for name, value in headers]
     return json.dumps(pairs, separators=(",", ":"))
 

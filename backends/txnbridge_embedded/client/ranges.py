@@ -1,4 +1,4 @@
-"""Ranges of offsets, including first and last. A proper list of ranges is sorted, and its ranges do not touch."""
+"""Ranges of offsets, including first and last. A list of ranges is normal if it is sorted and no two ranges touch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 Range = tuple[int, int]
 
 
-def runs(offsets: Iterable[int]) -> list[Range]:
-    """Return the given offsets as a proper list of ranges."""
+def ranges_of(offsets: Iterable[int]) -> list[Range]:
+    """Return offsets as a normal list of ranges."""
     ordered = sorted(offsets)
-    # The offsets are mostly one range, which is quicker to check; its length is checked first, to bound the list.
+    # Mostly the offsets are one range, which is checked first, because it is quicker.
     if ordered and ordered[-1] - ordered[0] + 1 == len(ordered):
         first, last = ordered[0], ordered[-1]
         if ordered == list(range(first, last + 1)):
@@ -19,7 +19,7 @@ def runs(offsets: Iterable[int]) -> list[Range]:
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Return the offsets of ranges, which may overlap and be in any order, as a proper list of ranges."""
+    """Return ranges, which may overlap and be in any order, as a normal list."""
     found: list[Range] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -30,7 +30,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 
 
 def without(ranges: Iterable[Range], holes: Iterable[Range]) -> Iterator[Range]:
-    """Yield the ranges without the offsets in `holes`; both are proper lists of ranges."""
+    """Yield the ranges without the offsets in `holes`; both are normal lists."""
     waiting = iter(holes)
     hole = next(waiting, None)
     for first, last in ranges:
@@ -40,7 +40,7 @@ def without(ranges: Iterable[Range], holes: Iterable[Range]) -> Iterator[Range]:
                 yield start, hole[0] - 1
             start = max(start, hole[1] + 1)
             if hole[1] > last:
-                break  # this hole may reach into the next range too
+                break  # this hole may also overlap the next range
             hole = next(waiting, None)
         if start <= last:
             yield start, last

@@ -8,14 +8,14 @@ import uuid
 
 APPLICATION_ID = 0x74786E62  # "txnb" in the file's header: a file of this broker
 VERSION = 2  # the schema's version, in the file's header
-OLDEST = 1  # the oldest schema version that can be opened, and is then upgraded
+OLDEST = 1  # a file with this or a newer schema version can be opened, and is then upgraded
 
 OFFSET_BITS = 40  # a message's row id is partition << 40 | offset, so that a partition's messages are adjacent
 MAX_OFFSET = (1 << OFFSET_BITS) - 1
-MAX_PARTITION_ID = (1 << 22) - 1  # of 63 bits, 40 are for the offset and one is spare
+MAX_PARTITION_ID = (1 << 22) - 1  # a row id has 63 bits: 40 are for the offset, 22 for the partition, and one is unused
 
-# Three rows of 1 KiB fit on SQLite's usual page of 4 KiB, which wastes a quarter; seven fit on this page. A commit of
-# one message writes a page of each table that it touches, so much larger pages would make small commits slow.
+# Seven rows of 1 KiB fit on this page; on SQLite's usual page of 4 KiB three would fit, and a quarter would be wasted.
+# A commit of one message writes a page of each changed table, so much larger pages would make small commits slow.
 PAGE_BYTES = 8192
 
 _SCHEMA = """
@@ -133,7 +133,7 @@ _UPGRADE = (
 
 
 def create(connection: sqlite3.Connection) -> None:
-    """Create the tables in an empty file; the caller must be in a write transaction."""
+    """Create the tables in an empty file, in the caller's write transaction."""
     for statement in _SCHEMA.split(";"):
         connection.execute(statement)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -144,7 +144,7 @@ def create(connection: sqlite3.Connection) -> None:
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
-    """Upgrade the file from schema version 1; the caller must be in a write transaction."""
+    """Upgrade the file from schema version 1, in the caller's write transaction."""
     for statement in _UPGRADE:
         connection.execute(statement)
     connection.execute(f"PRAGMA user_version = {VERSION}")

@@ -1,4 +1,4 @@
-"""A bridge's SQLite connection for all calls except those of writers and readers, which have their own."""
+"""A bridge's SQLite connection for all calls except those of writers and readers, which have their own connections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SharedConnection:
     @contextmanager
     def __call__(self, deadline: Deadline) -> Iterator[FileConnection]:
         if not self._lock.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(f"other calls kept {self.store.path} busy for {deadline.seconds:g} s")
+            raise DeadlineExceeded(f"other calls of this bridge used {self.store.path} for {deadline.seconds:g} s")
         try:
             if self._connection is None:
                 if self._closed:
@@ -34,7 +34,7 @@ class SharedConnection:
                 self._connection = self.store.connect()
             yield self._connection
         except (CommitUnclear, OutcomeUnknown):
-            self._disconnect()  # the connection may be in any state
+            self._disconnect()  # the connection's state is not known
             raise
         finally:
             self._lock.release()

@@ -27,6 +27,7 @@ from txnbridge.errors import (
 from txnbridge.spi import Deadline, FairSemaphore
 from txnbridge_embedded.client import files, schema
 from txnbridge_embedded.client.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
+from txnbridge_embedded.settings import Timing
 
 __all__ = [
     "MAX_OFFSET",
@@ -41,47 +42,42 @@ __all__ = [
 
 _log = logging.getLogger("txnbridge.embedded")
 
-# The interval at which the first writer in the queue tries SQLite's write lock. A commit takes 0.2 ms or more, so this
-# delays it little, and only one waiting writer polls so often.
+# The interval at which the first writer in the queue tries to get SQLite's write lock. It is short compared with a
+# commit of 0.2 ms or more, and only one writer polls so often.
 _LOCK_POLL = 0.0002
-# The interval at which the other writers try to become first in the queue, which they can during each commit.
-_TURN_POLL = 0.0005
-# The longest wait to become first: the first writer's process may be stopped, and the queue only makes writing fair.
-_TURN_PATIENCE = 0.1
-# The time for which a thread may write several times while other threads of its process wait: some commits.
-_KEEP_SECONDS = 0.002
-# The interval at which a reader tries again: the file is locked for readers only while it is recovered or closed by its
-# last user, which takes milliseconds.
+# The interval at which the other writers try to become the first in the queue.
+_QUEUE_POLL = 0.0005
+# The longest wait in the queue. The queue only makes writing fair, and the first writer's process may be suspended.
+_LONGEST_QUEUE_WAIT = 0.1
+# For this time, some commits, a thread may write repeatedly while other threads of its process wait.
+_CONSECUTIVE_SECONDS = 0.002
+# The interval at which a reader tries again while the file is recovered, or closed by its last user: milliseconds.
 _READ_POLL = 0.001
-# The time for which a new connection, which has no caller's deadline, waits for such a recovery.
+# The longest wait of a new connection, which has no caller's deadline, for such a recovery.
 _CONNECT_SECONDS = 5.0
-# The longest wait for a locked file when a reader leaves its group or a bridge closes: some hundred commits. Rows that
-# are left do no harm: a member's lease expires, and a writer's row is deleted later.
-LEAVING_SECONDS = 1.0
-# The age up to which a cached topic is used: topics grow rarely, and reading one costs a query.
-_TOPIC_AGE = 1.0
-# The length at which the write-ahead log is copied into the file. A longer log saves nothing, because most pages are
-# written once; a shorter one makes more commits wait for a copy, a longer one makes them wait longer.
+# The longest wait for a locked file when a reader leaves its group or a bridge closes: some hundred commits. If rows
+# are not deleted then, a member's lease expires, and a writer's row is deleted later.
+CLOSING_SECONDS = 1.0
+# The length at which the write-ahead log is copied into the file: commits wait during a copy, so it must not be long.
 CHECKPOINT_BYTES = 8 << 20
 _PARTITIONS_AT_ONCE = 10_000  # the rows of one insert, which takes some ten milliseconds
-_WAL_BYTES = 64 << 20  # a write-ahead log that grew beyond this because of a slow reader is truncated
+_WAL_BYTES = 64 << 20  # a write-ahead log that has grown beyond this, because of a slow reader, is truncated
 
 
 class CommitUnclear(StorageFailed):
-    """Raised if SQLite failed during a commit, so that it is not known yet whether the commit took effect."""
+    """Raised if SQLite failed during a commit: it is not known whether the commit took effect."""
 
 
 class FileConnection(sqlite3.Connection):
-    """A SQLite connection with its own place in the queue of writers, used by one thread at a time.
+    """A SQLite connection, with a lock for the queue of writers. It is used by one thread at a time.
 
-    Any thread may call `close`. SQLite crashes if a connection is closed during a query, so a connection in use is
-    closed by `leave`.
+    Any thread may call `close`. SQLite crashes if a connection is closed in use, so `leave` closes it then.
     """
 
-    turn = -1  # a descriptor of the queue's lock file: flock belongs to a descriptor, so threads of a process queue too
+    queue_lock = -1  # a descriptor of the queue's lock file, for flock
 
     def __init__(self, *given: Any, **options: Any) -> None:
-        self._guard = threading.Lock()  # held only briefly
+        self._guard = threading.Lock()  # guards the two flags
         self._used = self._closing = False
         super().__init__(*given, **options)
 
@@ -97,24 +93,24 @@ class FileConnection(sqlite3.Connection):
         with self._guard:
             self._used = False
             if self._closing:
-                self._let_go()
+                self._close_now()
 
     def close(self) -> None:
         with self._guard:
             self._closing = True
             if not self._used:
-                self._let_go()
+                self._close_now()
 
-    def _let_go(self) -> None:
-        turn, self.turn = self.turn, -1
-        if turn >= 0:
-            os.close(turn)
+    def _close_now(self) -> None:
+        queue_lock, self.queue_lock = self.queue_lock, -1
+        if queue_lock >= 0:
+            os.close(queue_lock)
         super().close()
 
 
 @dataclass(frozen=True)
 class StoredTopic:
-    """A topic in the file; `partitions[number]` is the partition's id."""
+    """A topic in the file. `partitions` has the ids of the partitions, by number."""
 
     id: int
     name: str
@@ -128,22 +124,21 @@ def now_ms() -> int:
 
 
 class Store:
-    """The broker's file, opened by one bridge. Any thread may use it with its own `FileConnection`."""
+    """The broker's file, opened by one bridge. Any thread may use it, with a `FileConnection` of its own."""
 
-    def __init__(
-        self, path: Path, *, durable: bool = True, max_bytes: int | None = None, create_topics: int = 1
-    ) -> None:
-        # SQLite puts its log beside the file itself, not beside a symbolic link to it; the queue's lock file also.
+    def __init__(self, path: Path, *, durable: bool, max_bytes: int | None, create_topics: int, timing: Timing) -> None:
+        self.timing = timing
+        # SQLite's log and the queue's lock file are in the folder of the file itself, not of a symbolic link to it.
         self.path = path.resolve()
         self.cluster = ""
         self.durable = durable
         self._max_bytes = max_bytes
         self._create_topics = create_topics
         self._inode: tuple[int, int] | None = None
-        self._keeper: FileConnection | None = None
+        self._connection: FileConnection | None = None
         self._wal = _WalLength(Path(f"{self.path}-wal"))
-        # The queue of this process's threads, of which only the first joins the queue of processes.
-        self._turns = FairSemaphore(1, _KEEP_SECONDS, one_per_thread=True)
+        # The queue of this process's threads. Only the first of them joins the queue of processes.
+        self._thread_queue = FairSemaphore(1, _CONSECUTIVE_SECONDS, one_per_thread=True)
         self._topics: dict[str, tuple[float, StoredTopic]] = {}
 
     # --- opening ---------------------------------------------------------------------------------------------------
@@ -159,12 +154,12 @@ class Store:
         files.check_path(self.path, create)
         # This connection stays open as long as the store: when the last connection closes, SQLite copies and removes
         # its log, which slows the next connection down. It also copies the log while other connections write.
-        self._keeper = self._connect()
+        self._connection = self._connect()
         try:
-            self._make_ready(self._keeper, deadline)
-            self._set_up(self._keeper, self.durable, deadline)
-            with self.reading(self._keeper, deadline):
-                (self.cluster,) = self._keeper.execute("SELECT value FROM meta WHERE key = 'cluster'").fetchone()
+            self._make_ready(self._connection, deadline)
+            self._set_up(self._connection, self.durable, deadline)
+            with self.reading(self._connection, deadline):
+                (self.cluster,) = self._connection.execute("SELECT value FROM meta WHERE key = 'cluster'").fetchone()
         except BaseException as error:
             self.close()
             if isinstance(error, sqlite3.Error):
@@ -184,7 +179,7 @@ class Store:
         if self._retry(connection, deadline, "opening", _READ_POLL, set_journal) != "wal":
             raise StorageFailed(f"{self.path} is on a file system where SQLite cannot keep a write-ahead log")
         if version != schema.VERSION:
-            self._open_turn(connection)
+            self._open_queue_lock(connection)
             with self.writing(connection, deadline, "creating the file"):
                 version = look(connection)  # another process may have been first
                 if not version:
@@ -195,10 +190,10 @@ class Store:
         self._inode = (found.st_dev, found.st_ino)
 
     def connect(self, *, durable: bool | None = None) -> FileConnection:
-        """Return a new connection for one thread at a time; with `durable=False` a power cut may lose its commits."""
+        """Return a new connection for one thread at a time. With `durable=False` a power cut may lose its commits."""
         connection = self._connect()
         try:
-            self._open_turn(connection)
+            self._open_queue_lock(connection)
             self._set_up(connection, self.durable if durable is None else durable, Deadline(_CONNECT_SECONDS))
         except BaseException as error:
             connection.close()
@@ -218,7 +213,7 @@ class Store:
     def _set_up(self, connection: FileConnection, durable: bool, deadline: Deadline) -> None:
         settings = [
             f"synchronous = {'FULL' if durable else 'NORMAL'}",
-            "wal_autocheckpoint = 0",  # `_copy_log` says why
+            "wal_autocheckpoint = 0",  # see `_copy_log`
             f"journal_size_limit = {_WAL_BYTES}",
         ]
         if self._max_bytes is not None:
@@ -230,30 +225,30 @@ class Store:
 
         self._retry(connection, deadline, "opening", _READ_POLL, apply)
 
-    def _open_turn(self, connection: FileConnection) -> None:
+    def _open_queue_lock(self, connection: FileConnection) -> None:
         try:
-            connection.turn = os.open(f"{self.path}-turn", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            connection.queue_lock = os.open(f"{self.path}-turn", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise AccessDenied(f"{self.path}-turn cannot be opened: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the store's own connection. The connections that `connect` returned are closed by their users."""
         self._wal.close()
-        if self._keeper is not None:
-            self._keeper.close()
-            self._keeper = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     # --- transactions of SQLite ------------------------------------------------------------------------------------
 
     @contextmanager
     def writing(self, connection: FileConnection, deadline: Deadline, what: str) -> Iterator[FileConnection]:
-        """Run a block in a write transaction of SQLite, after a fair queue; `what` names it in errors ("commit").
+        """Run a block in a write transaction of SQLite, after waiting in a fair queue; `what` names it in errors.
 
-        Raise `DeadlineExceeded` if other writers lock the file until the deadline, `CommitUnclear` if the commit itself
-        failed, and otherwise the error of `translate`: then the block's changes are not in the file.
+        Raise `DeadlineExceeded` if other writers lock the file until the deadline, and `CommitUnclear` if SQLite failed
+        during the commit. After any other error the block's changes are not in the file.
         """
         connection.enter()
-        place = self._turns.place()
+        place = self._thread_queue.place()
         try:
             try:
                 if not place.enter(deadline):
@@ -277,7 +272,7 @@ class Store:
 
     @contextmanager
     def reading(self, connection: FileConnection, deadline: Deadline) -> Iterator[FileConnection]:
-        """Run a block with a snapshot of the file. It must be short: the log cannot be truncated meanwhile."""
+        """Run a block with a snapshot of the file. The block must be short: the log cannot be truncated meanwhile."""
         connection.enter()
         try:
             self._retry(connection, deadline, "reading", _READ_POLL, _begin_snapshot)
@@ -291,29 +286,29 @@ class Store:
     def _begin(self, connection: FileConnection, deadline: Deadline, what: str) -> None:
         if self._inode is not None and not files.in_place(self.path, self._inode):
             raise files.moved(self.path)
-        _roll_back(connection)  # an exception from a signal handler may have left a SQLite transaction open
-        self._take_turn(connection, deadline)
+        _roll_back(connection)  # a signal handler's exception may have left a SQLite transaction open
+        self._wait_to_be_first(connection, deadline)
         try:
             self._retry(connection, deadline, what, _LOCK_POLL, _begin_immediate)
             if self._wal.is_long():
                 self._copy_log()
-                # The first write transaction after the whole log was copied starts the log from its beginning.
+                # A write transaction that begins after the whole log was copied writes to the log's beginning.
                 _roll_back(connection)
                 self._retry(connection, deadline, what, _LOCK_POLL, _begin_immediate)
         finally:
             with suppress(OSError):
-                fcntl.flock(connection.turn, fcntl.LOCK_UN)
+                fcntl.flock(connection.queue_lock, fcntl.LOCK_UN)
 
-    def _take_turn(self, connection: FileConnection, deadline: Deadline) -> None:
-        """Wait to become the first of the waiting writers: SQLite's write lock itself has no queue."""
-        patience = time.monotonic() + min(_TURN_PATIENCE, deadline.left())
+    def _wait_to_be_first(self, connection: FileConnection, deadline: Deadline) -> None:
+        """Wait to become the first of the waiting writers, because SQLite's write lock itself has no queue."""
+        patience = time.monotonic() + min(_LONGEST_QUEUE_WAIT, deadline.left())
         while True:
             try:
-                return fcntl.flock(connection.turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # another writer is first; or the system has no free lock, so nobody queues
+                return fcntl.flock(connection.queue_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:  # another writer is first, or the system has no free lock and there is no queue
                 if not isinstance(error, BlockingIOError) or time.monotonic() >= patience:
                     return None
-            time.sleep(_TURN_POLL)
+            time.sleep(_QUEUE_POLL)
 
     def _retry(
         self,
@@ -323,7 +318,7 @@ class Store:
         pause: float,
         step: Callable[[FileConnection], Any],
     ) -> Any:
-        """Call `step` until the file is not locked by another connection, or until the deadline."""
+        """Repeat `step` while another connection locks the file, until the deadline."""
         while True:
             try:
                 return step(connection)
@@ -344,8 +339,8 @@ class Store:
             still_open = connection.in_transaction
             _roll_back(connection)
             meaning = translate(error, f"{what} in {self.path}")
-            # If SQLite's transaction is still open, or a page could not be written, its last page, which commits it,
-            # was not written. Any other error, such as one of fsync, may have occurred after that page was written.
+            # The last page that SQLite writes commits its transaction. That page was not written if the transaction is
+            # still open, or if a page could not be written. Any other error, as of fsync, may have occurred later.
             if still_open or code_of(error) == _FULL or getattr(error, "sqlite_errorcode", None) == _IOERR_WRITE:
                 raise meaning from error
             raise CommitUnclear(str(meaning)) from error
@@ -353,11 +348,11 @@ class Store:
     def _copy_log(self) -> None:
         """Copy the write-ahead log into the file, while the caller holds the write lock and has written nothing.
 
-        SQLite does this by itself after a commit, without the lock. Versions before 3.51.3 can then damage the file: if
-        a copy starts when the whole log is copied already, and stalls while a writer restarts the log, the copy takes
-        the new log for copied. No writer restarts the log while the caller holds the lock.
+        By default SQLite copies the log after a commit, without the write lock. Versions before 3.51.3 can damage the
+        file then, if a writer restarts the log while another process begins a copy: SQLite mistakes the new log for
+        copied. While the caller holds the lock, no writer restarts the log.
         """
-        keeper = self._keeper
+        keeper = self._connection
         if keeper is None:  # another thread has closed the store meanwhile
             return
         try:
@@ -366,7 +361,7 @@ class Store:
             return
         try:
             keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-        except sqlite3.Error as error:  # such as a full disk: the log keeps all data, and the next writer tries again
+        except sqlite3.Error as error:  # such as a full disk: the data stay in the log, and the next writer tries again
             _log.debug("the log of %s could not be copied: %s", self.path, error)
         finally:
             keeper.leave()
@@ -374,8 +369,8 @@ class Store:
     # --- topics ----------------------------------------------------------------------------------------------------
 
     def topic(self, connection: FileConnection, name: str) -> StoredTopic:
-        """Return a topic, cached for a second. Raise `NotFound` if it is missing, with the command to create it."""
-        known = self._known_topic(name)
+        """Return a topic, from the cache if it was read within the last second. Raise `NotFound` if it is missing."""
+        known = self._cached_topic(name)
         if known is not None:
             return known
         topic = read_topic(connection, name)
@@ -385,13 +380,13 @@ class Store:
         self._topics[name] = (time.monotonic(), topic)
         return topic
 
-    def _known_topic(self, name: str) -> StoredTopic | None:
+    def _cached_topic(self, name: str) -> StoredTopic | None:
         read_at, topic = self._topics.get(name, (0.0, None))
-        return topic if time.monotonic() - read_at < _TOPIC_AGE else None
+        return topic if time.monotonic() - read_at < self.timing.topic_age else None
 
     def ensure_topic(self, connection: FileConnection, name: str, deadline: Deadline) -> StoredTopic:
-        """Return a topic; create a missing one if `create_topics` is not 0. Not inside `writing` or `reading`."""
-        known = self._known_topic(name)
+        """Return a topic; create a missing topic unless `create_topics` is 0. Not inside `writing` or `reading`."""
+        known = self._cached_topic(name)
         if known is not None:
             return known
         try:
@@ -405,12 +400,12 @@ class Store:
             return self.topic(connection, name)
 
     def forget_topic(self, name: str) -> None:
-        """Drop a topic from the cache, so that the next call reads the topic from the file."""
+        """Drop a topic from the cache."""
         self._topics.pop(name, None)
 
 
 class _WalLength:
-    """Checks by two reads of 8 bytes whether SQLite's write-ahead log has reached `CHECKPOINT_BYTES`."""
+    """Checks whether SQLite's write-ahead log has reached `CHECKPOINT_BYTES`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -421,8 +416,8 @@ class _WalLength:
     def is_long(self) -> bool:
         """Return whether the page at `CHECKPOINT_BYTES` was written since SQLite last restarted the log.
 
-        The log's file does not shrink at a restart, but each restart sets a new salt in the header of the log and of
-        each page. (Opening and closing this file is safe: SQLite's locks are on its other two files.)
+        At a restart the log's file does not shrink, but the header of the log, and of each page written later, gets a
+        new salt. (Opening and closing this file is safe: SQLite's locks are on the other two files.)
         """
         try:
             if self._descriptor < 0 or os.fstat(self._descriptor).st_nlink == 0:
@@ -439,8 +434,8 @@ class _WalLength:
             os.close(descriptor)
 
 
-def latest(connection: sqlite3.Connection) -> int:
-    """Return the latest time recorded in the file, which is ahead of the clock if the clock was set back."""
+def latest_time(connection: sqlite3.Connection) -> int:
+    """Return the latest time in the file. It is ahead of the clock if the clock was set back."""
     (found,) = connection.execute(
         "SELECT max(coalesce((SELECT max(used_at) FROM writers), 0),"
         " coalesce((SELECT max(opened_at) FROM identities), 0), coalesce((SELECT max(created_at) FROM topics), 0))"
@@ -464,7 +459,7 @@ def add_topic(
     retention_ms: int | None = None,
     retention_bytes: int | None = None,
 ) -> bool:
-    """Add a topic, and return False if the name exists; the caller must be in a write transaction of the file."""
+    """Add a topic, in the caller's write transaction. Return False if the name exists."""
     added = connection.execute(
         "INSERT INTO topics(name, retention_ms, retention_bytes, created_at) VALUES (?, ?, ?, ?)"
         " ON CONFLICT DO NOTHING RETURNING id",
@@ -476,24 +471,24 @@ def add_topic(
 
 
 def add_partitions(connection: sqlite3.Connection, topic_id: int, first: int, count: int, deadline: Deadline) -> None:
-    """Add partitions to a topic; the caller must be in a write transaction. Raise `DeadlineExceeded` if slow."""
-    if _partitions_given(connection) + count > MAX_PARTITION_ID:
-        raise InvalidOption(f"one file holds at most {MAX_PARTITION_ID} partitions, deleted ones included")
+    """Add partitions to a topic, in the caller's write transaction, until the deadline."""
+    if _partition_ids_used(connection) + count > MAX_PARTITION_ID:
+        raise InvalidOption(f"a file can have at most {MAX_PARTITION_ID} partitions, including deleted ones")
     for start in range(first, first + count, _PARTITIONS_AT_ONCE):
-        deadline.check(f"making {count} partitions")
+        deadline.check(f"adding {count} partitions")
         connection.executemany(
             "INSERT INTO partitions(topic_id, number) VALUES (?, ?)",
             ((topic_id, number) for number in range(start, min(start + _PARTITIONS_AT_ONCE, first + count))),
         )
 
 
-def _partitions_given(connection: sqlite3.Connection) -> int:
+def _partition_ids_used(connection: sqlite3.Connection) -> int:
     row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'partitions'").fetchone()
     return int(row[0]) if row else 0
 
 
 def _roll_back(connection: sqlite3.Connection) -> None:
-    """Roll back SQLite's transaction if one is open; after many errors SQLite itself has rolled it back."""
+    """Roll back SQLite's transaction if it is open: after many errors SQLite itself has rolled it back."""
     if connection.in_transaction:
         connection.execute("ROLLBACK")
 
@@ -503,7 +498,7 @@ def _begin_immediate(connection: FileConnection) -> None:
 
 
 def _begin_snapshot(connection: FileConnection) -> None:
-    # BEGIN alone takes no snapshot; the first query takes it, and can fail because of a lock.
+    # BEGIN takes no snapshot. The first query takes it, and can fail because of a lock.
     if not connection.in_transaction:
         connection.execute("BEGIN")
     connection.execute("SELECT 1 FROM meta LIMIT 1").fetchone()
@@ -511,7 +506,7 @@ def _begin_snapshot(connection: FileConnection) -> None:
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
-# SQLite's primary result codes. Python 3.10 gives only an error's text.
+# SQLite's primary result codes, and the texts by which Python 3.10, without error codes, distinguishes errors.
 _PERM, _BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PROTOCOL, _NOTADB = (
     *(3, 5, 6, 8, 10, 11, 13, 14, 15, 26),
 )
@@ -533,10 +528,10 @@ _MEANINGS: dict[int, tuple[type[TxnBridgeError], str]] = {
     _LOCKED: (DeadlineExceeded, "another connection keeps the file locked"),
     _PROTOCOL: (DeadlineExceeded, "other processes keep the file's lock table busy"),
     _PERM: (AccessDenied, "the operating system refuses access"),
-    _READONLY: (AccessDenied, "the file may not be written: check its rights, its folder's and the mount's"),
-    _CANTOPEN: (AccessDenied, "the file, or one beside it, cannot be opened: check the rights and the open files"),
-    _FULL: (StorageFailed, "there is no room: the disk is full or max_bytes is reached"),
-    _IOERR: (StorageFailed, "the disk refuses to read or write"),
+    _READONLY: (AccessDenied, "the file may not be written: check the rights of the file, its folder and its mount"),
+    _CANTOPEN: (AccessDenied, "the file, its -wal or its -shm cannot be opened: check rights and number of open files"),
+    _FULL: (StorageFailed, "there is no space: the disk is full or max_bytes is reached"),
+    _IOERR: (StorageFailed, "the disk failed to read or write"),
     _CORRUPT: (StorageFailed, "the file is damaged: restore a copy; `sqlite3 FILE .recover` saves what can be read"),
     _NOTADB: (StorageFailed, "the file is not an SQLite database, or its header is damaged"),
 }
@@ -549,13 +544,13 @@ def code_of(error: sqlite3.Error) -> int | None:
 
 
 def is_busy(error: sqlite3.Error) -> bool:
-    """Return whether an error says that another connection holds a lock, so that a later try may succeed."""
+    """Return whether another connection holds a lock, so that a later try may succeed."""
     return code_of(error) in (_BUSY, _LOCKED, _PROTOCOL)
 
 
 def translate(error: sqlite3.Error | UnicodeEncodeError, what: str) -> TxnBridgeError:
-    """Return the core's error for an error of SQLite during `what`, to be raised `from` SQLite's own error."""
+    """Return the core's error for an error of SQLite during `what`."""
     if isinstance(error, UnicodeEncodeError):
-        return InvalidOption(f"{what} failed: a name holds half a character (a lone surrogate), which no file can")
+        return InvalidOption(f"{what} failed: a name has half a character (a lone surrogate), which cannot be stored")
     kind, meaning = _MEANINGS.get(code_of(error) or 0, (BrokerUnavailable, str(error)))
     return kind(f"{what} failed: {meaning}")

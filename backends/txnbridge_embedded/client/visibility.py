@@ -10,22 +10,22 @@ from txnbridge.spi import Deadline, Partition
 from txnbridge_embedded.client.ranges import Range, without
 from txnbridge_embedded.client.store import OFFSET_BITS, FileConnection, Store
 
-_SCAN_ROWS = 20_000  # the offsets that a search by time reads in one snapshot, which takes some 10 ms
+_SCAN_ROWS = 20_000  # a search by time reads so many offsets in one snapshot, in some 10 ms
 
 
 @dataclass(frozen=True)
 class Bounds:
     """The readable range of a partition: from `kept`, the first offset that retention has not removed, to `end`.
 
-    `end` is the offset of the first undecided message, or of the next message. Messages below `end` never change.
-    `position` and `rewinds` are the group's; `held_by` is the number of the undecided transaction at `end`.
+    `end` is the last stable offset: that of the first undecided message, or of the next message. `blocked_by` is the
+    number of the undecided transaction at `end`. `position` and `rewinds` are from the group's row in `positions`.
     """
 
     id: int
     partition: Partition
     kept: int
     end: int
-    held_by: int | None
+    blocked_by: int | None
     position: int | None
     rewinds: int | None
 
@@ -33,7 +33,7 @@ class Bounds:
 def read_bounds(
     connection: sqlite3.Connection, topics: Iterable[str], group_id: int | None = None
 ) -> dict[Partition, Bounds]:
-    """Return the bounds of topics' partitions; the caller must be in a snapshot. A missing topic is left out."""
+    """Return the bounds of topics' partitions, in the caller's snapshot. A missing topic is left out."""
     names = tuple(topics)
     rows = connection.execute(
         "SELECT p.id, t.name, p.number, p.first, p.next, u.first, u.number, q.next, q.rewinds"
@@ -45,16 +45,18 @@ def read_bounds(
         (group_id, *names),
     )
     return {
-        (topic, number): Bounds(id, (topic, number), kept, next if held is None else held, held_by, position, rewinds)
-        for id, topic, number, kept, next, held, held_by, position, rewinds in rows
+        (topic, number): Bounds(
+            id, (topic, number), kept, next if held is None else held, blocked_by, position, rewinds
+        )
+        for id, topic, number, kept, next, held, blocked_by, position, rewinds in rows
     }
 
 
 def first_since(store: Store, connection: FileConnection, bounds: Bounds, timestamp: int, deadline: Deadline) -> int:
-    """Return the first readable offset stamped at or after a time, else the end; each message is read in order."""
+    """Return the first readable offset with a timestamp at or after a time, else the end, by reading all messages."""
     base = bounds.id << OFFSET_BITS
     for start in range(bounds.kept, bounds.end, _SCAN_ROWS):
-        deadline.check(f"the search for {timestamp} in {bounds.partition[0]}[{bounds.partition[1]}]")
+        deadline.check(f"the search for the time {timestamp} in {bounds.partition[0]}[{bounds.partition[1]}]")
         with store.reading(connection, deadline):
             row = connection.execute(
                 "SELECT id FROM messages WHERE id >= ? AND id < ? AND timestamp >= ? ORDER BY id LIMIT 1",
@@ -66,9 +68,9 @@ def first_since(store: Store, connection: FileConnection, bounds: Bounds, timest
 
 
 def count_between(connection: sqlite3.Connection, bounds: Bounds, first: int, taken: Iterable[Range]) -> int:
-    """Return the number of offsets from `first` to the last readable message, without the ranges `taken`.
+    """Return the number of offsets from `first` to the last readable message, without the ranges `taken`: the lag.
 
-    A gap after the last message, which an aborted transaction left, is not counted.
+    A gap that an aborted transaction left after the last message is not counted.
     """
     base = bounds.id << OFFSET_BITS
     first = max(first, bounds.kept)

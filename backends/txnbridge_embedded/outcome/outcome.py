@@ -1,7 +1,7 @@
-"""Ends transactions whose messages are in the file undecided: prepared ones, and plain ones larger than the memory.
+"""Ends transactions with undecided messages in the file: prepared ones, and plain ones larger than the memory.
 
 The decision is one small write transaction. A commit is then complete. After an abort the messages are removed in small
-pieces, so that no other writer waits long. If a process dies between two pieces, another process removes the rest.
+batches, so that other writers do not wait long. If a process dies meanwhile, another process removes the rest.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from txnbridge_embedded.write import acks
 
 _log = logging.getLogger("txnbridge.embedded")
 
-# The most rows and bytes that are removed at once, which takes some ten milliseconds.
-_PIECE_ROWS = 10_000
-_PIECE_BYTES = 8 << 20
+# The most bytes that are removed at once, which takes some ten milliseconds; `Timing.removed_rows` has the most rows.
+_REMOVED_BYTES = 8 << 20
 
 
 def decide(
@@ -31,10 +30,10 @@ def decide(
     events: Emitter,
     reason: str = "aborted by its token",
 ) -> Outcome:
-    """End a prepared transaction; return the true outcome, also if another process ended it. Safe to repeat.
+    """End a prepared transaction, and return its outcome, which another process may have decided. Safe to repeat.
 
     Raise `EvidenceLost` if the file has no row of the transaction, `InvalidState` if it is not prepared,
-    `OutcomeUnknown` if SQLite failed during the commit, `BrokerUnavailable` if it failed before.
+    `OutcomeUnknown` if SQLite failed during the commit, and `BrokerUnavailable` if SQLite failed before.
     """
     try:
         state = _decide_once(store, connection, transaction, decision, deadline, events, reason)
@@ -42,7 +41,7 @@ def decide(
         raise OutcomeUnknown(f"ending transaction {transaction}: {error}") from error.__cause__
     if state == "committed":
         return Outcome.COMMITTED
-    finish_aborts(store, connection, deadline, events)
+    remove_aborted_messages(store, connection, deadline, events)
     return Outcome.ABORTED
 
 
@@ -63,7 +62,7 @@ def _decide_once(
             "SELECT number, state, deadline_at FROM transactions WHERE id = ?", (transaction,)
         ).fetchone()
         if row is None:
-            raise EvidenceLost(f"the file knows nothing of transaction {transaction} (any more)")
+            raise EvidenceLost(f"the file has no record of transaction {transaction}: it may have been deleted by age")
         number, state, deadline_at = row
         if state == "open":
             raise InvalidState(f"transaction {transaction} is open, not prepared: it can only be aborted")
@@ -79,7 +78,7 @@ def _decide_once(
 
 
 def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
-    """Commit a prepared transaction, which makes its messages visible; the caller must be in a write transaction."""
+    """Commit a prepared transaction, which makes its messages visible, in the caller's write transaction."""
     acks.commit_pending(connection, number)
     connection.execute("DELETE FROM undecided WHERE number = ?", (number,))
     connection.execute("UPDATE transactions SET state = 'committed', ended_at = ? WHERE number = ?", (now_ms(), number))
@@ -87,7 +86,7 @@ def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
 
 
 def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> str:
-    """Record that a transaction is aborted, in the caller's write transaction; `finish_aborts` removes its messages."""
+    """Record that a transaction is aborted, in the caller's write transaction. Its messages are removed later."""
     acks.abort_pending(connection, number)
     connection.execute("UPDATE transactions SET state = 'aborting', reason = ? WHERE number = ?", (reason, number))
     return "aborting"
@@ -96,7 +95,7 @@ def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> st
 def abort_open(
     store: Store, connection: FileConnection, transaction: str, reason: str, deadline: Deadline, events: Emitter
 ) -> None:
-    """Abort a transaction that has messages in the file and was not prepared."""
+    """Abort a transaction that has messages in the file, and is not prepared."""
     with (
         events.step("step:decide", transaction, decision="abort"),
         store.writing(connection, deadline, "aborting a transaction"),
@@ -106,11 +105,11 @@ def abort_open(
         ).fetchone()
         if row is not None:
             mark_aborted(connection, row[0], reason)
-    finish_aborts(store, connection, deadline, events)
+    remove_aborted_messages(store, connection, deadline, events)
 
 
 def end_expired(store: Store, connection: FileConnection, deadline: Deadline, events: Emitter) -> int:
-    """Abort all transactions past their deadline, and return how many; remove the messages of aborted ones."""
+    """Abort all expired transactions, and return how many; remove the messages of all aborted transactions."""
     with store.reading(connection, deadline):
         expired = connection.execute(
             "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state IN ('open', 'prepared')"
@@ -129,12 +128,12 @@ def end_expired(store: Store, connection: FileConnection, deadline: Deadline, ev
             if still:
                 mark_aborted(connection, number, "its deadline passed")
                 ended += 1
-    finish_aborts(store, connection, deadline, events)
+    remove_aborted_messages(store, connection, deadline, events)
     return ended
 
 
-def finish_aborts(store: Store, connection: FileConnection, deadline: Deadline, events: Emitter) -> None:
-    """Remove the messages of aborted transactions, in pieces, until the deadline; a later call removes the rest."""
+def remove_aborted_messages(store: Store, connection: FileConnection, deadline: Deadline, events: Emitter) -> None:
+    """Remove the messages of aborted transactions, in batches, until the deadline. A later call removes the rest."""
     try:
         with store.reading(connection, deadline):
             aborted = connection.execute(
@@ -142,15 +141,15 @@ def finish_aborts(store: Store, connection: FileConnection, deadline: Deadline, 
             ).fetchall()
         for number, transaction in aborted:
             with events.step("step:purge", transaction):
-                while not _remove_piece(store, connection, number, deadline):
+                while not _remove_batch(store, connection, number, deadline):
                     pass
     except TxnBridgeError as error:
-        # The abort is decided; readers pass the remaining messages once a process has removed them.
-        _log.debug("aborted messages are left for others to remove: %s", error)
+        # The abort is decided. Readers wait at the remaining messages until another call has removed them.
+        _log.debug("a later call removes the rest of the aborted messages: %s", error)
 
 
-def _remove_piece(store: Store, connection: FileConnection, number: int, deadline: Deadline) -> bool:
-    """Remove a piece of an aborted transaction's messages; return whether none is left."""
+def _remove_batch(store: Store, connection: FileConnection, number: int, deadline: Deadline) -> bool:
+    """Remove a batch of an aborted transaction's messages; return whether none is left."""
     with store.writing(connection, deadline, "removing aborted messages"):
         row = connection.execute(
             "SELECT partition_id, first, last FROM undecided WHERE number = ? LIMIT 1", (number,)
@@ -163,31 +162,31 @@ def _remove_piece(store: Store, connection: FileConnection, number: int, deadlin
             )
             return True
         partition, first, last = row
-        if remove_messages(connection, partition, first, last) == last:
+        if remove_messages(store, connection, partition, first, last) == last:
             connection.execute("DELETE FROM undecided WHERE partition_id = ? AND first = ?", (partition, first))
         return False
 
 
-def remove_messages(connection: sqlite3.Connection, partition: int, first: int, last: int) -> int:
-    """Remove messages from the start of a range of offsets, one piece at most; return the last removed offset."""
-    base = partition << OFFSET_BITS
+def remove_messages(store: Store, connection: sqlite3.Connection, partition: int, first: int, last: int) -> int:
+    """Remove messages from the start of a range of offsets, one batch at most; return the last removed offset."""
+    base, most = partition << OFFSET_BITS, store.timing.removed_rows
     size = 0
     rows = connection.execute(
         "SELECT id, coalesce(length(value), 0) FROM messages WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
-        (base | first, base | last, _PIECE_ROWS),
+        (base | first, base | last, most),
     ).fetchall()
     done = base | last
     for count, (row_id, length) in enumerate(rows, 1):
         size += length
-        if size >= _PIECE_BYTES or count == _PIECE_ROWS:
+        if size >= _REMOVED_BYTES or count == most:
             done = row_id
             break
     connection.execute("DELETE FROM messages WHERE id BETWEEN ? AND ?", (base | first, done))
     return int(done - base)
 
 
-def forget_old(connection: sqlite3.Connection, before: int) -> None:
-    """Delete rows of transactions, half messages and writers whose last use was before a time; tokens get UNKNOWN."""
+def delete_old_rows(connection: sqlite3.Connection, before: int) -> None:
+    """Delete rows of transactions, half messages and writers by age. Tokens of these transactions get UNKNOWN."""
     connection.execute("DELETE FROM transactions WHERE ended_at < ?", (before,))
     connection.execute("DELETE FROM halves WHERE ended_at < ?", (before,))
     connection.execute("DELETE FROM writers WHERE used_at < ?", (before,))

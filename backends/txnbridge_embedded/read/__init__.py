@@ -1,3 +1,3 @@
-"""Readers: `reader` opens a reader. `base_reader` has the base class of all readers, `grouped` that of group members;
-`ungrouped`, `ordered` and `shared` are the three kinds of readers.
+"""Readers: `reader` opens one. `ungrouped`, `ordered` and `shared` are the three kinds of readers, `base_reader` has
+the base class of all, and `grouped` the base class of the members of groups.
 """

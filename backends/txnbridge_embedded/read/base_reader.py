@@ -25,18 +25,18 @@ from txnbridge_embedded.outcome.outcome import end_expired
 from txnbridge_embedded.read.partition import Cursor, position_lost
 from txnbridge_embedded.settings import Settings
 
-# The interval at which a reader reads the state of partitions and group: also without a commit, because leases and
-# deadlines expire, and while it has messages to hand out, because partitions may have been revoked.
-_LOOK_EVERY = 0.1
-# Reading the state costs 0.05 ms, but 5 ms with a thousand partitions. Without a commit the interval is at least the
-# first multiple of this cost, at most a second; after a commit it is at least the second multiple.
-_IDLE_REST, _BUSY_REST = 50, 4
-# The pause after an expired transaction was aborted (its messages are removed in pieces, perhaps by several readers).
-_LOOK_AGAIN = 0.005
-# The bytes that one poll may hand out, so that large messages do not fill the memory.
+# The interval at which a reader reads the state of partitions and group. It does so without a commit too, because
+# leases and deadlines expire, and while it has messages, because partitions may have been revoked.
+_REFRESH_SECONDS = 0.1
+# Reading the state takes 0.05 ms, but 5 ms with a thousand partitions. After a commit the pause is at least 4 times as
+# long. Without a commit it is at least 50 times as long, up to a second.
+_IDLE_COST_FACTOR, _BUSY_COST_FACTOR = 50, 4
+# The pause after expired transactions were aborted, while their messages are removed in batches.
+_AFTER_ABORT_SECONDS = 0.005
+# The most bytes of one poll, so that large messages do not fill the memory.
 POLL_BYTES = 32 << 20
-# The deadline of calls that have none (positions, seek, nack): they read or write a few rows.
-SHORT_CALL = 10.0
+# The time limit of calls without a deadline (positions, seek, nack), which read or write a few rows.
+SHORT_CALL_SECONDS = 10.0
 
 
 class PollingReader(Reader):
@@ -59,25 +59,25 @@ class PollingReader(Reader):
         self._listener = listener
         self._events = events
         self._cursors: dict[Partition, Cursor] = {}
-        self._found: list[Message] = []  # messages that an interrupted poll has read and not returned
-        self._look_at = 0.0
-        self._rested_at = 0.0
-        self._turn = 0
-        self._left = False
+        self._unreturned: list[Message] = []  # messages that an interrupted poll has read and not returned
+        self._refresh_at = 0.0
+        self._not_before = 0.0
+        self._first_index = 0
+        self._has_left = False
         self._connection = store.connect()
-        self._watch = ChangeNotification(self._connection, store.path)
+        self._changes = ChangeNotification(self._connection, store.path)
         try:
             for topic in subscription.topics:
-                self._find(topic, deadline)
+                self._require_topic(topic, deadline)
             self._open(deadline)
-            self._look(deadline)
+            self._refresh_state(deadline)
         except BaseException:
-            self._watch.close()
+            self._changes.close()
             self._connection.close()
             raise
 
-    def _find(self, topic: str, deadline: Deadline) -> None:
-        """Raise `NotFound` if a topic does not exist; for a group it is created first, if the bridge creates topics."""
+    def _require_topic(self, topic: str, deadline: Deadline) -> None:
+        """Raise `NotFound` if a topic does not exist. For a group it is created, if the bridge creates topics."""
         if self._settings.refuse_name is not None:
             self._settings.refuse_name(topic)
         if self._subscription.group is not None:
@@ -90,11 +90,11 @@ class PollingReader(Reader):
 
     @abstractmethod
     def _open(self, deadline: Deadline) -> None:
-        """Join the group or find the start offsets, before the first `_observe`. Undo all changes on an error."""
+        """Join the group, or look up the start offsets. After an error nothing must have changed."""
 
     @abstractmethod
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
-        """Read the file's state, add and drop partitions; return the bounds of all partitions of the topics."""
+        """Read the file's state, and add and drop partitions; return the bounds of all partitions of the topics."""
 
     @abstractmethod
     def _seek(self, offsets: Mapping[Cursor, int], deadline: Deadline) -> None:
@@ -106,7 +106,7 @@ class PollingReader(Reader):
 
     @abstractmethod
     def _owner(self) -> str:
-        """Return the words for the position in an error's text: this reader's, or a group's."""
+        """Return the words that name the offset in errors' texts: this reader's position, or a group's."""
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -115,16 +115,16 @@ class PollingReader(Reader):
         while True:
             trouble: BrokerUnavailable | None = None
             try:
-                if time.monotonic() >= self._look_at:
+                if time.monotonic() >= self._refresh_at:
                     looked = True
-                    self._look(deadline)
+                    self._refresh_state(deadline)
             except BrokerUnavailable as error:
-                trouble = error  # messages that were read before are handed out first
+                trouble = error  # raised after the messages that were read before
             try:
-                if not self._found:
-                    self._take(max_messages, deadline)
-                if self._found:
-                    messages, self._found = self._found, []
+                if not self._unreturned:
+                    self._read_messages(max_messages, deadline)
+                if self._unreturned:
+                    messages, self._unreturned = self._unreturned, []
                     return messages
             except BrokerUnavailable as error:
                 trouble = error
@@ -132,22 +132,24 @@ class PollingReader(Reader):
                 raise trouble
             if looked and deadline.expired:
                 return []
-            self._watch.wait(min(deadline.left(), self._look_at - time.monotonic()))
-            time.sleep(min(deadline.left(), max(0.0, self._rested_at - time.monotonic())))
-            self._look_at = 0.0
+            self._changes.wait(min(deadline.left(), self._refresh_at - time.monotonic()))
+            time.sleep(min(deadline.left(), max(0.0, self._not_before - time.monotonic())))
+            self._refresh_at = 0.0
 
-    def _look(self, deadline: Deadline) -> None:
-        """Read the file's state, and abort transactions past their deadline that hold this reader back."""
+    def _refresh_state(self, deadline: Deadline) -> None:
+        """Read the file's state, and abort expired transactions that hold this reader back."""
         begun = time.thread_time()
-        self._watch.mark()
+        self._changes.remember_version()
         bounds = self._observe(deadline)
         self._check_topics(topic for topic, _ in bounds)
         held_back = self._is_held_back(bounds.values(), deadline)
         if held_back:
             end_expired(self._store, self._connection, deadline, self._events)
         cost, now = time.thread_time() - begun, time.monotonic()
-        self._rested_at = now + _BUSY_REST * cost
-        self._look_at = now + (_LOOK_AGAIN if held_back else max(_LOOK_EVERY, min(1.0, _IDLE_REST * cost)))
+        self._not_before = now + _BUSY_COST_FACTOR * cost
+        self._refresh_at = now + (
+            _AFTER_ABORT_SECONDS if held_back else max(_REFRESH_SECONDS, min(1.0, _IDLE_COST_FACTOR * cost))
+        )
 
     def _check_topics(self, found: Iterable[str]) -> None:
         for topic in set(self._subscription.topics).difference(found):
@@ -155,56 +157,55 @@ class PollingReader(Reader):
             self._store.topic(self._connection, topic)  # raises `NotFound`
 
     def _is_held_back(self, bounds: Iterable[Bounds], deadline: Deadline) -> bool:
-        """Return whether a transaction past its deadline keeps this reader from messages."""
+        """Return whether an expired transaction keeps this reader from messages."""
         with self._reading(deadline) as connection:
             rows = connection.execute(
                 "SELECT number FROM transactions WHERE ended_at IS NULL AND (state = 'aborting' OR deadline_at < ?)",
                 (now_ms(),),
             ).fetchall()
             overdue = {number for (number,) in rows}
-            return bool(overdue) and not overdue.isdisjoint({*self._reserving(), *(b.held_by for b in bounds)})
+            return bool(overdue) and not overdue.isdisjoint({*self._reserving(), *(b.blocked_by for b in bounds)})
 
     def _reserving(self) -> Iterable[int]:
-        """Return the numbers of prepared transactions that have reserved messages of this reader's group."""
+        """Return the numbers of prepared transactions that have acknowledged messages of this reader's group."""
         return ()
 
-    def _take(self, limit: int, deadline: Deadline) -> None:
-        """Read messages to hand out into `_found`, one partition after the other."""
+    def _read_messages(self, limit: int, deadline: Deadline) -> None:
+        """Read messages into `_unreturned`, one partition after the other."""
         room = POLL_BYTES
         try:
-            for cursor in self._in_turn():
-                while len(self._found) < limit and room > 0 and cursor.ready:
-                    room -= cursor.take(self._connection, limit - len(self._found), room, self._found)
+            for cursor in self._rotated_cursors():
+                while len(self._unreturned) < limit and room > 0 and cursor.ready:
+                    room -= cursor.take(self._connection, limit - len(self._unreturned), room, self._unreturned)
         except (PositionLost, StorageFailed, sqlite3.Error) as error:
-            # Messages that were read before are handed out, because they would be skipped. The next poll raises the
-            # error again.
-            if not self._found:
+            # Messages that were read before are returned first. The next poll raises the error again.
+            if not self._unreturned:
                 if isinstance(error, sqlite3.Error):
                     raise translate(error, f"reading {self._store.path}") from error
                 raise
 
-    def _in_turn(self) -> list[Cursor]:
-        """Return all cursors, each time beginning with another, so that no partition is served last every time."""
+    def _rotated_cursors(self) -> list[Cursor]:
+        """Return all cursors, beginning with another one at each call, so that no partition is always the last."""
         cursors = list(self._cursors.values())
         if len(cursors) > 1:
-            self._turn = (self._turn + 1) % len(cursors)
-            cursors = cursors[self._turn :] + cursors[: self._turn]
+            self._first_index = (self._first_index + 1) % len(cursors)
+            cursors = cursors[self._first_index :] + cursors[: self._first_index]
         return cursors
 
     def close(self, deadline: Deadline) -> None:
-        """Close the reader. Safe to repeat, also after an exception from a signal handler during `close`."""
+        """Close the reader. Safe to repeat, also after a signal handler's exception during `close`."""
         try:
-            if not self._left:
+            if not self._has_left:
                 self._leave(deadline)
         except TxnBridgeError:
-            self._let_go()
+            self._close_now()
             raise
-        self._let_go()
+        self._close_now()
 
-    def _let_go(self) -> None:
-        self._left = True
+    def _close_now(self) -> None:
+        self._has_left = True
         self._cursors.clear()
-        self._watch.close()
+        self._changes.close()
         self._connection.close()
 
     # --- assignments -------------------------------------------------------------------------------------------------
@@ -226,9 +227,9 @@ class PollingReader(Reader):
             self._cursors.pop(partition, None)
 
     def _drop_found(self, partitions: Collection[Partition]) -> None:
-        """Drop messages of these partitions that an interrupted poll has read: they are read again later."""
-        if self._found:
-            self._found = [m for m in self._found if (m.topic, m.partition) not in partitions]
+        """Drop messages of these partitions that an interrupted poll has read, and not returned."""
+        if self._unreturned:
+            self._unreturned = [m for m in self._unreturned if (m.topic, m.partition) not in partitions]
 
     # --- positions ---------------------------------------------------------------------------------------------------
 
@@ -236,16 +237,16 @@ class PollingReader(Reader):
         positions: dict[Partition, Position] = {
             partition: (cursor.position,) for partition, cursor in self._cursors.items()
         }
-        positions.update({(m.topic, m.partition): m.position for m in reversed(self._found)})
+        positions.update({(m.topic, m.partition): m.position for m in reversed(self._unreturned)})
         return positions
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
         offsets = {self._cursor(partition): _offset(position) for partition, position in positions.items()}
-        self._seek(offsets, Deadline(SHORT_CALL))
+        self._seek(offsets, Deadline(SHORT_CALL_SECONDS))
         self._drop_found(positions)
 
     def _check_kept(self, cursor: Cursor, offset: int) -> int:
-        """Return the partition's first kept offset. Raise `PositionLost` if `offset` is before the first kept one."""
+        """Return the first offset that retention has not removed. Raise `PositionLost` if `offset` is lower."""
         row = self._connection.execute("SELECT first FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
         kept = 0 if row is None else int(row[0])
         if offset < kept:
@@ -266,7 +267,7 @@ class PollingReader(Reader):
         except KeyError:
             topic, number = partition
             raise InvalidState(
-                f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
+                f"{topic}[{number}] is not assigned to this reader now; `positions()` lists its partitions"
             ) from None
 
     def _reading(self, deadline: Deadline) -> AbstractContextManager[FileConnection]:

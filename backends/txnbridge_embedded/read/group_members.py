@@ -1,13 +1,13 @@
 """The members of a group, and the assignment of partitions to members.
 
 A member has a lease, which a background thread of its process renews. The first member that finds a change (a member
-joined, left or let its lease expire, a topic grew) assigns the partitions anew. A partition that should move is at
-first only marked as wanted: its owner sees the mark at its next poll, finishes its work and releases the partition. If
-the owner does not release the partition within the time of a lease, the other member takes it. Each assignment raises
-the partition's epoch, so that acknowledgements under an older epoch are refused.
+joined, left or let its lease expire, or a topic grew) assigns the partitions anew. If a partition should move, its
+assignment is first marked as wanted. The owner sees the mark at its next poll, ends its transaction, and releases the
+partition. If the owner does not release the partition within the time of a lease, the other member takes it. Each
+assignment raises the partition's epoch, so that acknowledgements under an older epoch are refused.
 
-The functions run inside a write transaction. Their `now` is the time before the wait for that transaction, so a member
-that could not renew its lease because it waited for the same file is not taken for dead.
+The functions run inside a write transaction. Their `now` is the time before the wait for that transaction. So no member
+is removed because it could not renew its lease while it waited for the same file.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _log = logging.getLogger("txnbridge.embedded")
 
 
 @dataclass(frozen=True)
-class Held:
-    """A row of `assignments`: a partition's owner, the assignment's epoch, and the member that should get it next."""
+class PartitionOwner:
+    """A row of the table `assignments`: a partition's owner, the epoch, and the member that should get it next."""
 
     member: str | None
     epoch: int
@@ -42,17 +42,17 @@ class Held:
     wanted_since: int | None = None
 
     def is_overdue(self, now: int, lease_ms: int) -> bool:
-        """Return whether the partition has been wanted for longer than a lease, so that it may be taken."""
+        """Return whether the partition has been wanted for longer than a lease, so that another member may take it."""
         return self.wanted_since is not None and self.wanted_since + lease_ms <= now
 
 
-def enter_group(connection: sqlite3.Connection, name: str, sharing: str) -> int:
+def find_or_create_group(connection: sqlite3.Connection, name: str, sharing: str) -> int:
     """Return a group's id; create the group if it is missing. Raise `InvalidOption` if it has another `sharing`."""
     connection.execute("INSERT INTO groups(name, sharing) VALUES (?, ?) ON CONFLICT DO NOTHING", (name, sharing))
     group_id, made_with = connection.execute("SELECT id, sharing FROM groups WHERE name = ?", (name,)).fetchone()
     if made_with != sharing:
         raise InvalidOption(
-            f"group {name!r} was made with sharing={made_with!r}, which cannot change; join it so, or use another name"
+            f"group {name!r} was created with sharing={made_with!r}, which cannot change; use that, or another group"
         )
     return int(group_id)
 
@@ -64,10 +64,10 @@ def record_starts(
     start: str | int = "earliest",
     found: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
-    """Record the group's start position in each partition that has none yet.
+    """Store the group's start offset in each partition that has none yet.
 
-    `start` is for topics that the group has never read: "earliest", "latest" or a time, whose offset in each partition
-    is in `found`. Partitions that were added to a topic later are read from their beginning.
+    `start` is for topics that the group has never read: "earliest", "latest" or a time, for which `found` has the
+    offsets. Partitions that were added to a topic later are read from their beginning.
     """
     bounds = read_bounds(connection, topics, group_id)
     known = {topic for (topic, _), b in bounds.items() if b.position is not None}
@@ -86,7 +86,7 @@ def record_starts(
 
 
 def add_member(connection: sqlite3.Connection, group_id: int, topics: Sequence[str], lease_ms: int) -> str:
-    """Add a member to a group, and return its new id. A reader that joins again gets another id."""
+    """Add a member to a group, and return its new id."""
     member, now = secrets.token_hex(8), now_ms()
     connection.execute(
         "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?)",
@@ -96,7 +96,7 @@ def add_member(connection: sqlite3.Connection, group_id: int, topics: Sequence[s
 
 
 def remove_members(connection: sqlite3.Connection, group_id: int, members: Iterable[str]) -> None:
-    """Remove members of a group, and end their leases of messages; `share_out` then assigns their partitions."""
+    """Remove members of a group, and end their leases of messages; `reassign` then assigns their partitions."""
     for member in members:
         connection.execute("DELETE FROM members WHERE id = ?", (member,))
         connection.execute("UPDATE leases SET until = 0 WHERE group_id = ? AND member = ?", (group_id, member))
@@ -108,15 +108,15 @@ def expired_members(connection: sqlite3.Connection, group_id: int, now: int) -> 
 
 
 def release(connection: sqlite3.Connection, group_id: int, member: str, partition_ids: Iterable[int]) -> None:
-    """Release partitions of a member; `share_out` then assigns them to other members."""
+    """Release partitions of a member; `reassign` then assigns them to other members."""
     connection.executemany(
         "UPDATE assignments SET member = NULL WHERE group_id = ? AND member = ? AND partition_id = ?",
         ((group_id, member, partition_id) for partition_id in partition_ids),
     )
 
 
-def tidy(connection: sqlite3.Connection, group_id: int, now: int) -> dict[str, list[str]]:
-    """Remove members with expired leases, and record starts of new partitions; return each member's topics."""
+def remove_expired(connection: sqlite3.Connection, group_id: int, now: int) -> dict[str, list[str]]:
+    """Remove members with expired leases, and store start offsets of new partitions; return each member's topics."""
     remove_members(connection, group_id, expired_members(connection, group_id, now))
     rows = connection.execute("SELECT id, topics FROM members WHERE group_id = ?", (group_id,))
     members: dict[str, list[str]] = {member: json.loads(topics) for member, topics in rows}
@@ -124,9 +124,9 @@ def tidy(connection: sqlite3.Connection, group_id: int, now: int) -> dict[str, l
     return members
 
 
-def share_out(connection: sqlite3.Connection, group_id: int, now: int, lease_ms: int) -> None:
-    """Assign a group's free partitions to its living members, and mark those that should move as wanted."""
-    members = tidy(connection, group_id, now)
+def reassign(connection: sqlite3.Connection, group_id: int, now: int, lease_ms: int) -> None:
+    """Assign a group's free partitions to its members, and mark those that should move as wanted."""
+    members = remove_expired(connection, group_id, now)
     topics = set().union(*members.values())
     partitions = _partitions(connection, topics)
     names = {name: number for number, name in enumerate(sorted(topics))}
@@ -137,23 +137,23 @@ def share_out(connection: sqlite3.Connection, group_id: int, now: int, lease_ms:
         {id: row.member for id, row in held.items() if row.member is not None},
     )
     for id in partitions:
-        before = held.get(id, Held(None, 0))
-        after = _next_holder(before, target[id], before.member in members, now, lease_ms)
+        before = held.get(id, PartitionOwner(None, 0))
+        after = _next_assignment(before, target[id], before.member in members, now, lease_ms)
         if after != before:
             _store(connection, group_id, id, after)
     connection.execute("UPDATE groups SET generation = generation + 1 WHERE id = ?", (group_id,))
 
 
-def _next_holder(row: Held, target: str, owner_lives: bool, now: int, lease_ms: int) -> Held:
+def _next_assignment(row: PartitionOwner, target: str, owner_lives: bool, now: int, lease_ms: int) -> PartitionOwner:
     if owner_lives and target == row.member:
-        return Held(row.member, row.epoch)
+        return PartitionOwner(row.member, row.epoch)
     if not owner_lives or row.is_overdue(now, lease_ms):
-        return Held(target, row.epoch + 1)
-    # The time since which the partition is wanted stays, also if another member is to get the partition now.
-    return Held(row.member, row.epoch, target, now if row.wanted_since is None else row.wanted_since)
+        return PartitionOwner(target, row.epoch + 1)
+    # `wanted_since` is kept even if another member should get the partition now.
+    return PartitionOwner(row.member, row.epoch, target, now if row.wanted_since is None else row.wanted_since)
 
 
-def _store(connection: sqlite3.Connection, group_id: int, partition_id: int, row: Held) -> None:
+def _store(connection: sqlite3.Connection, group_id: int, partition_id: int, row: PartitionOwner) -> None:
     connection.execute(
         "INSERT OR REPLACE INTO assignments VALUES (?, ?, ?, ?, ?, ?)",
         (group_id, partition_id, row.member, row.epoch, row.wanted, row.wanted_since),
@@ -170,17 +170,17 @@ def _partitions(connection: sqlite3.Connection, topics: Iterable[str]) -> dict[i
     return dict(rows.fetchall())
 
 
-def read_assignments(connection: sqlite3.Connection, group_id: int) -> dict[int, Held]:
+def read_assignments(connection: sqlite3.Connection, group_id: int) -> dict[int, PartitionOwner]:
     rows = connection.execute(
         "SELECT partition_id, member, epoch, wanted, wanted_since FROM assignments WHERE group_id = ?", (group_id,)
     )
-    return {id: Held(*row) for id, *row in rows}
+    return {id: PartitionOwner(*row) for id, *row in rows}
 
 
 class Heartbeat:
     """Renews one member's lease on a background thread, so that a reader need not poll often.
 
-    The thread has no reference to the reader: if a reader is garbage-collected without `close`, its lease expires.
+    The thread has no reference to the reader. So if a reader is garbage-collected without `close`, its lease expires.
     """
 
     def __init__(self, store: Store, lease_seconds: float, member: str) -> None:
@@ -192,19 +192,18 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop renewing the lease, without waiting for a renewal that is under way."""
+        """Stop renewing the lease, without waiting for the thread."""
         self._stopped.set()
 
     def join(self, deadline: Deadline) -> None:
-        """Wait until the thread has ended, or until the deadline."""
         self._thread.join(deadline.left())
 
     def _run(self) -> None:
         connection = None
-        # The lease is renewed three times in its duration, so that one renewal may fail and the next may be late.
+        # The lease is renewed three times in its duration, so that one renewal may fail, and the next may be late.
         while not self._stopped.wait(self._lease / 3):
             try:
-                connection = connection or self._store.connect(durable=False)  # a power cut leaves no members anyway
+                connection = connection or self._store.connect(durable=False)  # after a power cut there is no member
                 self._renew(connection)
             except TxnBridgeError as error:
                 _log.warning("the lease of a group member could not be renewed: %s", error)
@@ -212,7 +211,7 @@ class Heartbeat:
             connection.close()
 
     def _renew(self, connection: FileConnection) -> None:
-        # If the row does not exist, the member was removed, which its reader finds out at its next poll.
+        # If the row does not exist, the member was removed, and its reader joins again at its next poll.
         with self._store.writing(connection, Deadline(self._lease / 3), "renewing a lease"):
             connection.execute(
                 "UPDATE members SET expires_at = ? WHERE id = ?", (now_ms() + int(self._lease * 1000), self.member)

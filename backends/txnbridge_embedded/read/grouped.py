@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from txnbridge.spi import Deadline, Partition
-from txnbridge_embedded.client.store import LEAVING_SECONDS, FileConnection, now_ms
+from txnbridge_embedded.client.store import CLOSING_SECONDS, FileConnection, now_ms
 from txnbridge_embedded.client.visibility import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.read import group_members
 from txnbridge_embedded.read.base_reader import PollingReader
@@ -17,11 +17,11 @@ from txnbridge_embedded.write import acks
 from txnbridge_embedded.write.acks import AckContext
 
 _log = logging.getLogger("txnbridge.embedded")
-_NAMED = 8  # the most partitions that a log line names
+_MOST_NAMED = 8  # a log line names no more partitions
 
 
 class GroupReader(PollingReader):
-    """The base class of a group's members: membership, lag, and the proof for acknowledgements."""
+    """The base class of a group's members: membership, lag, and the context of acknowledgements."""
 
     def _open(self, deadline: Deadline) -> None:
         self._lease_ms = int(self._settings.lease_seconds * 1000)
@@ -31,46 +31,45 @@ class GroupReader(PollingReader):
         start = self._subscription.start
         self._join(start, self._search(start, deadline) if isinstance(start, int) else {}, deadline)
         self._heartbeat = group_members.Heartbeat(self._store, self._settings.lease_seconds, self._member)
-        # If the reader is garbage-collected without `close`, this stops its thread. (Not at the interpreter's exit,
-        # which may be that of a forked child.)
+        # Stops the thread if the reader is garbage-collected; not at the interpreter's exit, perhaps of a forked child.
         weakref.finalize(self, self._heartbeat.stop).atexit = False
 
     def _join(self, start: str | int, found: Mapping[int, int], deadline: Deadline) -> None:
         now, topics = now_ms(), self._subscription.topics
         with self._writing("join", deadline) as connection:
-            self._group_id = group_members.enter_group(connection, self._group, self._subscription.sharing)
+            self._group_id = group_members.find_or_create_group(connection, self._group, self._subscription.sharing)
             group_members.record_starts(connection, self._group_id, topics, start, found)
             self._member = group_members.add_member(connection, self._group_id, topics, self._lease_ms)
-            self._share_out(connection, now)
+            self._reassign(connection, now)
         _log.info("group %r: joined", self._group)
 
     def _search(self, timestamp: int, deadline: Deadline) -> dict[int, int]:
-        """Return, by partition id, the offset of the first message stamped at or after a time."""
+        """Return, by partition id, the offset of the first message with a timestamp at or after a time."""
         with self._reading(deadline) as connection:
             bounds = read_bounds(connection, self._subscription.topics)
         return {b.id: first_since(self._store, self._connection, b, timestamp, deadline) for b in bounds.values()}
 
     def _join_again(self, deadline: Deadline) -> None:
-        """Join as a new member after this one was removed for its expired lease; its partitions are lost."""
+        """Join as a new member, after this member was removed for its expired lease, and has lost its partitions."""
         self._lose(list(self._cursors))
-        self._join("earliest", {}, deadline)  # the start is only for partitions that were added since the group began
+        self._join("earliest", {}, deadline)  # the start is for partitions that were added after the group began
         self._heartbeat.member = self._member
 
     def _is_member(self, connection: FileConnection) -> bool:
         return connection.execute("SELECT 1 FROM members WHERE id = ?", (self._member,)).fetchone() is not None
 
     @abstractmethod
-    def _share_out(self, connection: FileConnection, now: int) -> None:
-        """Update the group's members and assignments; the caller must be in a write transaction."""
+    def _reassign(self, connection: FileConnection, now: int) -> None:
+        """Update the group's members and assignments, in the caller's write transaction."""
 
     @abstractmethod
-    def _held(self) -> Mapping[Partition, tuple[int, int]]:
-        """Return, by partition, its id and its assignment's epoch, as the proof for acknowledgements."""
+    def _proof(self) -> Mapping[Partition, tuple[int, int]]:
+        """Return, by partition, its id and its assignment's epoch, for `AckContext`."""
 
     def ack_context(self) -> AckContext:
         if self._context is None:
             sharing = self._subscription.sharing
-            self._context = AckContext(self._group_id, self._group, sharing, self._member, self._held())
+            self._context = AckContext(self._group_id, self._group, sharing, self._member, self._proof())
         return self._context
 
     def _add(self, cursors: Iterable[Cursor]) -> None:
@@ -79,14 +78,15 @@ class GroupReader(PollingReader):
         super()._add(came)
         for cursor in came:
             topic, number = cursor.partition
-            _log.info("group %r: %s[%d] is here, from %d on", self._group, topic, number, cursor.bounds.position or 0)
+            at = cursor.bounds.position or 0
+            _log.info("group %r: %s[%d] is read here, from %d on", self._group, topic, number, at)
 
     def _lose(self, partitions: Sequence[Partition]) -> None:
         if partitions:
             _log.info(
-                "group %r: %s left: taken from this member, which did not give it up or renew its lease in time",
+                "group %r: lost %s: this member did not release it, or did not renew its lease, in time",
                 self._group,
-                named(partitions),
+                as_text(partitions),
             )
         super()._lose(partitions)
 
@@ -104,7 +104,7 @@ class GroupReader(PollingReader):
         return f"the position of group {self._group!r}"
 
     def _accept_loss(self, partition_id: int, kept: int, deadline: Deadline) -> None:
-        """Move the group's lost position to the first kept offset of a partition, after a seek by the user."""
+        """After the user's seek, move the group's lost position to the first offset that retention has not removed."""
         with self._writing("seek", deadline) as connection:
             acks.skip_to(connection, self._group_id, partition_id, kept)
 
@@ -123,19 +123,19 @@ class GroupReader(PollingReader):
         return count_between(connection, bounds, bounds.position or 0, taken)
 
     def _leave(self, deadline: Deadline) -> None:
-        deadline = Deadline(min(deadline.left(), LEAVING_SECONDS))
+        deadline = Deadline(min(deadline.left(), CLOSING_SECONDS))
         self._heartbeat.stop()
         try:
             now = now_ms()
             with self._writing("leave", deadline) as connection:
                 group_members.remove_members(connection, self._group_id, [self._member])
-                self._share_out(connection, now)
+                self._reassign(connection, now)
             _log.info("group %r: left", self._group)
         finally:
             self._heartbeat.join(deadline)
 
 
-def named(partitions: Sequence[Partition]) -> str:
-    """Return partitions as text for a log line, which names the first eight."""
-    more = f" and {len(partitions) - _NAMED} more" if len(partitions) > _NAMED else ""
-    return ", ".join(f"{topic}[{number}]" for topic, number in partitions[:_NAMED]) + more
+def as_text(partitions: Sequence[Partition]) -> str:
+    """Return the text for partitions in a log line."""
+    more = f" and {len(partitions) - _MOST_NAMED} more" if len(partitions) > _MOST_NAMED else ""
+    return ", ".join(f"{topic}[{number}]" for topic, number in partitions[:_MOST_NAMED]) + more

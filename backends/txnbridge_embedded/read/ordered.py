@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline, Partition, Position
 from txnbridge_embedded.admin import groups
-from txnbridge_embedded.client.ranges import Range, runs, without
+from txnbridge_embedded.client.ranges import Range, ranges_of, without
 from txnbridge_embedded.client.store import FileConnection, now_ms
 from txnbridge_embedded.client.visibility import Bounds, first_since, read_bounds
 from txnbridge_embedded.read import group_members
-from txnbridge_embedded.read.group_members import Held
-from txnbridge_embedded.read.grouped import GroupReader, named
+from txnbridge_embedded.read.group_members import PartitionOwner
+from txnbridge_embedded.read.grouped import GroupReader, as_text
 from txnbridge_embedded.read.partition import Cursor
 from txnbridge_embedded.write import acks
 
@@ -24,20 +24,20 @@ _log = logging.getLogger("txnbridge.embedded")
 
 
 @dataclass
-class View:
-    """The state of a group and its partitions in one snapshot of the file, as one member needs it."""
+class GroupSnapshot:
+    """The state of a group and its partitions in one snapshot of the file, for one member."""
 
     alive: bool  # whether this reader is still a member
-    stale: bool  # whether the partitions have to be assigned anew
+    stale: bool  # whether the partitions have to be reassigned
     bounds: dict[Partition, Bounds]
-    mine: dict[Partition, Held] = field(default_factory=dict)
-    taken: dict[Partition, list[Range]] = field(default_factory=dict)  # only of partitions whose cursor needs an update
+    mine: dict[Partition, PartitionOwner] = field(default_factory=dict)
+    taken: dict[Partition, list[Range]] = field(default_factory=dict)  # for cursors that need an update
     returned: dict[Partition, list[Range]] = field(default_factory=dict)
 
-    def is_with(self, cursor: Cursor) -> bool:
-        """Return whether a cursor's partition is still assigned to this member, under the same assignment."""
+    def is_assigned(self, cursor: Cursor) -> bool:
+        """Return whether a cursor's partition is still assigned to this member, by the same assignment."""
         held = self.mine.get(cursor.partition)
-        # The partition's id may have changed: a topic can be deleted and created again.
+        # If the topic was deleted and created again, the partition has another id.
         return held is not None and (self.bounds[cursor.partition].id, held.epoch) == (cursor.id, cursor.epoch)
 
 
@@ -46,11 +46,11 @@ class OrderedReader(GroupReader):
 
     def _open(self, deadline: Deadline) -> None:
         self._generation = -1
-        self._assignments: dict[int, Held] = {}
+        self._assignments: dict[int, PartitionOwner] = {}
         self._leaving: dict[Partition, Cursor] = {}  # revoked partitions that are not released in the file yet
         super()._open(deadline)
 
-    def _held(self) -> Mapping[Partition, tuple[int, int]]:
+    def _proof(self) -> Mapping[Partition, tuple[int, int]]:
         return {partition: (cursor.id, cursor.epoch) for partition, cursor in self._cursors.items()}
 
     # --- following the assignment -----------------------------------------------------------------------------------
@@ -63,24 +63,24 @@ class OrderedReader(GroupReader):
             with suppress(DeadlineExceeded):
                 if view.alive:
                     with self._writing("share", deadline) as connection:
-                        self._share_out(connection, now)
+                        self._reassign(connection, now)
                 else:
                     self._join_again(deadline)
                 view = self._view(now, deadline)
-        self._follow(view, deadline)
+        self._apply(view, deadline)
         return view.bounds
 
-    def _view(self, now: int, deadline: Deadline) -> View:
+    def _view(self, now: int, deadline: Deadline) -> GroupSnapshot:
         with self._reading(deadline) as connection:
             bounds = read_bounds(connection, self._subscription.topics, self._group_id)
             self._read_assignments(connection)
             alive = self._is_member(connection)
-            view = View(alive, self._is_stale(connection, bounds, now), bounds)
+            view = GroupSnapshot(alive, self._is_stale(connection, bounds, now), bounds)
             for partition, found in bounds.items():
                 held = self._assignments.get(found.id)
                 if alive and held is not None and held.member == self._member:
                     view.mine[partition] = held
-                    self._look_closer(connection, view, partition)
+                    self._read_acknowledged(connection, view, partition)
             return view
 
     def _read_assignments(self, connection: FileConnection) -> None:
@@ -88,14 +88,14 @@ class OrderedReader(GroupReader):
         if generation != self._generation:
             self._assignments = group_members.read_assignments(connection, self._group_id)
             self._generation = generation
-            self._tell_of_others(connection)
+            self._log_other_members(connection)
 
-    def _tell_of_others(self, connection: FileConnection) -> None:
-        """Log the partitions of other members with their leases: a dead member's partition is free after its lease."""
+    def _log_other_members(self, connection: FileConnection) -> None:
+        """Log the partitions of other members with their leases: those of a dead member get free after its lease."""
         if not _log.isEnabledFor(logging.INFO):
             return
         for holder, partitions in groups.held_by_others(connection, self._group_id, self._member).items():
-            _log.info("group %r: %s: with %s", self._group, named(partitions), holder)
+            _log.info("group %r: %s: assigned to %s", self._group, as_text(partitions), holder)
 
     def _is_stale(self, connection: FileConnection, bounds: Mapping[Partition, Bounds], now: int) -> bool:
         held = [self._assignments.get(found.id) for found in bounds.values()]
@@ -103,43 +103,43 @@ class OrderedReader(GroupReader):
             group_members.expired_members(connection, self._group_id, now)
         )
 
-    def _look_closer(self, connection: FileConnection, view: View, partition: Partition) -> None:
-        """Read the acknowledged ranges of a partition that is newly assigned, or has messages to deliver again."""
+    def _read_acknowledged(self, connection: FileConnection, view: GroupSnapshot, partition: Partition) -> None:
+        """Read the acknowledged ranges of a partition if it is newly assigned, or has messages to deliver again."""
         bounds = view.bounds[partition]
         cursor = self._cursors.get(partition)
-        if cursor is None or not view.is_with(cursor):
+        if cursor is None or not view.is_assigned(cursor):
             view.taken[partition] = acks.taken(connection, self._group_id, bounds.id)
         elif cursor.bounds.rewinds != bounds.rewinds:
             view.taken[partition] = acks.taken(connection, self._group_id, bounds.id)
             view.returned[partition] = acks.returned(connection, self._group_id, bounds.id, cursor.bounds.rewinds or 0)
 
-    def _follow(self, view: View, deadline: Deadline) -> None:
-        self._lose([partition for partition, cursor in self._cursors.items() if not view.is_with(cursor)])
-        self._leaving = {p: cursor for p, cursor in self._leaving.items() if view.is_with(cursor)}
+    def _apply(self, view: GroupSnapshot, deadline: Deadline) -> None:
+        self._lose([partition for partition, cursor in self._cursors.items() if not view.is_assigned(cursor)])
+        self._leaving = {p: cursor for p, cursor in self._leaving.items() if view.is_assigned(cursor)}
         for partition, cursor in self._cursors.items():
             self._refresh(cursor, view.bounds[partition], view)
-        came = [self._arrive(p, view) for p in view.mine if p not in self._cursors and p not in self._leaving]
-        self._give_up([p for p in self._cursors if view.mine[p].wanted is not None], deadline)
+        came = [self._new_cursor(p, view) for p in view.mine if p not in self._cursors and p not in self._leaving]
+        self._release([p for p in self._cursors if view.mine[p].wanted is not None], deadline)
         self._add(came)
 
-    def _refresh(self, cursor: Cursor, bounds: Bounds, view: View) -> None:
+    def _refresh(self, cursor: Cursor, bounds: Bounds, view: GroupSnapshot) -> None:
         cursor.bounds = bounds
         cursor.forget_below(bounds.position or 0)
         if cursor.partition in view.returned:
             cursor.taken = deque(view.taken[cursor.partition])
             cursor.repeat(without(view.returned[cursor.partition], cursor.taken))
 
-    def _arrive(self, partition: Partition, view: View) -> Cursor:
+    def _new_cursor(self, partition: Partition, view: GroupSnapshot) -> Cursor:
         bounds = view.bounds[partition]
         cursor = Cursor(bounds, bounds.position or 0, self._owner(), view.mine[partition].epoch)
         cursor.taken = deque(view.taken[partition])
         return cursor
 
-    def _give_up(self, wanted: Sequence[Partition], deadline: Deadline) -> None:
-        """Release wanted partitions, after the listener has finished their transactions."""
+    def _release(self, wanted: Sequence[Partition], deadline: Deadline) -> None:
+        """Release wanted partitions, after the listener has ended the transactions with their messages."""
         if wanted:
-            _log.info("group %r: %s: goes to another member", self._group, named(wanted))
-            # The partitions are added to `_leaving` first, so that they are released also if the listener raises.
+            _log.info("group %r: %s: moves to another member", self._group, as_text(wanted))
+            # The partitions are added to `_leaving` first: they are released even if the listener raises an error.
             self._leaving.update({partition: self._cursors[partition] for partition in wanted})
             self._forget(wanted)
             self._listener.revoking(wanted)
@@ -149,10 +149,10 @@ class OrderedReader(GroupReader):
                 with self._writing("release", deadline) as connection:
                     ids = [cursor.id for cursor in self._leaving.values()]
                     group_members.release(connection, self._group_id, self._member, ids)
-                    self._share_out(connection, now)
+                    self._reassign(connection, now)
 
-    def _share_out(self, connection: FileConnection, now: int) -> None:
-        group_members.share_out(connection, self._group_id, now, self._lease_ms)
+    def _reassign(self, connection: FileConnection, now: int) -> None:
+        group_members.reassign(connection, self._group_id, now, self._lease_ms)
 
     # --- positions --------------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class OrderedReader(GroupReader):
                 cursor.seek(max(offset, found.position or 0))
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
-        self._look(deadline)
+        self._refresh_state(deadline)
         cursors = self._cursors.values()
         found = {c: first_since(self._store, self._connection, c.bounds, timestamp, deadline) for c in cursors}
         self._seek(found, deadline)
@@ -178,7 +178,7 @@ class OrderedReader(GroupReader):
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for partition, given in positions.items():
-            if cursor := self._cursors.get(partition):  # else the partition's new member delivers them again
-                found = [m.position for m in self._found if (m.topic, m.partition) == partition]
-                cursor.repeat(runs(offset for (offset,) in sorted([*given, *found])))
+            if cursor := self._cursors.get(partition):  # else the partition's new owner gets the messages again
+                found = [m.position for m in self._unreturned if (m.topic, m.partition) == partition]
+                cursor.repeat(ranges_of(offset for (offset,) in sorted([*given, *found])))
         self._drop_found(positions)

@@ -1,4 +1,4 @@
-"""A reader's cursor in one partition: the next offset, offsets to skip, and offsets to deliver again."""
+"""The position of a reader in one partition, and the reading of the partition's messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from txnbridge_embedded.client.ranges import Range, merged, without
 from txnbridge_embedded.client.store import MAX_OFFSET, OFFSET_BITS
 from txnbridge_embedded.client.visibility import Bounds
 
-# Rows are fetched in portions. The first is so small that large messages do not fill the memory; the size of each later
-# one follows from the size of the rows before.
+# How many rows are fetched first. The sizes of these determine the later fetches, so that memory is not filled.
 _FIRST_ROWS = 4
 _SAMPLES = 16
-_COUNTS = 1000  # the number of kept delivery counts above which unneeded ones are dropped
+_MOST_DELIVERY_COUNTS = 1000  # with more, the counts of acknowledged messages are dropped
 
 Row = tuple[int, int, bytes | None, str | None, bytes | None]
 
 
 class Cursor:
-    """A reader's position in one partition, and the offsets that the reader has to skip or to deliver again."""
+    """A reader's position in one partition, with the offsets that are to be skipped or to be delivered again."""
 
     def __init__(self, bounds: Bounds, next: int, owner: str, epoch: int = 0) -> None:
         self.id = bounds.id
@@ -32,13 +31,13 @@ class Cursor:
         self.epoch = epoch
         self.source: object = None
         self.paused = False
-        self.lost = False  # True if retention has removed the next message, and the user got the error
+        self.lost = False  # True if retention has removed the next message, and `take` has raised `PositionLost`
         self.next = next  # the next offset to read
         self.taken: deque[Range] = deque()  # offsets from `next` on that are acknowledged or reserved
         self._owner = owner
         self._again: deque[Range] = deque()  # offsets below `next` that are to be delivered again
-        self._handed = next  # offsets below this one were handed out before
-        self._times: dict[int, int] = {}  # delivery counts above 1, by offset
+        self._handed_out_to = next  # lower offsets were handed out before
+        self._delivery_counts: dict[int, int] = {}  # delivery counts above 1, by offset
 
     @property
     def position(self) -> int:
@@ -53,7 +52,7 @@ class Cursor:
         return not self.paused and (bool(self._again) or self.next < self.bounds.end)
 
     def seek(self, offset: int) -> None:
-        """Continue at an offset. Messages that were handed out before count as delivered again."""
+        """Continue at an offset. Messages that were handed out before get higher delivery counts."""
         self.next = offset
         self.lost = False
         self._again = deque(without(self._again, [(offset, MAX_OFFSET)]))
@@ -61,22 +60,22 @@ class Cursor:
     def replay(self, offset: int) -> None:
         """Continue at an offset as if no message had been read yet: delivery counts start at 1."""
         self.seek(offset)
-        self._handed = offset
+        self._handed_out_to = offset
 
     def repeat(self, ranges: Iterable[Range]) -> None:
-        """Schedule those of the given offsets that are below `next` for redelivery; later ones are read anyway."""
+        """Schedule offsets for redelivery. Those from `next` on are ignored, because they will be read anyway."""
         passed = without(merged(ranges), [(self.next, MAX_OFFSET)])
         self._again = deque(merged([*self._again, *passed]))
 
     def forget_below(self, offset: int) -> None:
-        """Drop the delivery counts of offsets below this one, which are acknowledged, if there are many counts."""
-        if len(self._times) > _COUNTS:
-            self._times = {key: count for key, count in self._times.items() if key >= offset}
+        """Drop the delivery counts of lower offsets, which are acknowledged, if there are many counts."""
+        if len(self._delivery_counts) > _MOST_DELIVERY_COUNTS:
+            self._delivery_counts = {key: count for key, count in self._delivery_counts.items() if key >= offset}
 
     def take(self, connection: sqlite3.Connection, limit: int, room: int, into: list[Message]) -> int:
-        """Append the next messages to a list, those to be delivered again first; return their bytes.
+        """Append the next messages to a list, those for redelivery first; return their size in bytes.
 
-        There may be none although `ready` was true. Raise `PositionLost` if retention has removed the next message.
+        There may be none even if `ready` is true. Raise `PositionLost` if retention has removed the next message.
         """
         repeating = bool(self._again)
         if repeating:
@@ -91,11 +90,10 @@ class Cursor:
         except StorageFailed:
             rows = self._before_damage(rows)
             messages, reached = self._messages(rows), rows[-1][0] - (self.id << OFFSET_BITS) + 1
-        handed = max(self._handed, reached)
-        # There are no calls after this line, so no exception from a signal handler can come between the changes of the
-        # list and of the position.
+        handed = max(self._handed_out_to, reached)
+        # There are no calls below, so no signal handler's exception can come between the changes of list and position.
         into += messages
-        self._handed = handed
+        self._handed_out_to = handed
         if not repeating:
             self.next = reached
         elif reached <= last:
@@ -111,7 +109,7 @@ class Cursor:
         base = self.id << OFFSET_BITS
         rows, size, complete = read_rows(connection, base + first, base + stop, limit, room)
         if not rows or rows[0][0] != base + first:
-            # An aborted transaction left this gap, or retention, which may have removed undelivered messages.
+            # The gap is from an aborted transaction, or from retention, which may have removed undelivered messages.
             self._check_kept(connection, first)
         return rows, size, stop if complete else rows[-1][0] - base + 1
 
@@ -125,8 +123,8 @@ class Cursor:
         topic, number = self.partition
         base = self.id << OFFSET_BITS
         source, new, none, unpack = self.source, tuple.__new__, NO_HEADERS, headers.unpack
-        if not rows or rows[0][0] - base >= self._handed:
-            # This runs for nearly every message, and tuple.__new__ is much faster than Message(...).
+        if not rows or rows[0][0] - base >= self._handed_out_to:
+            # This runs for nearly every message, so tuple.__new__ is used, which is much faster than Message(...).
             return [
                 new(Message, (topic, number, (id - base,), key, value, none if h is None else unpack(h), at, 1, source))
                 for id, at, key, h, value in rows
@@ -137,7 +135,7 @@ class Cursor:
         ]
 
     def _before_damage(self, rows: list[Row]) -> list[Row]:
-        """Return the rows before the first row with damaged headers. Raise `StorageFailed` if there are none."""
+        """Return the rows before the first one with damaged headers. Raise `StorageFailed` if that is the first row."""
         for count, (row_id, _, _, text, _) in enumerate(rows):
             try:
                 headers.unpack(text)
@@ -147,33 +145,33 @@ class Cursor:
                 topic, number = self.partition
                 offset = row_id - (self.id << OFFSET_BITS)
                 raise StorageFailed(
-                    f"{topic}[{number}] at {offset}: {error}; without one,"
-                    f" seek({{({topic!r}, {number}): ({offset + 1},)}}) goes on without this message"
+                    f"{topic}[{number}] at {offset}: {error}. To continue without this message:"
+                    f" seek({{({topic!r}, {number}): ({offset + 1},)}})"
                 ) from None
         return rows
 
     def _count(self, offset: int) -> int:
-        if offset >= self._handed:
+        if offset >= self._handed_out_to:
             return 1
-        count = self._times[offset] = self._times.get(offset, 1) + 1
+        count = self._delivery_counts[offset] = self._delivery_counts.get(offset, 1) + 1
         return count
 
 
 def position_lost(owner: str, partition: Partition, position: int, kept: int) -> PositionLost:
-    """Return the error for a position before the first kept offset; `owner` names the position in its text."""
+    """Return the error for an offset that retention has removed; `owner` names the offset in the error's text."""
     topic, number = partition
     return PositionLost(
         f"{owner} is {position} in {topic}[{number}], but retention has removed everything before {kept}."
-        f" Nothing was skipped: seek({{({topic!r}, {number}): ({kept},)}}) goes on there without what is gone"
+        f" Nothing was skipped. To continue without the removed messages: seek({{({topic!r}, {number}): ({kept},)}})"
     )
 
 
 def read_rows(
     connection: sqlite3.Connection, first: int, stop: int, limit: int, room: int
 ) -> tuple[list[Row], int, bool]:
-    """Return up to `limit` rows of `messages` by row id, their estimated bytes, and whether no row is left.
+    """Return rows of `messages`, their estimated size, and whether no row is left before `stop`.
 
-    Fewer rows are returned if they exceed `room` bytes.
+    There are at most `limit` rows, and fewer if they exceed `room` bytes.
     """
     cursor = connection.execute(
         "SELECT id, timestamp, key, headers, value FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
@@ -183,7 +181,7 @@ def read_rows(
     size, ask = 0, _FIRST_ROWS
     while more := cursor.fetchmany(ask):
         rows += more
-        # A sample is enough: looking at each row would cost a tenth of the time of reading.
+        # A sample is enough: to look at each row would take a tenth of the time of reading.
         step = len(more) // _SAMPLES + 1
         size += step * sum([len(row[4] or b"") for row in more[::step]])
         if size >= room:

@@ -19,10 +19,7 @@ def open_reader(
     events: Emitter,
     deadline: Deadline,
 ) -> Reader:
-    """Return a new reader of committed messages. Raise `NotFound` if a topic is missing and may not be created.
-
-    The subscription's `sharing` is "partition" or "message"; the embedded broker does not support "key".
-    """
+    """Return a new reader of committed messages. Raise `NotFound` if a topic is missing and may not be created."""
     kinds: dict[str, type[PollingReader]] = {"partition": OrderedReader, "message": SharedReader}
     kind: type[PollingReader] = UngroupedReader if subscription.group is None else kinds[subscription.sharing]
     return kind(store, settings, subscription, listener, events, deadline)

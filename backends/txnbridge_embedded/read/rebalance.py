@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator, Mapping
 def assign(
     members: Mapping[str, Collection[int]], partitions: Mapping[int, int], owners: Mapping[int, str]
 ) -> dict[int, str]:
-    """Assign every partition to one member that reads its topic, as evenly as the topics allow.
+    """Assign each partition to a member that reads its topic, as evenly as the topics allow.
 
-    `members` has the topics of each member, `partitions` the topic of each partition, `owners` the current owners: a
-    partition stays with its owner unless a move makes the shares more even. A partition whose topic no member reads
-    is left out. The same arguments always give the same result, so any member may compute it.
+    `members` has the topics of each member, `partitions` the topic of each partition, and `owners` the current owners.
+    A partition stays with its owner unless a move makes the numbers more even. A partition is left out if no member
+    reads its topic. The same arguments always give the same result, so any member may compute the assignment.
     """
     shares = _Shares(members, partitions)
     for partition, owner in sorted(owners.items()):
@@ -37,7 +37,7 @@ class _Shares:
             for topic in set(members[member]) & self._readers.keys():
                 self._readers[topic].append(member)
         self._held: dict[str, dict[int, list[int]]] = {member: {} for member in members}  # by topic
-        self._count = dict.fromkeys(sorted(members), 0)  # sorted, so that the order among equal shares is fixed
+        self._count = dict.fromkeys(sorted(members), 0)  # sorted, so that the result does not depend on the order
         self.owner: dict[int, str] = {}
 
     def readers(self, topic: int) -> list[str]:
@@ -54,9 +54,9 @@ class _Shares:
             self.give(partition, min(readers, key=self._count.__getitem__))
 
     def level(self) -> bool:
-        """Move a partition from a member to another with at least two fewer; return False if no move is possible.
+        """Move a partition from one member to another with at least two fewer; return False if that is not possible.
 
-        The move may be a chain of moves: A gives a partition to B, and B, whose share stays the same, another to C.
+        It may be a chain of moves: A gives a partition to B, and B gives another partition to C.
         """
         for member in sorted(self._count, key=self._count.__getitem__, reverse=True):
             chain = self._chain(member)
@@ -67,7 +67,7 @@ class _Shares:
         return False
 
     def _chain(self, fullest: str) -> list[tuple[str, int, str]]:
-        """Return the shortest chain of moves (giver, topic, taker) from a member to one with two fewer partitions."""
+        """Return the shortest chain of moves (giver, topic, taker) to a member with at least two partitions fewer."""
         came_by: dict[str, tuple[str, int]] = {}
         waiting = deque([fullest])
         while waiting:
@@ -82,7 +82,7 @@ class _Shares:
         return []
 
     def _takers(self, giver: str) -> Iterator[tuple[int, str]]:
-        """Yield (topic, member) of members that could take a partition from the giver, smallest shares first."""
+        """Yield (topic, member) of members that could take a partition from the giver, those with fewest first."""
         pairs = [
             (topic, taker)
             for topic, held in sorted(self._held[giver].items())
@@ -99,7 +99,7 @@ class _Shares:
             last = giver
 
     def _move(self, giver: str, topic: int, taker: str) -> None:
-        # The giver's last partition is moved: partitions that it owned before the computation come first, and stay.
+        # The giver's last partition is moved: the partitions that the giver owned before are first in the list.
         partition = self._held[giver][topic].pop()
         self._count[giver] -= 1
         self.give(partition, taker)

@@ -1,8 +1,8 @@
-"""The reader in a group whose members take messages one by one from the same partitions.
+"""The reader in a group with `sharing="message"`: its members read different messages of the same partitions.
 
-A message that is handed out has a row in `leases`: only the lease's holder may acknowledge the message, until the lease
-expires and another member gets the message. So every offset up to the highest one ever handed out is acknowledged,
-reserved or leased, and higher offsets are new.
+A message that is handed out has a row in the table `leases`. Only the member in that row may acknowledge the message,
+until the lease expires and another member gets the message. So every offset up to the highest one that was ever handed
+out is acknowledged, reserved or leased, and higher offsets are new.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from contextlib import suppress
 from txnbridge.errors import DeadlineExceeded, NotSupported
 from txnbridge.spi import Deadline, Message, Partition, Position
 from txnbridge_embedded.client import headers
-from txnbridge_embedded.client.ranges import runs
+from txnbridge_embedded.client.ranges import ranges_of
 from txnbridge_embedded.client.store import OFFSET_BITS, FileConnection, now_ms
 from txnbridge_embedded.client.visibility import Bounds, read_bounds
 from txnbridge_embedded.read import group_members
-from txnbridge_embedded.read.base_reader import POLL_BYTES, SHORT_CALL
+from txnbridge_embedded.read.base_reader import POLL_BYTES, SHORT_CALL_SECONDS
 from txnbridge_embedded.read.grouped import GroupReader
 from txnbridge_embedded.read.partition import Cursor, position_lost
 
-Lent = dict[int, int]  # offsets with their delivery counts
+Leased = dict[int, int]  # offsets with their delivery counts
 
 
 class SharedReader(GroupReader):
     """A member of a group with `sharing="message"`."""
 
     def _open(self, deadline: Deadline) -> None:
-        self._lent: dict[Cursor, Lent] = {}  # messages leased to this member, and not read yet
+        self._leased: dict[Cursor, Leased] = {}  # messages that are leased to this member, and not read yet
         self._redeliver_ms = int(self._settings.redeliver_seconds * 1000)
-        # Leases need not survive a power cut, after which no member holds messages.
-        self._lender = self._store.connect(durable=False)
+        # Leases need not survive a power cut, after which there is no member.
+        self._lease_connection = self._store.connect(durable=False)
         try:
             super()._open(deadline)
         except BaseException:
-            self._lender.close()
+            self._lease_connection.close()
             raise
 
-    def _held(self) -> Mapping[Partition, tuple[int, int]]:
+    def _proof(self) -> Mapping[Partition, tuple[int, int]]:
         return {partition: (cursor.id, 0) for partition, cursor in self._cursors.items()}
 
-    def _share_out(self, connection: FileConnection, now: int) -> None:
-        group_members.tidy(connection, self._group_id, now)
+    def _reassign(self, connection: FileConnection, now: int) -> None:
+        group_members.remove_expired(connection, self._group_id, now)
 
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
         now = now_ms()
@@ -55,7 +55,7 @@ class SharedReader(GroupReader):
                 self._join_again(deadline)
             elif stale or any(found.position is None for found in bounds.values()):
                 with self._writing("share", deadline) as connection:
-                    self._share_out(connection, now)
+                    self._reassign(connection, now)
         self._lose([p for p, cursor in self._cursors.items() if p not in bounds or bounds[p].id != cursor.id])
         self._add(Cursor(bounds[p], 0, self._owner()) for p in bounds if p not in self._cursors)
         for partition, cursor in self._cursors.items():
@@ -64,51 +64,55 @@ class SharedReader(GroupReader):
 
     # --- lending ----------------------------------------------------------------------------------------------------
 
-    def _take(self, limit: int, deadline: Deadline) -> None:
-        if self._lent:  # an interrupted poll left these leases, which may or may not be stored
+    def _read_messages(self, limit: int, deadline: Deadline) -> None:
+        if self._leased:  # leases of an interrupted poll, which may or may not be stored
             with self._reading(deadline) as connection:
-                self._lent = {cursor: self._still_lent(connection, cursor, lent) for cursor, lent in self._lent.items()}
+                self._leased = {
+                    cursor: self._still_leased(connection, cursor, leased) for cursor, leased in self._leased.items()
+                }
         else:
-            self._lend_more(limit, deadline)
-        found = [message for cursor, lent in self._lent.items() for message in self._read(cursor, lent)]
-        self._found += found
-        self._lent = {}
+            self._lease_more(limit, deadline)
+        found = [message for cursor, leased in self._leased.items() for message in self._read(cursor, leased)]
+        self._unreturned += found
+        self._leased = {}
 
-    def _still_lent(self, connection: FileConnection, cursor: Cursor, lent: Lent) -> Lent:
+    def _still_leased(self, connection: FileConnection, cursor: Cursor, leased: Leased) -> Leased:
         mine = connection.execute(
             "SELECT offset, deliveries FROM leases"
             " WHERE group_id = ? AND partition_id = ? AND member = ? AND until > ?",
             (self._group_id, cursor.id, self._member, now_ms()),
         ).fetchall()
-        return {offset: count for offset, count in mine if lent.get(offset) == count}
+        return {offset: count for offset, count in mine if leased.get(offset) == count}
 
-    def _lend_more(self, limit: int, deadline: Deadline) -> None:
-        cursors = [cursor for cursor in self._in_turn() if not cursor.paused and cursor.bounds.position is not None]
+    def _lease_more(self, limit: int, deadline: Deadline) -> None:
+        cursors = [
+            cursor for cursor in self._rotated_cursors() if not cursor.paused and cursor.bounds.position is not None
+        ]
         with self._reading(deadline) as connection:
-            cursors = [cursor for cursor in cursors if self._has_some(connection, cursor)]
+            cursors = [cursor for cursor in cursors if self._has_messages(connection, cursor)]
         if not cursors:
             return
-        lent: dict[Cursor, Lent] = {}
+        leased: dict[Cursor, Leased] = {}
         room = POLL_BYTES
-        with self._writing("lease", deadline, self._lender) as connection:
+        with self._writing("lease", deadline, self._lease_connection) as connection:
             for cursor in cursors:
-                lent[cursor], size = self._lend(connection, cursor, limit, room)
-                limit -= len(lent[cursor])
+                leased[cursor], size = self._lease(connection, cursor, limit, room)
+                limit -= len(leased[cursor])
                 room -= size
-            self._lent = lent
+            self._leased = leased
 
-    def _has_some(self, connection: FileConnection, cursor: Cursor) -> bool:
+    def _has_messages(self, connection: FileConnection, cursor: Cursor) -> bool:
         base = cursor.id << OFFSET_BITS
-        frontier = self._frontier(connection, cursor)
+        first_new = self._first_new_offset(connection, cursor)
         found = connection.execute(
             "SELECT EXISTS (SELECT 1 FROM leases WHERE group_id = ? AND partition_id = ? AND until <= ?)"
             " OR EXISTS (SELECT 1 FROM messages WHERE id >= ? AND id < ?)",
-            (self._group_id, cursor.id, now_ms(), base + frontier, base + cursor.bounds.end),
+            (self._group_id, cursor.id, now_ms(), base + first_new, base + cursor.bounds.end),
         ).fetchone()
-        return bool(found[0]) or frontier < cursor.bounds.kept
+        return bool(found[0]) or first_new < cursor.bounds.kept
 
-    def _frontier(self, connection: FileConnection, cursor: Cursor) -> int:
-        """Return the offset from which on no message of a partition was ever handed out to the group."""
+    def _first_new_offset(self, connection: FileConnection, cursor: Cursor) -> int:
+        """Return the first offset of a partition that was never handed out to the group."""
         row = connection.execute(
             "SELECT max(q.next,"
             " coalesce((SELECT last FROM acks a WHERE a.group_id = q.group_id"
@@ -120,35 +124,35 @@ class SharedReader(GroupReader):
             " FROM positions q WHERE q.group_id = ? AND q.partition_id = ?",
             (self._group_id, cursor.id),
         ).fetchone()
-        return cursor.bounds.end if row is None else int(row[0])  # None: the topic has just been deleted
+        return cursor.bounds.end if row is None else int(row[0])  # without a row: the topic has just been deleted
 
-    def _lend(self, connection: FileConnection, cursor: Cursor, limit: int, room: int) -> tuple[Lent, int]:
-        """Lease messages to this member, those with expired leases first; return their offsets and their bytes."""
+    def _lease(self, connection: FileConnection, cursor: Cursor, limit: int, room: int) -> tuple[Leased, int]:
+        """Lease messages to this member, those with expired leases first; return their offsets and their size."""
         now = now_ms()
         due = connection.execute(
             "SELECT offset, deliveries FROM leases WHERE group_id = ? AND partition_id = ? AND until <= ?"
             " ORDER BY offset LIMIT ?",
             (self._group_id, cursor.id, now, limit),
         ).fetchall()
-        frontier = self._frontier(connection, cursor)
-        self._check_lost(connection, cursor, [*(offset for offset, _ in due), frontier])
+        first_new = self._first_new_offset(connection, cursor)
+        self._check_lost(connection, cursor, [*(offset for offset, _ in due), first_new])
         offered = {offset: deliveries + 1 for offset, deliveries in due}
         base = cursor.id << OFFSET_BITS
         new = connection.execute(
             "SELECT id FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
-            (base + frontier, base + cursor.bounds.end, limit - len(due)),
+            (base + first_new, base + cursor.bounds.end, limit - len(due)),
         )
         offered.update((id - base, 1) for (id,) in new)
-        lent, size = self._fitting(connection, base, offered, room)
+        leased, size = self._fitting(connection, base, offered, room)
         connection.executemany(
             "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE"
             " SET member = excluded.member, until = excluded.until, deliveries = excluded.deliveries",
             (
                 (self._group_id, cursor.id, offset, self._member, now + self._redeliver_ms, count)
-                for offset, count in lent.items()
+                for offset, count in leased.items()
             ),
         )
-        return lent, size
+        return leased, size
 
     def _check_lost(self, connection: FileConnection, cursor: Cursor, offsets: Iterable[int]) -> None:
         row = connection.execute("SELECT first FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
@@ -157,24 +161,24 @@ class SharedReader(GroupReader):
             raise position_lost(self._owner(), cursor.partition, min(offsets), row[0])
 
     @staticmethod
-    def _fitting(connection: FileConnection, base: int, offered: Lent, room: int) -> tuple[Lent, int]:
-        """Return as many of the offered messages as fit into `room` bytes, and their bytes."""
-        lent: Lent = {}
+    def _fitting(connection: FileConnection, base: int, offered: Leased, room: int) -> tuple[Leased, int]:
+        """Return as many of the offered messages as fit into `room` bytes, and their size."""
+        leased: Leased = {}
         size = 0
         for offset, count in offered.items():
             if size >= room:
                 break
             row = connection.execute("SELECT length(value) FROM messages WHERE id = ?", (base + offset,)).fetchone()
             size += (row and row[0]) or 0
-            lent[offset] = count
-        return lent, size
+            leased[offset] = count
+        return leased, size
 
-    def _read(self, cursor: Cursor, lent: Lent) -> list[Message]:
+    def _read(self, cursor: Cursor, leased: Leased) -> list[Message]:
         topic, number = cursor.partition
         base = cursor.id << OFFSET_BITS
         return [
-            Message(topic, number, (id - base,), key, value, headers.unpack(text), at, lent[id - base], cursor.source)
-            for first, last in runs(lent)
+            Message(topic, number, (id - base,), key, value, headers.unpack(text), at, leased[id - base], cursor.source)
+            for first, last in ranges_of(leased)
             for id, at, key, text, value in self._connection.execute(
                 "SELECT id, timestamp, key, headers, value FROM messages WHERE id BETWEEN ? AND ? ORDER BY id",
                 (base + first, base + last),
@@ -182,7 +186,7 @@ class SharedReader(GroupReader):
         ]
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
-        with self._writing("nack", Deadline(SHORT_CALL), self._lender) as connection:
+        with self._writing("nack", Deadline(SHORT_CALL_SECONDS), self._lease_connection) as connection:
             for partition, given in positions.items():
                 if cursor := self._cursors.get(partition):
                     connection.executemany(
@@ -209,12 +213,12 @@ class SharedReader(GroupReader):
         raise _no_seek()
 
     def _leave(self, deadline: Deadline) -> None:
-        self._lender.close()
+        self._lease_connection.close()
         super()._leave(deadline)
 
 
 def _no_seek() -> NotSupported:
     return NotSupported(
-        "members that share message by message have no position of their own to seek: nack gives messages back, and"
-        ' another group, or one with sharing="partition", reads from where it wants'
+        'members of a group with sharing="message" have no position to seek: give messages back by nack, or read with'
+        ' another group and sharing="partition"'
     )

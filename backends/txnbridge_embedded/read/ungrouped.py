@@ -1,4 +1,4 @@
-"""The reader without a group: it reads every partition, and its positions are not stored."""
+"""The reader without a group: it reads every partition of its topics, and its offsets are not stored."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from txnbridge_embedded.read.partition import Cursor
 
 
 class UngroupedReader(PollingReader):
-    """Reads all partitions of its topics, without a group."""
-
     def _open(self, deadline: Deadline) -> None:
         with self._reading(deadline) as connection:
             bounds = read_bounds(connection, self._subscription.topics)
@@ -31,9 +29,9 @@ class UngroupedReader(PollingReader):
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
         with self._reading(deadline) as connection:
             bounds = read_bounds(connection, self._subscription.topics)
-        # If a topic was deleted and created again, its partitions have the same numbers and other ids.
+        # If a topic was deleted and created again, its partitions have other ids.
         self._lose([p for p, cursor in self._cursors.items() if p not in bounds or bounds[p].id != cursor.id])
-        # Partitions that were added after the reader's start are read from their beginning: all messages are newer.
+        # Partitions that were added after the reader's start are read from their beginning.
         self._add(Cursor(bounds[p], 0, self._owner()) for p in bounds if p not in self._cursors)
         for partition, cursor in self._cursors.items():
             cursor.bounds = bounds[partition]
@@ -50,13 +48,13 @@ class UngroupedReader(PollingReader):
             cursor.replay(offset)
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
-        self._look(deadline)
+        self._refresh_state(deadline)
         for cursor in self._cursors.values():
             cursor.replay(first_since(self._store, self._connection, cursor.bounds, timestamp, deadline))
         self._drop_found(self._cursors)
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
-        raise InvalidState("a reader without a group has nothing to give back; seek goes back")
+        raise InvalidState("a reader without a group cannot give messages back; use seek")
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
         with self._reading(deadline) as connection:

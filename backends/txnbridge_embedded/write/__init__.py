@@ -1,3 +1,3 @@
-"""Writing into the broker's file: `writer` in transactions, `publisher` without, both by `staged_messages`; `acks`
-stores acknowledgements, and `retention` removes old messages.
+"""Writing into the broker's file: `writer` in transactions, `publisher` without, both by `staged_messages`. `owner`
+fences older owners and records commits, `acks` stores acknowledgements, and `retention` removes old messages.
 """

@@ -1,10 +1,9 @@
-"""Acknowledgements: the offsets that a group has acknowledged, and the check whether a member still may acknowledge.
+"""Acknowledgements: the offsets that a group has acknowledged, and the check whether a member may still acknowledge.
 
-Every function runs inside a write transaction of its caller, so acknowledgements take effect together with the messages
-of their transaction, or not at all.
+Every function runs inside a write transaction of its caller, so acknowledgements are stored together with messages.
 
-Offsets have gaps where transactions were aborted. An acknowledged message also covers the gap before it, so a group's
-acknowledged offsets become one range, whose end is `positions.next`.
+Aborted transactions leave gaps in the offsets. An acknowledgement of a message includes the gap before the message. So
+a group's acknowledged offsets become one range, whose end is `positions.next`.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from operator import itemgetter
 
 from txnbridge.errors import Conflict
 from txnbridge.spi import Partition, Position
-from txnbridge_embedded.client.ranges import Range, merged, runs
+from txnbridge_embedded.client.ranges import Range, merged, ranges_of
 from txnbridge_embedded.client.store import OFFSET_BITS
 
-NEVER = (
-    1 << 62
-)  # the lease's end of a message that a prepared transaction has reserved: only that transaction's end frees it
+# The end of the lease of a message that a prepared transaction has reserved: the end of that transaction frees it.
+NO_EXPIRY = 1 << 62
 
 
 @dataclass(frozen=True)
 class AckContext:
-    """A reader's proof of its assignment: its member id, and by partition the partition's id and assignment epoch."""
+    """A group member, with the id and the assignment epoch of each of its partitions when messages were delivered."""
 
     group_id: int
     group: str
@@ -42,13 +40,13 @@ def apply_acks(
     positions: Mapping[Partition, Sequence[Position]],
     number: int | None = None,
 ) -> None:
-    """Acknowledge delivered messages; with a prepared transaction's `number` reserve them until its decision.
+    """Acknowledge messages, or reserve them until the decision of the prepared transaction with this `number`.
 
-    Raise `Conflict` if the assignment (or the lease) under which a message was delivered has ended, or if another
-    member or transaction has acknowledged or reserved the message.
+    Raise `Conflict` if the assignment, or the lease, of a message's delivery has ended, or if another member or
+    transaction has acknowledged or reserved the message.
     """
     for partition, acked in positions.items():
-        _Acks(connection, context, partition).apply(runs(offset for (offset,) in acked), number)
+        _Acks(connection, context, partition).apply(ranges_of(offset for (offset,) in acked), number)
 
 
 def commit_pending(connection: sqlite3.Connection, number: int) -> None:
@@ -59,11 +57,11 @@ def commit_pending(connection: sqlite3.Connection, number: int) -> None:
 
 
 def abort_pending(connection: sqlite3.Connection, number: int) -> None:
-    """Return the messages that an aborted prepared transaction has reserved to the group, for redelivery.
+    """Give the messages that an aborted prepared transaction has reserved back to the group, for redelivery.
 
-    The reader of the partition has passed these messages, so their ranges stay in `pending_acks`, with the negative of
-    the new `positions.rewinds` as their number. The reader delivers again the ranges whose number it has not seen yet.
-    They stay until they are acknowledged. (A later owner of the partition reads all unacknowledged messages anyway.)
+    The partition's reader is beyond these messages. So their ranges stay in `pending_acks` until they are acknowledged,
+    and get a negative number: that of the new `positions.rewinds`. The reader delivers the ranges with new numbers
+    again. (A later owner of the partition reads all unacknowledged messages anyway.)
     """
     for group_id, partition_id, ranges in _pending(connection, number):
         where = (group_id, partition_id)
@@ -96,7 +94,7 @@ def forget_partitions(connection: sqlite3.Connection, partition_ids: Iterable[in
 
 
 def taken(connection: sqlite3.Connection, group_id: int, partition_id: int) -> list[Range]:
-    """Return the ranges of a partition that are acknowledged or reserved beyond the group's position."""
+    """Return the ranges of a partition beyond the group's position that are acknowledged or reserved."""
     rows = connection.execute(
         "SELECT first, last FROM acks WHERE group_id = :group AND partition_id = :partition UNION ALL"
         " SELECT first, last FROM pending_acks WHERE group_id = :group AND partition_id = :partition AND number > 0",
@@ -106,7 +104,7 @@ def taken(connection: sqlite3.Connection, group_id: int, partition_id: int) -> l
 
 
 def returned(connection: sqlite3.Connection, group_id: int, partition_id: int, rewinds: int) -> list[Range]:
-    """Return the ranges returned by aborted prepared transactions since `positions.rewinds` had this value."""
+    """Return the ranges that aborted prepared transactions gave back since `positions.rewinds` had this value."""
     rows = connection.execute(
         "SELECT first, last FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < ?",
         (group_id, partition_id, -rewinds),
@@ -118,7 +116,7 @@ def skip_to(connection: sqlite3.Connection, group_id: int, partition_id: int, of
     """Move a group's position to an offset, because retention has removed the messages below it."""
     connection.execute(
         "DELETE FROM leases WHERE group_id = ? AND partition_id = ? AND offset < ? AND until < ?",
-        (group_id, partition_id, offset, NEVER),
+        (group_id, partition_id, offset, NO_EXPIRY),
     )
     (reached,) = connection.execute(
         "SELECT next FROM positions WHERE group_id = ? AND partition_id = ?", (group_id, partition_id)
@@ -165,7 +163,7 @@ class _Acks:
             "SELECT member, epoch FROM assignments WHERE group_id = ? AND partition_id = ?", self._where
         ).fetchone()
         if row != (self._context.member, self._epoch):
-            raise self._conflict("has been taken from this reader since these messages were delivered")
+            raise self._conflict("was revoked from this reader after these messages were delivered")
 
     def _check_leases(self, acked: Sequence[Range]) -> None:
         # An expired lease still counts until another member gets the message.
@@ -176,16 +174,16 @@ class _Acks:
                 (*self._where, first, last, self._context.member),
             ).fetchone()
             if count != last - first + 1:
-                raise self._conflict("has given a message of these to another reader since it was delivered")
+                raise self._conflict("has delivered one of these messages to another reader since")
 
     def _check_free(self, first: int, last: int, reached: int) -> None:
         if first < reached or self._overlaps("acks", "1", first, last):
-            raise self._conflict("has had a message of these acknowledged already")
+            raise self._conflict("has one of these messages acknowledged already")
         if self._overlaps("pending_acks", "number > 0", first, last):
-            raise self._conflict("has a message of these reserved by a prepared transaction")
+            raise self._conflict("has one of these messages reserved by a prepared transaction")
 
     def _overlaps(self, table: str, which: str, first: int, last: int) -> bool:
-        # The ranges do not overlap, so only the last one that begins at or before the offset can hold it.
+        # The ranges in the table do not overlap, so only the last one that begins at or before `last` can overlap.
         row = self._connection.execute(
             f"SELECT last FROM {table} WHERE group_id = ? AND partition_id = ? AND first <= ? AND {which}"
             " ORDER BY first DESC LIMIT 1",
@@ -194,7 +192,7 @@ class _Acks:
         return row is not None and row[0] >= first
 
     def _gap_before(self, first: int, lowest: int) -> int:
-        """Return the first offset of the gap before a message; offsets that retention removed are no gap."""
+        """Return the first offset of the gap before a message. Offsets that retention has removed are no gap."""
         base = self._id << OFFSET_BITS
         (before,) = self._connection.execute(
             "SELECT max(id) FROM messages WHERE id >= ? AND id < ?", (base + lowest, base + first)
@@ -202,7 +200,7 @@ class _Acks:
         return min(first, lowest) if before is None else before - base + 1
 
     def _reserve(self, ranges: Sequence[Range], number: int) -> None:
-        # "OR REPLACE": a range returned by an aborted transaction (number < 0) may begin at the same offset.
+        # "OR REPLACE": a range that an aborted transaction gave back (number < 0) may begin at the same offset.
         self._connection.executemany(
             "INSERT OR REPLACE INTO pending_acks VALUES (?, ?, ?, ?, ?)",
             ((*self._where, first, last, number) for first, last in ranges),
@@ -210,14 +208,14 @@ class _Acks:
         self._connection.executemany(
             "UPDATE leases SET member = NULL, until = ?"
             " WHERE group_id = ? AND partition_id = ? AND offset BETWEEN ? AND ?",
-            ((NEVER, *self._where, first, last) for first, last in ranges),
+            ((NO_EXPIRY, *self._where, first, last) for first, last in ranges),
         )
 
     def _conflict(self, what: str) -> Conflict:
         topic, number = self._partition
         return Conflict(
             f"cannot acknowledge for group {self._context.group!r}: partition {topic}[{number}] {what}; "
-            f"poll again and run the transaction with what comes"
+            f"poll again, and run the transaction with the messages of that poll"
         )
 
 
@@ -250,7 +248,7 @@ def _acknowledge(connection: sqlite3.Connection, group_id: int, partition_id: in
 
 
 def advance(connection: sqlite3.Connection, group_id: int, partition_id: int, reached: int) -> None:
-    """Set a group's position in a partition, and move the position over the acknowledged ranges that it reaches."""
+    """Set a group's position in a partition, and move it over the acknowledged ranges that follow directly."""
     where = (group_id, partition_id)
     while row := connection.execute(
         "SELECT first, last FROM acks WHERE group_id = ? AND partition_id = ? ORDER BY first LIMIT 1", where

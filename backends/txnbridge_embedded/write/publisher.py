@@ -1,4 +1,4 @@
-"""Sending without transactions: a thread stores each time all messages that came during its last commit."""
+"""Sending without transactions: a thread stores all messages that were sent during its last commit at once."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline, Emitter, Publisher, RawHeaders
 from txnbridge_embedded.client.store import CommitUnclear, Store, StoredTopic, now_ms
-from txnbridge_embedded.outcome.writer_evidence import Instance, Owner, take_over
 from txnbridge_embedded.settings import Settings
+from txnbridge_embedded.write.owner import Owner, WriterRow, take_over
 from txnbridge_embedded.write.staged_messages import Rows, StagedMessages, store
 
-# The prefix of a publisher's name in the table `identities`; no transactional id can have it.
+# The prefix of a publisher's name in the table `identities`. No transactional id can begin with it.
 _PREFIX = "\x1fpublisher "
 
 
 class EmbeddedPublisher(Publisher):
-    """Stores messages in batches. A named publisher fences an older one of that name and continues its sequences.
+    """Stores messages in batches. A named publisher fences an older one of that name, and continues its sequences.
 
-    After a failure the publisher takes no more messages, because later messages would be out of order.
+    After a failure the publisher accepts no more messages, because later messages would be out of order.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class EmbeddedPublisher(Publisher):
         events: Emitter,
         name: str | None,
         deadline: Deadline,
-        closed: Callable[[Instance], None],
+        closed: Callable[[WriterRow], None],
     ) -> None:
         self._store = store
         self._events = events
         self._name = name
         self._closed = closed
-        self._room = settings.spill_bytes
-        self._lookups = store.connect()  # for the calling thread; the publisher's thread has another connection
+        self._most_bytes = settings.spill_bytes
+        self._lookups = store.connect()  # for calling threads; the publisher's own thread has another connection
         try:
             self._connection = store.connect()
             try:
@@ -57,12 +57,12 @@ class EmbeddedPublisher(Publisher):
         except BaseException:
             self._lookups.close()
             raise
-        self._instance: Instance | None = None
+        self._instance: WriterRow | None = None
         self._state = threading.Condition()  # guards the attributes below
         self._outgoing = StagedMessages(self._find_topic, lambda: None, settings)
         self._call = deadline  # the deadline of the running call
         self._oldest: Deadline | None = None  # the deadline of the oldest message in memory
-        self._taken: dict[int, int] = {}  # by topic id: the last sequence, stored or not
+        self._taken: dict[int, int] = {}  # by topic id: the last sequence that was sent, stored or not
         self._sequences: dict[int, int] = {}  # by topic id: the last sequence in memory
         self._sent = self._stored = 0
         self._error: TxnBridgeError | None = None
@@ -92,7 +92,7 @@ class EmbeddedPublisher(Publisher):
             raise InvalidOption("a sequence belongs to a publisher with a name: bridge.publisher(name)")
         with self._state:
             self._call = deadline
-            self._wait(lambda: self._outgoing.bytes < self._room, "room in memory", deadline)
+            self._wait(lambda: self._outgoing.bytes < self._most_bytes, "memory for a message", deadline)
             topic_id = -1 if sequence is None else self._find_topic(topic).id
             if sequence is not None and sequence <= self._last_taken(topic_id):
                 return
@@ -106,7 +106,7 @@ class EmbeddedPublisher(Publisher):
     def flush(self, deadline: Deadline) -> None:
         with self._state:
             sent = self._sent
-            self._wait(lambda: self._stored >= sent, "the file to take what was sent", deadline)
+            self._wait(lambda: self._stored >= sent, "its messages to be stored", deadline)
 
     def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
         with self._state, self._store.reading(self._lookups, deadline):
@@ -133,7 +133,7 @@ class EmbeddedPublisher(Publisher):
     def _wait(self, done: Callable[[], bool], what: str, deadline: Deadline) -> None:
         ended = self._state.wait_for(lambda: self._error is not None or done(), deadline.left())
         if self._error is not None:
-            raise _again(self._error) from self._error
+            raise _repeated(self._error) from self._error
         if not ended:
             raise DeadlineExceeded(f"the publisher waited {deadline.seconds:g} s for {what}")
 
@@ -162,7 +162,7 @@ class EmbeddedPublisher(Publisher):
                 self._closed(self._instance)
 
     def _store_next(self) -> bool:
-        """Wait for messages, and store all that are in memory. Return False if no more will be stored."""
+        """Wait for messages, and store all that are in memory. Return False after a failure, or after `close`."""
         with self._state:
             self._state.wait_for(lambda: self._outgoing.count or self._closing)
             if not self._outgoing.count:
@@ -170,14 +170,14 @@ class EmbeddedPublisher(Publisher):
             rows, sequences, sent, deadline = self._outgoing.take(), self._sequences, self._sent, self._oldest
             self._outgoing.clear()
             self._sequences, self._oldest = {}, None
-            self._state.notify_all()  # there is room for more messages
+            self._state.notify_all()  # there is memory for more messages
         assert deadline is not None
         error: TxnBridgeError | None = None
         try:
             self._store_rows(rows, sequences, deadline)
         except TxnBridgeError as failure:
             error = failure
-        except Exception as bug:  # an error must not vanish with the thread
+        except Exception as bug:  # otherwise the error would be lost with the thread
             error = DeliveryFailed(f"{type(bug).__name__}: {bug}")
             error.__cause__ = bug
         with self._state:
@@ -188,7 +188,7 @@ class EmbeddedPublisher(Publisher):
         return error is None
 
     def _store_rows(self, rows: list[Rows], sequences: dict[int, int], deadline: Deadline) -> None:
-        instance = self._instance or Instance(self._owner)
+        instance = self._instance or WriterRow(self._owner)
         try:
             with (
                 self._events.step("step:store", messages=sum(len(part.values) for part in rows)),
@@ -199,8 +199,8 @@ class EmbeddedPublisher(Publisher):
                     instance.add(self._connection)
                 try:
                     instance.claim(self._connection)
-                except TransactionAborted:  # the row expired when idle: no token names it, so a new row replaces it
-                    instance = Instance(self._owner)
+                except TransactionAborted:  # the row was deleted by age; no token names it, so a new row replaces it
+                    instance = WriterRow(self._owner)
                     instance.add(self._connection)
                     instance.claim(self._connection)
                 self._write(rows, sequences)
@@ -208,7 +208,7 @@ class EmbeddedPublisher(Publisher):
             self._connection.close()
             self._connection = self._store.connect()
             self._instance = None
-            if not instance.settle(self._store, self._connection, deadline):
+            if not instance.was_committed(self._store, self._connection, deadline):
                 raise
         else:
             instance.last += 1
@@ -224,10 +224,10 @@ class EmbeddedPublisher(Publisher):
         )
 
 
-def _again(error: TxnBridgeError) -> TxnBridgeError:
-    """Return the error for a call after the publisher has failed with `error`."""
+def _repeated(error: TxnBridgeError) -> TxnBridgeError:
+    """Return the error for each later call of a publisher that has failed with `error`."""
     if isinstance(error, Fenced):
         return Fenced(str(error), newer=error.newer)
     if isinstance(error, OutcomeUnknown):
         return OutcomeUnknown(str(error))
-    return DeliveryFailed(f"a message could not be stored, and nothing after it was: {error}")
+    return DeliveryFailed(f"a message could not be stored, and no later message was; open a new publisher: {error}")

@@ -11,27 +11,27 @@ from txnbridge_embedded.write.staged_messages import MARK_EVERY_MS
 
 
 def trim(store: Store, connection: FileConnection, topic: StoredTopic, deadline: Deadline) -> bool:
-    """Remove a piece of each partition's messages beyond the topic's retention; return whether none is left."""
+    """Remove a batch of each partition's messages beyond the topic's retention; return whether none is left."""
     if topic.retention_ms is None and topic.retention_bytes is None:
         return True
     done = True
     for partition in topic.partitions:
         with store.reading(connection, deadline):
-            found = _may_go(connection, topic, partition)
+            found = _removable(connection, topic, partition)
         if found is not None:
             with store.writing(connection, deadline, "removing messages past their retention"):
-                done &= _trim_piece(connection, topic, partition)
+                done &= _trim_batch(store, connection, topic, partition)
     return done
 
 
-def _trim_piece(connection: sqlite3.Connection, topic: StoredTopic, partition: int) -> bool:
-    found = _may_go(connection, topic, partition)
+def _trim_batch(store: Store, connection: sqlite3.Connection, topic: StoredTopic, partition: int) -> bool:
+    found = _removable(connection, topic, partition)
     if found is None:
         return True
     first, end = found
-    reached = remove_messages(connection, partition, first, end - 1) + 1
+    reached = remove_messages(store, connection, partition, first, end - 1) + 1
     connection.execute("UPDATE partitions SET first = ? WHERE id = ?", (reached, partition))
-    # The last mark below stays: it has the age and the byte position of the messages after it.
+    # The last mark at or before the new beginning stays: it has the age and the byte position of the messages there.
     connection.execute(
         "DELETE FROM marks WHERE partition_id = ? AND offset <"
         " (SELECT max(offset) FROM marks WHERE partition_id = ? AND offset <= ?)",
@@ -40,15 +40,15 @@ def _trim_piece(connection: sqlite3.Connection, topic: StoredTopic, partition: i
     return reached == end
 
 
-def _may_go(connection: sqlite3.Connection, topic: StoredTopic, partition: int) -> tuple[int, int] | None:
-    """Return a partition's oldest offset, and the first that retention keeps; None if it keeps every message."""
+def _removable(connection: sqlite3.Connection, topic: StoredTopic, partition: int) -> tuple[int, int] | None:
+    """Return a partition's oldest offset, and the first offset that retention keeps; None if it keeps all."""
     row = connection.execute("SELECT first, next, bytes FROM partitions WHERE id = ?", (partition,)).fetchone()
     if row is None:
         return None
     first, following, size = row
     end = max(
-        _old_before(connection, topic.retention_ms, partition, following),
-        _too_much_before(connection, topic.retention_bytes, partition, size),
+        _expired_before(connection, topic.retention_ms, partition, following),
+        _oversize_before(connection, topic.retention_bytes, partition, size),
     )
     (undecided,) = connection.execute(
         "SELECT min(first) FROM undecided WHERE partition_id = ?", (partition,)
@@ -57,7 +57,7 @@ def _may_go(connection: sqlite3.Connection, topic: StoredTopic, partition: int) 
     return (first, end) if end > first else None
 
 
-def _old_before(connection: sqlite3.Connection, kept_ms: int | None, partition: int, following: int) -> int:
+def _expired_before(connection: sqlite3.Connection, kept_ms: int | None, partition: int, following: int) -> int:
     """Return the offset before which all messages are older than the topic's retention time."""
     if kept_ms is None:
         return 0
@@ -66,14 +66,14 @@ def _old_before(connection: sqlite3.Connection, kept_ms: int | None, partition: 
         "SELECT max(offset) FROM marks WHERE partition_id = ? AND at <= ?", (partition, oldest_kept)
     ).fetchone()
     (newest,) = connection.execute("SELECT max(at) FROM marks WHERE partition_id = ?", (partition,)).fetchone()
-    # A message gets its own mark if the last mark is older than MARK_EVERY_MS, so no later message is newer than this.
+    # A message gets a mark if the last mark is older than MARK_EVERY_MS. So no message is newer than this sum.
     if newest is not None and newest + MARK_EVERY_MS <= oldest_kept:
         return following
     return offset or 0
 
 
-def _too_much_before(connection: sqlite3.Connection, kept: int | None, partition: int, size: int) -> int:
-    """Return an offset from which on the partition has at least as many bytes as the topic's retention size."""
+def _oversize_before(connection: sqlite3.Connection, kept: int | None, partition: int, size: int) -> int:
+    """Return an offset from which on the partition still has at least the topic's retention size."""
     if kept is None:
         return 0
     (offset,) = connection.execute(

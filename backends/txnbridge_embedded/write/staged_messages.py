@@ -1,4 +1,4 @@
-"""Staged messages: a transaction's messages in memory, by partition and as columns, until they are stored at once."""
+"""Staged messages: a transaction's messages in memory, by partition and in columns, until all are stored at once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from txnbridge_embedded.write.partitioner import partition_of
 # A message's memory beyond its bytes: the header of the bytes object, and an entry in a list.
 _OVERHEAD = 64
 _MOST_AT_ONCE = 1000  # the most messages that `add_many` takes from its caller between two checks of the memory
-MARK_EVERY_MS = 60_000  # the interval of the marks for retention by age, which is as exact as this
-_MARKS_KEPT = 16  # the marks within a topic's retention size, which is exact to a sixteenth
+MARK_EVERY_MS = 60_000  # the interval of the marks for retention by age: old messages are removed so much later
+_MARKS_KEPT = 16  # the marks within a topic's retention size: a partition may exceed it by a sixteenth
 
 
 class Rows:
-    """The staged messages for one partition, a list for each column. A column that no message uses is None."""
+    """The staged messages for one partition, as a list for each column. A column that no message uses is None."""
 
     __slots__ = ("bytes", "headers", "keys", "partition", "timestamps", "topic", "values")
 
@@ -40,9 +40,9 @@ class Rows:
     def add(self, value: bytes | None, key: bytes | None, headers: str | None, timestamp: int | None) -> None:
         count = len(self.values)
         self.values.append(value)
-        self.keys = _grown(self.keys, count, key)
-        self.headers = _grown(self.headers, count, headers)
-        self.timestamps = _grown(self.timestamps, count, timestamp)
+        self.keys = _appended(self.keys, count, key)
+        self.headers = _appended(self.headers, count, headers)
+        self.timestamps = _appended(self.timestamps, count, timestamp)
 
     def add_values(self, values: Sequence[bytes]) -> None:
         self.values += values
@@ -58,7 +58,7 @@ class Rows:
         yield self.values
 
 
-def _grown(column: list[Any] | None, count: int, entry: Any) -> list[Any] | None:
+def _appended(column: list[Any] | None, count: int, entry: Any) -> list[Any] | None:
     if column is None:
         if entry is None:
             return None
@@ -70,8 +70,7 @@ def _grown(column: list[Any] | None, count: int, entry: Any) -> list[Any] | None
 class StagedMessages:
     """The messages that one transaction (or publisher) has in memory.
 
-    `find_topic` looks a topic up or creates it. `overflow` is called if the messages exceed `spill_bytes`: it has to
-    call `take`.
+    `find_topic` looks a topic up or creates it. `overflow` is called beyond `spill_bytes`, and has to call `take`.
     """
 
     def __init__(
@@ -79,11 +78,11 @@ class StagedMessages:
     ) -> None:
         self._find_topic = find_topic
         self._overflow = overflow
-        self._room = settings.spill_bytes
-        self._most = settings.max_message_bytes
+        self._spill_bytes = settings.spill_bytes
+        self._max_bytes = settings.max_message_bytes
         self._refuse = settings.refuse
         self._refuse_name = settings.refuse_name
-        self._turns: dict[str, int] = {}  # by topic: the counter for choosing a partition
+        self._rotation: dict[str, int] = {}  # by topic: the counter for choosing a partition
         self._emptied = 0  # how often `overflow` was called
         self.count = 0  # messages added since `clear`, in memory or stored
         self.bytes = 0  # the size of the messages in memory
@@ -99,7 +98,7 @@ class StagedMessages:
         self._keyless.clear()
 
     def take(self) -> list[Rows]:
-        """Return the messages in memory by partition, and remove them from memory."""
+        """Return the messages in memory, by partition, and remove them from memory."""
         rows = [rows for rows in self._rows.values() if rows.values]
         self.bytes = 0
         self._rows.clear()
@@ -107,7 +106,7 @@ class StagedMessages:
         return rows
 
     def pending(self) -> list[Rows]:
-        """Return the messages in memory by partition, and keep them in memory."""
+        """Return the messages in memory, by partition, and keep them in memory."""
         return [rows for rows in self._rows.values() if rows.values]
 
     def topics(self) -> list[StoredTopic]:
@@ -136,31 +135,31 @@ class StagedMessages:
             raise InvalidOption(f"a timestamp is milliseconds since 1970, not {timestamp}")
         packed = pack(headers) if headers else None
         size = (len(value) if value else 0) + (len(key) if key else 0) + (len(packed) if packed else 0)
-        if size > self._most:
+        if size > self._max_bytes:
             raise self._too_large(topic, size)
         rows.add(value, key, packed, timestamp)
         rows.bytes += size
         self.count += 1
         self.bytes += size + _OVERHEAD
-        if self.bytes >= self._room:
-            self._make_room()
+        if self.bytes >= self._spill_bytes:
+            self._call_overflow()
 
     def add_many(self, topic: str, items: Iterable[Item]) -> None:
-        """Add many messages for one topic; those without a key go to one partition."""
+        """Add many messages for one topic. Those without a key go to one partition."""
         keyless = self._choose(topic)
         source = iter(items)
         most = 16
         while chunk := list(islice(source, most)):
             before, emptied = self.bytes, self._emptied
             plain = self._refuse is None and set(map(type, chunk)) == {bytes}
-            if plain and max(map(len, chunk)) <= self._most:
+            if plain and max(map(len, chunk)) <= self._max_bytes:
                 self._add_values(keyless, chunk)
             else:
                 for item in chunk:
                     value, key, headers = encode_item(item)
                     self.add(topic, value, key, headers, None, None)
-            # Large messages are taken a few at a time, so that a generator of large messages never fills the memory.
-            small = self._emptied == emptied and self.bytes - before < self._room // 4
+            # Of large messages only a few are taken at a time, so that a generator of them does not fill the memory.
+            small = self._emptied == emptied and self.bytes - before < self._spill_bytes // 4
             most = min(most * 2, _MOST_AT_ONCE) if small else max(1, most // 2)
             keyless = self._keyless[topic]
 
@@ -170,16 +169,16 @@ class StagedMessages:
         rows.bytes += size
         self.count += len(values)
         self.bytes += size + _OVERHEAD * len(values)
-        if self.bytes >= self._room:
-            self._make_room()
+        if self.bytes >= self._spill_bytes:
+            self._call_overflow()
 
-    def _make_room(self) -> None:
+    def _call_overflow(self) -> None:
         self._emptied += 1
         self._overflow()
 
     def _too_large(self, topic: str, size: int) -> InvalidOption:
         return InvalidOption(
-            f"a message for {topic} takes {size} bytes with its key and headers; this broker takes {self._most} "
+            f"a message for {topic} has {size} bytes with its key and headers; this broker accepts {self._max_bytes} "
             "(option max_message_bytes)"
         )
 
@@ -194,11 +193,11 @@ class StagedMessages:
         return topic
 
     def _choose(self, name: str) -> Rows:
-        """Return the rows of the partition for a topic's messages without a key: the next for each transaction."""
+        """Choose the next partition of a topic, for a transaction's messages without a key; return its rows."""
         topic = self._topic(name)
         count = len(topic.partitions)
-        # The first partition is random, so that programs that send one message each do not all use the same one.
-        turn = self._turns[name] = self._turns.get(name, random.randrange(count)) + 1
+        # The first partition is random, so that programs with one message each do not all use the same partition.
+        turn = self._rotation[name] = self._rotation.get(name, random.randrange(count)) + 1
         rows = self._keyless[name] = self._rows_of(topic, topic.partitions[turn % count])
         return rows
 
@@ -237,7 +236,7 @@ def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, in
     ((following, size),) = found
     first = following - count
     if following > MAX_OFFSET:
-        raise StorageFailed(f"a partition of {rows.topic.name!r} has given all its {MAX_OFFSET} offsets")
+        raise StorageFailed(f"a partition of {rows.topic.name!r} has used all its {MAX_OFFSET} offsets")
     row_id = rows.partition << OFFSET_BITS | first
     numbered = zip(range(row_id, row_id + count), *rows.columns(now), strict=False)  # some columns never end
     connection.executemany("INSERT INTO messages VALUES (?, ?, ?, ?, ?)", numbered)
@@ -247,7 +246,7 @@ def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, in
 
 
 def _mark(connection: sqlite3.Connection, rows: Rows, offset: int, now: int, size: int) -> None:
-    """Store a mark for retention (an offset's time and the bytes before the offset), unless the last one is near."""
+    """Store a mark for retention (an offset, its time, and the bytes before it), unless the last mark is near."""
     last = connection.execute(
         "SELECT at, bytes FROM marks WHERE partition_id = ? ORDER BY offset DESC LIMIT 1", (rows.partition,)
     ).fetchone()

@@ -1,6 +1,6 @@
-"""Writers: a transaction's messages wait in memory and are stored at its end, in one write transaction of the file.
+"""Writers: a transaction's messages wait in memory until they are stored at its end, in one write transaction.
 
-A transaction that outgrows the memory is stored in parts before its end, undecided: readers stop before its messages.
+If a transaction exceeds `spill_bytes`, parts of it are stored undecided before its end: readers stop before them.
 """
 
 from __future__ import annotations
@@ -35,25 +35,22 @@ from txnbridge.spi import (
     RawHeaders,
     Writer,
 )
-from txnbridge_embedded.client.store import LEAVING_SECONDS, CommitUnclear, Store, StoredTopic, now_ms
+from txnbridge_embedded.client.store import CLOSING_SECONDS, CommitUnclear, Store, StoredTopic, now_ms
 from txnbridge_embedded.outcome import outcome
-from txnbridge_embedded.outcome.writer_evidence import Instance, Owner
 from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.write import acks, retention
+from txnbridge_embedded.write.owner import Owner, WriterRow
 from txnbridge_embedded.write.staged_messages import Rows, StagedMessages, store
 
 _log = logging.getLogger("txnbridge.embedded")
-
-# The interval at which a writer removes messages beyond retention, which costs a query for each partition.
-TRIM_SECONDS = 10.0
 
 Acks = tuple[acks.AckContext, Mapping[Partition, Sequence[Position]]]
 
 
 class EmbeddedWriter(Writer):
-    """Base of plain and preparing writers: collects messages, and stores those that exceed `spill_bytes`."""
+    """The base class of plain and preparing writers: it collects messages, and stores those beyond `spill_bytes`."""
 
-    instance: Instance | None = None  # a plain writer's evidence of its commits
+    instance: WriterRow | None = None  # of a plain writer: the row that proves its commits
 
     def __init__(
         self,
@@ -61,7 +58,7 @@ class EmbeddedWriter(Writer):
         settings: Settings,
         events: Emitter,
         owner: Owner,
-        closed: Callable[[EmbeddedWriter, Instance | None], None],
+        closed: Callable[[EmbeddedWriter, WriterRow | None], None],
     ) -> None:
         self._store = store
         self._closed = closed
@@ -75,7 +72,7 @@ class EmbeddedWriter(Writer):
         self._expires_at = 0
         self._acks: list[Acks] = []
         self._stored = False  # True if parts of the transaction may be in the file
-        self._failed = False  # True if a part could not be stored: the transaction may never be committed
+        self._failed = False  # True if a part could not be stored, so that the transaction must not be committed
 
     # --- one transaction -------------------------------------------------------------------------------------------
 
@@ -106,7 +103,7 @@ class EmbeddedWriter(Writer):
         self._acks.append((context, positions))
 
     @property
-    def messages(self) -> int:  # type: ignore[override]  # without `quick` only this writer counts
+    def messages(self) -> int:  # type: ignore[override]  # a writer without `quick` counts its messages itself
         return self._outgoing.count
 
     def flush(self, deadline: Deadline) -> None:
@@ -140,8 +137,8 @@ class EmbeddedWriter(Writer):
                 self._events.step("step:spill", self._begin.transaction, messages=sum(len(r.values) for r in rows)),
                 self._store.writing(self._connection, deadline, "storing messages"),
             ):
-                self._check_alive()
-                self._store_undecided(rows, self._enter("open", self._expires_at))
+                self._check_storable()
+                self._store_undecided(rows, self._set_state("open", self._expires_at))
         except BaseException as error:
             self._failed = True
             if isinstance(error, TxnBridgeError):
@@ -150,16 +147,16 @@ class EmbeddedWriter(Writer):
 
     # --- inside a write transaction --------------------------------------------------------------------------------
 
-    def _check_alive(self) -> None:
-        """Raise an error if the transaction may not be stored: a failed part, a newer owner, or an expired deadline."""
+    def _check_storable(self) -> None:
+        """Raise an error if the transaction must not be stored: after a failure, its deadline, or a takeover."""
         if self._failed:
             raise DeliveryFailed(f"part of transaction {self._begin.transaction} could not be stored")
         self._owner.check(self._connection)
         if self._begin.deadline.expired or now_ms() > self._expires_at:
             raise TransactionTimedOut(f"transaction {self._begin.transaction} was not ended by its deadline")
 
-    def _enter(self, state: str, deadline_at: int) -> int:
-        """Set the state in this transaction's row, which is created if it is missing; return the row's number."""
+    def _set_state(self, state: str, deadline_at: int) -> int:
+        """Create or update this transaction's row, with a state; return the row's number."""
         begin = self._begin
         found = self._connection.execute(
             "INSERT INTO transactions(id, identity, host, state, prepared, begun_at, deadline_at, messages)"
@@ -186,7 +183,7 @@ class EmbeddedWriter(Writer):
         now = now_ms()
         for part in rows:
             first, last = store(self._connection, part, now)
-            # Mostly the next part directly follows the part before, without messages of other writers in between.
+            # Mostly a part directly follows the one before, without other writers' messages in between.
             grown = self._connection.execute(
                 "UPDATE undecided SET last = ? WHERE number = ? AND partition_id = ? AND last = ?",
                 (last, number, part.partition, first - 1),
@@ -199,7 +196,7 @@ class EmbeddedWriter(Writer):
     # --- ending ----------------------------------------------------------------------------------------------------
 
     def _aborted(self, error: TxnBridgeError) -> TxnBridgeError:
-        """Return the error that aborts the transaction, for an error of storing a part or of its end."""
+        """Return the error for a transaction that is aborted because of an error."""
         if isinstance(error, TransactionAborted | Fenced):
             return error
         if isinstance(error, NotFound):  # the topic was deleted, and perhaps created again
@@ -208,8 +205,8 @@ class EmbeddedWriter(Writer):
         text = f"transaction {self._begin.transaction} was aborted: {error}"
         return TransactionTimedOut(text) if isinstance(error, DeadlineExceeded) else DeliveryFailed(text)
 
-    def _let_go(self, deadline: Deadline) -> None:
-        """Abort the transaction, and remove its stored messages until the deadline; it can no longer be committed."""
+    def _abort(self, deadline: Deadline) -> None:
+        """Abort the transaction: drop its messages in memory, and remove stored ones until the deadline."""
         self._outgoing.clear()
         self._acks.clear()
         if self._stored and self._begun is not None:
@@ -217,7 +214,7 @@ class EmbeddedWriter(Writer):
                 transaction = self._begun.transaction
                 outcome.abort_open(self._store, self._connection, transaction, "aborted", deadline, self._events)
             except TxnBridgeError as error:
-                _log.warning("parts of transaction %s wait to be removed: %s", self._begun.transaction, error)
+                _log.warning("stored messages of aborted transaction %s remain: %s", self._begun.transaction, error)
         self._begun = None
 
     def _reconnect(self) -> None:
@@ -225,13 +222,13 @@ class EmbeddedWriter(Writer):
         self._connection = self._store.connect()
 
     def close(self) -> None:
-        self._let_go(Deadline(LEAVING_SECONDS))
+        self._abort(Deadline(CLOSING_SECONDS))
         self._connection.close()
         self._closed(self, self.instance)
 
 
 class PlainWriter(EmbeddedWriter):
-    """Commits in one write transaction of the file, which also stores the transaction's number in `writers`."""
+    """Commits in one write transaction of the file, in which it also stores the transaction's number in `writers`."""
 
     def __init__(
         self,
@@ -239,25 +236,25 @@ class PlainWriter(EmbeddedWriter):
         settings: Settings,
         events: Emitter,
         owner: Owner,
-        closed: Callable[[EmbeddedWriter, Instance | None], None],
-        instance: Instance,
+        closed: Callable[[EmbeddedWriter, WriterRow | None], None],
+        instance: WriterRow,
     ) -> None:
         super().__init__(store, settings, events, owner, closed)
-        self.instance: Instance = instance
-        self._stale = False  # True if the instance is retired, or may be
+        self.instance: WriterRow = instance
+        self._stale = False  # True if the row is retired, or may be
         self._how: dict[str, Any] = {}
         self._trimmed_at = time.monotonic()
 
     def begin(self, begin: Begin) -> None:
-        # A number that a token may name is never used for another transaction.
-        if self._stale or self.instance.told or self.instance.dead:
+        # The number in a token must never be used for another transaction.
+        if self._stale or self.instance.in_token or self.instance.retired_by_other:
             self.reopen(begin.deadline)
         super().begin(begin)
         self._how = {"w": self.instance.id, "n": self.instance.last + 1}
 
     def evidence(self) -> Evidence:
-        # The instance and its next number may have changed since `begin`; the token has the values at `begin`.
-        self.instance.told = True
+        # `instance` may have changed since `begin`; the token has the values at `begin`.
+        self.instance.in_token = True
         return Evidence(self._how, self._outgoing.count, self._expires_at)
 
     def prepare(self, deadline: Deadline) -> None:
@@ -271,10 +268,10 @@ class PlainWriter(EmbeddedWriter):
             ):
                 self._write()
         except CommitUnclear as error:
-            self._look_what_happened(error, deadline)
+            self._resolve_unclear(error, deadline)
         except TxnBridgeError as error:
             aborted = self._aborted(error)
-            self._let_go(deadline)
+            self._abort(deadline)
             raise aborted from (error.__cause__ or error)
         else:
             self.instance.last += 1
@@ -282,20 +279,20 @@ class PlainWriter(EmbeddedWriter):
         self._trim(deadline)
 
     def _trim(self, deadline: Deadline) -> None:
-        """Remove messages beyond retention of the topics that were just written, at most every ten seconds."""
+        """Remove messages beyond retention from the topics that were just written, at most every ten seconds."""
         now = time.monotonic()
-        if now - self._trimmed_at < TRIM_SECONDS:
+        if now - self._trimmed_at < self._settings.timing.trim_interval:
             return
         self._trimmed_at = now
         try:
             for topic in self._outgoing.topics():
                 retention.trim(self._store, self._connection, topic, deadline)
-        except TxnBridgeError as error:  # the commit counts in any case, and the next writer tries again
-            _log.debug("messages past their retention are left for others to remove: %s", error)
+        except TxnBridgeError as error:  # the commit has succeeded, and the next writer tries again
+            _log.debug("messages beyond retention are removed later: %s", error)
 
     def _write(self) -> None:
         connection = self._connection
-        self._check_alive()
+        self._check_storable()
         self.instance.claim(connection)
         for context, positions in self._acks:
             acks.apply_acks(connection, context, positions)
@@ -310,26 +307,26 @@ class PlainWriter(EmbeddedWriter):
                 raise self._ended_by_others()
             connection.execute("DELETE FROM undecided WHERE number = ?", mine[0])
 
-    def _look_what_happened(self, error: CommitUnclear, deadline: Deadline) -> None:
-        """Return if a commit during which SQLite failed took effect; raise an error if not, or if it is unknown."""
+    def _resolve_unclear(self, error: CommitUnclear, deadline: Deadline) -> None:
+        """After SQLite failed during a commit: return if it took effect, else raise the error for its outcome."""
         self._stale = True
         try:
             self._reconnect()
-            if self.instance.settle(self._store, self._connection, deadline):
+            if self.instance.was_committed(self._store, self._connection, deadline):
                 return
         except TxnBridgeError as failure:
             raise OutcomeUnknown(f"{error}; and {failure}") from error.__cause__
         aborted = self._aborted(error)
-        self._let_go(deadline)
+        self._abort(deadline)
         raise aborted from error.__cause__
 
     def abort(self, deadline: Deadline) -> None:
-        self._let_go(deadline)
+        self._abort(deadline)
 
     def reopen(self, deadline: Deadline) -> None:
         self._reconnect()
-        self._let_go(deadline)
-        fresh = Instance(self._owner)
+        self._abort(deadline)
+        fresh = WriterRow(self._owner)
         with (
             self._events.step("step:open", writers=1),
             self._store.writing(self._connection, deadline, "opening a writer"),
@@ -342,7 +339,7 @@ class PlainWriter(EmbeddedWriter):
 
 
 class PreparingWriter(EmbeddedWriter):
-    """Prepares one transaction at a time, which is then ended by its token, without this writer."""
+    """Prepares one transaction at a time. Its token ends the transaction later, without this writer."""
 
     _prepared = False  # True if the transaction is, or may be, prepared
 
@@ -356,30 +353,30 @@ class PreparingWriter(EmbeddedWriter):
     def prepare(self, deadline: Deadline) -> None:
         hold = self._begin.hold
         ends = self._expires_at + int(1000 * (self._settings.hold_seconds if hold is None else hold))
-        self._prepared = True  # set before, because an exception from a signal handler may come in between
+        self._prepared = True  # set first, because a signal handler's exception may follow the commit
         try:
             with (
                 self._events.step("step:store", self._begin.transaction, messages=self._outgoing.count),
                 self._store.writing(self._connection, deadline, "the prepare"),
             ):
-                self._check_alive()
-                number = self._enter("prepared", ends)
+                self._check_storable()
+                number = self._set_state("prepared", ends)
                 for context, positions in self._acks:
                     acks.apply_acks(self._connection, context, positions, number)
                 self._store_undecided(self._outgoing.pending(), number)
         except CommitUnclear as error:
-            self._look_what_happened(error, deadline)
+            self._resolve_unclear(error, deadline)
         except TxnBridgeError as error:
             self._prepared = False
             aborted = self._aborted(error)
-            self._let_go(deadline)
+            self._abort(deadline)
             raise aborted from (error.__cause__ or error)
         self._expires_at = ends
 
-    def _look_what_happened(self, error: CommitUnclear, deadline: Deadline) -> None:
-        """Return if the transaction is prepared after SQLite failed during the prepare; else abort, and raise an error.
+    def _resolve_unclear(self, error: CommitUnclear, deadline: Deadline) -> None:
+        """After SQLite failed during the prepare: return if it took effect, else abort, and raise an error.
 
-        If the failed prepare took effect later, the transaction would expire, because it has no token.
+        If the prepare still took effect later, the transaction would expire, because it has no token.
         """
         try:
             self._reconnect()
@@ -388,24 +385,24 @@ class PreparingWriter(EmbeddedWriter):
                     "SELECT state FROM transactions WHERE id = ?", (self._begin.transaction,)
                 ).fetchone()
         except TxnBridgeError as failure:
-            raise OutcomeUnknown(f"{error}; and looking what became of it: {failure}") from error.__cause__
+            raise OutcomeUnknown(f"{error}; and looking up the outcome: {failure}") from error.__cause__
         if row is None or row[0] != "prepared":
             self._prepared = False
             aborted = self._aborted(error)
-            self._let_go(deadline)
+            self._abort(deadline)
             raise aborted from error.__cause__
 
     def commit(self, deadline: Deadline) -> None:
-        raise InvalidState("a transaction that is to be prepared is committed by its token")
+        raise InvalidState("a prepared transaction is committed by its token")
 
     def abort(self, deadline: Deadline) -> None:
         if not self._prepared:
-            return self._let_go(deadline)
+            return self._abort(deadline)
         try:
             ended = self._decide(Decision.ABORT, deadline)
         except (EvidenceLost, InvalidState):  # the transaction was not prepared
             self._prepared = False
-            return self._let_go(deadline)
+            return self._abort(deadline)
         if ended is Outcome.COMMITTED:
             raise InvalidState(f"transaction {self._begin.transaction} was committed by its token")
         return None
@@ -415,7 +412,7 @@ class PreparingWriter(EmbeddedWriter):
 
     def reopen(self, deadline: Deadline) -> None:
         self._reconnect()
-        self._let_go(deadline)
+        self._abort(deadline)
 
     def close(self) -> None:
         if self._prepared:

@@ -85,7 +85,7 @@ class KafkaGroups:
         if not names:
             return {}
         answers = self._client.describe_consumer_groups(names, request_timeout=seconds(self._deadline))
-        return {name: self._result(answer, f"looking at group {name!r}") for name, answer in answers.items()}
+        return {name: self._result(answer, f"looking up group {name!r}") for name, answer in answers.items()}
 
     def _positions(self, name: str) -> dict[Partition, int]:
         """Return a group's committed offsets in the topics that still exist."""

@@ -148,7 +148,7 @@ class Connections:
             if topic.error_code == UNKNOWN_TOPIC:
                 raise NotFound(f"there is no topic {topic.name!r}")
             if topic.error_code not in NO_LEADER:
-                check(topic.error_code, f"looking for topic {topic.name!r}")
+                check(topic.error_code, f"looking up topic {topic.name!r}")
             counts[topic.name] = len(topic.partitions)
         return counts
 

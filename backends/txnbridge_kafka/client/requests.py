@@ -272,7 +272,7 @@ class Requests:
         async def attempt(connections: Connections) -> dict[str, int]:
             return await connections.counts(topics)
 
-        return self._runner.repeat(deadline, f"looking for topic {', '.join(topics)!r}", attempt) if topics else {}
+        return self._runner.repeat(deadline, f"looking up topic {', '.join(topics)!r}", attempt) if topics else {}
 
     def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
         """Return the id of each existing topic; empty if the Kafka version has no topic ids.
@@ -291,7 +291,7 @@ class Requests:
                     raise RetryLaterError(f"not every broker knows yet that topic {strange[0]!r} was created again")
             return ids
 
-        return self._runner.repeat(deadline, f"looking for topic {', '.join(wanted)!r}", attempt) if wanted else {}
+        return self._runner.repeat(deadline, f"looking up topic {', '.join(wanted)!r}", attempt) if wanted else {}
 
     def transactions(
         self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()

@@ -51,7 +51,7 @@ class KafkaSettings:
         return float(self.client.get("retry.backoff.ms", 100)) / 2000
 
     def __reduce__(self) -> Any:
-        raise TypeError("settings hold secrets; they are not pickled")
+        raise TypeError("settings have secrets and cannot be pickled")
 
 
 _DEFAULTS = KafkaSettings("", {}, {}, 0, None, "", 0)

@@ -87,7 +87,7 @@ class KafkaOwner:
     def record_outcome(self, key: str, committed: bool, deadline: Deadline) -> None:
         """Record the outcome of an id's last transaction. The caller then opens the id, and the coordinator forgets it.
 
-        It must be a transaction of this owner: another owner may have begun one since the coordinator's description.
+        The transaction must be this owner's: another owner may have begun one since the coordinator's description.
         """
         if self.opening is None:
             return  # without the decision log no outcome is recorded
@@ -95,7 +95,7 @@ class KafkaOwner:
 
 
 def evidence_key(id: str, pid: int, mark: str) -> str:
-    """Return the ledger key of an outcome. `mark` is the epoch of a plain transaction, the start time of a prepared."""
+    """Return the ledger key of an outcome. `mark` is a plain transaction's epoch, or a prepared one's start time."""
     return f"{id}/{pid}/{mark}"
 
 

@@ -88,7 +88,7 @@ class KafkaPreparedWriter(KafkaWriter):
         empty = not self.messages and not self._acks
         self._store(deadline)
         if empty:
-            # A transaction begins with its first partition or group. A group that no consumer uses is added to it.
+            # A transaction begins with its first partition or group, so a group is added that no consumer uses.
             group = f"{self._cluster.settings.prefix}empty"
             self._cluster.requests.add_offsets(self.id, opened.pid, opened.epoch, group, deadline)
         last = self._cluster.requests.describe([self.id], deadline).get(self.id)

@@ -91,7 +91,7 @@ class TransactionalProducer:
         try:
             refresh_metadata(self._client, deadline, topic)
         except KafkaException as error:
-            raise translate(error, f"looking at topic {topic!r}") from error
+            raise translate(error, f"looking up topic {topic!r}") from error
 
     def open(self, deadline: Deadline) -> None:
         """Send InitProducerId: the coordinator fences the previous producer and aborts its open transaction."""

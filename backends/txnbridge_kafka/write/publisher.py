@@ -111,7 +111,7 @@ class KafkaPublisher(Publisher):
         try:
             refresh_metadata(producer, deadline, topic)
         except KafkaException as error:
-            raise translate(error, f"looking at topic {topic!r}") from error
+            raise translate(error, f"looking up topic {topic!r}") from error
         time.sleep(_RETRY_SECONDS)
 
     def flush(self, deadline: Deadline) -> None:

@@ -64,7 +64,7 @@ class GroupRegistry:
                 f" --subscription {self._group} --messageId earliest|latest|LEDGER:ENTRY {concrete}"
             )
 
-    def is_held(self, concrete: str, deadline: Deadline) -> bool:
+    def has_pending_acks(self, concrete: str, deadline: Deadline) -> bool:
         """Return whether an open transaction is known to have acknowledged messages of the group on a partition."""
         if self._rest is None:
             return False

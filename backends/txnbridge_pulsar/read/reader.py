@@ -288,7 +288,7 @@ class PulsarReader(Reader):
         """Return whether a partition must not be assigned yet, because open transactions have acknowledged messages
         that an abort would redeliver out of order. The wait is limited, because unprepared transactions time out.
         """
-        if not self._mode.in_order or not self._registry.is_held(partition.topic, deadline):
+        if not self._mode.in_order or not self._registry.has_pending_acks(partition.topic, deadline):
             return False
         if partition.waits_until is None:
             partition.waits_until = time.monotonic() + self._timeout + self._timing.timeout_delay_seconds

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import txnbridge
+from tests.embedded.kit import broker_of
 from txnbridge.spi import Deadline, Half, HalfMessage
 
 HERE = Path(__file__).parent
@@ -43,11 +44,11 @@ def fill(path: Path) -> dict[str, str]:
             end(tokens[name])
         with bridge.publisher("import") as publisher:
             publisher.send("published", b"7", sequence=7)
-        log = bridge._connection.broker.decision_log("golden", Deadline(10))
+        log = broker_of(bridge).decision_log("golden", Deadline(10))
         for record in (b"first", b"second", b"third"):
             log.append(record, Deadline(10))
         log.trim((1,), Deadline(10))
-        halves = bridge._connection.broker.half_store()
+        halves = broker_of(bridge).half_store()
         assert halves is not None
         message = HalfMessage("halves", b"h", b"k", [("a", b"b")])
         halves.put(Half("g", "half", [message], 1, 2), Deadline(10))

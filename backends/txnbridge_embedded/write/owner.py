@@ -1,4 +1,4 @@
-"""The owner of a transactional id, and the row in `writers` that proves each writer's last commit."""
+"""The owner of a transactional id, and each writer's row in the table `writers`, which proves its last commit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from txnbridge_embedded.outcome import outcome
 
 
 class Owner:
-    """The owner of a transactional id; `epoch` is None if the bridge made the id up, so that nobody can fence it."""
+    """The owner of a transactional id. `epoch` is None for an id that the bridge generated: nobody can fence it."""
 
     def __init__(self, name: str, host: str, epoch: int | None) -> None:
         self.host = host
-        self.name = None if epoch is None else name  # the key of the owner's rows
+        self.name = None if epoch is None else name  # the id in the owner's rows; None for a generated id
         self._epoch = epoch
 
     def check(self, connection: sqlite3.Connection) -> None:
@@ -31,9 +31,9 @@ class Owner:
 
 
 def take_over(connection: sqlite3.Connection, name: str, host: str) -> int:
-    """Become the owner of a transactional id, in the caller's write transaction: older owners can no longer commit.
+    """Become the owner of a transactional id, in the caller's write transaction; return the id's new epoch.
 
-    Return the id's new epoch.
+    Older owners can no longer commit, and their open transactions are aborted.
     """
     ((epoch,),) = connection.execute(
         "INSERT INTO identities VALUES (?, 1, ?, ?) ON CONFLICT(name) DO UPDATE SET epoch = epoch + 1,"
@@ -49,22 +49,22 @@ def take_over(connection: sqlite3.Connection, name: str, host: str) -> int:
     return int(epoch)
 
 
-class Instance:
-    """A row of `writers`: it numbers one writer's transactions, and has the number of the last committed one.
+class WriterRow:
+    """A writer's row in the table `writers`, with the number of the writer's last committed transaction.
 
-    A commit succeeds only while the row exists and is not retired. So after a process has retired the row (a newer
-    owner of the id, or the writer itself after an unclear commit), `last` is the last commit for ever.
+    A commit succeeds only while the row exists and is not retired. A newer owner of the id retires the row, or the
+    writer itself after an unclear commit. From then on the number of the last commit never changes.
     """
 
     def __init__(self, owner: Owner) -> None:
         self.id = secrets.token_hex(8)
         self.last = 0
-        self.told = False  # True if a token may name this instance, whose row then has to stay
-        self.dead = False  # True if another process has retired or removed it
+        self.in_token = False  # True if a token may name this row, which then must not be deleted
+        self.retired_by_other = False  # True if another process has retired or deleted the row
         self._owner = owner
 
     def add(self, connection: sqlite3.Connection) -> None:
-        """Insert the row in `writers`; the caller must be in a write transaction."""
+        """Insert the row, in the caller's write transaction."""
         connection.execute(
             "INSERT INTO writers(id, identity, used_at) VALUES (?, ?, ?)", (self.id, self._owner.name, now_ms())
         )
@@ -72,22 +72,23 @@ class Instance:
     def claim(self, connection: sqlite3.Connection) -> None:
         """Store the next transaction's number as committed, in the write transaction that commits its messages.
 
-        If the row is retired or missing, raise `Fenced` if the id has a newer owner, else `TransactionAborted`.
+        If the row is retired or missing, raise `Fenced` if the id has a newer owner, or else `TransactionAborted`.
         """
         found = connection.execute(
             "UPDATE writers SET last = ?, used_at = max(used_at, ?) WHERE id = ? AND retired = 0",
             (self.last + 1, now_ms(), self.id),
         )
         if not found.rowcount:
-            self.dead = True
+            self.retired_by_other = True
             self._owner.check(connection)
             raise TransactionAborted(
-                "this writer was taken for dead: it was silent for long, or somebody's clock is ahead; run it again"
+                "this writer's row was retired or deleted: the writer was idle for long, or another process's clock is"
+                " ahead; run it again"
             )
 
     def retire(self, connection: sqlite3.Connection) -> int:
-        """Retire the row, which prevents further commits, in the caller's write transaction; return the last number."""
-        # The statement always writes, also if the row was never stored: `settle` needs a commit after the failed one.
+        """Retire the row, in the caller's write transaction, to prevent further commits; return the last number."""
+        # The statement writes even if the row was never stored: `was_committed` needs a commit after the failed one.
         ((last,),) = connection.execute(
             "INSERT INTO writers(id, identity, used_at, retired) VALUES (?, ?, ?, 1)"
             " ON CONFLICT(id) DO UPDATE SET retired = 1 RETURNING last",
@@ -95,18 +96,17 @@ class Instance:
         ).fetchall()
         return int(last)
 
-    def settle(self, store: Store, connection: FileConnection, deadline: Deadline) -> bool:
-        """Return whether a commit during which SQLite failed took effect; `connection` must be a new one.
+    def was_committed(self, store: Store, connection: FileConnection, deadline: Deadline) -> bool:
+        """Return whether a commit during which SQLite failed took effect. `connection` must be new.
 
-        Retiring the row is another commit. After it the failed commit can no longer take effect, because its pages in
-        the log, after SQLite's last valid commit, are overwritten. Raise `OutcomeUnknown` if retiring fails.
+        The row is retired by another commit, which overwrites the pages of the failed commit in the write-ahead log. So
+        the failed commit cannot take effect later. Raise `OutcomeUnknown` if the row cannot be retired.
         """
         try:
-            with store.writing(connection, deadline, "looking what became of the commit"):
+            with store.writing(connection, deadline, "looking up the outcome of the commit"):
                 return self.retire(connection) > self.last
         except TxnBridgeError as error:
-            raise OutcomeUnknown(f"looking what became of the commit: {error}") from error.__cause__
+            raise OutcomeUnknown(f"looking up the outcome of the commit: {error}") from error.__cause__
 
     def forget(self, connection: sqlite3.Connection) -> None:
-        """Delete the row of a writer that no token names."""
         connection.execute("DELETE FROM writers WHERE id = ?", (self.id,))
