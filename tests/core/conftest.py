@@ -12,7 +12,7 @@ from txnbridge._connection import Connection
 
 
 @pytest.fixture
-def timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def with_timing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that gives bridges, also open ones, other durations and limits than those of programs."""
 
     def change(**changes: Any) -> None:

@@ -293,8 +293,8 @@ def test_a_nacked_message_cannot_be_acknowledged_and_goes_back_to_the_reader(roo
         room.consumer.nack(batch[1])
 
 
-def test_a_program_that_never_acknowledges_is_told_so(room: Room, timing: Callable[..., None]) -> None:
-    timing(unacked_messages=5)
+def test_a_program_that_never_acknowledges_is_told_so(room: Room, with_timing: Callable[..., None]) -> None:
+    with_timing(unacked_messages=5)
     room.reader.feed(*(b"%d" % number for number in range(5, 12)))
     for _ in range(2):
         with room.bridge.transaction() as txn:
@@ -423,8 +423,8 @@ def test_in_a_loop_an_aborted_message_comes_again_before_the_next_one(room: Room
     assert seen == [b"0", b"1", b"1", b"2"]
 
 
-def test_the_bound_of_what_is_not_acknowledged_costs_no_message(room: Room, timing: Callable[..., None]) -> None:
-    timing(unacked_messages=3)
+def test_the_bound_of_what_is_not_acknowledged_costs_no_message(room: Room, with_timing: Callable[..., None]) -> None:
+    with_timing(unacked_messages=3)
     first = room.consumer.poll(500)
     assert values(first) == [b"0", b"1", b"2"]
     with pytest.raises(InvalidState, match="3 messages were delivered"):
@@ -491,9 +491,9 @@ def test_a_paused_partition_delivers_nothing_that_was_fetched_before(room: Room)
 
 
 def test_a_poll_that_outlasts_its_bridge_is_the_last_one(
-    room: Room, monkeypatch: pytest.MonkeyPatch, timing: Callable[..., None]
+    room: Room, monkeypatch: pytest.MonkeyPatch, with_timing: Callable[..., None]
 ) -> None:
-    timing(closing_polls=0.0)
+    with_timing(closing_polls=0.0)
     original, closing = room.reader.poll, threading.Event()
 
     def poll(count: int, deadline: object) -> list[Message]:

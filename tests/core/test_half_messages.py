@@ -237,7 +237,7 @@ def test_nobody_asks_again_about_what_nobody_can_tell(bridge: Bridge, monkeypatc
 
 
 def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(
-    bridge: Bridge, timing: Callable[..., None]
+    bridge: Bridge, with_timing: Callable[..., None]
 ) -> None:
     asked = threading.Event()
 
@@ -251,9 +251,9 @@ def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(
         return COMMIT
 
     with bridge.half_messages("shop", execute=slow, check=check) as sales:
-        timing(first_check=0.0)
+        with_timing(first_check=0.0)
         assert sell(sales, timeout=60).outcome is Outcome.COMMITTED
-        timing(first_check=Timing.first_check)
+        with_timing(first_check=Timing.first_check)
         asked.clear()
         with pytest.raises(TransactionAborted, match="check answered ABORT"):
             sell(sales, timeout=TIMEOUT)

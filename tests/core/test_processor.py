@@ -961,8 +961,8 @@ def test_until_idle_waits_for_its_partitions(room):
     assert room.broker.sent == [b"0"]
 
 
-def test_until_idle_ends_without_a_partition_after_longer_than_a_dead_member_holds_one(room, timing):
-    timing(without_partition=0.2)
+def test_until_idle_ends_without_a_partition_after_longer_than_a_dead_member_holds_one(room, with_timing):
+    with_timing(without_partition=0.2)
     room.feed(b"0")
     room.broker.unassigned_polls = 1_000_000
     room.run(each=copy)
@@ -1013,7 +1013,7 @@ def test_it_tells_its_lag_its_health_and_what_it_did(room):
 
 
 def test_it_is_healthy_while_a_failed_attempt_is_repeated_and_unhealthy_when_that_has_gone_on_for_long(
-    room, monkeypatch, timing
+    room, monkeypatch, with_timing
 ):
     room.feed(b"0", b"1")
     processor = room.processor(each=Failing(b"0", ValueError("x"), ValueError("x")), timeout=60)
@@ -1021,19 +1021,19 @@ def test_it_is_healthy_while_a_failed_attempt_is_repeated_and_unhealthy_when_tha
 
     def sleep(stop: Shutdown, seconds: float) -> None:
         health.append(processor.healthy)
-        timing(pass_slack=-1e9)  # so it has failed for too long already
+        with_timing(pass_slack=-1e9)  # so it has failed for too long already
 
     monkeypatch.setattr(Shutdown, "sleep", sleep)
     with processor:
         wait_until(lambda: len(health) == 2)
-        timing(pass_slack=60.0)
+        with_timing(pass_slack=60.0)
         wait_until(lambda: processor.healthy and processor.stats.messages == 2)
     assert health == [True, False]
     assert processor.stats.last_error == "ValueError"
 
 
-def test_it_is_unhealthy_when_a_handler_hangs(room, timing):
-    timing(pass_slack=0.0)
+def test_it_is_unhealthy_when_a_handler_hangs(room, with_timing):
+    with_timing(pass_slack=0.0)
     room.feed(b"0")
     go_on = threading.Event()
     with room.processor(each=lambda message, txn: go_on.wait(20), timeout=0.2) as processor:

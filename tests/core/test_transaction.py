@@ -421,9 +421,9 @@ def test_who_waits_for_a_writer_is_not_passed_for_long_by_those_who_come_later()
 
 
 def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_wait(
-    monkeypatch: pytest.MonkeyPatch, timing: Callable[..., None]
+    monkeypatch: pytest.MonkeyPatch, with_timing: Callable[..., None]
 ) -> None:
-    timing(writer_checks=0.01)
+    with_timing(writer_checks=0.01)
     bridge, _ = connect_toy(writers=1)
     writers = bridge._writers
     order: list[int] = []
