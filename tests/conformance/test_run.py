@@ -23,6 +23,9 @@ from txnbridge import connect
 
 ROOT = Path(__file__).parents[2]
 
+# A run has a dozen processes, so that two at once would only slow each other down.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("conformance-runs")]
+
 
 def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "txnbridge.cli", "conformance", *arguments]
@@ -30,13 +33,13 @@ def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
-def run(url: str, out: Path, *more: str, seconds: int = 5) -> subprocess.CompletedProcess[str]:
+def run(url: str, out: Path, *more: str, seconds: int = 8) -> subprocess.CompletedProcess[str]:
     return conformance("run", url, "--time", str(seconds), "--seed", "1", "--out", str(out), *more)
 
 
 def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(tmp_path):
     url = f"embedded:{tmp_path / 'broker.db'}"
-    # How much a loaded machine does in five seconds is not the point.
+    # How much a loaded machine does in a few seconds is not the point.
     done = run(url, tmp_path / "out", "--floor", "committed=1", "--floor", "aborted=0", "--floor", "read=1")
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr
     with connect(url) as bridge:

@@ -49,7 +49,7 @@ def copy(client: Client) -> None:
                 sends = {(plan.topic("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
                 for message in messages:
                     sends[plan.topic("target"), message.partition] += client.values(1)
-                client.transact(bridge, sends, abort=client.random.random() < 0.1, ack=(plan.group, messages))
+                client.transact(bridge, sends, abort=client.random.random() < 0.2, ack=(plan.group, messages))
 
 
 def finish(client: Client) -> None:
