@@ -295,14 +295,17 @@ _NEEDED = {"read": ("topics",), "drained": ("group", "topics"), "declares": ("ab
 
 def _fields(line: dict[str, Any]) -> dict[str, Any]:
     """Return the further fields of a line. Raise ValueError if one that a check reads is of another type."""
-    for name in ("transaction", "outcome", "error", "group"):
+    for name in ("transaction", "outcome", "error", "group", "session", "owner", "wish"):
         if line.get(name) is not None:
             _text(line[name])
     for name in ("topics", "absent"):
         if name in line:
             _texts(line[name])
-    if "deadline" in line and type(line["deadline"]) not in (int, float):
-        raise ValueError(f"a deadline is a number of seconds, not {line['deadline']!r}")
+    for name in ("deadline", "hold"):
+        if name in line and type(line[name]) not in (int, float):
+            raise ValueError(f"{name} is a number of seconds, not {line[name]!r}")
+    if line.get("session") is not None and line.get("owner") is None:
+        raise ValueError("a session needs the transactional id of its owner")
     return line
 
 

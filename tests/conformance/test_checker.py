@@ -224,7 +224,7 @@ def test_two_outcomes_of_one_transaction_are_a_split_decision():
     story.send("a", call, "1")
     story.end("a", call, outcome="prepared")
     for process, outcome in (("b", "committed"), ("c", "committed")):
-        end = story.begin(process, "end", transaction="x")
+        end = story.begin(process, "finish", transaction="x")
         story.end(process, end, outcome=outcome)
     story.read("1")
     assert story.found() == []
@@ -233,12 +233,13 @@ def test_two_outcomes_of_one_transaction_are_a_split_decision():
     assert story.found() == ["split-decision"]
 
 
-def test_a_prepared_transaction_that_nobody_ended_may_be_there_or_not():
+def test_a_prepared_transaction_whose_commit_was_not_answered_may_be_there_or_not():
     for log in ((), ("1",)):
         story = Story()
         call = story.begin("a", transaction="x")
         story.send("a", call, "1")
         story.end("a", call, outcome="prepared")
+        story.begin("b", "finish", transaction="x")
         story.read(*log)
         assert story.found() == []
 
@@ -389,6 +390,54 @@ def test_what_a_broker_declares_absent_is_reported_and_breaks_nothing():
         judgement = judge(history, findings, {"committed": 1})
         assert (judgement.verdict, findings.names) == (verdict, ["zombie-write"])
     assert judge(history, findings, {"committed": 2}).verdict is Verdict.THIN
+
+
+def owners(*turns: tuple[str, str]) -> list[str]:
+    """Return the findings if owners of one id run transactions with these results, in turn; each opens it once."""
+    story, opened = Story(), set()
+    for process, result in turns:
+        fields = {"owner": "x", "session": process}
+        if process not in opened:
+            story.end(process, story.begin(process, "open", **fields))
+            opened.add(process)
+        call = story.begin(process, **fields)
+        story.end(process, call, result)
+    return story.found()
+
+
+def test_what_an_owner_does_after_a_newer_one_has_opened_the_id_is_a_zombie_write():
+    assert owners(("a", "ok"), ("a", "ok"), ("b", "ok"), ("a", "fail"), ("b", "ok")) == []
+    assert owners(("a", "ok"), ("b", "ok"), ("a", "ok")) == ["zombie-write"]
+    assert owners(("a", "ok"), ("b", "unknown"), ("a", "ok")) == []  # perhaps b never opened it
+
+
+def prepared_story() -> Story:
+    story = Story()
+    call = story.begin("a", transaction="x", hold=60)
+    story.send("a", call, "1")
+    story.end("a", call, outcome="prepared")
+    return story
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_prepared_message_that_is_read_before_anybody_commits_it_is_an_early_read(early):
+    story = prepared_story()
+    steps = [lambda: story.begin("b", "finish", transaction="x", wish="commit"), lambda: story.read("1")]
+    for step in reversed(steps) if early else steps:
+        step()
+    assert story.found() == (["early-read"] if early else [])
+
+
+@pytest.mark.parametrize(
+    ("wish", "asked_by_admin", "lost"), [("commit", False, True), ("abort", False, False), ("commit", True, False)]
+)
+def test_a_prepared_transaction_that_is_aborted_though_nobody_asked_was_lost(wish, asked_by_admin, lost):
+    story = prepared_story()
+    if asked_by_admin:
+        story._write("run", fault="administrator's abort", target="x", phase="begin", mono=5, wall=0)
+    call = story.begin("b", "finish", transaction="x", wish=wish)
+    story.end("b", call, outcome="aborted")
+    assert story.found() == (["lost-prepare"] if lost else [])
 
 
 def test_a_hundred_cases_of_a_name_are_counted_and_some_are_kept():

@@ -1,13 +1,14 @@
 """The checker: pure functions from a history to named findings with their evidence.
 
 `check(history)` runs all checks. `_tables` turns the history into tables of numbers, and `_fates` finds the outcome of
-each transaction. `_messages` checks what readers read, `_order` in which order, `_acks` what groups process, `_cycles`
-whether transactions are isolated, `_calls` whether calls end in time. `findings` has the names and their meanings.
+each transaction. `_messages` checks what readers read, `_order` in which order, `_acks` what groups process, `_owners`
+what owners and prepared transactions may do, `_cycles` whether transactions are isolated, `_calls` whether calls end in
+time. `findings` has the names and their meanings.
 """
 
 from __future__ import annotations
 
-from txnbridge_conformance.checker import _acks, _calls, _cycles, _fates, _messages, _order
+from txnbridge_conformance.checker import _acks, _calls, _cycles, _fates, _messages, _order, _owners
 from txnbridge_conformance.checker._tables import Tables
 from txnbridge_conformance.checker.findings import MEANINGS, Finding, Findings
 from txnbridge_conformance.history import History
@@ -23,6 +24,8 @@ def check(history: History) -> Findings:
     _messages.check_reads(tables, fate, findings)
     for read in _messages.full_reads(tables, findings):
         _messages.check_full_read(tables, fate, read, findings)
+    _owners.check_owners(tables, findings)
+    _owners.check_prepared(tables, fate, findings)
     _calls.check_calls(tables, findings)
     _acks.check_acks(tables, fate, findings)
     rank = _order.ranks(tables, fate)

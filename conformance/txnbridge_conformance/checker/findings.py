@@ -17,7 +17,8 @@ MEANINGS = {
     "phantom-message": "a message was read that no process of the history sent",
     "G1a": "a message of an aborted transaction was read",
     "torn-transaction": "a reader that read everything read a part of a transaction's messages",
-    "zombie-write": "a message was read whose transaction was refused because its owner had been fenced",
+    "zombie-write": "a transaction of a fenced owner took effect",
+    "early-read": "a message of a prepared transaction was read before any call could have committed it",
     "precommitted-read": "a transaction read a message that it had sent itself",
     # about acknowledgements
     "replay-duplicate": "a group processed one message in two committed transactions",
@@ -37,6 +38,7 @@ MEANINGS = {
     "G1c-realtime": "reads and writes that contradict the order in which transactions ended and began",
     # about outcomes
     "split-decision": "two calls returned different outcomes of one transaction",
+    "lost-prepare": "a prepared transaction was aborted before its hold had passed, and nobody asked for that",
     "outcome-lie": "a transaction's returned outcome is contradicted by what readers read",
     "orphan-half": "a half message whose local work succeeded was not published",
     "phantom-commit": "a half message whose local work was not done was published",

@@ -31,7 +31,7 @@ PROMISES = (
     Promise(
         "isolated",
         "Nobody reads a message of a transaction before its commit, or of an aborted one.",
-        ("G1a", "precommitted-read", "phantom-message", "G1c-realtime"),
+        ("G1a", "early-read", "precommitted-read", "phantom-message", "G1c-realtime"),
         ("aborted", "read"),
         "isolation",
     ),
@@ -76,7 +76,7 @@ PROMISES = (
     Promise(
         "resolvable",
         "Any process ends a prepared transaction by its token, and all are told one outcome.",
-        ("split-decision",),
+        ("split-decision", "lost-prepare"),
         ("prepared", "finished"),
         "resolve-anywhere",
     ),

@@ -60,16 +60,22 @@ class Client:
     random: random.Random
     stop: threading.Event = field(default_factory=threading.Event)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _session: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
     def bridge(self, **settings: Any) -> Iterator[Bridge]:
+        """Open a bridge; with a transactional id record the opening, and this session with its transactions."""
         wanted = {"timeout": self.plan.timeout, "hold": self.plan.hold, **self.plan.settings, **settings}
+        owner = settings.get("transactional_id")
+        self._session = {} if owner is None else {"owner": owner, "session": f"{self.process}/{next(self._numbers)}"}
+        call = self.recorder.start("open", **self._session)
         with txnbridge.connect(self.plan.url, **wanted) as bridge:
+            call.end("ok")
             yield bridge
 
     def values(self, count: int) -> list[str]:
         """Return values that no other message of the run has."""
-        return [f"{self.process}.{next(self._numbers)}" for _ in range(count)]
+        return [f"{self.process}/{next(self._numbers)}" for _ in range(count)]
 
     def sends(self, *topics: str) -> dict[tuple[str, int], list[str]]:
         """Return random values for random partitions of these topics."""
@@ -90,7 +96,8 @@ class Client:
 
         A transaction that was prepared puts its token into the run's file of tokens.
         """
-        call = self.recorder.start("transaction", deadline=self.plan.timeout)
+        fields = {"deadline": self.plan.timeout, "hold": self.plan.hold, **self._session}
+        call = self.recorder.start("transaction", **fields)
         if ack is not None:
             group, messages = ack
             call.poll([read_of(message) for message in messages], group)

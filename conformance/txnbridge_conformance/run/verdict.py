@@ -20,6 +20,8 @@ EXCUSED_BY = {
     "precommitted-read": ("isolation",),
     "G1c-realtime": ("isolation",),
     "zombie-write": ("fencing",),
+    "early-read": ("isolation", "prepare"),
+    "lost-prepare": ("prepare",),
     "lost-write": ("survives-broker-kill",),
     "unseen": ("survives-broker-kill",),
     "hang": ("deadline",),
