@@ -16,7 +16,8 @@ def check_calls(tables: Tables, findings: Findings) -> None:
     pauses = _pauses(tables)
     for operation in tables.operations:
         if operation.what == "settle" and operation.result != "ok":
-            text = f"{operation.fields.get('condition')}, long after all processes had ended"
+            error = operation.fields.get("error")
+            text = f"{operation.fields.get('condition')}, long after the work had ended{f' ({error})' if error else ''}"
             findings.add("hang", text, [operation.order])
         elif operation.end is not None and "deadline" in operation.fields:
             taken = (operation.end - operation.start) / 1e9

@@ -152,7 +152,7 @@ class Hunt:
         self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
         call = self._recorder.start("drained", group=self._plan.group, topics=[self._plan.topic("source")])
         drained = self._await(
-            lambda: not self._lag(bridge) or self._all_copied(), "the copiers have not read everything"
+            lambda: self._all_copied() or not self._lag(bridge), "the copiers have not read everything"
         )
         self._stop(("copy", "watch"))
         self._finish_all(bridge)
@@ -240,14 +240,17 @@ class Hunt:
         """Wait until a condition is true; after the settling time record in the history that it is not."""
         call = self._recorder.start("settle", condition=what)
         until = time.monotonic() + _SETTLING_SECONDS
+        failure = ""
         while time.monotonic() < until:
             self._replace_dead()
-            with suppress(TxnBridgeError):
+            try:
                 if condition():
                     call.end("ok")
                     return True
+            except TxnBridgeError as error:
+                failure = f"{type(error).__name__}: {error}"
             time.sleep(0.2)
-        call.end("fail")
+        call.end("fail", error=failure)
         return False
 
     # --- reading back -------------------------------------------------------------------------------------------------
