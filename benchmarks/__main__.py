@@ -7,6 +7,7 @@ from importlib import import_module
 from benchmarks._harness import machine, make_parser, opened
 
 NAMES: tuple[str, ...] = ("send", "imports", "write", "read", "commit", "writers", "wakeup", "memory", "large_file")
+NAMES += ("checker",)
 NAMES += (
     "kafka_write",
     "kafka_java",

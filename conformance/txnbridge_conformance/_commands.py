@@ -1,4 +1,4 @@
-"""The plug-in for `txnbridge brokers` and `txnbridge demo`. Every bridge loads it, so it imports others only at use."""
+"""The plug-in that adds commands. Every bridge loads this module, so it imports others only at use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def _started(name: str) -> Iterator[str]:
 
 @hookimpl
 def txnbridge_commands() -> list[click.Command]:
-    """Return the commands that start real brokers."""
+    """Return the commands that start real brokers, and that attack a broker."""
+    from txnbridge_conformance import commands
     from txnbridge_conformance.brokers.commands import command
 
-    return [command]
+    return [command, commands.command]

@@ -23,6 +23,7 @@ TARGETS = {
     "wakeup": 4,
     "memory": 4,
     "large_file": 5,
+    "checker": 2,
     "kafka_write": 8,
     "kafka_java": 0,
     "kafka_read": 2,

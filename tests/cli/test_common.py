@@ -260,8 +260,8 @@ def test_every_command_has_json_and_debug_and_a_help_text():
     for path, command in found:
         options = {name for parameter in command.params for name in parameter.opts}
         assert {"--json", "--debug"} <= options, path
-        # These start brokers of their own, or speak to two of them.
-        assert ("--url" in options) is (path.split()[1] not in ("brokers", "pipeline")), path
+        # These start brokers of their own, speak to two of them, or take the URL as an argument.
+        assert ("--url" in options) is (path.split()[1] not in ("brokers", "conformance", "pipeline")), path
         assert command.help, path
 
 

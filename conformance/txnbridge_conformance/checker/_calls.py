@@ -1,0 +1,43 @@
+"""Checks of calls: each ends within its deadline."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from txnbridge_conformance.checker._tables import Tables
+from txnbridge_conformance.checker.findings import Findings
+
+# A call may take this much longer than its deadline, because a loaded machine may let its process wait so long.
+_SLACK_SECONDS = 10.0
+
+
+def check_calls(tables: Tables, findings: Findings) -> None:
+    """Find calls that took longer than their deadline allows while their process was not paused."""
+    pauses = _pauses(tables)
+    for operation in tables.operations:
+        if operation.what == "settle" and operation.result != "ok":
+            error = operation.fields.get("error")
+            text = f"{operation.fields.get('condition')}, long after the work had ended{f' ({error})' if error else ''}"
+            findings.add("hang", text, [operation.order])
+        elif operation.end is not None and "deadline" in operation.fields:
+            taken = (operation.end - operation.start) / 1e9
+            process = tables.history.processes[operation.process].name
+            paused = sum(
+                max(0, min(end, operation.end) - max(begin, operation.start)) for begin, end in pauses[process]
+            )
+            deadline = operation.fields["deadline"]
+            if taken - paused / 1e9 > deadline + _SLACK_SECONDS:
+                text = f"{tables.name(operation.order)} took {taken:.1f} s, its deadline is {deadline:g} s"
+                findings.add("hang", text, [operation.order])
+
+
+def _pauses(tables: Tables) -> dict[str, list[tuple[int, int]]]:
+    """Return by process the times from the begin to the end of each pause."""
+    pauses: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    begun: dict[str, int] = {}
+    for fault in tables.history.faults:
+        if fault.kind == "pause" and fault.phase == "begin":
+            begun[fault.target] = fault.mono
+        elif fault.kind == "pause" and fault.target in begun:
+            pauses[fault.target].append((begun.pop(fault.target), fault.mono))
+    return pauses

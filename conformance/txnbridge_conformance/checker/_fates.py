@@ -1,0 +1,52 @@
+"""The fate of each transaction: what all calls of the history together say of its outcome."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from txnbridge_conformance.checker._tables import Numbers
+from txnbridge_conformance.checker.findings import Findings
+from txnbridge_conformance.history import Operation
+
+UNKNOWN, COMMITTED, ABORTED = 0, 1, 2
+
+WRITES = frozenset({"transaction", "half", "publish"})  # calls that send messages
+_OUTCOMES = {"committed": COMMITTED, "aborted": ABORTED}
+
+
+def fates(operations: list[Operation], findings: Findings) -> Numbers:
+    """Return for each operation the fate of its messages; add "split-decision" where calls contradict each other."""
+    fate = np.zeros(len(operations), np.int64)
+    told: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for operation in operations:
+        for outcome in _told_by(operation):
+            if operation.transaction is None:
+                fate[operation.order] = outcome
+            else:
+                told[operation.transaction].append((outcome, operation.order))
+    for transaction, answers in told.items():
+        if len({outcome for outcome, _ in answers}) > 1:
+            calls = ", ".join(f"{operations[order].what}: {_name(outcome)}" for outcome, order in answers)
+            text = f"transaction {transaction} has more than one outcome ({calls})"
+            findings.add("split-decision", text, [order for _, order in answers])
+    for operation in operations:
+        if operation.what in WRITES and operation.transaction in told:
+            answers = told[operation.transaction]
+            # A contradiction is its own finding; the other checks take the transaction for unknown.
+            fate[operation.order] = answers[0][0] if len({outcome for outcome, _ in answers}) == 1 else UNKNOWN
+    return fate
+
+
+def _told_by(operation: Operation) -> Iterator[int]:
+    """Yield the outcome that an operation returned, if it returned one."""
+    if operation.outcome in _OUTCOMES:
+        yield _OUTCOMES[operation.outcome]
+    elif operation.what in WRITES and operation.outcome is None and operation.result != "unknown":
+        yield COMMITTED if operation.result == "ok" else ABORTED
+
+
+def _name(outcome: int) -> str:
+    return {COMMITTED: "committed", ABORTED: "aborted"}[outcome]

@@ -1,0 +1,148 @@
+"""Checks of messages: each committed one is read once and whole, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from txnbridge_conformance.checker._fates import ABORTED, COMMITTED
+from txnbridge_conformance.checker._tables import NONE, Flags, Numbers, Tables
+from txnbridge_conformance.checker.findings import Findings
+
+
+def check_positions(tables: Tables, findings: Findings) -> None:
+    """Find messages at several positions, and positions with several messages, over all reads of the history."""
+    key = np.concatenate([tables.reads.key, tables.stored.key])
+    place = np.concatenate([tables.reads.place, tables.stored.place])
+    value = np.concatenate([tables.reads.value, tables.stored.value])
+    known = (value != NONE) & (place != NONE)
+    by_place = np.unique(np.stack([key, place, value], axis=1)[known], axis=0)
+    for rows in _repeated(by_place[:, :2]):
+        values = [tables.value(number) for number in by_place[rows, 2]]
+        text = f"one position of {tables.key(by_place[rows[0], 0])} holds {_list(values)}"
+        findings.add("inconsistent-offsets", text, (), values)
+    by_value = by_place[np.lexsort((by_place[:, 1], by_place[:, 0], by_place[:, 2]))]
+    for rows in _repeated(by_value[:, [2, 0]]):
+        key_number, _, number = by_value[rows[0]]
+        text = f"{tables.value(number)} is at {len(rows)} positions of {tables.key(key_number)}"
+        findings.add("duplicate", text, _known(tables.writer[number]), [tables.value(number)])
+
+
+def check_reads(tables: Tables, fate: Numbers, findings: Findings) -> None:
+    """Find messages that were read and that nobody sent, or whose transaction was aborted, or is the reader's own."""
+    rows = np.flatnonzero(tables.reads.value != NONE)
+    values, first = np.unique(tables.reads.value[rows], return_index=True)
+    writers = tables.writer[values]
+    for at in np.flatnonzero(writers == NONE):
+        reader, value = int(tables.reads.operation[rows[first[at]]]), tables.value(values[at])
+        findings.add("phantom-message", f"{tables.name(reader)} read {value}, which no process sent", [reader], [value])
+    for at in np.flatnonzero((writers != NONE) & (fate[writers] == ABORTED)):
+        reader, writer = int(tables.reads.operation[rows[first[at]]]), int(writers[at])
+        value = tables.value(values[at])
+        fenced = tables.operations[writer].fields.get("error") == "Fenced"
+        text = f"{tables.name(reader)} read {value} of the aborted {tables.name(writer)}"
+        findings.add("zombie-write" if fenced else "G1a", text, [writer, reader], [value])
+    for row in rows[tables.reads.operation[rows] == tables.writer[tables.reads.value[rows]]]:
+        operation, value = int(tables.reads.operation[row]), tables.value(tables.reads.value[row])
+        findings.add("precommitted-read", f"{tables.name(operation)} read its own {value}", [operation], [value])
+
+
+@dataclass(frozen=True)
+class FullRead:
+    """Everything that one reader found in some topics, from the start of each partition to its end."""
+
+    operation: int
+    topics: frozenset[str]
+    seen: Flags  # by value: whether it was read
+    highest: Numbers  # by key: the highest place that was read
+
+
+def full_reads(tables: Tables, findings: Findings) -> Iterator[FullRead]:
+    """Yield each complete reading of whole topics; add "stuck-reader" for one that did not reach the end."""
+    for operation in tables.operations:
+        if operation.what == "read" and operation.result != "ok":
+            findings.add("stuck-reader", f"{tables.name(operation.order)} did not reach the end", [operation.order])
+        elif operation.what == "read":
+            rows = np.flatnonzero(tables.reads.operation == operation.order)
+            values = tables.reads.value[rows]
+            seen = np.zeros(len(tables.values), bool)
+            seen[values[values != NONE]] = True
+            highest = np.full(len(tables.keys), NONE, np.int64)
+            np.maximum.at(highest, tables.reads.key[rows], tables.reads.place[rows])
+            yield FullRead(operation.order, frozenset(operation.fields["topics"]), seen, highest)
+
+
+def check_full_read(tables: Tables, fate: Numbers, read: FullRead, findings: Findings) -> None:
+    """Find committed messages that a full read lacks, transactions read in part, and outcomes that it contradicts."""
+    sends = tables.sends
+    covered = np.array([tables.key_of(number)[0] in read.topics for number in range(len(tables.keys))], bool)
+    rows = np.flatnonzero(covered[sends.key])
+    seen = read.seen[sends.value[rows]]
+    _find_repeated(tables, read, findings)
+    _find_missing(tables, read, rows[~seen & (fate[sends.operation[rows]] == COMMITTED)], findings)
+    total = np.bincount(sends.operation[rows], minlength=len(tables.operations))
+    found = np.bincount(sends.operation[rows][seen], minlength=len(tables.operations))
+    # Messages that were published without a transaction are not one atom.
+    atoms = (total > 0) & np.array([operation.what != "publish" for operation in tables.operations], bool)
+    reader = tables.name(read.operation)
+    for writer in map(int, np.flatnonzero(atoms & (found > 0) & (found < total))):
+        text = f"{reader} read {found[writer]} of {total[writer]} messages of {tables.name(writer)}"
+        findings.add("torn-transaction", text, [writer, read.operation])
+    for writer in map(int, np.flatnonzero(atoms & (found == 0) & (fate == COMMITTED))):
+        text = f"{tables.name(writer)} was said to be committed; {reader} read none of its messages"
+        half = tables.operations[writer].what == "half"
+        findings.add("orphan-half" if half else "outcome-lie", text, [writer, read.operation])
+    for writer in map(int, np.flatnonzero(atoms & (found == total) & (fate == ABORTED))):
+        text = f"{tables.name(writer)} was said to be aborted; {reader} read all of its messages"
+        half = tables.operations[writer].what == "half"
+        findings.add("phantom-commit" if half else "outcome-lie", text, [writer, read.operation])
+
+
+def _find_repeated(tables: Tables, read: FullRead, findings: Findings) -> None:
+    """Find messages that a reader without positions received more than once."""
+    reads = tables.reads
+    rows = (reads.operation == read.operation) & (reads.value != NONE) & (reads.place == NONE)
+    values, counts = np.unique(reads.value[rows], return_counts=True)
+    for number, times in zip(values[counts > 1], counts[counts > 1], strict=True):
+        text = f"{tables.name(read.operation)} read {tables.value(number)} {times} times"
+        findings.add("duplicate", text, [*_known(tables.writer[number]), read.operation], [tables.value(number)])
+
+
+def _find_missing(tables: Tables, read: FullRead, rows: Numbers, findings: Findings) -> None:
+    place = _lowest_places(tables)
+    for row in rows:
+        writer, number, key = int(tables.sends.operation[row]), int(tables.sends.value[row]), tables.sends.key[row]
+        lost = place[number] != NONE and place[number] <= read.highest[key]
+        value, reader = tables.value(number), tables.name(read.operation)
+        text = f"{value} of the committed {tables.name(writer)} is missing in {reader}"
+        findings.add("lost-write" if lost else "unseen", text, [writer, read.operation], [value])
+
+
+def _lowest_places(tables: Tables) -> Numbers:
+    """Return by value the lowest place at which it is known to be stored, or `NONE`."""
+    unknown = np.iinfo(np.int64).max
+    place = np.full(len(tables.values), unknown)
+    read = (tables.reads.value != NONE) & (tables.reads.place != NONE)
+    np.minimum.at(place, tables.reads.value[read], tables.reads.place[read])
+    np.minimum.at(place, tables.stored.value, tables.stored.place)
+    return np.where(place == unknown, NONE, place)
+
+
+def _known(operation: int) -> list[int]:
+    return [] if operation == NONE else [int(operation)]
+
+
+def _repeated(rows: Numbers) -> Iterator[Numbers]:
+    """Yield the indexes of each group of equal adjacent rows that has more than one row."""
+    if len(rows) < 2:
+        return
+    same = np.all(rows[1:] == rows[:-1], axis=1)
+    begins = np.flatnonzero(np.concatenate(([True], ~same, [True])))
+    for at in np.flatnonzero(np.diff(begins) > 1):
+        yield np.arange(begins[at], begins[at + 1])
+
+
+def _list(values: list[str]) -> str:
+    return ", ".join(values[:5]) + (" and others" if len(values) > 5 else "")

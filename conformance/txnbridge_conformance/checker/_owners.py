@@ -1,0 +1,108 @@
+"""Checks of owners and of prepared transactions, by the order of calls in real time.
+
+Only calls of processes on one host are compared, because monotonic clocks of two hosts are unrelated.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from txnbridge_conformance.checker._fates import ABORTED
+from txnbridge_conformance.checker._tables import NONE, Numbers, Tables
+from txnbridge_conformance.checker.findings import Findings
+from txnbridge_conformance.history import Operation
+
+
+@dataclass
+class _Session:
+    """One bridge with a transactional id: the bounds of the time at which it opened the id, and its transactions."""
+
+    opened_after: int  # the begin of its opening
+    opened_before: int | None  # the end of its first transaction that took effect; None if none did
+    transactions: list[Operation]
+
+
+def check_owners(tables: Tables, findings: Findings) -> None:
+    """Find transactions that took effect although a newer owner had opened their transactional id before they began."""
+    for owner, sessions in _sessions(tables).items():
+        for session in sessions:
+            for transaction in session.transactions:
+                newer = [
+                    other
+                    for other in sessions
+                    if session.opened_before is not None
+                    and other.opened_before is not None
+                    and session.opened_before < other.opened_after
+                    and other.opened_before < transaction.start
+                ]
+                if newer and transaction.result == "ok":
+                    first = newer[0].transactions[0]
+                    name = tables.name(transaction.order)
+                    text = f"{name} began after a newer owner had opened {owner[0]}, and took effect"
+                    findings.add("zombie-write", text, [transaction.order, first.order])
+
+
+def _sessions(tables: Tables) -> dict[tuple[str, str], list[_Session]]:
+    """Return by transactional id and host the sessions of its owners."""
+    sessions: dict[tuple[str, str], dict[str, _Session]] = defaultdict(dict)
+    for operation in tables.operations:
+        if (name := operation.fields.get("session")) is None:
+            continue
+        key = (operation.fields["owner"], tables.history.processes[operation.process].host)
+        if operation.what == "open":
+            sessions[key][name] = _Session(operation.start, None, [])
+        elif operation.what == "transaction" and name in sessions[key]:
+            session = sessions[key][name]
+            session.transactions.append(operation)
+            if operation.result == "ok" and session.opened_before is None:
+                session.opened_before = operation.end
+    return {key: list(found.values()) for key, found in sessions.items()}
+
+
+def check_prepared(tables: Tables, fate: Numbers, findings: Findings) -> None:
+    """Find prepared transactions that were read before their commit, or aborted although nobody asked for that."""
+    asked: dict[str, list[Operation]] = defaultdict(list)
+    for operation in tables.operations:
+        if operation.transaction and operation.what in ("finish", "status"):
+            asked[operation.transaction].append(operation)
+    prepared = [each for each in tables.operations if each.outcome == "prepared" and each.transaction]
+    _check_early_reads(tables, prepared, asked, findings)
+    # Administrators may name a transaction otherwise than its process does.
+    by_admin = {fault.target for fault in tables.history.faults if fault.kind.startswith("administrator")}
+    known = {operation.transaction for operation in tables.operations}
+    if not by_admin <= known:
+        return
+    for operation in prepared:
+        calls = asked[operation.transaction or ""]
+        answers = [call.start for call in calls if call.outcome == "aborted"]
+        wished = any(call.fields.get("wish") == "abort" for call in calls) or operation.transaction in by_admin
+        if fate[operation.order] != ABORTED or wished or not answers or operation.end is None:
+            continue
+        if min(answers) < operation.end + operation.fields.get("hold", 0) * 1e9:
+            text = f"{tables.name(operation.order)} was prepared and is aborted, which nobody asked for"
+            findings.add("lost-prepare", text, [operation.order, *(call.order for call in calls)])
+
+
+def _check_early_reads(
+    tables: Tables, prepared: list[Operation], asked: dict[str, list[Operation]], findings: Findings
+) -> None:
+    never = np.iinfo(np.int64).max
+    commits_at = np.full(len(tables.operations), NONE, np.int64)
+    for operation in prepared:
+        calls = asked[operation.transaction or ""]
+        starts = [call.start for call in calls if call.what == "finish" and call.fields.get("wish") != "abort"]
+        commits_at[operation.order] = min(starts, default=never)
+    ends = np.array([never if each.end is None else each.end for each in tables.operations], np.int64)
+    writer = np.where(tables.reads.value == NONE, NONE, tables.writer[np.maximum(tables.reads.value, 0)])
+    rows = np.flatnonzero(writer != NONE)
+    rows = rows[(commits_at[writer[rows]] != NONE) & (ends[tables.reads.operation[rows]] < commits_at[writer[rows]])]
+    for row in rows:
+        order, reader = int(writer[row]), int(tables.reads.operation[row])
+        value = tables.value(tables.reads.value[row])
+        text = (
+            f"{tables.name(reader)} read {value} before any call could have committed the prepared {tables.name(order)}"
+        )
+        findings.add("early-read", text, [order, reader], [value])

@@ -1,0 +1,162 @@
+"""A history as tables of numbers, which the checks search with numpy instead of looping over a million messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from txnbridge_conformance.history import History, Key, Operation
+
+Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+NONE = -1
+
+
+class Names:
+    """Numbers values, keys and groups in the order of their first use."""
+
+    def __init__(self) -> None:
+        self.texts: list[object] = []
+        self._numbers: dict[object, int] = {}
+
+    def number(self, text: object) -> int:
+        number = self._numbers.setdefault(text, len(self.texts))
+        if number == len(self.texts):
+            self.texts.append(text)
+        return number
+
+    def find(self, text: object) -> int:
+        return self._numbers.get(text, NONE)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True)
+class Sends:
+    """One row for each message that a call sent, in the order of the calls' lines. `operation` is the call's order."""
+
+    operation: Numbers
+    key: Numbers
+    value: Numbers
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One row for each message in a partition. `place` is its position's rank among those of the key, or `NONE`."""
+
+    key: Numbers
+    value: Numbers
+    place: Numbers
+
+
+@dataclass(frozen=True)
+class Reads(Placed):
+    """One row for each message that a call received, in the order of receipt."""
+
+    operation: Numbers
+
+
+class Tables:
+    """The tables of one history, and what follows from them at once."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.operations: Sequence[Operation] = history.operations
+        self.keys, self.values = Names(), Names()
+        self.sends = self._sends()
+        sent = len(self.values)
+        self.reads, self.stored = self._placed()
+        self.writer = np.full(len(self.values), NONE, np.int64)  # by value: the order of the operation that sent it
+        self.home = np.full(len(self.values), NONE, np.int64)  # by value: the key that it was sent to
+        self.writer[:sent][self.sends.value] = self.sends.operation
+        self.home[:sent][self.sends.value] = self.sends.key
+
+    def _sends(self) -> Sends:
+        operations: list[int] = []
+        keys: list[int] = []
+        values: list[int] = []
+        for operation, key, sent in self.history.sends:
+            operations += [operation] * len(sent)
+            keys += [self.keys.number(key)] * len(sent)
+            values += map(self.values.number, sent)
+        return Sends(_numbers(operations), _numbers(keys), _numbers(values))
+
+    def _placed(self) -> tuple[Reads, Placed]:
+        """Return the messages that were received, and those that are known to be stored."""
+        operations: list[int] = []
+        keys: list[int] = []
+        values: list[int] = []
+        positions: list[Sequence[int] | None] = []
+        for operation, _, messages in self.history.polls:
+            for topic, partition, position, value in messages:
+                operations.append(operation)
+                keys.append(self.keys.number((topic, partition)))
+                values.append(NONE if value is None else self.values.number(value))
+                positions.append(position)
+        polled = len(positions)
+        for key, sent, at in self.history.stored:
+            keys += [self.keys.number(key)] * len(sent)
+            values += map(self.values.number, sent)
+            positions += at
+        all_keys, all_values = _numbers(keys), _numbers(values)
+        places = _places(all_keys, positions)
+        reads = Reads(all_keys[:polled], all_values[:polled], places[:polled], _numbers(operations))
+        return reads, Placed(all_keys[polled:], all_values[polled:], places[polled:])
+
+    def value(self, number: int) -> str:
+        return str(self.values.texts[number])
+
+    def key(self, number: int) -> str:
+        topic, partition = self.key_of(number)
+        return f"{topic}[{partition}]"
+
+    def key_of(self, number: int) -> Key:
+        key = self.keys.texts[number]
+        assert isinstance(key, tuple)
+        return key
+
+    def name(self, order: int) -> str:
+        """Return how a finding's text names an operation."""
+        operation = self.operations[order]
+        process = self.history.processes[operation.process].name
+        return f"{operation.what} {operation.transaction or f'{process}/{operation.number}'}"
+
+
+def _numbers(values: Iterable[int]) -> Numbers:
+    return np.fromiter(values, np.int64)
+
+
+def _places(keys: Numbers, positions: Sequence[Sequence[int] | None]) -> Numbers:
+    """Return each position's rank among the different positions of its key; `NONE` for an unknown position."""
+    places = np.full(len(keys), NONE, np.int64)
+    known = [position for position in positions if position is not None]
+    if not known:
+        return places
+    rows = np.array([position is not None for position in positions], bool)
+    width = max(map(len, known))
+    table = np.full((len(known), width + 1), NONE, np.int64)
+    table[:, 0] = keys[rows]
+    if all(len(position) == width for position in known):
+        table[:, 1:] = np.array(known, np.int64).reshape(len(known), width)
+    else:
+        for row, position in zip(table, known, strict=True):
+            row[1 : len(position) + 1] = position
+    order = np.lexsort(table.T[::-1])
+    ranked = table[order]
+    new = np.any(ranked[1:] != ranked[:-1], axis=1)
+    ranks = np.concatenate(([0], np.cumsum(new)))
+    found = np.empty(len(known), np.int64)
+    found[order] = ranks - _first_of_each(ranked[:, 0], ranks)
+    places[rows] = found
+    return places
+
+
+def _first_of_each(keys: Numbers, ranks: Numbers) -> Numbers:
+    """Return for each row of a sorted table the rank of its key's first row."""
+    begins = np.concatenate(([True], keys[1:] != keys[:-1]))
+    return ranks[np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))]

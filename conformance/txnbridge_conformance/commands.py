@@ -1,0 +1,257 @@
+"""The command `txnbridge conformance`: runs the hunt against a broker, and judges histories."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from txnbridge import Capability, connect
+from txnbridge.commands import json_and_debug
+from txnbridge.errors import TxnBridgeError
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers import Broker
+from txnbridge_conformance.run.hunt import hunt
+from txnbridge_conformance.run.plan import FLOOR, PARTITIONS, ROLES, Plan
+from txnbridge_conformance.run.processes import RunFailed
+
+# The exit code of a run that could not judge; codes 0 to 2 are those of `Verdict`.
+_COULD_NOT_RUN = 3
+
+_FAULTS = frozenset({"client", "network", "broker"})
+_BROKERS = frozenset({"kafka", "pulsar", "rocketmq"})
+
+command = click.Group("conformance", help="Attack a broker, and say which promises it keeps.")
+
+
+class _Seconds(click.ParamType[float]):
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value)
+        unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
+        try:
+            seconds = float(text[:-1]) * unit if unit else float(text)
+        except ValueError:
+            seconds = 0.0
+        if not 1 <= seconds <= 7 * 24 * 3600:
+            self.fail(f"{text!r} is no time from 1 second to a week, such as 60, 90s, 30m or 2h", param, ctx)
+        return seconds
+
+
+def _floor(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, int]:
+    floor = dict(FLOOR)
+    for text in given:
+        name, _, number = text.partition("=")
+        if name not in floor or not number.isdecimal():
+            raise click.BadParameter(f"{text!r} is not NAME=NUMBER with one of {', '.join(floor)}")
+        floor[name] = int(number)
+    return floor
+
+
+_FLOOR = click.option(
+    "--floor", multiple=True, callback=_floor, metavar="NAME=NUMBER", help="Below it the run is too thin to say."
+)
+
+
+def _kinds(ctx: click.Context, param: click.Parameter, given: str | None) -> frozenset[str] | None:
+    kinds = None if given is None else frozenset(given.split(","))
+    if kinds is not None and not kinds <= _FAULTS:
+        raise click.BadParameter(f"{given!r} is not a list of {', '.join(sorted(_FAULTS))}")
+    return kinds
+
+
+@command.command("run")
+@click.argument("url")
+@click.option("--time", "seconds", type=_Seconds(), default="60", show_default=True, help="How long processes work.")
+@click.option("--seed", type=int, help="Choose the same faults and transactions as a run with this seed.")
+@click.option("--out", type=click.Path(file_okay=False), help="Keep histories and report in this new folder.")
+@click.option(
+    "--faults", callback=_kinds, metavar="KINDS", help="A list of client, network, broker; else all possible."
+)
+@click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
+@_FLOOR
+@json_and_debug
+def run(
+    url: str,
+    seconds: float,
+    seed: int | None,
+    out: str | None,
+    faults: frozenset[str] | None,
+    plugins: tuple[str, ...],
+    floor: dict[str, int],
+    as_json: bool,
+) -> None:
+    """Run transactions on a broker from many processes, inject faults, and judge the result.
+
+    URL names the broker. With kafka, pulsar or rocketmq instead, the run starts a broker of its own, which it kills and
+    cuts off, too; at a URL it attacks only its own processes. Everything that a run creates at the broker has a name of
+    its own, and is deleted at the end. Exit code 0: all promises were kept, 1: findings, 2: too little was tried, 3:
+    the run failed.
+    """
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+    name = secrets.token_hex(3)
+    folder = Path(out or f"conformance-{name}")
+    if folder.exists():
+        raise click.BadParameter(f"{folder} exists already; name a new folder", param_hint="--out")
+    starts = url in _BROKERS
+    if faults and not starts and faults - {"client"}:
+        raise click.BadParameter(f"these faults need a broker that the run starts: {', '.join(sorted(_BROKERS))}")
+    kinds = faults or (_FAULTS if starts else frozenset({"client"}))
+    click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
+    try:
+        with _started(url) if starts else nullcontext() as broker:
+            plan = Plan(_url_of(broker) if broker else url, name, seed, seconds, str(folder), plugins=plugins)
+            plan.register_plugins()
+            hunt(plan, _progress(), broker, kinds)
+    except (RunFailed, TxnBridgeError, ImportError) as error:
+        click.echo(f"the run failed: {error}", err=True)
+        sys.exit(_COULD_NOT_RUN)
+    command = f"txnbridge conformance run {url} --time {seconds:g} --seed {seed} --faults {','.join(sorted(kinds))}"
+    _judge([str(folder)], floor, as_json, folder, command)
+
+
+def _started(name: str) -> AbstractContextManager[Broker]:
+    broker: AbstractContextManager[Broker] = getattr(brokers, name)()
+    return broker
+
+
+def _url_of(broker: Broker) -> str:
+    return f"{broker.url}?admin_url={broker.admin_url}" if broker.admin_url else broker.url
+
+
+@command.command("check")
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True))
+@_FLOOR
+@json_and_debug
+def check_files(files: tuple[str, ...], floor: dict[str, int], as_json: bool) -> None:
+    """Judge the histories in these files or folders, whoever has recorded them."""
+    _judge(files, floor, as_json)
+
+
+@command.command("plan")
+@click.argument("url")
+@json_and_debug
+def plan(url: str, as_json: bool) -> None:
+    """Say what a run on the broker at URL creates, needs and risks. It connects, and changes nothing."""
+    planned = Plan(url, "NAME", 0, 60, "FOLDER")
+    with connect(url) as bridge:
+        absent = [each.value for each in (Capability.TOPIC_ADMIN, Capability.PREPARE) if not bridge.capabilities[each]]
+        half = bool(bridge.capabilities[Capability.HALF_MESSAGES])
+    roles = {role: count for role, count in ROLES.items() if half or role != "sell"}
+    document = {
+        "topics": planned.topics,
+        "partitions": PARTITIONS,
+        "groups": [planned.group, *([planned.sellers] if half else [])],
+        "transactional ids": [planned.owner],
+        "processes": roles,
+        "missing": absent,
+    }
+    lines = [
+        f"topics, each with {PARTITIONS} partitions, deleted at the end: {', '.join(planned.topics)}",
+        f"groups, which stay: {', '.join(document['groups'])}",  # type: ignore[arg-type]
+        f"transactional ids: {planned.owner}, and made-up ones",
+        f"processes on this machine: {', '.join(f'{count} {role}' for role, count in roles.items())}",
+        "rights: to create and delete these topics, to read and write them, to list and end their transactions",
+        "risk: only processes of the run are killed; the broker gets some thousand small messages a minute",
+    ]
+    lines += [f"not possible: this broker has no {name}" for name in absent]
+    click.echo(json.dumps(document) if as_json else "\n".join(lines))
+    sys.exit(_COULD_NOT_RUN if absent else 0)
+
+
+@command.command("compare")
+@click.argument("first", type=click.Path(exists=True, file_okay=False))
+@click.argument("second", type=click.Path(exists=True, file_okay=False))
+@json_and_debug
+def compare(first: str, second: str, as_json: bool) -> None:
+    """Show two runs side by side, by the reports in their folders: promises, findings and counts."""
+    reports = [_report_in(folder) for folder in (first, second)]
+    rows = [("verdict", *(report["verdict"] for report in reports))]
+    for name in [promise["name"] for promise in reports[0]["promises"]]:
+        rows.append((name, *(_verdicts(report).get(name, "-") for report in reports)))
+    times = [{finding["name"]: finding["times"] for finding in report["findings"]} for report in reports]
+    rows += [(name, *(str(found.get(name, 0)) for found in times)) for name in dict.fromkeys([*times[0], *times[1]])]
+    rows += [(name, *(f"{report['counts'].get(name, 0):,}" for report in reports)) for name in reports[0]["counts"]]
+    if as_json:
+        click.echo(json.dumps([dict(zip(("what", "first", "second"), row, strict=True)) for row in rows]))
+    else:
+        click.echo("\n".join(f"{what:22} {a:>16} {b:>16}" for what, a, b in [("", first, second), *rows]))
+
+
+def _report_in(folder: str) -> dict[str, Any]:
+    try:
+        report = json.loads((Path(folder) / "report.json").read_text())
+        if report["report"] == 1:
+            return dict(report)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise click.BadParameter(f"{folder} holds no report.json of a run; make one with: txnbridge conformance run")
+
+
+def _verdicts(report: dict[str, Any]) -> dict[str, str]:
+    return {promise["name"]: promise["verdict"] for promise in report["promises"]}
+
+
+@command.command("contract")
+@click.argument("url")
+@click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
+@click.option("--only", default="", metavar="EXPRESSION", help="Only tests whose names match it, as for pytest -k.")
+@json_and_debug
+def contract(url: str, plugins: tuple[str, ...], only: str, as_json: bool) -> None:
+    """Run the contract suite on the broker at URL: one line a promise, kept, broken or declared absent."""
+    from txnbridge_conformance.contract import run_contract
+
+    Plan(url, "", 0, 0, "", plugins=plugins).register_plugins()
+    try:
+        promises = run_contract(url, only)
+    except RuntimeError as error:
+        click.echo(f"the suite could not run: {error}", err=True)
+        sys.exit(_COULD_NOT_RUN)
+    if as_json:
+        click.echo(json.dumps([asdict(promise) for promise in promises]))
+    else:
+        for promise in promises:
+            tests = "1 test" if promise.tests == 1 else f"{promise.tests} tests"
+            click.echo(f"{promise.name:24} {promise.verdict:16} {tests}")
+            for name in promise.failed:
+                click.echo(f"    failed: {name}")
+    sys.exit(any(promise.verdict == "broken" for promise in promises))
+
+
+def _judge(paths: Any, floor: dict[str, int], as_json: bool, folder: Path | None = None, command: str = "") -> None:
+    # Imported here, because numpy would double the time of every other command.
+    from txnbridge_conformance.checker import check
+    from txnbridge_conformance.history import HistoryError, read_history
+    from txnbridge_conformance.report import Report
+    from txnbridge_conformance.run.verdict import judge
+
+    try:
+        history = read_history(paths)
+    except HistoryError as error:
+        click.echo(f"not judged: {error}", err=True)
+        sys.exit(_COULD_NOT_RUN)
+    findings = check(history)
+    judgement = judge(history, findings, floor)
+    report = Report(history, findings, judgement, command)
+    if folder:
+        (folder / "report.txt").write_text(report.text())
+        (folder / "report.json").write_text(report.json())
+        (folder / "report.html").write_text(report.html())
+    click.echo(report.json() if as_json else report.text(), nl=False)
+    sys.exit(judgement.verdict.value)
+
+
+def _progress() -> Callable[[str], None]:
+    """Return a function that shows the progress on one line of a terminal, and nowhere else."""
+    if not sys.stderr.isatty():
+        return lambda text: None
+    return lambda text: click.echo(f"\r\x1b[K{text}", nl=False, err=True)

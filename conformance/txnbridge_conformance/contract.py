@@ -1,0 +1,81 @@
+"""The contract suite from the shell: pytest runs it against a URL, and each promise gets one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from txnbridge import Capability
+
+_TESTS = "from txnbridge_conformance.suite import *  # noqa: F403\n"
+# Tests that prove no single capability: what every broker has to do.
+_ALWAYS = "every broker"
+
+
+@dataclass(frozen=True)
+class ContractResult:
+    """The verdict on one capability: "kept", "broken", "declared absent" or "not tested", with the number of tests."""
+
+    name: str
+    verdict: str
+    tests: int
+    failed: tuple[str, ...]  # the names of its failed tests
+
+
+class ContractRecorder:
+    """A pytest plug-in that counts the results of the suite's tests by the capabilities that they prove."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Counter[str]] = defaultdict(Counter)
+        self.failed: dict[str, list[str]] = defaultdict(list)
+        self._proved: dict[str, list[str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            proved = [capability.value for mark in item.iter_markers("proves") for capability in mark.args]
+            self._proved[item.nodeid] = proved or [_ALWAYS]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        result = "absent" if hasattr(report, "wasxfail") and report.skipped else report.outcome
+        for name in self._proved.get(report.nodeid, ()):
+            self.results[name][result] += 1
+            if result == "failed":
+                self.failed[name].append(report.nodeid.partition("::")[2])
+
+    def promises(self) -> list[ContractResult]:
+        names = [_ALWAYS, *(capability.value for capability in Capability)]
+        return [self._promise(name, self.results[name]) for name in names]
+
+    def _promise(self, name: str, results: Mapping[str, int]) -> ContractResult:
+        if results.get("failed"):
+            verdict = "broken"
+        elif results.get("passed"):
+            verdict = "kept"
+        else:
+            verdict = "declared absent" if results.get("absent") else "not tested"
+        return ContractResult(name, verdict, sum(results.values()), tuple(self.failed[name]))
+
+
+def run_contract(url: str, only: str = "") -> list[ContractResult]:
+    """Run the suite, or its tests that match pytest's expression `only`, and return the verdict on each promise.
+
+    Raise `RuntimeError` with pytest's output if the suite could not run.
+    """
+    recorder, output = ContractRecorder(), io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="txnbridge-contract-") as folder:
+        (Path(folder) / "test_contract.py").write_text(_TESTS)
+        options = ["-q", "-p", "no:cacheprovider", "-p", "txnbridge_conformance.plugin", "--rootdir", folder]
+        with contextlib.redirect_stdout(output):
+            code = pytest.main([*options, "-k", only, "--txnbridge-url", url, folder], plugins=[recorder])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise RuntimeError(output.getvalue())
+    return recorder.promises()

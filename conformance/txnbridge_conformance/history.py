@@ -1,0 +1,350 @@
+"""The history of a run: one file of JSON lines for each process, with each call and what the call returned.
+
+docs/conformance.md describes the lines, so that programs in other languages can write them. Each line is written by one
+system call when its event happens, so the history of a killed process is complete up to its death. A call without an
+end line has an unknown result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+VERSION = 1
+
+Result = Literal["ok", "fail", "unknown"]
+Key = tuple[str, int]  # a topic and the number of a partition
+Position = tuple[int, ...]
+Read = tuple[str, int, "Sequence[int] | None", "str | None"]  # topic, partition, position (None: unknown), value
+
+
+class HistoryError(ValueError):
+    """Raised for a file that is not a history which this version can read; the text names the file and the line."""
+
+
+# --- recording --------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Appends the history of one process to a file. Any thread may use it."""
+
+    def __init__(self, path: str | Path, process: str, client: str) -> None:
+        """Create the file. `process` is the process's name in the run, `client` the library that it uses."""
+        self._file = open(path, "xb", buffering=0)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        host = socket.gethostname()
+        self.write(history=VERSION, process=process, client=client, host=host, pid=os.getpid(), **_now())
+
+    def start(self, what: str, **fields: Any) -> RecordedCall:
+        """Record the begin of a call; its methods record the rest. Call this before the call's first request."""
+        call = RecordedCall(self, next(self._numbers))
+        self.write(start=call.number, what=what, **fields, **_now())
+        return call
+
+    def fault(self, kind: str, target: str, phase: Literal["begin", "end"]) -> None:
+        """Record that a fault begins or ends."""
+        self.write(fault=kind, target=target, phase=phase, **_now())
+
+    def write(self, **line: Any) -> None:
+        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        with self._lock:
+            self._file.write(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One recorded call, such as a transaction with all that is sent, polled and acknowledged in it."""
+
+    _recorder: Recorder
+    number: int
+
+    def note(self, **fields: Any) -> None:
+        """Record a field that was not known at the call's begin, such as the transaction's id."""
+        self._recorder.write(note=self.number, **fields)
+
+    def send(self, topic: str, partition: int, values: Sequence[str]) -> None:
+        """Record values that the call is about to send to a partition, in their order."""
+        self._recorder.write(send=self.number, to=[topic, partition], values=values)
+
+    def stored(self, topic: str, partition: int, values: Sequence[str], positions: Iterable[Sequence[int]]) -> None:
+        """Record the positions at which the broker stored these values."""
+        self._recorder.write(stored=self.number, to=[topic, partition], values=values, positions=list(positions))
+
+    def poll(self, messages: Iterable[Read], group: str | None = None) -> None:
+        """Record messages that the call has received, in their order."""
+        self._recorder.write(poll=self.number, group=group, messages=list(messages))
+
+    def assign(self, keys: Iterable[Key]) -> None:
+        """Record the partitions that are assigned to the process's consumer from now on."""
+        self._recorder.write(assign=self.number, keys=list(keys))
+
+    def ack(self, group: str, values: Sequence[str]) -> None:
+        """Record values of messages that the call is about to acknowledge for a group."""
+        self._recorder.write(ack=self.number, group=group, values=values)
+
+    def end(self, result: Result, **fields: Any) -> None:
+        """Record the call's end: "ok" if it took effect, "fail" if it certainly did not, else "unknown"."""
+        self._recorder.write(end=self.number, result=result, **fields, **_now())
+
+
+def _now() -> dict[str, int]:
+    return {"mono": time.monotonic_ns(), "wall": time.time_ns()}
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Operation:
+    """One call of a history, from its start line to its end line.
+
+    `start` and `end` are monotonic nanoseconds on the clock of the process's host; without an end line `end` is None.
+    `order` numbers all operations of the history, those of one process in the order of their begins.
+    """
+
+    order: int
+    process: int
+    number: int
+    what: str
+    start: int
+    end: int | None
+    result: Result
+    fields: dict[str, Any]
+
+    @property
+    def transaction(self) -> str | None:
+        """The transaction's id, if the process knew it."""
+        return self.fields.get("transaction")
+
+    @property
+    def outcome(self) -> str | None:
+        """The outcome that the call returned: "committed", "aborted", "prepared" or "unknown"."""
+        return self.fields.get("outcome")
+
+
+@dataclass(frozen=True)
+class RecordedProcess:
+    """A process of a history, by the first line of its file. Monotonic times of one `host` can be compared."""
+
+    name: str
+    client: str
+    host: str
+    pid: int
+    file: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The begin or end of a fault that the run injected."""
+
+    kind: str
+    target: str
+    phase: str
+    process: int
+    mono: int
+
+
+@dataclass
+class History:
+    """The merged histories of all processes of a run."""
+
+    processes: list[RecordedProcess] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    sends: list[tuple[int, Key, Sequence[str]]] = field(default_factory=list)  # operation's order, key, values
+    stored: list[tuple[Key, Sequence[str], Sequence[Position]]] = field(default_factory=list)
+    polls: list[tuple[int, str | None, Sequence[Read]]] = field(default_factory=list)  # with the group
+    assigned: list[tuple[int, int, frozenset[Key]]] = field(default_factory=list)  # with the number of earlier polls
+    acks: list[tuple[int, str, Sequence[str]]] = field(default_factory=list)  # with the group
+
+    def add(self, lines: Iterable[bytes], name: str) -> None:
+        """Add the lines of one process. Raise `HistoryError` for a line that is not of this format.
+
+        A partial last line is ignored, because the process may have been killed while it wrote the line.
+        """
+        _Lines(self, name).read(lines)
+
+
+def read_history(paths: Iterable[str | Path]) -> History:
+    """Return the merged history in these files. Raise `HistoryError` if a file is not a history."""
+    history = History()
+    for path in _files(paths):
+        with open(path, "rb") as file:
+            history.add(file, str(path))
+    if not history.processes:
+        raise HistoryError("no history: give the files that a run has written, or their folder")
+    return history
+
+
+def _files(paths: Iterable[str | Path]) -> Iterator[Path]:
+    for path in map(Path, paths):
+        if path.is_dir():
+            yield from sorted(path.glob("*.jsonl"))
+        else:
+            yield path
+
+
+class _Lines:
+    """Reads the lines of one process into a history."""
+
+    def __init__(self, history: History, name: str) -> None:
+        self._history = history
+        self._name = name
+        self._process = len(history.processes)
+        self._open: dict[int, Operation] = {}
+
+    def read(self, lines: Iterable[bytes]) -> None:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                self._take(json.loads(line))
+            except (ValueError, TypeError, KeyError, IndexError) as error:
+                raise HistoryError(f"{self._name}, line {number}: {_reason(error)}") from error
+
+    def _take(self, line: dict[str, Any]) -> None:
+        kind = next(iter(line))
+        if kind not in _TAKERS:
+            raise ValueError(f"a line begins with one of {', '.join(_TAKERS)}, not {kind!r}")
+        if (kind == "history") is (self._process < len(self._history.processes)):
+            raise ValueError("the first line, and no other, is that of the process, with its `history` version")
+        _TAKERS[kind](self, line)
+
+    def _head(self, line: dict[str, Any]) -> None:
+        if line["history"] != VERSION:
+            raise ValueError(f"this is format {line['history']}; this version of txnbridge reads format {VERSION}")
+        process, client, host = (_text(line[name]) for name in ("process", "client", "host"))
+        head = RecordedProcess(process, client, host, _number(line["pid"]), self._name)
+        self._history.processes.append(head)
+
+    def _start(self, line: dict[str, Any]) -> None:
+        number, what, start = _number(line.pop("start")), _text(line.pop("what")), _number(line.pop("mono"))
+        for name in _NEEDED.get(what, ()):
+            if name not in line:
+                raise ValueError(f"the call {what!r} needs the field {name!r}")
+        order = len(self._history.operations)
+        operation = Operation(order, self._process, number, what, start, None, "unknown", _fields(line))
+        self._history.operations.append(operation)
+        self._open[number] = operation
+
+    def _note(self, line: dict[str, Any]) -> None:
+        self._open[line.pop("note")].fields.update(_fields(line))
+
+    def _send(self, line: dict[str, Any]) -> None:
+        self._history.sends.append((self._open[line["send"]].order, _key(line["to"]), _texts(line["values"])))
+
+    def _stored(self, line: dict[str, Any]) -> None:
+        values, positions = _texts(line["values"]), [_position(position) for position in line["positions"]]
+        if len(values) != len(positions):
+            raise ValueError("each stored value has one position")
+        self._history.stored.append((_key(line["to"]), values, positions))
+
+    def _poll(self, line: dict[str, Any]) -> None:
+        self._history.polls.append(
+            (self._open[line["poll"]].order, line["group"], [_read(message) for message in line["messages"]])
+        )
+
+    def _assign(self, line: dict[str, Any]) -> None:
+        keys = frozenset(map(_key, line["keys"]))
+        self._history.assigned.append((self._open[line["assign"]].order, len(self._history.polls), keys))
+
+    def _ack(self, line: dict[str, Any]) -> None:
+        self._history.acks.append((self._open[line["ack"]].order, _text(line["group"]), _texts(line["values"])))
+
+    def _end(self, line: dict[str, Any]) -> None:
+        operation = self._open.pop(line.pop("end"))
+        operation.result, operation.end = line.pop("result"), _number(line.pop("mono"))
+        if operation.result not in ("ok", "fail", "unknown"):
+            raise ValueError(f"a result is ok, fail or unknown, not {operation.result!r}")
+        operation.fields.update(_fields(line))
+
+    def _fault(self, line: dict[str, Any]) -> None:
+        kind, target, phase = (_text(line[name]) for name in ("fault", "target", "phase"))
+        self._history.faults.append(Fault(kind, target, phase, self._process, _number(line["mono"])))
+
+
+_TAKERS = {
+    "history": _Lines._head,
+    "start": _Lines._start,
+    "note": _Lines._note,
+    "send": _Lines._send,
+    "stored": _Lines._stored,
+    "poll": _Lines._poll,
+    "assign": _Lines._assign,
+    "ack": _Lines._ack,
+    "end": _Lines._end,
+    "fault": _Lines._fault,
+}
+
+
+# The fields without which a call says nothing.
+_NEEDED = {"read": ("topics",), "drained": ("group", "topics"), "declares": ("absent",)}
+
+
+def _fields(line: dict[str, Any]) -> dict[str, Any]:
+    """Return the further fields of a line. Raise ValueError if one that a check reads is of another type."""
+    for name in ("transaction", "outcome", "error", "group", "session", "owner", "wish"):
+        if line.get(name) is not None:
+            _text(line[name])
+    for name in ("topics", "absent"):
+        if name in line:
+            _texts(line[name])
+    for name in ("deadline", "hold"):
+        if name in line and type(line[name]) not in (int, float):
+            raise ValueError(f"{name} is a number of seconds, not {line[name]!r}")
+    if line.get("session") is not None and line.get("owner") is None:
+        raise ValueError("a session needs the transactional id of its owner")
+    return line
+
+
+def _key(value: Sequence[Any]) -> Key:
+    topic, partition = value
+    return _text(topic), _number(partition)
+
+
+def _read(message: Sequence[Any]) -> Read:
+    topic, partition, position, value = message
+    place = None if position is None else _position(position)
+    return _text(topic), _number(partition), place, None if value is None else _text(value)
+
+
+def _texts(values: Any) -> Sequence[str]:
+    if type(values) is not list:
+        raise ValueError(f"values are a list, not {values!r}")
+    return [_text(value) for value in values]
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"text was expected, not {value!r}")
+    return value
+
+
+def _position(value: Any) -> Position:
+    if type(value) is not list:
+        raise ValueError(f"a position is a list of numbers, not {value!r}")
+    return tuple(map(_number, value))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        raise ValueError(f"a whole number of 64 bits was expected, not {value!r}")
+    return value
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return "not JSON"
+    return f"{error.args[0]!r} is missing, or its call has no start line" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,189 @@
+"""The report of a run: as text for the terminal, as JSON, and as one page of HTML.
+
+The page needs no network: its script draws on canvases of its own, because charting libraries are hundreds of kilobytes
+and draw one element for each bar, which is too slow for 100,000 transactions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from txnbridge_conformance.checker import MEANINGS, Finding, Findings
+from txnbridge_conformance.history import History, Operation
+from txnbridge_conformance.report.promises import Row, rows
+from txnbridge_conformance.run.verdict import Judgement, declared_absent
+
+_COLOURS = {"committed": 0, "aborted": 1, "prepared": 2, "unknown": 3}
+_RESULTS = {"ok": "committed", "fail": "aborted", "unknown": "unknown"}
+_OF_PROCESSES = ("kill", "pause", "restart", "administrator's abort")
+_BARS = ("transaction", "half", "finish")  # the calls that the timeline shows
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that a report shows."""
+
+    history: History
+    findings: Findings
+    judgement: Judgement
+    command: str = ""
+
+    def text(self) -> str:
+        """Return the report as lines of text: the verdict, the numbers, and each finding with its cases."""
+        return "\n".join(self._lines()) + "\n"
+
+    def _lines(self) -> Iterator[str]:
+        yield self.judgement.sentence
+        yield ", ".join(f"{count:,} {name}" for name, count in self.judgement.counts.items())
+        untested = [row.promise.name for row in self._rows() if row.verdict == "not tested"]
+        if untested:
+            yield f"Not tested: {', '.join(untested)}."
+        for name in self.findings.names:
+            promised = "" if name in self.judgement.broken else " (no promise excludes it)"
+            yield f"\n{name}, {self.findings.counts[name]:,} times: {MEANINGS[name]}{promised}"
+            for case in self._cases(name)[:5]:
+                yield f"  {case.text}"
+                yield from (f"    {self._call(order)}" for order in case.operations[:4])
+
+    def _rows(self) -> list[Row]:
+        return rows(self.findings, self.judgement.counts, declared_absent(self.history))
+
+    def _cases(self, name: str) -> list[Finding]:
+        return [case for case in self.findings.cases if case.name == name]
+
+    def _call(self, order: int) -> str:
+        operation = self.history.operations[order]
+        process = self.history.processes[operation.process]
+        error = f" ({operation.fields['error']})" if operation.fields.get("error") else ""
+        result = operation.outcome or operation.result
+        return f"{Path(process.file).name}, call {operation.number}: {operation.what}, {result}{error}"
+
+    def document(self) -> dict[str, Any]:
+        """Return the report as values for JSON."""
+        return {
+            "report": 1,
+            "verdict": self.judgement.verdict.name.lower(),
+            "sentence": self.judgement.sentence,
+            "command": self.command,
+            "counts": dict(self.judgement.counts),
+            "promises": [
+                {
+                    "name": row.promise.name,
+                    "text": row.promise.text,
+                    "verdict": row.verdict,
+                    "evidence": row.evidence,
+                }
+                for row in self._rows()
+            ],
+            "findings": [
+                {
+                    "name": name,
+                    "meaning": MEANINGS[name],
+                    "times": self.findings.counts[name],
+                    "breaks a promise": name in self.judgement.broken,
+                    "cases": [
+                        {
+                            "text": case.text,
+                            "values": list(case.values),
+                            "calls": [self._call(order) for order in case.operations],
+                            "orders": list(case.operations),
+                        }
+                        for case in self._cases(name)
+                    ],
+                }
+                for name in self.findings.names
+            ],
+            "python": platform.python_version(),
+            "clients": sorted({process.client for process in self.history.processes}),
+            "histories": {Path(p.file).name: _digest(p.file) for p in self.history.processes},
+        }
+
+    def json(self) -> str:
+        return json.dumps(self.document(), indent=1) + "\n"
+
+    def html(self) -> str:
+        """Return the report as one page."""
+        import jinja2  # imported here, because the text needs none of it
+
+        environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        )
+        timeline = json.dumps(self._timeline(), separators=(",", ":")).replace("<", "\\u003c")
+        return environment.get_template("page.html").render(**self.document(), timeline=timeline)
+
+    def _timeline(self) -> dict[str, Any]:
+        """Return lanes, bars and bands in milliseconds since the begin of the run, on the clock of the run's host."""
+        operations = self.history.operations
+        times = [operation.start for operation in operations] + [fault.mono for fault in self.history.faults]
+        zero = min(times, default=0)
+        end = max([operation.end or operation.start for operation in operations] + times, default=0)
+        bars = [
+            [
+                operation.process,
+                (operation.start - zero) // 10**5 / 10,
+                ((operation.end or end) - zero) // 10**5 / 10,
+                _COLOURS[_colour(operation)],
+                operation.order,
+            ]
+            for operation in operations
+            if operation.what in _BARS
+        ]
+        names = {process.name: number for number, process in enumerate(self.history.processes)}
+        begun: dict[tuple[str, str], int] = {}
+        bands = []
+        for fault in self.history.faults:
+            key = (fault.kind, fault.target)
+            if fault.phase == "begin":
+                begun[key] = fault.mono
+            start = begun.get(key, fault.mono)
+            if fault.phase == "end" or fault.kind.startswith("kill at"):
+                # A process that was killed while it started has no history, and no lane; other targets concern all.
+                lane = names.get(fault.target, None if fault.kind in _OF_PROCESSES else -1)
+                if lane is not None:
+                    bands.append([fault.kind, lane, (start - zero) / 1e6, (fault.mono - zero) / 1e6])
+        return {
+            "lanes": [process.name for process in self.history.processes],
+            "bars": bars,
+            "bands": bands,
+            "end": (end - zero) / 1e6,
+            "unread": self._unread(zero),
+        }
+
+    def _unread(self, zero: int) -> list[list[float]]:
+        """Return over time how many committed messages no watching reader had received yet."""
+        events: list[tuple[int, int]] = []
+        operations = self.history.operations
+        watched = [(operations[order], messages) for order, _, messages in self.history.polls]
+        watched = [(operation, messages) for operation, messages in watched if operation.what == "poll"]
+        topics = {topic for _, messages in watched for topic, *_ in messages}
+        unseen: set[str] = set()
+        for order, (topic, _), values in self.history.sends:
+            operation = operations[order]
+            if topic in topics and operation.end is not None and operation.outcome == "committed":
+                events.append((operation.end, len(values)))
+                unseen.update(values)
+        for operation, messages in watched:
+            if new := {value for *_, value in messages if value is not None} & unseen:
+                unseen -= new
+                events.append((operation.end or operation.start, -len(new)))
+        level, points = 0, []
+        for time, change in sorted(events):
+            level += change
+            points.append([(time - zero) // 10**5 / 10, max(0, level)])
+        step = max(1, len(points) // 2000)
+        return points[::step]
+
+
+def _colour(operation: Operation) -> str:
+    outcome = operation.outcome or _RESULTS[operation.result]
+    return outcome if outcome in _COLOURS else "unknown"
+
+
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()

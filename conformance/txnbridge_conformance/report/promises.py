@@ -1,0 +1,129 @@
+"""The promises of txnbridge in a report: which findings break each, and what a run must have tried to judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from txnbridge_conformance.checker import Findings
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One promise, the findings that break it, and the counts of a run without which it is not tested."""
+
+    name: str
+    text: str
+    findings: tuple[str, ...]
+    needs: tuple[str, ...]
+    capability: str  # the broker does not make the promise if it declares this capability absent
+    shares_findings: bool = False  # each finding breaks another promise, too, and this one only if it was tried
+
+
+PROMISES = (
+    Promise(
+        "atomic",
+        "Messages to any topics and partitions, and acknowledgements, become visible together or not at all.",
+        ("torn-transaction", "half-ack"),
+        ("committed", "aborted"),
+        "atomic-topics",
+    ),
+    Promise(
+        "isolated",
+        "Nobody reads a message of a transaction before its commit, or of an aborted one.",
+        ("G1a", "early-read", "precommitted-read", "phantom-message", "G1c-realtime"),
+        ("aborted", "read"),
+        "isolation",
+    ),
+    Promise(
+        "in order",
+        "Each partition has one order, the same for every reader.",
+        (
+            "inconsistent-offsets",
+            "int-poll-skip",
+            "int-nonmonotonic-poll",
+            "poll-skip",
+            "nonmonotonic-poll",
+            "int-nonmonotonic-send",
+            "nonmonotonic-send",
+            "G0-realtime",
+        ),
+        ("committed", "read"),
+        "partition-order",
+    ),
+    Promise(
+        "exactly once",
+        "Each committed message is stored once, and a group processes it in one committed transaction.",
+        ("lost-write", "unseen", "duplicate", "replay-duplicate"),
+        ("committed", "read"),
+        "atomic-ack",
+    ),
+    Promise(
+        "durable",
+        "Committed messages survive a kill of the broker.",
+        ("lost-write", "unseen"),
+        ("broker kills",),
+        "survives-broker-kill",
+        shares_findings=True,
+    ),
+    Promise(
+        "fenced",
+        "A fenced owner of a transactional id publishes nothing any more.",
+        ("zombie-write",),
+        ("fenced",),
+        "fencing",
+    ),
+    Promise(
+        "resolvable",
+        "Any process ends a prepared transaction by its token, and all are told one outcome.",
+        ("split-decision", "lost-prepare"),
+        ("prepared", "finished"),
+        "resolve-anywhere",
+    ),
+    Promise(
+        "honest", "A returned outcome is the true one.", ("outcome-lie",), ("committed", "aborted"), "status-lookup"
+    ),
+    Promise(
+        "half messages",
+        "A half message is published if and only if its local work was done.",
+        ("orphan-half", "phantom-commit"),
+        ("half messages",),
+        "half-messages",
+    ),
+    Promise(
+        "bounded",
+        "Each call ends by its deadline, and no transaction stays open.",
+        ("hang", "stuck-reader"),
+        (),
+        "deadline",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The verdict of a run on one promise: "kept", "broken", "declared absent" or "not tested", and its evidence."""
+
+    promise: Promise
+    verdict: str
+    evidence: str
+
+
+def rows(findings: Findings, counts: Mapping[str, int], absent: Collection[str]) -> list[Row]:
+    """Return one row for each promise; `absent` are the capabilities that the broker declares absent."""
+    return [Row(promise, *_judged(promise, findings, counts, absent)) for promise in PROMISES]
+
+
+def _judged(
+    promise: Promise, findings: Findings, counts: Mapping[str, int], absent: Collection[str]
+) -> tuple[str, str]:
+    broken = [name for name in promise.findings if name in findings.counts]
+    missing = [name for name in promise.needs if not counts[name]]
+    times = ", ".join(f"{findings.counts[name]:,} {name}" for name in broken)
+    if promise.capability in absent:
+        return "declared absent", times or f"the broker has no {promise.capability}"
+    if broken and not (missing and promise.shares_findings):
+        return "broken", times
+    if missing:
+        return "not tested", f"no {', no '.join(missing)}"
+    return "kept", ", ".join(f"{counts[name]:,} {name}" for name in promise.needs) or "all calls"

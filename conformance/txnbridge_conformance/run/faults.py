@@ -1,0 +1,184 @@
+"""The faults of a run: each begins, lasts for a while, and is healed."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from txnbridge import Bridge
+from txnbridge.errors import TxnBridgeError
+from txnbridge_conformance.brokers import Broker
+from txnbridge_conformance.faults import Proxy
+from txnbridge_conformance.run.processes import Process
+
+# Requests whose loss or delay decides over transactions, by the scheme of the broker's URL.
+_REQUESTS = {
+    "kafka": (
+        "InitProducerId",
+        "AddPartitionsToTxn",
+        "AddOffsetsToTxn",
+        "TxnOffsetCommit",
+        "Produce",
+        "EndTxn",
+        "FindCoordinator",
+    ),
+    "pulsar": (
+        "PRODUCER",
+        "SEND",
+        "ACK",
+        "LOOKUP",
+        "NEW_TXN",
+        "ADD_PARTITION_TO_TXN",
+        "ADD_SUBSCRIPTION_TO_TXN",
+        "END_TXN",
+    ),
+    "rocketmq": (
+        "SEND_MESSAGE_V2",
+        "END_TRANSACTION",
+        "CHECK_TRANSACTION_STATE",
+        "PULL_MESSAGE",
+        "QUERY_MESSAGE",
+        "LOCK_BATCH_MQ",
+        "GET_ROUTE_INFO_BY_TOPIC",
+    ),
+}
+
+
+class Injected(NamedTuple):
+    """A fault that has begun: what, at which target, and how it is healed after `seconds`."""
+
+    kind: str
+    target: str
+    seconds: float
+    heal: Callable[[], object]
+
+
+class Faults(ABC):
+    """Faults of one part of the system."""
+
+    @abstractmethod
+    def inject(self, chance: random.Random) -> Injected | None:
+        """Begin a random fault; return None if none is possible now."""
+
+
+class ClientFaults(Faults):
+    """Processes of the run are killed, paused, and asked to end."""
+
+    def __init__(self, processes: Sequence[Process], stop_timeout: float) -> None:
+        self._processes = processes
+        self._stop_timeout = stop_timeout
+
+    def inject(self, chance: random.Random) -> Injected | None:
+        process = chance.choice(self._processes)
+        if process.paused:
+            return None
+        match chance.choice(("kill", "pause", "pause", "restart")):
+            case "kill":
+                process.kill()
+                return Injected("kill", process.name, 0, lambda: None)
+            case "pause":
+                process.pause()
+                # Sometimes for longer than its transactions' deadline, so that they expire meanwhile.
+                return Injected("pause", process.name, chance.uniform(0, 12), process.resume)
+            case _:
+                name = process.name
+                process.stop(self._stop_timeout)
+                process.start()
+                return Injected("restart", name, 0, lambda: None)
+
+
+class AdminFaults(Faults):
+    """An administrator aborts an open or prepared transaction of the run."""
+
+    def __init__(self, bridge: Bridge, topics: Collection[str]) -> None:
+        self._admin = bridge.admin
+        self._topics = topics
+
+    def inject(self, chance: random.Random) -> Injected | None:
+        if chance.random() < 0.7:
+            return None
+        with suppress(TxnBridgeError):  # it may have ended meanwhile, or the broker is away
+            found = [
+                each.transaction
+                for each in self._admin.transactions()
+                if not {topic for topic, _ in each.partitions}.isdisjoint(self._topics)
+            ]
+            if found:
+                transaction = chance.choice(found)
+                self._admin.abort(transaction, reason="conformance run")
+                return Injected("administrator's abort", transaction, 0, lambda: None)
+        return None
+
+
+class NetworkFaults(Faults):
+    """Connections through a proxy are cut and delayed, and requests or answers of one kind arrive late."""
+
+    def __init__(self, proxy: Proxy, scheme: str) -> None:
+        self._proxy = proxy
+        self._requests = _REQUESTS[scheme]
+        self._busy = False
+
+    def inject(self, chance: random.Random) -> Injected | None:
+        if self._busy:
+            return None
+        self._busy = True
+        kind = chance.choice(self._requests)
+        name = chance.choice(("cut", "cut after", "delay", "hold requests", "hold answers"))
+        match name:
+            case "cut":
+                self._proxy.cut()
+            case "cut after":
+                self._proxy.cut_after(**{chance.choice(("requests", "answers")): chance.randrange(3000)})
+            case "delay":
+                self._proxy.delay(chance.uniform(0, 0.5))
+            case "hold requests":
+                self._proxy.hold(requests=kind)
+            case _:
+                self._proxy.hold(answers=kind)
+        late = chance.random() < 0.5
+        label = f"{name} {kind}" if name.startswith("hold") else name
+        return Injected(label, "network", chance.uniform(0, 5), lambda: self._heal(late))
+
+    def _heal(self, late: bool) -> None:
+        if late:
+            self._proxy.cut()  # held frames then arrive after their client has disconnected
+        self._proxy.delay(0)
+        self._proxy.cut_after()
+        self._proxy.release()
+        self._busy = False
+
+
+class BrokerFaults(Faults):
+    """Nodes of the broker are killed, stopped and paused, one at a time."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._busy = False
+
+    def inject(self, chance: random.Random) -> Injected | None:
+        # A broker takes seconds to start, so it is attacked less often than processes.
+        if self._busy or chance.random() < 0.8:
+            return None
+        self._busy = True
+        node = chance.choice(self._broker.nodes)
+        match chance.choice(("kill", "kill", "stop", "pause")):
+            case "pause":
+                self._broker.pause(node)
+                return Injected("broker pause", f"node {node}", chance.uniform(0, 8), lambda: self._heal(node, True))
+            case "stop":
+                self._broker.stop(node)
+                return Injected("broker stop", f"node {node}", chance.uniform(0, 3), lambda: self._heal(node, False))
+            case _:
+                self._broker.kill(node)
+                return Injected("broker kill", f"node {node}", chance.uniform(0, 3), lambda: self._heal(node, False))
+
+    def _heal(self, node: int, paused: bool) -> None:
+        with suppress(TxnBridgeError):  # a node that starts too slowly has a second chance at the end of the run
+            if paused:
+                self._broker.resume(node)
+            else:
+                self._broker.start(node)
+        self._busy = False

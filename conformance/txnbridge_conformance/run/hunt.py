@@ -1,0 +1,314 @@
+"""The hunt: starts the processes of a run, attacks them, ends what they left open, and reads everything back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import txnbridge
+from txnbridge import Bridge, Capability, Decision
+from txnbridge.errors import NotFound, TxnBridgeError
+from txnbridge_conformance import faults
+from txnbridge_conformance.brokers import Broker
+from txnbridge_conformance.faults import Proxy
+from txnbridge_conformance.history import Recorder, read_history
+from txnbridge_conformance.run import official
+from txnbridge_conformance.run.client import Client, read_of, text_of
+from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
+from txnbridge_conformance.run.plan import PARTITIONS, ROLES, Plan
+from txnbridge_conformance.run.processes import Process
+from txnbridge_conformance.run.sales import Sales
+
+# The share of the time without faults at its end, in which processes recover and copiers catch up.
+_QUIET_SHARE = 0.25
+# The longest time for which the hunt waits for open transactions and for the copiers after the work.
+_SETTLING_SECONDS = 90.0
+# The pause between two looks at all histories while copiers read on.
+_LOOK_SECONDS = 3.0
+# The time in which a reader reads a whole topic.
+_READING_SECONDS = 300.0
+# Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
+_SOURCES = ("write", "own", "feed", "sell")
+
+Progress = Callable[[str], None]
+
+
+class Hunt:
+    """One run: `work`, `settle` and `read_back`, in this order."""
+
+    def __init__(
+        self, plan: Plan, progress: Progress, broker: Broker | None, proxy: Proxy | None, clients: bool
+    ) -> None:
+        self._plan = plan
+        self._through = plan.at(proxy.url) if proxy else None
+        self._progress = progress
+        self._clients = clients  # whether processes and their transactions are attacked
+        self._random = random.Random(plan.seed)
+        self._recorder = Recorder(Path(plan.folder) / "run.jsonl", "run", f"txnbridge {txnbridge.__version__}")
+        self._client = Client(plan, "run", self._recorder, self._random)
+        self._processes: list[Process] = []
+        self._faults: list[Faults] = [ClientFaults(self._processes, plan.timeout * 2)] if clients else []
+        if proxy:
+            self._faults.append(NetworkFaults(proxy, urlsplit(plan.url).scheme))
+        if broker:
+            self._faults.append(BrokerFaults(broker))
+        self._injected: list[tuple[float, Injected]] = []  # with the time at which each is healed
+        self.deeds: Counter[str] = Counter()
+        self._next_look = 0.0
+        self._attacking = False
+        self._tried: dict[str, set[str]] = {role: set() for role in ROLES}  # events at which they killed themselves
+        self._sells = False  # whether the broker has half messages
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def topics(self) -> Iterator[Bridge]:
+        """Create the run's topics; delete them at the end of the block."""
+        with self._client.bridge() as bridge:
+            for topic in self._plan.topics:
+                bridge.admin.create_topic(topic, PARTITIONS)
+            try:
+                yield bridge
+            finally:
+                for topic in self._plan.topics:
+                    with suppress(TxnBridgeError):
+                        bridge.admin.delete_topic(topic)
+
+    def work(self, bridge: Bridge) -> None:
+        """Let the processes work for the plan's time, and attack them for the first part of it."""
+        self._attacking = self._clients
+        self._start(bridge)
+        begin = time.monotonic()
+        faults_until = begin + self._plan.seconds * (1 - _QUIET_SHARE)
+        while (now := time.monotonic()) < begin + self._plan.seconds:
+            self._heal(now)
+            if now < faults_until:
+                self._attack(now)
+            else:
+                self._attacking = False
+                self._heal(math.inf)
+            self._replace_dead()
+            self._progress(f"{now - begin:.0f} of {self._plan.seconds:g} s: {_counted(self.deeds)}")
+            time.sleep(self._random.uniform(0.1, 0.6))
+        self._heal(math.inf)
+
+    def _start(self, bridge: Bridge) -> None:
+        absent = [each.value for each in Capability if not bridge.capabilities[each]]
+        self._recorder.start("declares", absent=absent, broker=bridge.backend).end("ok")
+        self._sells = bool(bridge.capabilities[Capability.HALF_MESSAGES])
+        if self._clients and bridge.capabilities[Capability.END_OPEN]:
+            self._faults.append(AdminFaults(bridge, self._plan.topics))
+        for role, count in ROLES.items():
+            for number in range(count if role != "sell" or self._sells else 0):
+                # With a proxy one process of each role goes through it; the others reach the broker directly.
+                url = self._through if self._through and number == 0 else self._plan.url
+                self._processes.append(Process(self._plan, role, number, url, self._next_kill))
+
+    def _attack(self, now: float) -> None:
+        faults = self._random.choice(self._faults)
+        if injected := faults.inject(self._random):
+            self._recorder.fault(injected.kind, injected.target, "begin")
+            self.deeds[injected.kind] += 1
+            self._injected.append((now + injected.seconds, injected))
+
+    def _heal(self, now: float) -> None:
+        """Heal the faults whose time has passed."""
+        for until, injected in list(self._injected):
+            if until <= now:
+                self._injected.remove((until, injected))
+                injected.heal()
+                self._recorder.fault(injected.kind, injected.target, "end")
+
+    def _replace_dead(self) -> None:
+        for process in self._processes:
+            if event := process.replace_dead():
+                self._tried[process.role].add(event)
+
+    def _next_kill(self, role: str) -> tuple[int, Collection[str]]:
+        """Return at which event the next process of a role kills itself: one that none of them has tried."""
+        wanted = self._attacking and self._random.random() < 0.5
+        return (self._random.choice((1, 1, 2, 5)) if wanted else 0), self._tried[role]
+
+    # --- settling -----------------------------------------------------------------------------------------------------
+
+    def settle(self, bridge: Bridge) -> None:
+        """Stop the processes, and end each transaction that they left open or prepared."""
+        self._progress("stopping")
+        self._stop(_SOURCES)
+        self._stop(("finish",))
+        self._finish_all(bridge)
+        if self._sells:
+            self._publish_sales(bridge)
+        self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
+        call = self._recorder.start("drained", group=self._plan.group, topics=[self._plan.topic("source")])
+        drained = self._await(
+            lambda: self._all_copied() or not self._lag(bridge), "the copiers have not read everything"
+        )
+        self._stop(("copy", "watch"))
+        self._finish_all(bridge)
+        self._await(lambda: self._nothing_open(bridge), "transactions of the copiers are still open")
+        call.end("ok" if drained else "unknown")
+
+    def _stop(self, roles: tuple[str, ...]) -> None:
+        for process in [each for each in self._processes if each.role in roles]:
+            process.stop(self._plan.timeout * 2)
+            self._processes.remove(process)
+
+    def _finish_all(self, bridge: Bridge) -> None:
+        """Ask for each outcome that is unknown, and commit or abort what is still prepared."""
+        history = read_history([self._plan.folder])
+        known = {each.transaction for each in history.operations if each.outcome in ("committed", "aborted")}
+        left = {
+            each.transaction: (each.fields["token"], each.outcome == "prepared")
+            for each in history.operations
+            if each.transaction and each.fields.get("token") and each.transaction not in known
+        }
+
+        def finish_left() -> bool:
+            for transaction, (token, prepared) in list(left.items()):
+                wish = self._random.choice(("commit", "abort")) if prepared else "status"
+                if self._client.finish(bridge, transaction, token, wish):
+                    del left[transaction]
+            return not left
+
+        self._await(finish_left, "transactions have no outcome")
+
+    def _publish_sales(self, bridge: Bridge) -> None:
+        """Answer check-backs until all half messages are published whose local work was done; record all decisions."""
+        sales = Sales(self._plan.sales)
+        with bridge.resolver(self._plan.sellers, check=lambda id, messages: sales.decide(id, Decision.ABORT)):
+            self._await(lambda: self._sold(bridge) >= self._wanted(sales), "half messages are not published")
+        for transaction, decision in sales.all().items():
+            call = self._recorder.start("decided", transaction=transaction)
+            call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
+
+    def _sold(self, bridge: Bridge) -> set[str]:
+        return {text_of(message) for message in bridge.read(self._plan.topic("sold"), 100_000_000)}
+
+    def _wanted(self, sales: Sales) -> set[str]:
+        """Return the values of all half messages whose local work was done."""
+        history, decisions = read_history([self._plan.folder]), sales.all()
+        return {
+            value
+            for order, _, values in history.sends
+            if history.operations[order].what == "half"
+            and decisions.get(history.operations[order].transaction or "") is Decision.COMMIT
+            for value in values
+        }
+
+    def _nothing_open(self, bridge: Bridge) -> bool:
+        """Return whether no transaction on the run's topics is open, as far as the broker can list them."""
+        if not bridge.capabilities[Capability.LIST_OPEN]:
+            return True
+        topics = {topic for each in bridge.admin.transactions() for topic, _ in each.partitions}
+        return topics.isdisjoint(self._plan.topics)
+
+    def _lag(self, bridge: Bridge) -> int:
+        try:
+            return sum(bridge.admin.group(self._plan.group).lag.values())
+        except NotFound:
+            return 1
+
+    def _all_copied(self) -> bool:
+        """Return whether the copiers have acknowledged all messages: some brokers' lag also counts control markers."""
+        if time.monotonic() < self._next_look:
+            return False
+        history = read_history([self._plan.folder])
+        results = [operation.result for operation in history.operations]
+        taken = {value for order, _, values in history.acks if results[order] == "ok" for value in values}
+        source = self._plan.topic("source")
+        sent = {
+            value
+            for order, (topic, _), values in history.sends
+            if topic == source and results[order] == "ok"
+            for value in values
+        }
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        return sent <= taken
+
+    def _await(self, condition: Callable[[], bool], what: str) -> bool:
+        """Wait until a condition is true; after the settling time record in the history that it is not."""
+        call = self._recorder.start("settle", condition=what)
+        until = time.monotonic() + _SETTLING_SECONDS
+        failure = ""
+        while time.monotonic() < until:
+            self._replace_dead()
+            try:
+                if condition():
+                    call.end("ok")
+                    return True
+            except TxnBridgeError as error:
+                failure = f"{type(error).__name__}: {error}"
+            time.sleep(0.2)
+        call.end("fail", error=failure)
+        return False
+
+    # --- reading back -------------------------------------------------------------------------------------------------
+
+    def read_back(self) -> None:
+        """Read every topic from the start with a fresh reader, and record all messages."""
+        self._progress("reading everything back")
+        for topic in self._plan.topics:
+            call = self._recorder.start("read", topics=[topic])
+            try:
+                with self._client.bridge() as bridge:
+                    call.poll([read_of(message) for message in bridge.read(topic, 100_000_000)])
+            except TxnBridgeError as error:
+                call.end("unknown", error=type(error).__name__)
+            else:
+                call.end("ok")
+
+    def read_back_officially(self) -> None:
+        """Read every topic with the broker's official client, if it is installed, in a process of its own."""
+        if (name := official.name_of(self._plan.url)) is None:
+            return
+        self._progress(f"reading everything back with {name}")
+        recorder = Recorder(Path(self._plan.folder) / "official.jsonl", "official", name)
+        for topic in self._plan.topics:
+            call = recorder.start("read", topics=[topic])
+            command = [sys.executable, "-m", official.__name__, self._plan.url, topic]
+            try:
+                done = subprocess.run(command, capture_output=True, timeout=_READING_SECONDS, check=True)
+            except subprocess.SubprocessError as error:
+                call.end("unknown", error=type(error).__name__)
+            else:
+                call.poll(json.loads(line) for line in done.stdout.splitlines())
+                call.end("ok")
+        recorder.close()
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._recorder.close()
+
+
+def hunt(plan: Plan, progress: Progress, broker: Broker | None, kinds: Collection[str]) -> None:
+    """Run a plan to its end; its histories are then in the plan's folder.
+
+    `kinds` are the kinds of faults: "client"; and for a `broker` that belongs to the run "network", for which some
+    processes reach it through a proxy, and "broker".
+    """
+    os.makedirs(plan.folder, exist_ok=True)
+    with ExitStack() as stack:
+        proxy = stack.enter_context(faults.proxy(broker)) if broker and "network" in kinds else None
+        running = Hunt(plan, progress, broker if "broker" in kinds else None, proxy, "client" in kinds)
+        stack.callback(running.close)
+        bridge = stack.enter_context(running.topics())
+        running.work(bridge)
+        running.settle(bridge)
+        running.read_back()
+        running.read_back_officially()
+
+
+def _counted(deeds: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in deeds.items()) or "no faults yet"

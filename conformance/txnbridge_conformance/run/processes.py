@@ -1,0 +1,99 @@
+"""`Process`: one process of a run, which is started again under a new name whenever it dies."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from txnbridge_conformance.run.plan import Plan
+
+
+class RunFailed(Exception):
+    """Raised if a run cannot go on; the text says why and what to do."""
+
+
+class Process:
+    """A process of the run. Each start asks `next_kill(role)` at which event it kills itself.
+
+    The answer is a number and names of events that do not count (see `client.KillAt`); with 0 it does not.
+    """
+
+    def __init__(
+        self, plan: Plan, role: str, number: int, url: str, next_kill: Callable[[str], tuple[int, Collection[str]]]
+    ) -> None:
+        self._plan = plan
+        self.role = role
+        self._name = f"{role}{number}"
+        self._url = url
+        self._starts = 0
+        self.paused = False
+        self._next_kill = next_kill
+        self.start()
+
+    @property
+    def name(self) -> str:
+        """The name of the present process; each start has its own."""
+        return f"{self._name}-{self._starts}"
+
+    def start(self) -> None:
+        self._starts += 1
+        self._errors = Path(self._plan.folder) / f"{self.name}.err"
+        command = [sys.executable, "-m", "txnbridge_conformance.run.program", self._plan.through(self._url).to_json()]
+        number, tried = self._next_kill(self.role)
+        with open(self._errors, "wb") as errors:
+            arguments = [*command, self.role, self.name, str(number), ",".join(tried)]
+            self._process = subprocess.Popen(arguments, stderr=errors, stdin=subprocess.DEVNULL)
+
+    def replace_dead(self) -> str | None:
+        """Start the process again if it was killed; return the event at which it killed itself, if it did.
+
+        Raise `RunFailed` if it ended by itself.
+        """
+        code = self._process.poll()
+        if code is None:
+            return None
+        if code != -signal.SIGKILL:
+            raise RunFailed(f"process {self.name} ended with {code}: {self._last_lines()}")
+        event = self._last_event()
+        self.start()
+        return event
+
+    def _last_event(self) -> str | None:
+        """Return the event at which the process has killed itself, by the last line of its history."""
+        with suppress(OSError, ValueError, IndexError):
+            last = json.loads((Path(self._plan.folder) / f"{self.name}.jsonl").read_bytes().splitlines()[-1])
+            return str(last.get("fault", "")).removeprefix("kill at ") or None
+        return None
+
+    def _last_lines(self) -> str:
+        return "\n".join(self._errors.read_text(errors="replace").splitlines()[-15:]) or "it said nothing"
+
+    def pause(self) -> None:
+        self.paused = True
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.paused = False
+        self._signal(signal.SIGCONT)
+
+    def stop(self, timeout: float) -> None:
+        """Ask the process to end, and wait; kill it if it takes longer. A call that it was in is then unknown."""
+        self.resume()
+        self._signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)

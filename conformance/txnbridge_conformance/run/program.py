@@ -1,0 +1,43 @@
+"""The program of one process of a run: `python -m txnbridge_conformance.run.program PLAN ROLE PROCESS N TRIED`.
+
+The process works until SIGTERM, and records each call in its history. With N above 0 it kills itself at
+the N-th event of txnbridge whose name is not in TRIED (separated by commas), so that a run tries one event after the
+other.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import txnbridge
+from txnbridge import plugins
+from txnbridge.errors import TxnBridgeError
+from txnbridge_conformance.history import Recorder
+from txnbridge_conformance.run.client import Client, KillAt
+from txnbridge_conformance.run.plan import Plan
+from txnbridge_conformance.run.workloads import WORKLOADS
+
+
+def main(text: str, role: str, process: str, number: str, tried: str) -> None:
+    plan = Plan.from_json(text)
+    plan.register_plugins()
+    recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, f"txnbridge {txnbridge.__version__}")
+    with closing(recorder):
+        client = Client(plan, process, recorder, random.Random(f"{plan.seed} {process}"))
+        signal.signal(signal.SIGTERM, lambda *_: client.stop.set())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the shell reaches the run, which ends its processes
+        if int(number):
+            plugins.register(KillAt(int(number), tried.split(","), recorder, process), "kill-at")
+        while not client.stop.is_set():
+            try:
+                WORKLOADS[role](client)
+            except TxnBridgeError:  # fenced, or the broker is away: begin again with a new bridge
+                client.stop.wait(0.2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,33 @@
+"""`Sales`: the local work of half messages, a database that holds for each transaction whether the work was done."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from txnbridge import Decision
+
+
+class Sales:
+    """A database of decisions. The first one about a transaction counts, whoever makes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with closing(self._open()) as database, database:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("CREATE TABLE IF NOT EXISTS sales(id TEXT PRIMARY KEY, decision TEXT)")
+
+    def _open(self) -> sqlite3.Connection:
+        return sqlite3.connect(self._path, timeout=60)
+
+    def decide(self, transaction: str, decision: Decision) -> Decision:
+        """Store a decision unless there is one already; return the one that counts."""
+        with closing(self._open()) as database, database:
+            database.execute("INSERT OR IGNORE INTO sales VALUES (?, ?)", (transaction, decision.name))
+            (name,) = database.execute("SELECT decision FROM sales WHERE id = ?", (transaction,)).fetchone()
+        return Decision[name]
+
+    def all(self) -> dict[str, Decision]:
+        with closing(self._open()) as database:
+            return {id: Decision[name] for id, name in database.execute("SELECT id, decision FROM sales")}

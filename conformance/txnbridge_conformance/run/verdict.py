@@ -1,0 +1,122 @@
+"""The verdict on a history: are the broker's promises kept, broken, or was too little tried to say?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from txnbridge_conformance.checker import Findings
+from txnbridge_conformance.history import History
+from txnbridge_conformance.run.plan import FLOOR
+
+# Findings that a broker does not promise to avoid if it declares one of these capabilities absent.
+EXCUSED_BY = {
+    "torn-transaction": ("atomic-topics",),
+    "half-ack": ("atomic-ack",),
+    "replay-duplicate": ("atomic-ack", "conflict"),
+    "G1a": ("isolation",),
+    "precommitted-read": ("isolation",),
+    "G1c-realtime": ("isolation",),
+    "zombie-write": ("fencing",),
+    "early-read": ("isolation", "prepare"),
+    "lost-prepare": ("prepare",),
+    "lost-write": ("survives-broker-kill",),
+    "unseen": ("survives-broker-kill",),
+    "hang": ("deadline",),
+    **dict.fromkeys(
+        (
+            "inconsistent-offsets",
+            "int-poll-skip",
+            "int-nonmonotonic-poll",
+            "poll-skip",
+            "nonmonotonic-poll",
+            "int-nonmonotonic-send",
+            "nonmonotonic-send",
+            "G0-realtime",
+        ),
+        ("partition-order",),
+    ),
+}
+
+# Findings that no broker promises to avoid: in a log, messages of transactions that run at once may interleave.
+NOT_PROMISED = frozenset({"int-send-skip", "G0", "G1c"})
+
+
+class Verdict(Enum):
+    """The verdict, with the exit code of the command."""
+
+    KEPT = 0
+    BROKEN = 1
+    THIN = 2
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on a history, with the numbers on which it rests."""
+
+    verdict: Verdict
+    counts: Mapping[str, int]
+    missing: Mapping[str, int]  # what the floor wants, for each count below it
+    broken: tuple[str, ...]  # names of findings that break a promise
+    reported: tuple[str, ...]  # names of findings that no promise excludes
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        c = self.counts
+        tried = f"{c['committed']:,} committed, {c['aborted']:,} aborted and {c['unknown']:,} unknown transactions"
+        if self.verdict is Verdict.BROKEN:
+            return f"Broken: {', '.join(self.broken)}, in {tried} under {c['faults']:,} faults."
+        if self.verdict is Verdict.THIN:
+            wanted = ", ".join(f"{c[name]:,} {name} instead of {floor:,}" for name, floor in self.missing.items())
+            return f"Too thin to say: {wanted}. Run it for longer, or lower the floor."
+        return f"Kept: nothing is wrong in {tried} under {c['faults']:,} faults."
+
+
+def judge(history: History, findings: Findings, floor: Mapping[str, int] = FLOOR) -> Judgement:
+    """Return the judgement of a history with these findings."""
+    counts = count(history)
+    missing = {name: least for name, least in floor.items() if counts[name] < least}
+    absent = declared_absent(history)
+    excused = {name for name, needed in EXCUSED_BY.items() if not absent.isdisjoint(needed)} | NOT_PROMISED
+    broken = tuple(name for name in findings.names if name not in excused)
+    reported = tuple(name for name in findings.names if name in excused)
+    verdict = Verdict.BROKEN if broken else Verdict.THIN if missing else Verdict.KEPT
+    return Judgement(verdict, counts, missing, broken, reported)
+
+
+def declared_absent(history: History) -> frozenset[str]:
+    """Return the capabilities that the broker of a run declares absent."""
+    found: set[str] = set()
+    for operation in history.operations:
+        if operation.what == "declares":
+            found.update(operation.fields["absent"])
+    return frozenset(found)
+
+
+def count(history: History) -> dict[str, int]:
+    """Return how much a run tried: transactions by result, messages, faults, crash points, processes."""
+    results = Counter(
+        operation.outcome or {"ok": "committed", "fail": "aborted", "unknown": "unknown"}[operation.result]
+        for operation in history.operations
+        if operation.what == "transaction"
+    )
+    calls = Counter(operation.what for operation in history.operations)
+    begun = [fault.kind for fault in history.faults if fault.phase == "begin"]
+    return {
+        "committed": results["committed"],
+        "aborted": results["aborted"],
+        "prepared": results["prepared"],
+        "unknown": results["unknown"],
+        "finished": calls["finish"],
+        "fenced": sum(operation.fields.get("error") == "Fenced" for operation in history.operations),
+        "half messages": calls["half"],
+        "sent": sum(len(values) for _, _, values in history.sends),
+        "read": sum(len(messages) for _, _, messages in history.polls),
+        "faults": len(begun),
+        "broker kills": begun.count("broker kill"),
+        "crash points": len({kind for kind in begun if kind.startswith("kill at ")}),
+        "processes": len(history.processes),
+    }

@@ -1,0 +1,124 @@
+"""What the processes of a run do, by role. Each function works until its process is asked to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from txnbridge import Bridge, Decision, HalfTransaction
+from txnbridge.errors import TxnBridgeError
+from txnbridge_conformance.history import RecordedCall
+from txnbridge_conformance.run.client import Client, read_of
+from txnbridge_conformance.run.sales import Sales
+
+
+def write(client: Client) -> None:
+    """Run random transactions without a transactional id: committed, aborted and prepared ones."""
+    with client.bridge(writers=2) as bridge:
+        while not client.stop.wait(client.random.uniform(0, 0.02)):
+            _one(client, bridge)
+
+
+def own(client: Client) -> None:
+    """Run random transactions under a transactional id that another process has, too; take it over when fenced."""
+    with client.bridge(transactional_id=client.plan.owner, writers=1) as bridge:
+        while not client.stop.wait(client.random.uniform(0, 0.05)):
+            if not _one(client, bridge) and client.random.random() < 0.2:
+                return  # open the id again
+
+
+def _one(client: Client, bridge: Bridge) -> bool:
+    """Run one random transaction; return whether it was committed or prepared."""
+    way = client.random.choices(("commit", "abort", "prepare"), (5, 2, 2))[0]
+    sends = client.sends(client.plan.topic("left"), client.plan.topic("right"))
+    return client.transact(bridge, sends, abort=way == "abort", prepare=way == "prepare")
+
+
+def feed(client: Client) -> None:
+    """Send messages to the topic that the copiers read."""
+    with client.bridge(writers=1) as bridge:
+        while not client.stop.wait(client.random.uniform(0.02, 0.2)):
+            client.transact(bridge, client.sends(client.plan.topic("source")))
+
+
+def copy(client: Client) -> None:
+    """Consume, transform and produce as a member of a group: input and output in one transaction."""
+    plan = client.plan
+    with client.bridge(writers=1) as bridge, bridge.consumer(plan.topic("source"), plan.group) as consumer:
+        while not client.stop.is_set():
+            if messages := consumer.poll(client.random.choice((1, 5, 50)), timeout=0.2):
+                sends = {(plan.topic("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
+                for message in messages:
+                    sends[plan.topic("target"), message.partition] += client.values(1)
+                client.transact(bridge, sends, abort=client.random.random() < 0.2, ack=(plan.group, messages))
+
+
+def finish(client: Client) -> None:
+    """Finish prepared transactions of other processes: by either wish, twice, and late."""
+    with client.bridge(writers=1) as bridge:
+        for transaction, token in _tokens(client):
+            for _ in range(client.random.choice((1, 1, 2))):
+                wish = client.random.choice(("commit", "commit", "abort", "status"))
+                client.finish(bridge, transaction, token, wish)
+
+
+def _tokens(client: Client) -> Iterator[tuple[str, str]]:
+    """Yield the tokens that this process takes: some of those in the file, others are left to other processes."""
+    client.plan.tokens.touch()
+    with open(client.plan.tokens, "rb") as file:
+        while not client.stop.is_set():
+            line = file.readline()
+            if not line.endswith(b"\n"):
+                file.seek(-len(line), 1)
+                client.stop.wait(0.05)
+            elif client.random.random() < 0.6:
+                transaction, token = line.decode().split()
+                yield transaction, token
+
+
+def watch(client: Client) -> None:
+    """Read both topics of the writers without a group, as fast as messages become readable."""
+    plan = client.plan
+    with client.bridge() as bridge, bridge.consumer([plan.topic("left"), plan.topic("right")]) as consumer:
+        known: list[object] = []
+        while not client.stop.is_set():
+            call = client.recorder.start("poll")
+            client.note_assignment(call, consumer, known)
+            try:
+                messages = consumer.poll(500, timeout=0.5)
+            except TxnBridgeError as error:
+                call.end("unknown", error=type(error).__name__)
+                raise
+            call.poll([read_of(message) for message in messages])
+            call.end("ok")
+
+
+def sell(client: Client) -> None:
+    """Send half messages with every answer of the local work, and answer check-backs of other sellers."""
+    sales = Sales(client.plan.sales)
+
+    def execute(txn: HalfTransaction, call: RecordedCall) -> Decision:
+        call.note(transaction=txn.id)
+        way = client.random.random()
+        if way < 0.1:
+            raise RuntimeError("the local work failed")
+        decision = sales.decide(txn.id, Decision.COMMIT if way < 0.7 else Decision.ABORT)
+        return Decision.UNDECIDED if client.random.random() < 0.2 else decision
+
+    def check(transaction: str, messages: object) -> Decision:
+        return sales.decide(transaction, Decision.ABORT)
+
+    with client.bridge(writers=1) as bridge:
+        with bridge.half_messages(client.plan.sellers, execute=execute, check=check) as halves:
+            while not client.stop.wait(client.random.uniform(0, 0.1)):
+                client.sell(halves)
+
+
+WORKLOADS: dict[str, Callable[[Client], None]] = {
+    "write": write,
+    "own": own,
+    "feed": feed,
+    "copy": copy,
+    "finish": finish,
+    "watch": watch,
+    "sell": sell,
+}

@@ -1,0 +1,592 @@
+"""The checker: for each name a small history that shows it, and one that almost does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from txnbridge_conformance.checker import MEANINGS, Findings, check
+from txnbridge_conformance.history import History, HistoryError
+from txnbridge_conformance.run.verdict import EXCUSED_BY, Verdict, judge
+
+from txnbridge import Capability
+
+T0, T1 = ("t", 0), ("t", 1)
+
+
+class Story:
+    """Builds a history: time passes by one with each line, and positions are given in the order of `commit`."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[dict[str, Any]]] = {}
+        self._now = itertools.count(1)
+        self._numbers = itertools.count()
+
+    def _write(self, process: str, **line: Any) -> None:
+        if process not in self._lines:
+            head = {"history": 1, "process": process, "client": "c", "host": "h", "pid": 1, "mono": 0, "wall": 0}
+            self._lines[process] = [head]
+        self._lines[process].append(line)
+
+    def begin(self, process: str, what: str = "transaction", **fields: Any) -> int:
+        number = next(self._numbers)
+        self._write(process, start=number, what=what, mono=next(self._now), wall=0, **fields)
+        return number
+
+    def send(self, process: str, call: int, *values: str, to: tuple[str, int] = T0) -> None:
+        self._write(process, send=call, to=list(to), values=list(values))
+
+    def stored(self, process: str, call: int, value: str, position: int, to: tuple[str, int] = T0) -> None:
+        self._write(process, stored=call, to=list(to), values=[value], positions=[[position]])
+
+    def poll(self, process: str, call: int, *log: str, to: tuple[str, int] = T0, at: int = 0) -> None:
+        """Receive a log of values from the position `at` on; "-" is a position without a message."""
+        messages = [[*to, [at + place], value] for place, value in enumerate(log) if value != "-"]
+        self._write(process, poll=call, group=None, messages=messages)
+
+    def assign(self, process: str, call: int, *keys: tuple[str, int]) -> None:
+        self._write(process, assign=call, keys=list(keys))
+
+    def ack(self, process: str, call: int, *values: str) -> None:
+        self._write(process, ack=call, group="g", values=list(values))
+
+    def drained(self) -> None:
+        call = self.begin("run", "drained", group="g", topics=["t"])
+        self.end("run", call)
+
+    def end(self, process: str, call: int, result: str = "ok", **fields: Any) -> None:
+        self._write(process, end=call, result=result, mono=next(self._now), wall=0, **fields)
+
+    def txn(self, process: str, *values: str, result: str = "ok", **fields: Any) -> int:
+        """A transaction that sends these values to one partition."""
+        call = self.begin(process)
+        self.send(process, call, *values)
+        self.end(process, call, result, **fields)
+        return call
+
+    def read(self, *log: str, result: str = "ok", **logs: str) -> None:
+        """A reader that reads everything in both partitions of the topic: the first in `log`, the other in `p1=`."""
+        call = self.begin("reader", "read", topics=["t"])
+        self.poll("reader", call, *log)
+        self.poll("reader", call, *logs.get("p1", "").split(), to=T1)
+        self.end("reader", call, result)
+
+    def lines(self, process: str) -> list[bytes]:
+        return [json.dumps(line).encode() + b"\n" for line in self._lines[process]]
+
+    def history(self) -> History:
+        history = History()
+        for process in self._lines:
+            history.add(self.lines(process), process)
+        return history
+
+    def found(self) -> list[str]:
+        return check(self.history()).names
+
+
+def test_a_history_in_which_nothing_is_wrong_has_no_findings():
+    story = Story()
+    story.txn("a", "1", "2")
+    story.txn("b", "3", result="fail")
+    story.txn("a", "4", result="unknown")
+    story.read("1", "2", "-", "4")
+    assert story.found() == []
+
+
+def test_a_committed_message_below_what_was_read_is_lost_and_one_of_unknown_position_unseen():
+    story = Story()
+    call = story.begin("a")
+    story.send("a", call, "1", "2")
+    story.stored("a", call, "1", 0)
+    story.end("a", call)
+    story.txn("a", "3")
+    story.read("-", "2", "3")
+    assert story.found() == ["lost-write", "torn-transaction"]
+    story = Story()
+    story.txn("a", "1", "2")
+    story.read("1")
+    assert story.found() == ["unseen", "torn-transaction"]
+
+
+@pytest.mark.parametrize("result", ["fail", "unknown"])
+def test_what_was_not_committed_may_be_missing(result):
+    story = Story()
+    story.txn("a", "1", "2", result=result)
+    story.txn("a", "3")
+    story.read("-", "-", "3")
+    assert story.found() == []
+
+
+def test_an_unknown_transaction_must_be_whole_too():
+    story = Story()
+    call = story.begin("a")
+    story.send("a", call, "1")
+    story.send("a", call, "2", to=T1)
+    story.read("1")
+    assert story.found() == ["torn-transaction"]
+    story.read("1", p1="2")  # in another reading the whole of it is there
+    assert story.found() == ["torn-transaction"]
+
+
+def test_a_message_at_two_positions_is_a_duplicate_and_two_messages_at_one_are_inconsistent():
+    story = Story()
+    story.txn("a", "1")
+    story.read("1", "1")
+    assert story.found() == ["duplicate", "int-nonmonotonic-poll"]
+    story = Story()
+    story.txn("a", "1", "2")
+    story.read("1", "2")
+    story.read("1", "2")  # the same again is none
+    assert story.found() == []
+    story = Story()
+    story.txn("a", "1")
+    story.txn("b", "2", result="unknown")
+    story.read("1")
+    call = story.begin("c", "poll")
+    story.poll("c", call, "2")
+    story.end("c", call)
+    assert "inconsistent-offsets" in story.found()
+
+
+def test_a_reader_without_positions_finds_what_is_missing_and_what_comes_twice():
+    story = Story()
+    story.txn("a", "1", "2", "3")
+    call = story.begin("official", "read", topics=["t"])
+    story._write("official", poll=call, group=None, messages=[["t", 0, None, value] for value in ("1", "2", "1")])
+    story.end("official", call)
+    assert story.found() == ["unseen", "duplicate", "torn-transaction"]
+
+
+def test_a_message_that_nobody_sent_is_a_phantom():
+    story = Story()
+    story.txn("a", "1")
+    story.read("1", "2")
+    assert story.found() == ["phantom-message"]
+
+
+def test_a_message_of_an_aborted_transaction_is_a_dirty_read_and_of_a_fenced_one_a_zombie_write():
+    story = Story()
+    story.txn("a", "1", "2", result="fail")
+    call = story.begin("b", "poll")
+    story.poll("b", call, "1")
+    story.end("b", call)
+    assert story.found() == ["G1a"]
+    story = Story()
+    story.txn("a", "1", "2", result="fail", error="Fenced")
+    story.read("1", "2")
+    assert story.found() == ["zombie-write", "outcome-lie"]
+
+
+def test_a_transaction_that_receives_what_it_sends_reads_before_its_commit():
+    story = Story()
+    call = story.begin("a")
+    story.send("a", call, "1")
+    story.poll("a", call, "1")
+    story.end("a", call)
+    assert story.found() == ["precommitted-read"]
+
+
+def test_a_committed_transaction_of_which_nothing_is_there_was_a_lie():
+    story = Story()
+    story.txn("a", "1")
+    story.read()
+    assert story.found() == ["unseen", "outcome-lie"]
+
+
+def test_a_message_that_a_group_processed_twice_and_one_that_it_passed_are_found():
+    story = Story()
+    story.txn("a", "1", "2")
+    for process, result, values in (("b", "fail", ("1", "2")), ("c", "ok", ("1",)), ("d", "unknown", ("2",))):
+        call = story.begin(process)
+        story.ack(process, call, *values)
+        story.end(process, call, result)
+    story.drained()
+    assert story.found() == []
+    call = story.begin("e")
+    story.ack("e", call, "1")
+    story.end("e", call)
+    assert story.found() == ["replay-duplicate"]
+    story.txn("a", "3")
+    story.drained()
+    assert story.found() == ["replay-duplicate", "half-ack"]
+
+
+def test_two_outcomes_of_one_transaction_are_a_split_decision():
+    story = Story()
+    call = story.begin("a", transaction="x")
+    story.send("a", call, "1")
+    story.end("a", call, outcome="prepared")
+    for process, outcome in (("b", "committed"), ("c", "committed")):
+        end = story.begin(process, "finish", transaction="x")
+        story.end(process, end, outcome=outcome)
+    story.read("1")
+    assert story.found() == []
+    status = story.begin("d", "status", transaction="x")
+    story.end("d", status, outcome="aborted")
+    assert story.found() == ["split-decision"]
+
+
+def test_a_prepared_transaction_whose_commit_was_not_answered_may_be_there_or_not():
+    for log in ((), ("1",)):
+        story = Story()
+        call = story.begin("a", transaction="x")
+        story.send("a", call, "1")
+        story.end("a", call, outcome="prepared")
+        story.begin("b", "finish", transaction="x")
+        story.read(*log)
+        assert story.found() == []
+
+
+@pytest.mark.parametrize(
+    ("decided", "log", "name"), [("committed", "1", "orphan-half"), ("aborted", "", "phantom-commit")]
+)
+def test_half_messages_are_published_if_and_only_if_their_local_work_was_done(decided, log, name):
+    for read in (log.split(), [] if log else ["1"]):
+        story = Story()
+        call = story.begin("a", "half", transaction="x")
+        story.send("a", call, "1")
+        story.end("a", call, "unknown")
+        told = story.begin("run", "decided", transaction="x")
+        story.end("run", told, outcome=decided)
+        story.read(*read)
+        assert (name in story.found()) is (read != log.split())
+
+
+def test_a_call_that_takes_longer_than_its_deadline_hangs_unless_its_process_was_paused():
+    for paused in (False, True):
+        story = Story()
+        story._write("a", start=0, what="transaction", mono=0, wall=0, deadline=8)
+        if paused:
+            for phase, mono in (("begin", 10**9), ("end", 15 * 10**9)):
+                story._write("run", fault="pause", target="a", phase=phase, mono=mono, wall=0)
+        story._write("a", end=0, result="ok", mono=20 * 10**9, wall=0)
+        assert story.found() == ([] if paused else ["hang"])
+    story = Story()
+    call = story.begin("run", "settle", condition="transactions are still open")
+    story.end("run", call, "fail")
+    assert story.found() == ["hang"]
+
+
+def test_a_reading_that_does_not_come_to_the_end_is_stuck_and_proves_nothing_missing():
+    story = Story()
+    story.txn("a", "1", "2")
+    story.read("1", result="unknown")
+    assert story.found() == ["stuck-reader"]
+
+
+def poll_calls(*logs: tuple[int, tuple[str, ...]], assign_between: bool = False) -> list[str]:
+    """Return the findings if a consumer receives these logs in one call each, all of 1, 2, 3, 4 being committed."""
+    story = Story()
+    story.txn("a", "1", "2", "3", "4")
+    story.read("1", "2", "3", "4")
+    for at, log in logs:
+        call = story.begin("b", "poll")
+        if assign_between:
+            story.assign("b", call)
+            story.assign("b", call, T0)
+        story.poll("b", call, *log, at=at)
+        story.end("b", call)
+    return story.found()
+
+
+def test_skips_and_steps_back_of_a_reader_are_found_within_a_call_and_between_two():
+    assert poll_calls((0, ("1", "2")), (2, ("3", "4"))) == []
+    assert poll_calls((0, ("1", "-", "3"))) == ["int-poll-skip"]
+    assert poll_calls((0, ("1",)), (2, ("3",))) == ["poll-skip"]
+    assert poll_calls((0, ("1", "2")), (1, ("2",))) == ["nonmonotonic-poll"]
+    assert poll_calls((0, ("1", "2")), (1, ("2",)), assign_between=True) == []
+
+
+def test_a_step_back_within_a_call_is_found():
+    story = Story()
+    story.txn("a", "1", "2")
+    story.read("1", "2")
+    call = story.begin("b", "poll")
+    story.poll("b", call, "2", at=1)
+    story.poll("b", call, "1")
+    story.end("b", call)
+    assert story.found() == ["int-nonmonotonic-poll"]
+
+
+def test_sends_out_of_order_are_found_and_a_message_between_two_is_told():
+    story = Story()
+    story.txn("a", "1", "2")
+    story.read("2", "1")
+    assert story.found() == ["int-nonmonotonic-send"]
+    story = Story()
+    story.txn("a", "1")
+    story.txn("a", "2")
+    story.read("2", "1")
+    assert story.found() == ["nonmonotonic-send", "G0-realtime"]
+    story = Story()
+    story.txn("a", "1", "3")
+    story.txn("b", "2")
+    story.read("1", "2", "3")
+    assert "int-send-skip" in story.found()
+
+
+def two_writers(p0: tuple[str, ...], p1: str, overlap: bool = True) -> list[str]:
+    """Return the findings if two transactions write to both partitions, which end up as these logs."""
+    story = Story()
+    first = story.begin("a")
+    if not overlap:
+        story.end("a", first)
+    second = story.begin("b")
+    for process, call in (("a", first), ("b", second)):
+        story.send(process, call, f"{process}0")
+        story.send(process, call, f"{process}1", to=T1)
+    if overlap:
+        story.end("a", first)
+    story.end("b", second)
+    story.read(*p0, p1=p1)
+    return story.found()
+
+
+def test_transactions_that_each_write_before_the_other_are_a_write_cycle():
+    assert two_writers(("a0", "b0"), "a1 b1") == []
+    assert two_writers(("a0", "b0"), "b1 a1") == ["G0"]
+
+
+def test_a_later_transaction_whose_messages_lie_before_an_earlier_ones_contradicts_real_time():
+    assert two_writers(("b0", "a0"), "b1 a1") == []  # at the same time either order is right
+    story = Story()
+    story.txn("a", "1")
+    story.txn("b", "2")
+    story.read("2", "1")
+    assert story.found() == ["G0-realtime"]
+
+
+def test_transactions_that_read_from_each_other_are_circular():
+    story = Story()
+    first, second = story.begin("a"), story.begin("b")
+    story.send("a", first, "1")
+    story.send("b", second, "2", to=T1)
+    story.poll("b", second, "1")
+    assert story.found() == []
+    story.poll("a", first, "2", to=T1)
+    story.end("a", first)
+    story.end("b", second)
+    assert story.found() == ["G1c"]
+
+
+def test_what_a_broker_declares_absent_is_reported_and_breaks_nothing():
+    for absent, verdict in (([], Verdict.BROKEN), (["fencing"], Verdict.KEPT)):
+        story = Story()
+        call = story.begin("run", "declares", absent=absent)
+        story.end("run", call)
+        story.txn("a", "1", result="fail", error="Fenced")
+        story.txn("a", "2")
+        story.read("1", "2")
+        history = story.history()
+        findings = check(history)
+        findings.counts.pop("outcome-lie")
+        judgement = judge(history, findings, {"committed": 1})
+        assert (judgement.verdict, findings.names) == (verdict, ["zombie-write"])
+    assert judge(history, findings, {"committed": 2}).verdict is Verdict.THIN
+
+
+def owners(*turns: tuple[str, str]) -> list[str]:
+    """Return the findings if owners of one id run transactions with these results, in turn; each opens it once."""
+    story, opened = Story(), set()
+    for process, result in turns:
+        fields = {"owner": "x", "session": process}
+        if process not in opened:
+            story.end(process, story.begin(process, "open", **fields))
+            opened.add(process)
+        call = story.begin(process, **fields)
+        story.end(process, call, result)
+    return story.found()
+
+
+def test_what_an_owner_does_after_a_newer_one_has_opened_the_id_is_a_zombie_write():
+    assert owners(("a", "ok"), ("a", "ok"), ("b", "ok"), ("a", "fail"), ("b", "ok")) == []
+    assert owners(("a", "ok"), ("b", "ok"), ("a", "ok")) == ["zombie-write"]
+    assert owners(("a", "ok"), ("b", "unknown"), ("a", "ok")) == []  # perhaps b never opened it
+
+
+def prepared_story() -> Story:
+    story = Story()
+    call = story.begin("a", transaction="x", hold=60)
+    story.send("a", call, "1")
+    story.end("a", call, outcome="prepared")
+    return story
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_prepared_message_that_is_read_before_anybody_commits_it_is_an_early_read(early):
+    story = prepared_story()
+    steps = [lambda: story.begin("b", "finish", transaction="x", wish="commit"), lambda: story.read("1")]
+    for step in reversed(steps) if early else steps:
+        step()
+    assert story.found() == (["early-read"] if early else [])
+
+
+@pytest.mark.parametrize(
+    ("wish", "asked_by_admin", "lost"), [("commit", False, True), ("abort", False, False), ("commit", True, False)]
+)
+def test_a_prepared_transaction_that_is_aborted_though_nobody_asked_was_lost(wish, asked_by_admin, lost):
+    story = prepared_story()
+    if asked_by_admin:
+        story._write("run", fault="administrator's abort", target="x", phase="begin", mono=5, wall=0)
+    call = story.begin("b", "finish", transaction="x", wish=wish)
+    story.end("b", call, outcome="aborted")
+    assert story.found() == (["lost-prepare"] if lost else [])
+
+
+def test_a_hundred_cases_of_a_name_are_counted_and_some_are_kept():
+    story = Story()
+    for number in range(100):
+        story.txn("a", f"{number}")
+    story.read()
+    found = check(story.history())
+    assert found.counts["unseen"] == 100
+    assert len([case for case in found.cases if case.name == "unseen"]) == Findings().most
+
+
+# --- random histories -------------------------------------------------------------------------------------------------
+
+
+def world(
+    chance: random.Random, results: Sequence[str]
+) -> tuple[list[tuple[str, list[tuple[str, int]], str]], dict[int, list[str]]]:
+    """Transactions, with process, values and result, and the log that a right broker makes of them by partition."""
+    transactions, logs = [], {0: [], 1: []}  # type: ignore[var-annotated]
+    for number in range(chance.randint(3, 12)):
+        values = [(f"{number}.{place}", chance.randrange(2)) for place in range(chance.randint(1, 4))]
+        result = chance.choice(results)
+        transactions.append((chance.choice("ab"), values, result))
+        if result == "ok" or (result == "unknown" and chance.random() < 0.5):
+            for value, partition in values:
+                logs[partition].append(value)
+    return transactions, logs
+
+
+def judged(transactions: Iterable[tuple[str, list[tuple[str, int]], str]], logs: dict[int, list[str]]) -> list[str]:
+    story = Story()
+    for process, values, result in transactions:
+        call = story.begin(process)
+        for value, partition in values:
+            story.send(process, call, value, to=("t", partition))
+        story.end(process, call, result)
+    story.read(*logs[0], p1=" ".join(logs[1]))
+    return story.found()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_what_a_right_broker_does_has_no_findings(seed):
+    assert judged(*world(random.Random(seed), ("ok", "ok", "fail", "unknown"))) == []
+
+
+def lose(chance: random.Random, logs: dict[int, list[str]], sent: dict[str, str]) -> set[str]:
+    log = logs[chance.choice([key for key in logs if logs[key]])]
+    log.pop(chance.randrange(len(log)))
+    return {"unseen", "torn-transaction", "outcome-lie"}
+
+
+def double(chance: random.Random, logs: dict[int, list[str]], sent: dict[str, str]) -> set[str]:
+    log = logs[chance.choice([key for key in logs if logs[key]])]
+    log.append(chance.choice(log))
+    return {"duplicate"}
+
+
+def publish_aborted(chance: random.Random, logs: dict[int, list[str]], sent: dict[str, str]) -> set[str]:
+    aborted = [value for value, result in sent.items() if result == "fail"]
+    if not aborted:
+        return lose(chance, logs, sent)
+    logs[0].append(chance.choice(aborted))
+    return {"G1a"}
+
+
+def invent(chance: random.Random, logs: dict[int, list[str]], sent: dict[str, str]) -> set[str]:
+    logs[1].append("invented")
+    return {"phantom-message"}
+
+
+def swap(chance: random.Random, logs: dict[int, list[str]], sent: dict[str, str]) -> set[str]:
+    long = [log for log in logs.values() if len(log) > 1]
+    if not long:
+        return invent(chance, logs, sent)
+    log = chance.choice(long)
+    at = chance.randrange(len(log) - 1)
+    log[at], log[at + 1] = log[at + 1], log[at]
+    return {"int-nonmonotonic-send", "nonmonotonic-send", "G0-realtime", "G0", "int-send-skip"}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([lose, double, publish_aborted, invent, swap]))
+def test_each_mutation_of_it_is_found_under_its_name(seed, mutate):
+    chance = random.Random(seed)
+    transactions, logs = world(chance, ("ok", "ok", "fail"))  # an unknown one may be missing whole
+    sent = {value: result for _, values, result in transactions for value, _ in values}
+    assume(any(logs.values()))
+    names = mutate(chance, logs, sent)
+    assert set(judged(transactions, logs)) & names
+
+
+# --- reading a history ------------------------------------------------------------------------------------------------
+
+
+def test_a_partial_last_line_is_of_a_process_that_was_killed():
+    story = Story()
+    story.txn("a", "1")
+    *lines, last = story.lines("a")
+    history = History()
+    history.add([*lines, last[:-5]], "a")
+    assert [operation.result for operation in history.operations] == ["unknown"]
+
+
+def broken_lines() -> Iterator[tuple[list[bytes], str]]:
+    head = b'{"history":1,"process":"a","client":"c","host":"h","pid":1,"mono":0,"wall":0}\n'
+    yield [b"nonsense\n"], "a, line 1: not JSON"
+    yield [b'{"start":0,"what":"x","mono":1}\n'], "line 1: the first line"
+    yield [b'{"history":2}\n'], "format 2"
+    yield [head, b'{"end":0,"result":"ok","mono":1}\n'], "line 2: 0 is missing, or its call has no start line"
+    yield [head, b'{"what":1}\n'], "a line begins with one of history, start"
+    yield [head, head], "line 2: the first line, and no other"
+
+
+@pytest.mark.parametrize(("lines", "text"), list(broken_lines()))
+def test_a_file_of_another_form_is_refused_with_its_line(lines, text):
+    with pytest.raises(HistoryError, match=text):
+        History().add(lines, "a")
+
+
+VALUES = st.none() | st.integers() | st.text(max_size=2) | st.lists(st.integers() | st.lists(st.integers(), max_size=2))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_line_that_was_changed_anywhere_is_taken_or_refused_with_its_line(data):
+    story = Story()
+    call = story.txn("a", "1", transaction="x")
+    story.stored("a", call, "1", 0)
+    other = story.begin("a", "poll")
+    story.poll("a", other, "1")
+    story.assign("a", other, T0)
+    story.ack("a", other, "1")
+    story._write("a", fault="kill", target="b", phase="begin", mono=1)
+    story.end("a", other)
+    call = story.begin("a", "read", topics=["t"])
+    story.poll("a", call, "1")
+    story.end("a", call)
+    lines = [json.loads(line) for line in story.lines("a")]
+    line = data.draw(st.sampled_from(lines))
+    line[data.draw(st.sampled_from(sorted(line)))] = data.draw(VALUES)
+    history = History()
+    with suppress(HistoryError):  # and no other error
+        history.add([json.dumps(each).encode() + b"\n" for each in lines], "a")
+        check(history)
+
+
+def test_every_name_has_a_meaning_in_one_sentence():
+    assert set(EXCUSED_BY) <= set(MEANINGS)
+    assert {name for names in EXCUSED_BY.values() for name in names} <= {each.value for each in Capability}
+    assert all(text and text[0].islower() and not text.endswith(".") for text in MEANINGS.values())

@@ -1,0 +1,173 @@
+"""A run on a sound broker finds nothing, on broken ones it finds the right names, and it says when it was too thin."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from txnbridge_conformance.checker import MEANINGS, check
+from txnbridge_conformance.history import History
+from txnbridge_conformance.report import Report
+from txnbridge_conformance.run.verdict import judge
+
+from tests.conformance import broken
+from tests.conformance.broken import Broken, scheme_of
+from txnbridge import connect
+
+ROOT = Path(__file__).parents[2]
+
+# A run has a dozen processes, so that two at once would only slow each other down.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("conformance-runs")]
+
+
+def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "txnbridge.cli", "conformance", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def run(url: str, out: Path, *more: str, seconds: int = 8) -> subprocess.CompletedProcess[str]:
+    return conformance("run", url, "--time", str(seconds), "--seed", "1", "--out", str(out), *more)
+
+
+def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(tmp_path):
+    url = f"embedded:{tmp_path / 'broker.db'}"
+    # How much a loaded machine does in a few seconds is not the point.
+    done = run(url, tmp_path / "out", "--floor", "committed=1", "--floor", "aborted=0", "--floor", "read=1")
+    assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr
+    with connect(url) as bridge:
+        assert bridge.admin.topics() == []
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["verdict"], report["findings"]) == ("kept", [])
+    again = conformance("check", str(tmp_path / "out"), "--floor", "committed=1000000")
+    assert again.returncode == 2
+    assert "instead of 1,000,000" in again.stdout
+    both = conformance("compare", str(tmp_path / "out"), str(tmp_path / "out"), "--json")
+    assert {"what": "verdict", "first": "kept", "second": "kept"} in json.loads(both.stdout), both.stderr
+    lost = cut(tmp_path / "out")
+    found = conformance("check", str(tmp_path / "out"))
+    assert found.returncode == 1
+    assert re.search(r"(lost-write|unseen), \d", found.stdout), found.stdout
+    assert lost in found.stdout
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+# The page is asked to show the first finding in its timeline, and to tell what it then has.
+CLICK = """<script>document.querySelector("[data-orders]").click();
+document.body.dataset.seen = [lanes.width > 100, chosen.size > 0, told.textContent].join("|");</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="the report is looked at in Chromium, which is not installed")
+def test_the_page_draws_itself_and_a_finding_opens_its_witness(tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text(broken_report().html().replace("</body>", CLICK))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--virtual-time-budget=2000"]
+    command = [str(CHROMIUM), *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert 'data-seen="true|true|a: committed, 0 to 1 ms"' in shown, shown[-2000:]
+
+
+def test_a_report_names_what_was_broken_and_what_was_not_tested():
+    report = broken_report()
+    document = report.document()
+    verdicts = {row["name"]: row["verdict"] for row in document["promises"]}
+    assert (verdicts["exactly once"], verdicts["honest"]) == ("broken", "broken")
+    assert (verdicts["durable"], verdicts["half messages"]) == ("not tested", "not tested")
+    assert json.loads(report.json()) == document
+    assert "Not tested: " in report.text()
+    assert "<script>alert" not in report.html()
+
+
+def broken_report() -> Report:
+    """The report of a committed transaction that nobody can read, by a process with a hostile name."""
+    history = History()
+    for process in ("a", "<script>alert(1)</script>"):
+        lines: list[dict[str, Any]] = [{"history": 1, "process": process, "client": "c", "host": "h", "pid": 1}]
+        lines.append({"start": 0, "what": "transaction", "mono": 0})
+        lines.append({"send": 0, "to": ["t", 0], "values": [f"{process}.1"]})
+        lines.append({"end": 0, "result": "ok", "outcome": "committed", "mono": 10**6})
+        lines.append({"start": 1, "what": "read", "topics": ["t"], "mono": 2 * 10**6})
+        lines.append({"end": 1, "result": "ok", "mono": 3 * 10**6})
+        history.add([json.dumps(line).encode() + b"\n" for line in lines], __file__)
+    findings = check(history)
+    return Report(history, findings, judge(history, findings))
+
+
+def cut(folder: Path) -> str:
+    """Take one committed message out of what the last reader has read."""
+    history = folder / "run.jsonl"
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    last = next(line for line in reversed(lines) if line.get("poll") is not None and line["messages"])
+    *_, value = last["messages"].pop()
+    history.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(value)
+
+
+# Each is found in a few seconds; the full table is in docs/conformance.md.
+QUICK = {
+    broken.SaysCommittedTooEarly: {"unseen", "outcome-lie", "G0-realtime", "nonmonotonic-send"},
+    broken.AcknowledgesOutsideTheTransaction: {"half-ack"},
+    broken.StoresTwice: {"duplicate"},
+}
+
+
+@pytest.mark.parametrize("broker", QUICK, ids=lambda broker: broker.__name__)
+def test_a_broken_broker_is_found_under_its_name(broker: type[Broken], tmp_path):
+    url = f"{scheme_of(broker)}:{tmp_path / 'broker.db'}"
+    done = run(url, tmp_path / "out", "--plugin", "tests.conformance.broken")
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    found = {finding["name"] for finding in report["findings"]}
+    assert found & QUICK[broker], done.stdout
+
+
+def test_the_contract_says_of_each_promise_whether_it_is_kept(tmp_path):
+    only = ["--only", "test_an_aborted_message_is_never_seen", "--json"]
+    verdicts = {}
+    for name in ("Sound", "ShowsWhatIsAborted"):
+        url = f"{scheme_of(getattr(broken, name))}:{tmp_path / name}.db"
+        done = conformance("contract", url, "--plugin", "tests.conformance.broken", *only)
+        verdicts[name] = {each["name"]: each["verdict"] for each in json.loads(done.stdout)}
+        assert done.returncode == (name != "Sound"), done.stdout + done.stderr
+    assert "broken" not in verdicts["Sound"].values()
+    assert "kept" in verdicts["Sound"].values()
+    assert "broken" in verdicts["ShowsWhatIsAborted"].values()
+
+
+def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
+    url = f"embedded:{tmp_path / 'broker.db'}"
+    done = conformance("plan", url, "--json")
+    assert (done.returncode, len(json.loads(done.stdout)["topics"])) == (0, 5), done.stderr
+    with connect(url) as bridge:
+        assert bridge.admin.topics() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["run", "embedded:{tmp}/b.db", "--time", "soon"], 2, "no time from 1 second to a week"),
+        (["run", "embedded:{tmp}/b.db", "--floor", "wonders=1"], 2, "one of committed"),
+        (["run", "embedded:{tmp}/b.db", "--out", "{tmp}"], 2, "exists already"),
+        (["run", "nothing:here", "--out", "{tmp}/out"], 3, "no backend"),
+        (["run", "embedded:{tmp}/b.db", "--plugin", "no.such", "--out", "{tmp}/out"], 3, "No module named"),
+        (["check", "{tmp}"], 3, "no history"),
+        (["compare", "{tmp}", "{tmp}"], 2, "no report.json"),
+        (["check", __file__], 3, "line 1: not JSON"),
+    ],
+)
+def test_a_wrong_call_says_what_is_wrong(arguments, code, text, tmp_path):
+    done = conformance(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert (done.returncode, text in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_page_explains_every_finding():
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    assert [name for name, meaning in MEANINGS.items() if f"| `{name}` | {meaning} |" not in page] == []
