@@ -447,7 +447,9 @@ def read_topic(connection: sqlite3.Connection, name: str) -> StoredTopic | None:
     row = connection.execute("SELECT id, retention_ms, retention_bytes FROM topics WHERE name = ?", (name,)).fetchone()
     if row is None:
         return None
-    ids = connection.execute("SELECT id FROM partitions WHERE topic_id = ? ORDER BY number", (row[0],))
+    # An exception from a signal handler must not leave a statement half read: it would hold its snapshot, and the
+    # connection's next write transaction would be refused.
+    ids = connection.execute("SELECT id FROM partitions WHERE topic_id = ? ORDER BY number", (row[0],)).fetchall()
     return StoredTopic(row[0], name, tuple(id for (id,) in ids), row[1], row[2])
 
 
