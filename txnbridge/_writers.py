@@ -181,9 +181,9 @@ class TakenWriter:
         self._writers.commit(self.writer, deadline)
 
     def give_back(self, sound: bool) -> None:
-        """Return the writer and the place to the pool; without `sound` the writer is reopened before its next use.
+        """Return the writer to the pool, so that the next waiting thread can use it. Safe to repeat.
 
-        `sound` is True if the transaction's outcome is known. Safe to repeat.
+        `sound` is True if the transaction's outcome is known; otherwise the writer is reopened before its next use.
         """
         self.open = False
         self._writers._give_back(self, sound)

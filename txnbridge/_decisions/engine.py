@@ -437,9 +437,9 @@ class Engine:
             self._presence_lock.release()
 
     def _is_far_back(self, presence: EvidenceBegin, state: LogState) -> bool:
-        """Return whether the newest snapshot covers a presence.
+        """Return whether the newest snapshot replaces a presence record.
 
-        A process that begins to read with this snapshot would need a second follower for the presence.
+        A process that begins its reading with this snapshot needs a second follower to find the presence.
         """
         return self._log.numbered and state.covered is not None and presence.at < state.covered
 

@@ -1,4 +1,4 @@
-"""The command `txnbridge log renew`, which begins a decision log anew whose evidence is gone."""
+"""The command `txnbridge log renew`, which renews a decision log that has lost records."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _AT_MOST = 20  # the largest number of ids, and of positions, that are shown
 @click.option("--decision-log", help="The log's store, if it is not the broker: as in connect().")
 @click.option("--yes", is_flag=True, help="Really do it.")
 def renew(cli: Cli, application: str, decision_log: str | None, yes: bool) -> ExitCode:
-    """Begin a decision log anew that was trimmed, truncated or made anew, so that nobody can decide in it any more.
+    """Renew a decision log that was trimmed, truncated or deleted, so that no process can decide in it any more.
 
-    What was decided in it before is forgotten: a token of before is unknown for ever, transactional ids have no owner,
-    and whatever was done once by an id without a token (a batch of a Spark query) may be done again. Stop all processes
-    of the application first: each is told that the evidence is lost, and has to be started again.
+    All earlier decisions are forgotten: the outcome of an earlier token is unknown for ever, transactional ids have no
+    owner, and work that an id without a token protected (a batch of a Spark query) may be done again. Stop all
+    processes of the application first: each gets the error that evidence is lost, and has to be started again.
     """
     options = {} if decision_log is None else {"decision_log": decision_log}
     with cli.look(application=application, **options) as bridge:
