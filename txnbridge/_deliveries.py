@@ -276,7 +276,7 @@ class Deliveries:
         return self._holder is not None and self._holder[1]() is None
 
     def give_up(self) -> None:
-        """Mark messages for redelivery that a transaction held whose object was garbage-collected unfinished."""
+        """Mark the messages of an abandoned transaction for redelivery: its object was garbage-collected unfinished."""
         with self.lock:
             if self._holder is not None and self.is_abandoned:
                 self._let_go(self._holder[0], acknowledged=False)
@@ -296,7 +296,7 @@ class Deliveries:
     def end(self, transaction: Holder, state: State, token: Token | None) -> None:
         """Apply a transaction's outcome to the messages that it holds.
 
-        Committed or prepared: forget them. Aborted: deliver them again. Unknown: keep them held until `found`.
+        Committed or prepared: forget them. Aborted: deliver them again. Unknown: keep them held until `found` is called.
         """
         with self.lock:
             if state is State.UNKNOWN and token is not None:
@@ -376,7 +376,7 @@ class Deliveries:
     def going_back(self) -> dict[Assignment, list[Position]]:
         """Return, for each assignment, the positions that the reader has to deliver again.
 
-        Their messages stay in the state back until `gone_back`. On an ordered partition the reader reads all messages
+        The messages there stay in the state back until `gone_back` is called. On an ordered partition the reader reads all messages
         after the first of these positions again, in order.
         """
         if not self._any_back:

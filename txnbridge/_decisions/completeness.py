@@ -63,7 +63,7 @@ class Completeness:
         return False
 
     def remember(self, position: Position, raw: bytes) -> None:
-        """Keep a record's hash while the reading is incomplete, because a later snapshot may name this record as covered."""
+        """Keep a record's hash while the reading is incomplete: a later snapshot may name this record as covered."""
         if not self.complete:
             self._digests[position] = digest(raw)
 
