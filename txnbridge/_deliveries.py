@@ -296,7 +296,7 @@ class Deliveries:
     def end(self, transaction: Holder, state: State, token: Token | None) -> None:
         """Apply a transaction's outcome to the messages that it holds.
 
-        Committed or prepared: forget them. Aborted: deliver them again. Unknown: keep them held until `found` is called.
+        Committed or prepared: forget them. Aborted: deliver them again. Unknown: keep them held until `found`.
         """
         with self.lock:
             if state is State.UNKNOWN and token is not None:
@@ -376,8 +376,8 @@ class Deliveries:
     def going_back(self) -> dict[Assignment, list[Position]]:
         """Return, for each assignment, the positions that the reader has to deliver again.
 
-        The messages there stay in the state back until `gone_back` is called. On an ordered partition the reader reads all messages
-        after the first of these positions again, in order.
+        The messages there stay in the state back until `gone_back` is called. On an ordered partition the reader reads
+        all messages after the first of these positions again, in order.
         """
         if not self._any_back:
             return {}
