@@ -389,7 +389,7 @@ def test_a_batch_that_ends_before_it_begins_is_refused(url, bridge, topic):
         ({"provider": "txnbridge", "owner": "me"}, "CREATE TEMPORARY VIEW"),
         ({"subscribe": "a,b"}, "say what to read, once"),
         ({"startingOffset": "latest"}, "did you mean startingOffsets"),
-        ({"startingOffsets": "soon"}, "startingOffsets is earliest or latest, or what to do for each partition"),
+        ({"startingOffsets": "soon"}, "startingOffsets is earliest or latest, or a position or word"),
         ({"startingOffsets": '{"in": {"0": -3}}'}, "startingOffsets is earliest or latest"),
         ({"endingOffsets": "earliest"}, "endingOffsets is latest, or"),
         ({"maxOffsetsPerTrigger": "many"}, "whole number"),

@@ -116,7 +116,7 @@ def test_a_named_job_that_is_run_again_is_not_published_twice(spark, sink):
         ({"txnAppId": "daily"}, "only the first would publish anything"),
         ({"kafka.bootstrap.servers": "localhost:1"}, "say where to write, once"),
         ({"transactionalIdPrefix": "a.b"}, "letters, digits"),
-        ({"kafkaConsumer.pollTimeoutMs": "100"}, "is for Spark's own Kafka source"),
+        ({"kafkaConsumer.pollTimeoutMs": "100"}, "is only for Spark's own Kafka source"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name_before_the_first_row(spark, tmp_path, change, message):
