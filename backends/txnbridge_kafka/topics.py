@@ -144,8 +144,8 @@ class KafkaTopics:
     ) -> None:
         """Create an internal topic, such as a decision log, unless it exists, and wait until the brokers know it.
 
-        Raise `AccessDenied`, with the commands for an administrator, if this user may not create or see the topic, and
-        `InvalidOption` if it has another number of partitions.
+        Raise `AccessDenied`, with the commands for an administrator, if this user may not create or see the topic.
+        Raise `InvalidOption` if the topic exists with another number of partitions.
         """
         try:
             count = self.count(name, deadline)
@@ -164,7 +164,10 @@ class KafkaTopics:
             )
 
     def _replicas(self, deadline: Deadline) -> int:
-        """Return the number of replicas for a new internal topic: by the settings, else 3, or the number of brokers."""
+        """Return the number of replicas for a new internal topic.
+
+        It is the number in the settings. Without such a setting it is 3, or the number of brokers if there are fewer.
+        """
         if self._settings.replicas > 0:
             return self._settings.replicas
         return min(_REPLICAS, len(self.brokers(deadline)))

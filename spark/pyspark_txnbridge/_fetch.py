@@ -52,7 +52,10 @@ class TopicFeed:
             raise
 
     def has(self, wanted: OffsetRange) -> bool:
-        """Return whether this connection has the range's partition, of the topic for which the range was planned."""
+        """Return whether this connection reads a range's partition.
+
+        It must be a partition of the topic for which the range was planned, and not of a topic created again.
+        """
         is_assigned = (wanted.topic, wanted.partition) in self._consumer.assignment
         return is_assigned and not is_recreated(wanted.topic_id, self._topic_ids.get(wanted.topic))
 

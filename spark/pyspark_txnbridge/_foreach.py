@@ -97,10 +97,10 @@ _calls_lock = threading.Lock()
 
 
 def _is_first(call: _Call) -> bool:
-    """Return whether a call is the first one for its batch and has to publish. Return False for a repetition of a call
-    that has returned.
+    """Return whether a call is the first one for its batch, and has to publish the batch.
 
-    Raise `InvalidOption` if an earlier call published another frame for the batch: then two sinks share a name.
+    Return False if the call repeats an earlier one that has returned. Raise `InvalidOption` if an earlier call
+    published another frame for the batch: then two sinks share a name.
     """
     with _calls_lock:
         earlier = _calls.get(call.identity.path)
@@ -151,7 +151,10 @@ def _run_of(df: DataFrame, query_id: str | None) -> str:
 
 
 def _active_run(df: DataFrame, query_id: str) -> str | None:
-    """Return the run's id from the list of all sessions' queries: the session given to foreachBatch lists none."""
+    """Return the id of a query's run, from the list of all sessions' queries.
+
+    The session that is given to foreachBatch lists no query.
+    """
     try:
         active = df.sparkSession._jsparkSession.sharedState().activeStreamingQueries().values()
         return next((str(each.runId()) for each in active if str(each.id()) == query_id), None)

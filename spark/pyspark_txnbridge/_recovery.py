@@ -60,7 +60,7 @@ class QueryStatus:
 
 
 def query_of(checkpoint: str) -> str:
-    """Return the id of the query that a checkpoint belongs to. Raise `InvalidOption` if it cannot be read."""
+    """Return the id of the query that wrote a checkpoint. Raise `InvalidOption` if the checkpoint cannot be read."""
     path = Path(checkpoint.removeprefix("file:")) / "metadata"
     try:
         query = json.loads(path.read_text().splitlines()[-1])["id"]

@@ -64,7 +64,7 @@ def is_done(session: SinkSession, identity: BatchId) -> bool:
 
 
 def lost_parts(session: SinkSession, claim: Claim) -> list[Mapping[str, Any]]:
-    """Return the parts of a decided batch whose transactions, by the decision log, were aborted before their commit."""
+    """Return the parts of a decided batch whose transactions were aborted before their commit, by the decision log."""
     known = session.decisions.read(("#lost", *claim.id)).claim
     return [] if known is None else [part for part in claim.data["parts"] if part["token"] in known.data["tokens"]]
 

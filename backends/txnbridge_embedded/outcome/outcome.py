@@ -186,7 +186,10 @@ def remove_messages(store: Store, connection: sqlite3.Connection, partition: int
 
 
 def delete_old_rows(connection: sqlite3.Connection, before: int) -> None:
-    """Delete rows of transactions, half messages and writers by age. Tokens of these transactions get UNKNOWN."""
+    """Delete the rows of transactions, half messages and writers that ended, or were last used, before a time.
+
+    The status of a token whose row was deleted is UNKNOWN.
+    """
     connection.execute("DELETE FROM transactions WHERE ended_at < ?", (before,))
     connection.execute("DELETE FROM halves WHERE ended_at < ?", (before,))
     connection.execute("DELETE FROM writers WHERE used_at < ?", (before,))

@@ -91,7 +91,10 @@ class OrderedReader(GroupReader):
             self._log_other_members(connection)
 
     def _log_other_members(self, connection: FileConnection) -> None:
-        """Log the partitions of other members with their leases: those of a dead member get free after its lease."""
+        """Log which partitions other members own, and when the leases of these members end.
+
+        The partitions of a dead member get free at the end of its lease.
+        """
         if not _log.isEnabledFor(logging.INFO):
             return
         for holder, partitions in groups.held_by_others(connection, self._group_id, self._member).items():
@@ -136,7 +139,10 @@ class OrderedReader(GroupReader):
         return cursor
 
     def _release(self, wanted: Sequence[Partition], deadline: Deadline) -> None:
-        """Release wanted partitions, after the listener has ended the transactions with their messages."""
+        """Release the partitions `wanted`, which another member should get.
+
+        First the listener ends the transactions that have messages of these partitions.
+        """
         if wanted:
             _log.info("group %r: %s: moves to another member", self._group, as_text(wanted))
             # The partitions are added to `_leaving` first: they are released even if the listener raises an error.

@@ -104,7 +104,10 @@ def write_missing_markers_of_id(
 
 
 def write_missing_markers_of_group(cluster: KafkaCluster, group: str, deadline: Deadline) -> list[str]:
-    """Write the missing markers in the partition of a group's committed offsets (hazard H9); return them as text."""
+    """Write the missing markers in the partition of `__consumer_offsets` with a group's committed offsets (hazard H9).
+
+    Return the markers as text.
+    """
     partition = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
     return write_missing_markers_of_others(cluster, [partition], deadline)
 
@@ -198,9 +201,9 @@ def _missing_markers(
 ) -> dict[Partition, tuple[int, bool]]:
     """Return, by partition, the epoch and the decision of the missing marker, from the coordinator's log.
 
-    If that log is not readable, or has no decision of the epoch any more, the coordinator's description before the
-    opening is used, or the outcome in the decision log. These are wrong only if other programs write under this id:
-    they may have had another transaction in the same epoch.
+    If this user may not read that log, or the log has no decision of the epoch any more, the decision is taken from the
+    coordinator's description before the opening, or from the decision log. These two sources are wrong only if other
+    programs write under this id: such a program may have had another transaction in the same epoch.
     """
     known: Sequence[RecordedDecision] = ()
     try:
@@ -232,9 +235,9 @@ def _epoch_outcome(owner: KafkaOwner, previous: TransactionDescription, epoch: i
 
 
 def last_decisions(open_in: OpenPartitions, known: Sequence[RecordedDecision]) -> dict[Partition, RecordedDecision]:
-    """Return, by partition, the last recorded decision about the partition's open transaction.
+    """Return, by partition, the last recorded decision that the open transaction's producer epoch has in the partition.
 
-    It is the decision about the open transaction: the marker of any later decision would have ended that transaction.
+    This decision is about the open transaction: the marker of any later decision would have ended that transaction.
     """
     return {
         partition: decision
@@ -277,7 +280,10 @@ def _all_partitions(cluster: KafkaCluster, deadline: Deadline) -> list[Partition
 def open_transactions(
     cluster: KafkaCluster, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
 ) -> dict[int, OpenPartitions]:
-    """Return, by producer id, the open transactions in these partitions, or in the readable ones of them."""
+    """Return, by producer id, the open transactions in these partitions.
+
+    With `readable_only` the partitions that this user may not read are left out.
+    """
     return _by_producer(cluster.requests.producers(partitions, deadline, readable_only=readable_only))
 
 

@@ -157,7 +157,10 @@ def _state_record(value: bytes) -> StateRecord:
 
 
 class _RecordFields:
-    """Parses a record's value after the fields of fixed size. Flexible: a length is a varint of the length plus one."""
+    """Parses the fields of a record's value that follow the fields of fixed size.
+
+    In a record of a flexible version, a length is stored as a varint of the length plus one.
+    """
 
     def __init__(self, data: bytes, at: int, flexible: bool) -> None:
         self._data = data

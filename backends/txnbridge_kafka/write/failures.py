@@ -54,8 +54,8 @@ def failure(
 ) -> TxnBridgeError:
     """Return the core's error for an error of confluent-kafka after which a transaction is, or must be, aborted.
 
-    `what` names the failed action in the error's text. `newer_owner` returns `Fenced` if the id has a newer owner.
-    Without a special meaning the error is of the type `otherwise`.
+    `what` names the failed action in the error's text. `newer_owner` returns `Fenced` if the id has a newer owner. An
+    error code without a meaning of its own becomes an error of the type `otherwise`.
     """
     code, text = error.code(), f"{what}: {error.str()} ({error.name()})"
     if code in _GROUP_MOVED_ON:

@@ -102,7 +102,7 @@ class KafkaPreparedWriter(KafkaWriter):
         self.session.drop()
 
     def _record(self, deadline: Deadline) -> None:
-        """Write the prepare record: the next owner does not abort transactions that have one.
+        """Write the transaction's prepare record. The next owner does not abort a transaction with such a record.
 
         If there is a newer owner already, abort the transaction and raise `Fenced`.
         """
@@ -148,7 +148,10 @@ class PreparedIdPool:
         self._closed = False
 
     def timeout_ms(self, begin: Begin) -> int:
-        """Return a transaction's time-out at the broker: deadline plus `hold`; without `hold` the pool's time-out."""
+        """Return a transaction's time-out at the broker: the deadline's seconds plus `hold`.
+
+        Without `hold` it is the pool's time-out.
+        """
         if begin.hold is None:
             return self._timeout_ms
         return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
@@ -249,7 +252,11 @@ class PreparedIdPool:
         return writer
 
     def _find_free(self, deadline: Deadline) -> tuple[str, TransactionDescription | None] | None:
-        """Mark the next id without an unresolved transaction as taken, and return it with its description, or None."""
+        """Mark the next id without an unresolved transaction as taken; return the id and the coordinator's description.
+
+        Return None if there is no such id, or if the owner's largest number of unresolved transactions is reached. The
+        description is None if the coordinator does not know the id.
+        """
         with self._lock:
             order = self._ids[self._next :] + self._ids[: self._next]
             candidates = [id for id in order if id not in self._taken]

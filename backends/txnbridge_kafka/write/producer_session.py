@@ -145,7 +145,10 @@ class ProducerSession:
         return opened is not None and (description.pid, description.epoch) == (opened.pid, opened.epoch)
 
     def start_of_open_transaction(self, deadline: Deadline) -> int | None:
-        """Return the start time of the open transaction: a later one of the same epoch has another (hazard H19)."""
+        """Return the start time of this producer's open transaction; None if no transaction is open.
+
+        A later transaction of the same epoch has another start time (hazard H19).
+        """
         now = self.describe(deadline)
         return now.start if now is not None and now.state == OPEN and self.is_own(now) else None
 
@@ -179,10 +182,11 @@ class ProducerSession:
         return (None if ended.code == DONE else KafkaError(ended.code)), ended.only_once
 
     def end_if_open(self, deadline: Deadline) -> TransactionDescription | None:
-        """Abort the transaction if it is still open. Return the last transaction's description; None if the id expired.
+        """Abort the transaction if it is still open, and return the coordinator's description of the last transaction.
 
-        The producer must have been freed: with the same epoch it could still send messages after the abort, and commit
-        them. A transaction with another producer id or epoch is a newer owner's, and is not aborted.
+        Return None if the coordinator does not know the id any more. The producer must have been freed: with the same
+        epoch it could still send messages after the abort, and commit them. A transaction with another producer id or
+        epoch is a newer owner's, and is not aborted.
         """
         while True:
             now = self.describe(deadline)
