@@ -123,7 +123,10 @@ class EmbeddedBackend(Backend):
 
 
 def _hold_seconds(seconds: float, context: Context, limits: Limits) -> float:
-    """Return how long a transaction may stay prepared after its deadline: the option, within the profile's limit."""
+    """Return how long a transaction may stay prepared after its deadline.
+
+    It is the time of the option, but no longer than a profile's limit allows.
+    """
     if limits.prepared_seconds is None:
         return seconds
     return max(0.0, min(seconds, limits.prepared_seconds - context.timeout))

@@ -54,7 +54,7 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 
 class KafkaTopics:
-    """Looks up, creates, changes and deletes topics. Any thread may call. Connects at the first call."""
+    """Looks up, creates, changes and deletes topics. Any thread may use it; it connects at the first call."""
 
     def __init__(self, settings: KafkaSettings, requests: Requests | None = None) -> None:
         self._settings = settings
@@ -291,7 +291,10 @@ class KafkaTopics:
 
 
 def longest_transaction_ms(topics: KafkaTopics, brokers: Iterable[int], deadline: Deadline) -> int:
-    """Return the longest transaction time-out that all of these brokers allow, by the settings of those that answer."""
+    """Return the longest transaction time-out that all these brokers allow.
+
+    A broker that does not answer in time is not counted.
+    """
     return min(map(longest_ms, topics.broker_configs(brokers, deadline).values()), default=DEFAULT_LONGEST_MS)
 
 

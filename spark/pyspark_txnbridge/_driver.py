@@ -70,7 +70,7 @@ def commit(options: SinkOptions, messages: Sequence[Written | None], identity: B
 
 
 def abort(options: SinkOptions, messages: Sequence[Written | None], identity: BatchId | None = None) -> None:
-    """Decide to ABORT a batch unless it is decided, and abort its transactions.
+    """Decide to ABORT a batch unless it is decided already, and abort the batch's transactions.
 
     If this fails, the transactions end later by their time-out.
     """
@@ -98,8 +98,8 @@ def next_attempt(options: SinkOptions, identity: BatchId) -> int:
 def check_broker(options: SinkOptions, query: str | None = None) -> None:
     """Raise an error, before the first row, if the broker cannot be reached or lacks a capability that this sink needs.
 
-    Raise an error also if the topic that an option names is missing, or if the decision log cannot be read. The log is
-    not checked if its name is not known yet, because only Spark knows the query.
+    Raise an error also if the topic that an option names is missing, or if the decision log cannot be read. The
+    decision log is not checked while its name is unknown: the name may contain the query's id, which only Spark knows.
     """
     known = query or options.app_id or options.log
     application = options.application(known or "check")

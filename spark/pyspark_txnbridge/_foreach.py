@@ -132,8 +132,8 @@ def _property(df: DataFrame, name: str) -> str | None:
 def _run_of(df: DataFrame, query_id: str | None) -> str:
     """Return the id of this start of a query. Raise `InvalidOption` where Spark does not reveal the id.
 
-    Spark Connect reveals no id, but runs each start of a query in a process of its own, so an id of the process serves.
-    Outside a query each call counts as a start.
+    Spark Connect reveals no id, but runs each start of a query in a process of its own. So an id of that process is
+    returned. Outside a query each call counts as a start.
     """
     if not hasattr(df.sparkSession, "_jsparkSession"):
         return _id_of_process(os.getpid())

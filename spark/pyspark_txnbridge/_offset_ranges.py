@@ -133,8 +133,9 @@ RECREATED = "the topic was deleted and made anew since"
 def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offsets:
     """Return the end of a stream's next batch that begins at `start`.
 
-    A new partition, and one that cannot be read at the stream's position, are not read in this batch. The batch only
-    records their first positions, so that the next batch begins there, however often this batch is repeated.
+    Two kinds of partitions are not read in this batch: new ones, and those that cannot be read at the stream's
+    position. The batch only records the first positions of these partitions. So the next batch begins there, however
+    often this batch is repeated.
     """
     end_offsets: Offsets = {}
     for partition, (first, end) in sorted(bounds.items()):

@@ -39,7 +39,7 @@ class TaskTransaction:
 
 @dataclass(frozen=True)
 class UnfinishedBatch:
-    """A batch that is decided and not marked done, or that was given up."""
+    """A batch that was given up, or that is decided and not yet marked done."""
 
     batch: int
     attempt: int

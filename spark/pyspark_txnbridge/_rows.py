@@ -35,7 +35,7 @@ class RowTotals:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a query that the sink uses, by which it sends the query's rows to their topics."""
+    """The columns of a query that the sink uses. By them the sink sends each row to its topic."""
 
     names: frozenset[str]
     topic: str | None

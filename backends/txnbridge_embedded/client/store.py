@@ -319,7 +319,7 @@ class Store:
         pause: float,
         step: Callable[[FileConnection], Any],
     ) -> Any:
-        """Repeat `step` while another connection locks the file, until the deadline."""
+        """Call `step`; repeat the call while another connection locks the file, until the deadline."""
         while True:
             try:
                 return step(connection)

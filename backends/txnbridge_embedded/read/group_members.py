@@ -1,10 +1,11 @@
 """The members of a group, and the assignment of partitions to members.
 
 A member has a lease, which a background thread of its process renews. The first member that finds a change (a member
-joined, left or let its lease expire, or a topic grew) assigns the partitions anew. If a partition should move, its
-assignment is first marked as wanted. The owner sees the mark at its next poll, ends its transaction, and releases the
-partition. If the owner does not release the partition within the time of a lease, the other member takes it. Each
-assignment raises the partition's epoch, so that acknowledgements under an older epoch are refused.
+joined, left or let its lease expire, or a topic grew) assigns the partitions anew. If a partition should move, the row
+of its assignment first names the next owner, in the column `wanted`. The present owner reads this at its next poll,
+ends its transaction, and releases the partition. If the present owner does not release the partition within the time of
+a lease, the next owner takes the partition. Each assignment raises the partition's epoch, so that acknowledgements
+under an older epoch are refused.
 
 The functions run inside a write transaction. Their `now` is the time before the wait for that transaction. So no member
 is removed because it could not renew its lease while it waited for the same file.
@@ -114,7 +115,7 @@ def expired_members(connection: sqlite3.Connection, group_id: int, now: int) -> 
 
 
 def release(connection: sqlite3.Connection, group_id: int, member: str, partition_ids: Iterable[int]) -> None:
-    """Release partitions of a member; `reassign` then assigns them to other members."""
+    """Release partitions of a member, so that `reassign` can assign them to other members."""
     connection.executemany(
         "UPDATE assignments SET member = NULL WHERE group_id = ? AND member = ? AND partition_id = ?",
         ((group_id, member, partition_id) for partition_id in partition_ids),

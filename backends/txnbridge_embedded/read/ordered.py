@@ -107,7 +107,10 @@ class OrderedReader(GroupReader):
         )
 
     def _read_acknowledged(self, connection: FileConnection, view: GroupSnapshot, partition: Partition) -> None:
-        """Read the acknowledged ranges of a partition if it is newly assigned, or has messages to deliver again."""
+        """Read into `view` which ranges of a partition are acknowledged or reserved, and which to deliver again.
+
+        The ranges are read only if the partition is newly assigned, or if a prepared transaction was aborted since.
+        """
         bounds = view.bounds[partition]
         cursor = self._cursors.get(partition)
         if cursor is None or not view.is_assigned(cursor):

@@ -82,7 +82,7 @@ class _Shares:
         return []
 
     def _takers(self, giver: str) -> Iterator[tuple[int, str]]:
-        """Yield (topic, member) of members that could take a partition from the giver, those with fewest first."""
+        """Yield (topic, member) for the members that could take a partition of the giver, fullest last."""
         pairs = [
             (topic, taker)
             for topic, held in sorted(self._held[giver].items())

@@ -50,7 +50,7 @@ def apply_acks(
 
 
 def commit_pending(connection: sqlite3.Connection, number: int) -> None:
-    """Acknowledge the messages that a prepared transaction has reserved."""
+    """Acknowledge the messages that a committed prepared transaction has reserved."""
     for group_id, partition_id, ranges in _pending(connection, number):
         _acknowledge(connection, group_id, partition_id, ranges)
     connection.execute("DELETE FROM pending_acks WHERE number = ?", (number,))
@@ -130,7 +130,7 @@ def skip_to(connection: sqlite3.Connection, group_id: int, partition_id: int, of
 
 
 class _Acks:
-    """The acknowledgements of one partition by one member."""
+    """Acknowledges or reserves messages of one partition for one member."""
 
     def __init__(self, connection: sqlite3.Connection, context: AckContext, partition: Partition) -> None:
         self._connection = connection

@@ -52,7 +52,7 @@ _CHECK_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A prepare record in a decision log, and the ledger that has it."""
+    """A prepare record in a decision log, and the ledger that contains the record."""
 
     entry: LedgerEntry
     ledger: Ledger
@@ -326,9 +326,9 @@ class _PrepareRecords:
 
 
 def owner_of(id: str) -> str:
-    """Return the bridge's transactional id that a writer's transactional.id begins with.
+    """Return the bridge's transactional id with which a writer's transactional.id begins.
 
-    The id of a program without txnbridge is returned unchanged.
+    The transactional.id of a program without txnbridge is returned unchanged.
     """
     writer = _WRITER.fullmatch(id)
     return id if writer is None else writer["owner"]

@@ -68,7 +68,7 @@ def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
 
 
 def check_replicas(topics: Mapping[str, TopicMetadata], settings: Mapping[str, Mapping[str, str]]) -> Iterator[Advice]:
-    """Yield advice on the replication of topics, by their replicas and their settings, if these are known."""
+    """Yield advice on the replication of topics, from their numbers of replicas and, where known, their settings."""
     for name, topic in topics.items():
         copies = min((len(each.replicas) for each in topic.partitions.values()), default=0)
         findings = list(_replication_findings(copies, settings[name]))

@@ -49,7 +49,7 @@ def seconds(deadline: Deadline) -> float:
 
 
 def ignore(error: KafkaError) -> None:
-    """Ignore an error: a client's `error_cb`. The client also logs the error, and the failing call raises one."""
+    """Ignore an error, as a client's `error_cb`: the client also logs the error, and the failing call raises one."""
 
 
 def warm_up(client: Any, topic: str, deadline: Deadline) -> None:
@@ -139,7 +139,7 @@ def make_producer(
 
 
 def milliseconds(timestamp: int | None) -> int:
-    """Return a message's timestamp for `produce`, 0 if it is None. Raise `InvalidOption` if it is below 1."""
+    """Return a message's timestamp as `produce` takes it: 0 in place of None. Raise `InvalidOption` if below 1."""
     if timestamp is None:
         return 0  # the client then takes the current time
     if timestamp < 1:

@@ -73,7 +73,8 @@ class TransactionDescription:
     """The coordinator's description of a transactional id and its last transaction.
 
     `state` is "Empty", "Ongoing", "PrepareCommit", "PrepareAbort", "CompleteCommit", "CompleteAbort", "Dead" or
-    "PrepareEpochFence". `start` and `timeout` are in milliseconds; an id that never had a transaction has no start.
+    "PrepareEpochFence". `start` and `timeout` are in milliseconds. `start` is None for an id that never had a
+    transaction.
     """
 
     id: str

@@ -5,11 +5,12 @@ ever, no time-out helps, and the producer's next abort would also abort the comm
 transactions are searched for by a writer before its first message to a partition, by a group whose offsets stay
 undecided, by every bridge's monitor in the partitions that the bridge uses, and by an administrator on demand.
 
-A transaction is proven to hang before a marker is written. Without an opening of the id the proof is that the
-coordinator describes the same ended transaction before and after the leaders are asked: with one description only, a
-new transaction of the same writer could be mistaken for the hanging one (hazard H7). A writer's proof is that its own
-opening of the id has raised the epoch: no producer can still use an older epoch. The decision is read from the topic
-__transaction_state, because the coordinator may describe a later transaction in other partitions (hazard H8).
+A transaction is proven to hang before a marker is written. A process that has not opened the id asks the coordinator
+before and after it asks the leaders: the proof is that both descriptions have the same ended transaction. With one
+description only, a new transaction of the same writer could be mistaken for the hanging one (hazard H7). A writer's
+proof is that its own opening of the id has raised the epoch: no producer can still use an older epoch. The decision is
+read from the topic __transaction_state, because the coordinator may describe a later transaction in other partitions
+(hazard H8).
 """
 
 from __future__ import annotations
@@ -225,7 +226,10 @@ def _missing_markers(
 
 
 def _epoch_outcome(owner: KafkaOwner, previous: TransactionDescription, epoch: int, deadline: Deadline) -> bool | None:
-    """Return whether an epoch's last transaction was committed, by `previous` or the decision log; None if unknown."""
+    """Return whether an epoch's last transaction was committed; None if unknown.
+
+    The outcome is taken from `previous`, if it describes this epoch, or else from the decision log.
+    """
     if epoch == previous.epoch and previous.state in ("CompleteCommit", "CompleteAbort"):
         return previous.state in COMMITTED
     if owner.opening is None:

@@ -88,7 +88,8 @@ def outcome_by_start(records: Sequence[StateRecord], pid: int, start: int) -> bo
 def last_outcome(records: Sequence[StateRecord], pid: int, epoch: int) -> bool | None:
     """Return whether an epoch's last transaction was committed; None if no record has the outcome.
 
-    Raise `NotRecordedYetError` while no record follows the epoch's last one, because the outcome may still follow.
+    Raise `NotRecordedYetError` while the epoch's last record is the last one of the id, because the outcome may still
+    follow.
     """
     own = [number for number, record in enumerate(records) if (record.pid, record.epoch) == (pid, epoch)]
     if not own:

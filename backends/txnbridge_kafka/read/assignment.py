@@ -60,7 +60,7 @@ class KafkaAssignment:
         self.client = _connect(settings, subscription, on_commit)
 
     def log_for_group(self, text: str, *args: object) -> None:
-        """Log a line about the reader's group; nothing for a reader without a group."""
+        """Log a line about the reader's group. A reader without a group logs nothing."""
         if self._in_group:
             _group_log.info("group %r: " + text, self.context.group, *args)
 
@@ -120,7 +120,10 @@ class KafkaAssignment:
         return batch
 
     def client_position(self, assigned: KafkaPartition) -> int:
-        """Return the client's next offset in a partition, which is beyond control markers and aborted messages."""
+        """Return the offset that the client reads next in a partition.
+
+        It is beyond the control markers and aborted messages that the client has skipped.
+        """
         ahead = [each.offset() for each in self.prefetched if (each.topic(), each.partition()) == assigned.partition]
         if ahead:
             return int(ahead[0])

@@ -25,7 +25,7 @@ _SEARCH_SECONDS = 10.0  # the longest search, which delays the look-ups for othe
 
 @dataclass(frozen=True)
 class LostPosition:
-    """An offset that cannot be read: the reason, and the offset. The partition is not read until the user seeks."""
+    """An offset `at` that cannot be read, and the reason `why`. The partition is not read until the user seeks."""
 
     why: str
     at: int
@@ -33,7 +33,10 @@ class LostPosition:
 
 @dataclass(frozen=True)
 class ResolvedOffsets:
-    """The answers to seek requests. Offsets in `to_commit` are committed for the group before they are read."""
+    """The answers to seek requests.
+
+    The offsets in `to_commit` are committed for the group before a message is read from them.
+    """
 
     offsets: Mapping[Partition, int | LostPosition]
     to_commit: Mapping[Partition, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The durations and sizes that tests change."""
+"""The backend's internal durations and sizes, which tests override."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class KafkaOwner:
             self.open(0, deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if another process has opened the id after this process (hazard H14)."""
+        """Raise `Fenced` if another process has opened the id since this process opened it (hazard H14)."""
         if self.opening is None:
             return
         newest = self.ledger.newest_opening(deadline)

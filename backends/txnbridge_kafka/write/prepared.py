@@ -201,7 +201,7 @@ class PreparedIdPool:
             self._taken.discard(writer.id)
 
     def close(self, deadline: Deadline) -> None:
-        """Close the writer that was opened ahead, and open no more."""
+        """Close the writer whose id was opened ahead, and open no more ids."""
         with self._lock:
             self._closed = True
             ready, self._ready = list(self._ready), deque()
@@ -278,7 +278,7 @@ class PreparedIdPool:
         return None
 
     def _oldest(self, deadline: Deadline) -> Token | None:
-        """Return the token of the oldest unresolved prepared transaction; None if it cannot be looked up now."""
+        """Return the token of the oldest unresolved prepared transaction; None if none is found, or after an error."""
         try:
             described = self._cluster.requests.describe([*self._ids, *self._owner.inherited_ids], deadline).items()
             unresolved = {(id, last.pid, last.start) for id, last in described if last.state == OPEN}

@@ -104,7 +104,7 @@ class ProducerSession:
         )
 
     def newer_owner(self, deadline: Deadline) -> Fenced | None:
-        """Return a `Fenced` error if the id has a newer owner; None if it has not, or if that cannot be checked now."""
+        """Return a `Fenced` error if the id has a newer owner; None if there is none, or if the check fails."""
         try:
             self.check_owner(deadline)
         except Fenced as fenced:
@@ -210,7 +210,7 @@ class ProducerSession:
             raise OutcomeUnknown(f"the broker did not answer the abort: {error}") from error
 
     def drop(self) -> None:
-        """Free the producer. Its open transaction is aborted by its time-out, or when the id is opened again."""
+        """Free the producer. The open transaction is aborted by its time-out, or when the id is opened again."""
         if self.producer is not None:
             self.quick.clear()
             self.producer.drop()
