@@ -125,7 +125,7 @@ class EmbeddedBackend(Backend):
 def _hold_seconds(seconds: float, context: Context, limits: Limits) -> float:
     """Return how long a transaction may stay prepared after its deadline.
 
-    It is the time of the option, but no longer than a profile's limit allows.
+    The option gives this time. A profile may limit it.
     """
     if limits.prepared_seconds is None:
         return seconds

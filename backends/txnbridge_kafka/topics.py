@@ -166,7 +166,7 @@ class KafkaTopics:
     def _replicas(self, deadline: Deadline) -> int:
         """Return the number of replicas for a new internal topic.
 
-        It is the number in the settings. Without such a setting it is 3, or the number of brokers if there are fewer.
+        The settings may give the number. Otherwise it is 3, or the number of brokers if there are fewer than 3.
         """
         if self._settings.replicas > 0:
             return self._settings.replicas

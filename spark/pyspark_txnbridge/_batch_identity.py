@@ -44,7 +44,7 @@ class BatchId:
 
 @dataclass(frozen=True)
 class Written:
-    """A task's report of one attempt. `token` is that of its prepared transaction; None if it has written nothing.
+    """A task's report of one attempt. `token` names the prepared transaction; None if the task has written nothing.
 
     `attempt` is the number under which the driver may decide the batch. Earlier attempts were given up, and their
     transactions are being ended. `settled` is True if the batch was decided before the task began: the task has then

@@ -60,8 +60,8 @@ _checked: ClientPool[Bridge] = ClientPool()
 def commit(options: SinkOptions, messages: Sequence[Written | None], identity: BatchId | None = None) -> None:
     """Publish a batch. Safe to repeat.
 
-    Return when each transaction of the batch is committed, by this or another process. `identity` is the batch's
-    identity, needed where no task may have reported it.
+    Return when each transaction of the batch is committed, by this or another process. `identity` is needed if it is
+    possible that no task has reported the batch's identity.
     """
     if _LOGS_COLLECTED in os.environ and _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)

@@ -123,7 +123,8 @@ def _times(bridge: Bridge) -> tuple[float, float | None]:
 def _attempt(identity: BatchId, session: SinkSession) -> int | None:
     """Return the number of the batch's attempt; None if the batch is decided.
 
-    Raise `TransactionAborted` if the driver has given up the attempt.
+    A decided batch that has lost transactions gets another attempt. Raise `TransactionAborted` if the driver has given
+    up the attempt.
     """
     if is_done(session, identity):
         return None

@@ -46,7 +46,7 @@ class PartitionOwner:
     wanted_since: int | None = None
 
     def is_overdue(self, now: int, lease_ms: int) -> bool:
-        """Return whether the owner should have released the partition longer than a lease ago.
+        """Return whether the owner should have released the partition, and has kept it for longer than a lease.
 
         Another member may then take the partition.
         """

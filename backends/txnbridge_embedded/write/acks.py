@@ -50,19 +50,19 @@ def apply_acks(
 
 
 def commit_pending(connection: sqlite3.Connection, number: int) -> None:
-    """Acknowledge the messages that a committed prepared transaction has reserved."""
+    """Acknowledge the messages that a prepared transaction has reserved."""
     for group_id, partition_id, ranges in _pending(connection, number):
         _acknowledge(connection, group_id, partition_id, ranges)
     connection.execute("DELETE FROM pending_acks WHERE number = ?", (number,))
 
 
 def abort_pending(connection: sqlite3.Connection, number: int) -> None:
-    """Return the messages that an aborted prepared transaction has reserved to the group, for redelivery.
+    """Free the messages that an aborted prepared transaction has reserved, so that the group reads them again.
 
     The partition's reader has passed these messages already. So the ranges of the messages stay in `pending_acks` until
-    they are acknowledged. `positions.rewinds` counts the aborts in a partition, and the ranges get its new value,
-    negated, as their number. By these numbers the reader finds the ranges that it has to deliver again. (A later owner
-    of the partition reads all unacknowledged messages anyway.)
+    they are acknowledged. `positions.rewinds` counts such aborts for a group and a partition. The ranges get the new
+    count, negated, in the column `number`, and by this column the reader finds the ranges that it has to deliver again.
+    (A later owner of the partition reads all unacknowledged messages anyway.)
     """
     for group_id, partition_id, ranges in _pending(connection, number):
         where = (group_id, partition_id)
@@ -105,10 +105,7 @@ def taken(connection: sqlite3.Connection, group_id: int, partition_id: int) -> l
 
 
 def returned(connection: sqlite3.Connection, group_id: int, partition_id: int, rewinds: int) -> list[Range]:
-    """Return the ranges that aborted prepared transactions had reserved, of the aborts after the value `rewinds`.
-
-    `rewinds` is an earlier value of `positions.rewinds`, which counts these aborts in a partition.
-    """
+    """Return the ranges that `abort_pending` has freed since `positions.rewinds` had the value `rewinds`."""
     rows = connection.execute(
         "SELECT first, last FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < ?",
         (group_id, partition_id, -rewinds),

@@ -308,7 +308,7 @@ class PlainWriter(EmbeddedWriter):
             connection.execute("DELETE FROM undecided WHERE number = ?", mine[0])
 
     def _resolve_unclear(self, error: CommitUnclear, deadline: Deadline) -> None:
-        """Find out whether a commit took effect during which SQLite failed: return if it did.
+        """Find out whether a commit during which SQLite failed took effect: return if it did.
 
         Otherwise raise an error: `OutcomeUnknown`, or the error of an aborted transaction.
         """
@@ -377,7 +377,7 @@ class PreparingWriter(EmbeddedWriter):
         self._expires_at = ends
 
     def _resolve_unclear(self, error: CommitUnclear, deadline: Deadline) -> None:
-        """Find out whether a prepare took effect during which SQLite failed: return if it did.
+        """Find out whether a prepare during which SQLite failed took effect: return if it did.
 
         Otherwise abort the transaction and raise an error. If the prepare still took effect later, the transaction
         would expire, because it has no token.

@@ -92,7 +92,10 @@ class RequestRunner:
         ) from cause
 
     def _attempt_seconds(self, deadline: Deadline) -> float:
-        """Return how long one attempt may take: if there are several servers, half of the time that is left at most."""
+        """Return how long one attempt may take.
+
+        If there are several servers, about half of the time that is left is kept for an attempt at another server.
+        """
         left = deadline.left()
         return min(left, LONGEST_ATTEMPT, max(left / 2, _SHORTEST_ATTEMPT) if len(self._servers) > 1 else left)
 

@@ -239,7 +239,7 @@ def _epoch_outcome(owner: KafkaOwner, previous: TransactionDescription, epoch: i
 
 
 def last_decisions(open_in: OpenPartitions, known: Sequence[RecordedDecision]) -> dict[Partition, RecordedDecision]:
-    """Return, by partition, the last recorded decision that the open transaction's producer epoch has in the partition.
+    """Return, by partition, the last decision recorded for the producer epoch of the partition's open transaction.
 
     This decision is about the open transaction: the marker of any later decision would have ended that transaction.
     """

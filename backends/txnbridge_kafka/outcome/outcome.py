@@ -105,7 +105,10 @@ def _status_of(last: TransactionDescription) -> Status:
 
 
 def prepared_status(cluster: KafkaCluster, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """Return the status of a prepared transaction, identified by its transactional id, producer id and start time."""
+    """Return the status of a prepared transaction.
+
+    The token identifies the transaction by its transactional id, producer id and start time.
+    """
     id, pid, epoch, start = read_how(token.how)
     last = cluster.requests.describe([id], deadline).get(id)
     # "Empty" is excluded: when an id is opened again, older brokers keep the start time of the last transaction.

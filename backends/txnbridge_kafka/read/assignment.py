@@ -98,7 +98,10 @@ class KafkaAssignment:
                 self.context.metadata = metadata
 
     def note_topic(self, assigned: KafkaPartition, topic_id: str | None) -> None:
-        """Store a topic's id. By it an acknowledgement notices that the topic was deleted and created again since."""
+        """Store a topic's id.
+
+        With the id an acknowledgement notices that the topic was deleted and created again since.
+        """
         assigned.topic_id = topic_id
         if topic_id is None:
             self.context.topic_ids.pop(assigned.partition, None)
@@ -122,7 +125,7 @@ class KafkaAssignment:
     def client_position(self, assigned: KafkaPartition) -> int:
         """Return the offset that the client reads next in a partition.
 
-        It is beyond the control markers and aborted messages that the client has skipped.
+        This offset is beyond the control markers and aborted messages that the client has skipped.
         """
         ahead = [each.offset() for each in self.prefetched if (each.topic(), each.partition()) == assigned.partition]
         if ahead:

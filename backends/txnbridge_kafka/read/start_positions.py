@@ -235,9 +235,9 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         return self.first(partitions, deadline)
 
     def record(self, topics: Iterable[str], deadline: Deadline) -> None:
-        """Record in the decision log, for each topic, which partitions the group has begun to read, and where.
+        """Record in the decision log at which offset the group has begun to read each partition of these topics.
 
-        By the record a lost committed offset is not taken for a first start.
+        So a committed offset that the broker has dropped is not taken for a first start.
         """
         for topic in topics:
             if not self._denied:
