@@ -123,7 +123,10 @@ class EmbeddedBackend(Backend):
 
 
 def _hold_seconds(seconds: float, context: Context, limits: Limits) -> float:
-    """Return how long a transaction may stay prepared after its deadline: the option, within the profile's limit."""
+    """Return how long a transaction may stay prepared after its deadline.
+
+    The option gives this time. A profile may limit it.
+    """
     if limits.prepared_seconds is None:
         return seconds
     return max(0.0, min(seconds, limits.prepared_seconds - context.timeout))

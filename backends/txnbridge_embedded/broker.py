@@ -165,7 +165,10 @@ class EmbeddedBroker(Broker):
         self.store.close()
 
     def _leave(self, connection: FileConnection, deadline: Deadline) -> None:
-        """Delete the rows of closed writers that no token names, and retire the others: they commit nothing more."""
+        """Delete the rows of closed writers that no token names, and retire the rows of the other closed writers.
+
+        A writer with a retired row commits nothing more.
+        """
         if self._closed_rows:
             with self.store.writing(connection, deadline, "closing"):
                 for instance in self._closed_rows:
@@ -184,7 +187,7 @@ def _check(token: Token) -> None:
 
 
 def _status(connection: FileConnection, token: Token) -> Status | None:
-    """Return the status of a token's transaction; None if it is undecided and its deadline has passed."""
+    """Return the status of a token's transaction; None if the transaction is undecided and its deadline has passed."""
     return _prepared_status(connection, token) if "p" in token.how else _plain_status(connection, token)
 
 

@@ -25,12 +25,15 @@ class BrokerProfile:
     naming: str = ""  # the same rule in words
 
     def refuse_name(self, topic: str) -> None:
-        """Raise `InvalidOption` for a topic's name that the broker would refuse."""
+        """Raise `InvalidOption` for a topic's name that the other broker would refuse."""
         if not re.fullmatch(self.names, topic):
             raise InvalidOption(f"{topic!r} is no valid topic name on {self.name}: {self.naming}")
 
     def refuse(self, value: bytes | None, headers: RawHeaders, before: int) -> None:
-        """Raise `NotSupported` for a message that the broker would refuse after `before` others of the transaction."""
+        """Raise `NotSupported` for a message that the other broker would refuse.
+
+        `before` is the number of earlier messages in the same transaction.
+        """
         if value == b"" and Capability.EMPTY_VALUE in self.lacks:
             raise self._missing(Capability.EMPTY_VALUE)
         if headers and Capability.REPEATED_HEADERS in self.lacks and len({name for name, _ in headers}) < len(headers):

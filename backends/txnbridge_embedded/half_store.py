@@ -24,7 +24,10 @@ _OUTCOMES = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}
 
 
 class EmbeddedHalves(HalfStore):
-    """Stores half messages in the file, and publishes them: each in one write transaction."""
+    """Stores half messages in the file, and publishes them later.
+
+    A half message is stored in one write transaction, and published in another one.
+    """
 
     def __init__(self, session: SharedConnection) -> None:
         self._session = session

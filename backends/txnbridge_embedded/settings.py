@@ -12,7 +12,7 @@ DAY = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Timing:
-    """The durations and sizes that tests change; durations are in seconds."""
+    """The broker's internal durations and sizes, which tests override. Durations are in seconds."""
 
     # The age up to which a cached topic is used: topics grow rarely, and reading one costs a query.
     topic_age: float = 1.0

@@ -12,7 +12,7 @@ from txnbridge_kafka.settings import OPTIONS, read
 
 
 class KafkaBackend(Backend):
-    """Apache Kafka from 2.5 on."""
+    """The backend for Apache Kafka 2.5 and later."""
 
     name = "kafka"
     schemes = ("kafka",)

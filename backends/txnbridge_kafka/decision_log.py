@@ -88,7 +88,10 @@ class KafkaDecisionLog(DecisionLog):
         self._check_settings(deadline)
 
     def _check_settings(self, deadline: Deadline) -> bool:
-        """Raise `InvalidOption` if the topic's settings would lose records; return False if they cannot be seen."""
+        """Raise `InvalidOption` if the topic's settings would lose records.
+
+        Return False if this user may not see the settings.
+        """
         config = self._topics.configs([self._topic], deadline)[self._topic]
         wrong = [
             f"{name}={config[name]} instead of {wanted}"
@@ -158,10 +161,11 @@ class KafkaDecisionLog(DecisionLog):
         ) from error
 
     def _send(self, record: bytes, deadline: Deadline) -> tuple[KafkaError | None, int] | None:
-        """Send a record; return its delivery report (the error or None, and the offset), or None if none came in time.
+        """Send a record, and return its delivery report: the error or None, and the offset.
 
-        A producer that could not store a record is not used again. It is freed, with its unsent records, when the last
-        waiting thread returns. So no error is raised here: its traceback would keep the producer alive.
+        Return None if no delivery report came in time. A producer that could not store a record is not used again. The
+        producer is freed, with its unsent records, when the last waiting thread returns. So no error is raised here:
+        its traceback would keep the producer alive.
         """
         producer = self._take_producer(deadline)
         reports: list[tuple[KafkaError | None, int]] = []
@@ -182,7 +186,10 @@ class KafkaDecisionLog(DecisionLog):
         return reports[0] if reports else None
 
     def _take_producer(self, deadline: Deadline) -> ConfluentProducer:
-        """Return the producer, or make one after a check of broker and topic. An error means that nothing was sent."""
+        """Return the producer. If there is none, check broker and topic, and make one.
+
+        After an error nothing was sent.
+        """
         with self._lock:
             producer = self._producer
         if producer is not None:
@@ -244,7 +251,10 @@ class KafkaDecisionLog(DecisionLog):
                     break
 
     def _fetch(self, reader: ConfluentConsumer, late: Deadline | None, deadline: Deadline) -> list[Message]:
-        """Return the next records or errors; none if `late` passes first. Raise `DeadlineExceeded` at `deadline`."""
+        """Return the next records or errors; an empty list if `late` passes first.
+
+        Raise `DeadlineExceeded` at `deadline`.
+        """
         while late is None or not late.expired:
             deadline.check(f"reading the decision log {self._topic}")
             first = reader.poll(seconds(deadline) if late is None else min(seconds(deadline), seconds(late)))

@@ -106,6 +106,6 @@ def too_late(error: KafkaError, what: str, deadline: Deadline) -> DeadlineExceed
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Return whether the consumer's client recovers from an error by itself, as from errors of group coordination."""
+    """Return whether the consumer's client recovers by itself from an error, such as one of group coordination."""
     cause = None if error is None else kafka_error(error)
     return cause is not None and (cause.retriable() or cause.code() in _PASSING)

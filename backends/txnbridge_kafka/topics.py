@@ -54,7 +54,7 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 
 class KafkaTopics:
-    """Looks up, creates, changes and deletes topics. Any thread may call. Connects at the first call."""
+    """Looks up, creates, changes and deletes topics. Any thread may use it; it connects at the first call."""
 
     def __init__(self, settings: KafkaSettings, requests: Requests | None = None) -> None:
         self._settings = settings
@@ -144,8 +144,8 @@ class KafkaTopics:
     ) -> None:
         """Create an internal topic, such as a decision log, unless it exists, and wait until the brokers know it.
 
-        Raise `AccessDenied`, with the commands for an administrator, if this user may not create or see the topic, and
-        `InvalidOption` if it has another number of partitions.
+        Raise `AccessDenied`, with the commands for an administrator, if this user may not create or see the topic.
+        Raise `InvalidOption` if the topic exists with another number of partitions.
         """
         try:
             count = self.count(name, deadline)
@@ -164,7 +164,10 @@ class KafkaTopics:
             )
 
     def _replicas(self, deadline: Deadline) -> int:
-        """Return the number of replicas for a new internal topic: by the settings, else 3, or the number of brokers."""
+        """Return the number of replicas for a new internal topic.
+
+        The settings may give the number. Otherwise it is 3, or the number of brokers if there are fewer than 3.
+        """
         if self._settings.replicas > 0:
             return self._settings.replicas
         return min(_REPLICAS, len(self.brokers(deadline)))
@@ -288,7 +291,10 @@ class KafkaTopics:
 
 
 def longest_transaction_ms(topics: KafkaTopics, brokers: Iterable[int], deadline: Deadline) -> int:
-    """Return the longest transaction time-out that all of these brokers allow, by the settings of those that answer."""
+    """Return the longest transaction time-out that all these brokers allow.
+
+    A broker that does not answer in time is not counted.
+    """
     return min(map(longest_ms, topics.broker_configs(brokers, deadline).values()), default=DEFAULT_LONGEST_MS)
 
 

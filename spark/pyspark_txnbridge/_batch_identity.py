@@ -9,15 +9,16 @@ from txnbridge import TxnBridgeError
 
 
 class BatchInDoubt(TxnBridgeError):
-    """A batch was decided, but some of its transactions cannot be published any more. An operator has to solve this."""
+    """Raised if a batch was decided and some of its transactions can no longer be published. An operator has to act."""
 
 
 @dataclass(frozen=True)
 class BatchId:
     """The identity of one batch of one query (or named job) at one sink, in one run of that query.
 
-    `attempt` is the number of the attempt that is decided, where a run may write a batch several times
-    (`foreachBatch`). `job` is True for a version of a named job, which is skipped if a later version is published.
+    `attempt` is set in `foreachBatch`, where one run may write a batch several times: it is the number of the attempt
+    that the driver decides. `job` is True if the batch is a version of a named job. Such a batch is skipped if a later
+    version is published.
     """
 
     query: str
@@ -29,12 +30,12 @@ class BatchId:
 
     @property
     def path(self) -> tuple[str, str]:
-        """Return the decision log's id that each run opens, and under which batches are numbered."""
+        """Return the id that each run of the query opens in the decision log. Batches are numbered under this id."""
         return self.query, self.sink
 
     @property
     def batch_path(self) -> tuple[str, str, int]:
-        """Return the common beginning of the ids of this batch's claims. An attempt's number (0, 1, …) completes it."""
+        """Return what the ids of this batch's claims begin with. Each id ends with an attempt's number (0, 1, …)."""
         return self.query, self.sink, self.batch
 
     def __str__(self) -> str:
@@ -43,10 +44,10 @@ class BatchId:
 
 @dataclass(frozen=True)
 class Written:
-    """A task's report of one attempt: the transaction that it has prepared, or that it has written nothing.
+    """A task's report of one attempt. `token` names the prepared transaction; None if the task has written nothing.
 
     `attempt` is the number under which the driver may decide the batch. Earlier attempts were given up, and their
-    transactions are being ended. `settled` says that the batch was decided before the task began, so that the task has
+    transactions are being ended. `settled` is True if the batch was decided before the task began: the task has then
     written nothing. Times are milliseconds since 1970.
     """
 

@@ -58,10 +58,10 @@ _checked: ClientPool[Bridge] = ClientPool()
 
 
 def commit(options: SinkOptions, messages: Sequence[Written | None], identity: BatchId | None = None) -> None:
-    """Publish a batch, and return when each of its transactions is committed, by this or another process. Safe to
-    repeat.
+    """Publish a batch. Safe to repeat.
 
-    `identity` is the batch's identity, needed where no task may have reported it.
+    Return when each transaction of the batch is committed, by this or another process. `identity` is needed if it is
+    possible that no task has reported the batch's identity.
     """
     if _LOGS_COLLECTED in os.environ and _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
@@ -70,7 +70,7 @@ def commit(options: SinkOptions, messages: Sequence[Written | None], identity: B
 
 
 def abort(options: SinkOptions, messages: Sequence[Written | None], identity: BatchId | None = None) -> None:
-    """Decide to ABORT a batch unless it is decided, and abort its transactions.
+    """Decide to ABORT a batch unless it is decided already, and abort the batch's transactions.
 
     If this fails, the transactions end later by their time-out.
     """
@@ -98,8 +98,8 @@ def next_attempt(options: SinkOptions, identity: BatchId) -> int:
 def check_broker(options: SinkOptions, query: str | None = None) -> None:
     """Raise an error, before the first row, if the broker cannot be reached or lacks a capability that this sink needs.
 
-    Raise an error also if the topic that an option names is missing, or if the decision log cannot be read. The log is
-    not checked if its name is not known yet, because only Spark knows the query.
+    Raise an error also if the topic that an option names is missing, or if the decision log cannot be read. The
+    decision log is not checked while its name is unknown: the name may contain the query's id, which only Spark knows.
     """
     known = query or options.app_id or options.log
     application = options.application(known or "check")
@@ -195,7 +195,10 @@ def _commit(session: SinkSession, options: SinkOptions, identity: BatchId, writt
 
 
 def _decide(session: SinkSession, identity: BatchId, opening: Opening, written: list[Written]) -> Claim | None:
-    """Return the COMMIT claim that counts for a batch, made if there is none; None if the batch is marked done."""
+    """Return the COMMIT claim that counts for a batch, and make the claim if there is none yet.
+
+    Return None if the batch is marked done.
+    """
     known = unfinished(session, identity.batch_path)
     if known:
         dead = lost_parts(session, known[-1])
@@ -232,7 +235,10 @@ def _claim(
 def _replace(
     session: SinkSession, identity: BatchId, opening: Opening, claim: Claim, dead: list[_Stored], written: list[Written]
 ) -> Claim | None:
-    """Claim a new decision for a batch: newly written transactions with the same rows replace the lost ones, `dead`."""
+    """Claim a new decision for a batch, in which new transactions replace the lost ones, `dead`.
+
+    A new transaction must have the same rows as the transaction that it replaces.
+    """
     attempt = claim.id[-1] + 1
     fresh = [part for part in written if part.token and part.attempt == attempt]
     chosen = []
@@ -310,7 +316,10 @@ def _check_order(session: SinkSession, identity: BatchId) -> None:
 def _check_rows(
     session: SinkSession, options: SinkOptions, identity: BatchId, written: list[Written], published: _Stored | None
 ) -> None:
-    """Raise `BatchInDoubt` if a repeated batch has other rows than were published, `InvalidOption` under a txnAppId."""
+    """Raise `BatchInDoubt` if a repeated batch has other rows than those that were published.
+
+    Under a txnAppId raise `InvalidOption` instead.
+    """
     if published is None:
         return
     count = _total(written)

@@ -52,7 +52,10 @@ class TopicFeed:
             raise
 
     def has(self, wanted: OffsetRange) -> bool:
-        """Return whether this connection has the range's partition, of the topic for which the range was planned."""
+        """Return whether this connection reads a range's partition.
+
+        Return False if the topic was deleted and created again after the range was planned.
+        """
         is_assigned = (wanted.topic, wanted.partition) in self._consumer.assignment
         return is_assigned and not is_recreated(wanted.topic_id, self._topic_ids.get(wanted.topic))
 

@@ -97,10 +97,10 @@ _calls_lock = threading.Lock()
 
 
 def _is_first(call: _Call) -> bool:
-    """Return whether a call is the first one for its batch and has to publish. Return False for a repetition of a call
-    that has returned.
+    """Return whether a call is the first one for its batch, and has to publish the batch.
 
-    Raise `InvalidOption` if an earlier call published another frame for the batch: then two sinks share a name.
+    Return False if the call repeats an earlier one that has returned. Raise `InvalidOption` if an earlier call
+    published another frame for the batch: then two sinks share a name.
     """
     with _calls_lock:
         earlier = _calls.get(call.identity.path)
@@ -132,8 +132,8 @@ def _property(df: DataFrame, name: str) -> str | None:
 def _run_of(df: DataFrame, query_id: str | None) -> str:
     """Return the id of this start of a query. Raise `InvalidOption` where Spark does not reveal the id.
 
-    Spark Connect reveals no id, but runs each start of a query in a process of its own, so an id of the process serves.
-    Outside a query each call counts as a start.
+    Spark Connect reveals no id, but runs each start of a query in a process of its own. So an id of that process is
+    returned. Outside a query each call counts as a start.
     """
     if not hasattr(df.sparkSession, "_jsparkSession"):
         return _id_of_process(os.getpid())
@@ -151,7 +151,10 @@ def _run_of(df: DataFrame, query_id: str | None) -> str:
 
 
 def _active_run(df: DataFrame, query_id: str) -> str | None:
-    """Return the run's id from the list of all sessions' queries: the session given to foreachBatch lists none."""
+    """Return the id of a query's run, from the list of all sessions' queries.
+
+    The session that is given to foreachBatch lists no query.
+    """
     try:
         active = df.sparkSession._jsparkSession.sharedState().activeStreamingQueries().values()
         return next((str(each.runId()) for each in active if str(each.id()) == query_id), None)

@@ -57,7 +57,10 @@ _planners: ClientPool[Bridge] = ClientPool()
 
 
 def resolve(name: str, wanted: OffsetsOption, bounds: Bounds) -> Offsets:
-    """Return the positions that an option means. Raise `InvalidOption` unless it names exactly the partitions read."""
+    """Return the positions that an option means.
+
+    Raise `InvalidOption` if the partitions that the option names are not exactly those that are read.
+    """
     positions = dict.fromkeys(bounds, wanted) if isinstance(wanted, str) else dict(wanted)
     if strange := sorted(positions.keys() ^ bounds.keys()):
         topic, number = strange[0]
@@ -72,7 +75,8 @@ def ranges(
 ) -> list[OffsetRange]:
     """Return the ranges between two sets of positions, and report messages in them that the broker has removed.
 
-    A partition that only `end` names has no range, because it begins at its position in `end`.
+    A partition that only `end` names has no range, because the reading of the partition begins at its position in
+    `end`.
     """
     planned = []
     for (topic, number), stop in end.items():
@@ -129,8 +133,9 @@ RECREATED = "the topic was deleted and made anew since"
 def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offsets:
     """Return the end of a stream's next batch that begins at `start`.
 
-    A new partition, and one that cannot be read at the stream's position, are not read in this batch. The batch only
-    records their first positions, so that the next batch begins there, however often this batch is repeated.
+    Two kinds of partitions are not read in this batch: new ones, and those that cannot be read at the stream's
+    position. The batch only records the first positions of these partitions. So the next batch begins there, however
+    often this batch is repeated.
     """
     end_offsets: Offsets = {}
     for partition, (first, end) in sorted(bounds.items()):
@@ -144,7 +149,10 @@ def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offs
 
 
 def limit_offsets(start: Offsets, end: Offsets, bounds: Bounds, most: int) -> Offsets:
-    """Limit a batch to `most` positions. Partitions get equal shares, and what one cannot use goes to the others."""
+    """Limit a batch to `most` positions.
+
+    Partitions get equal shares. What one partition cannot use of its share goes to the others.
+    """
     if any(len(position) != 1 for position in end.values()):
         raise NotSupported("maxOffsetsPerTrigger counts positions, and this broker's are more than a number")
     # The other partitions have no rows in this batch.

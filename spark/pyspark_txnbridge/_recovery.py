@@ -39,7 +39,7 @@ class TaskTransaction:
 
 @dataclass(frozen=True)
 class UnfinishedBatch:
-    """A batch that is decided and not marked done, or that was given up."""
+    """A batch that was given up, or that is decided and not yet marked done."""
 
     batch: int
     attempt: int
@@ -60,7 +60,7 @@ class QueryStatus:
 
 
 def query_of(checkpoint: str) -> str:
-    """Return the id of the query that a checkpoint belongs to. Raise `InvalidOption` if it cannot be read."""
+    """Return the id of the query that wrote a checkpoint. Raise `InvalidOption` if the checkpoint cannot be read."""
     path = Path(checkpoint.removeprefix("file:")) / "metadata"
     try:
         query = json.loads(path.read_text().splitlines()[-1])["id"]

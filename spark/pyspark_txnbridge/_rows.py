@@ -35,7 +35,7 @@ class RowTotals:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a query that the sink uses, by which it sends the query's rows to their topics."""
+    """The columns of a query that the sink uses. By them the sink sends each row to its topic."""
 
     names: frozenset[str]
     topic: str | None
@@ -146,9 +146,11 @@ def _size(batch: pa.RecordBatch, names: frozenset[str]) -> int:
 def _fingerprint(
     values: Sequence[bytes | None], keys: Sequence[bytes | None] | None, others: Iterable[tuple[Any, ...]] | None
 ) -> int:
-    """Return the rows' fingerprint: for rows of key and value, that of `bridge.transaction(fingerprint=True)`.
+    """Return the fingerprint of rows.
 
-    Decision logs keep fingerprints, and other processes compare theirs with them, so the algorithm must not change.
+    For rows that have only key and value, `bridge.transaction(fingerprint=True)` has the same fingerprint. Decision
+    logs keep fingerprints, and other processes compare their own fingerprints with the stored ones, so the algorithm
+    must not change.
     """
     from xxhash import xxh3_64_intdigest as digest
 

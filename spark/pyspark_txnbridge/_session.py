@@ -61,8 +61,9 @@ def connect(options: SinkOptions, application: str, transactional_id: str | None
 
 
 def connect_with_retry(seconds: float, connect: Callable[[], Bridge]) -> Bridge:
-    """Connect to a broker that may be away for some seconds, as a restarting broker is. Raise `BrokerUnavailable` after
-    `seconds`. Waiting is needed because Spark does not restart a failed query.
+    """Connect to a broker that may be away for some seconds, as a restarting broker is.
+
+    Raise `BrokerUnavailable` after `seconds`. Waiting is needed because Spark does not restart a failed query.
     """
     until = time.monotonic() + seconds
     while True:

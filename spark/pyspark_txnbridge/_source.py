@@ -115,7 +115,10 @@ class BatchWriter(DataSourceArrowWriter):
         return TaskMessage(_write(self._identity, self._options, self._columns, iterator))
 
     def _check_not_in_a_stream(self) -> None:
-        """Raise `InvalidOption` for a nameless job in a streaming query; only tasks see that they run in one."""
+        """Raise `InvalidOption` for a nameless job in a streaming query.
+
+        Call this in a task: only tasks can see that a streaming query runs them.
+        """
         # Spark repeats batches, and a nameless job gets another name each time: the batch would be published again.
         from txnbridge import InvalidOption
 
@@ -137,7 +140,10 @@ class BatchWriter(DataSourceArrowWriter):
 
 
 class StreamWriter(DataSourceStreamArrowWriter):
-    """The writer of one micro-batch. Spark calls commit() on another copy, so the tasks' reports have all its data."""
+    """The writer of one micro-batch.
+
+    Spark calls `commit` on another copy of the writer, so the tasks' reports hold all the data that `commit` needs.
+    """
 
     def __init__(self, options: SinkOptions, columns: Columns) -> None:
         self._options = options

@@ -121,7 +121,11 @@ def _times(bridge: Bridge) -> tuple[float, float | None]:
 
 
 def _attempt(identity: BatchId, session: SinkSession) -> int | None:
-    """Return the number of the batch's attempt; None if the batch is decided. Raise if this run has given it up."""
+    """Return the number of the batch's attempt; None if the batch is decided.
+
+    A decided batch that has lost transactions gets another attempt. Raise `TransactionAborted` if the driver has given
+    up the attempt.
+    """
     if is_done(session, identity):
         return None
     known = unfinished(session, identity.batch_path)
@@ -138,8 +142,8 @@ def _attempt(identity: BatchId, session: SinkSession) -> int | None:
 def _is_still_needed(identity: BatchId, session: SinkSession, token: str) -> bool:
     """Return whether a driver will still end the transaction that this task has just prepared; if not, abort it here.
 
-    A newer run, and a driver whose batch is done or given up, end all open transactions of this run's tasks. They may
-    have listed these before this transaction began.
+    A newer run, and a driver whose batch is done or given up, end all open transactions of this run's tasks. But they
+    may have listed these transactions before this task's transaction began.
     """
     try:
         session.decisions.open(identity.path, name=identity.run)

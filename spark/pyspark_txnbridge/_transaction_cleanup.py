@@ -64,7 +64,10 @@ def is_done(session: SinkSession, identity: BatchId) -> bool:
 
 
 def lost_parts(session: SinkSession, claim: Claim) -> list[Mapping[str, Any]]:
-    """Return the parts of a decided batch whose transactions, by the decision log, were aborted before their commit."""
+    """Return the parts of a decided batch that the decision log records as lost.
+
+    The transaction of such a part was aborted before its commit.
+    """
     known = session.decisions.read(("#lost", *claim.id)).claim
     return [] if known is None else [part for part in claim.data["parts"] if part["token"] in known.data["tokens"]]
 
@@ -203,9 +206,9 @@ def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Map
 def fence_older(session: SinkSession, options: SinkOptions, path: tuple[str, str], up_to: int) -> None:
     """Fence the tasks of this and older runs by opening the transactional ids that they use for unfinished batches.
 
-    Call this when the decided batches of these runs are committed. A task that opens its id only later then finds that
-    its run was replaced. Errors are logged: a task that was not fenced aborts its transaction itself, or the time-out
-    ends it.
+    Call this when the decided batches of these runs are committed. A task that opens its id later finds that its run
+    was replaced. Errors are logged: a task that was not fenced aborts its transaction itself, or the time-out ends the
+    transaction.
     """
     held = {(int(claim.id[-2]), int(claim.id[-1])) for claim in session.decisions.claims(("#slots", *path))}
     application = options.application(path[0])
@@ -220,9 +223,9 @@ def fence_older(session: SinkSession, options: SinkOptions, path: tuple[str, str
 
 
 def abort_open(session: SinkSession, options: SinkOptions, path: tuple[str, str], up_to: int) -> list[str]:
-    """Abort the open transactions of this and older runs that are in no decided batch; readers would wait for them.
+    """Abort the open transactions of this and older runs that are in no decided batch, and return their ids.
 
-    Return the ids of the aborted transactions. Call this when no batch of these runs can be decided any more, and the
+    Readers would wait for these transactions. Call this when no batch of these runs can be decided any more, and the
     decided ones are committed. Errors are logged: the time-out ends a transaction that could not be aborted.
     """
     tokens = (part["token"] for claim in unfinished(session, path) for part in claim.data["parts"])

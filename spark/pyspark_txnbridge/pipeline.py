@@ -48,8 +48,8 @@ _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w+): (.+)$", re.MULTILINE)
 class Progress:
     """The numbers of batches and rows that a pipeline has published since it was started.
 
-    `behind` is the number of positions that the last batch left unread in the source when it was planned; None if the
-    broker's positions are not single numbers.
+    `behind` is the number of positions that the last batch, when it was planned, left unread in the source. It is None
+    if the broker's positions are not single numbers.
     """
 
     batches: int = 0
@@ -121,7 +121,7 @@ def _cluster_of(url: str) -> str:
 
 
 def _refusing_read_topics(topics: Sequence[str], rows: DataFrame) -> DataFrame:
-    """Return the rows, changed so that a row for a topic that the pipeline reads ends it with an error."""
+    """Return the rows, changed so that a row for a topic that the pipeline reads ends the pipeline with an error."""
     from pyspark.sql import functions as F  # noqa: N812 (the usual name)
 
     if "topic" not in rows.columns:

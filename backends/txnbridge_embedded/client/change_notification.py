@@ -63,7 +63,10 @@ class ChangeNotification:
 
 
 class _WalWatch:
-    """Linux's inotify on the write-ahead log. `blind` is true without inotify, or at the system's limit of watches."""
+    """Watches the write-ahead log by Linux's inotify.
+
+    `blind` is true if the system has no inotify, or has reached its limit of watches.
+    """
 
     def __init__(self, path: str) -> None:
         self._descriptor = _watch(path)

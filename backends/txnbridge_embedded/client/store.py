@@ -242,10 +242,11 @@ class Store:
 
     @contextmanager
     def writing(self, connection: FileConnection, deadline: Deadline, what: str) -> Iterator[FileConnection]:
-        """Run a block in a write transaction of SQLite, after waiting in a fair queue; `what` names it in errors.
+        """Run a block in a write transaction of SQLite, after waiting in a fair queue.
 
-        Raise `DeadlineExceeded` if other writers lock the file until the deadline, and `CommitUnclear` if SQLite failed
-        during the commit. After any other error the block's changes are not in the file.
+        `what` names the block in error texts. Raise `DeadlineExceeded` if other writers lock the file until the
+        deadline, and `CommitUnclear` if SQLite failed during the commit. After any other error the block's changes are
+        not in the file.
         """
         connection.enter()
         place = self._thread_queue.place()
@@ -318,7 +319,7 @@ class Store:
         pause: float,
         step: Callable[[FileConnection], Any],
     ) -> Any:
-        """Repeat `step` while another connection locks the file, until the deadline."""
+        """Call `step`; repeat the call while another connection locks the file, until the deadline."""
         while True:
             try:
                 return step(connection)

@@ -86,7 +86,10 @@ def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
 
 
 def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> str:
-    """Record that a transaction is aborted, in the caller's write transaction. Its messages are removed later."""
+    """Record that a transaction is aborted, in the caller's write transaction.
+
+    `remove_aborted_messages` later removes the transaction's messages.
+    """
     acks.abort_pending(connection, number)
     connection.execute("UPDATE transactions SET state = 'aborting', reason = ? WHERE number = ?", (reason, number))
     return "aborting"
@@ -109,7 +112,7 @@ def abort_open(
 
 
 def end_expired(store: Store, connection: FileConnection, deadline: Deadline, events: Emitter) -> int:
-    """Abort all expired transactions, and return how many; remove the messages of all aborted transactions."""
+    """Abort all expired transactions, and return their number; then remove the messages of all aborted transactions."""
     with store.reading(connection, deadline):
         expired = connection.execute(
             "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state IN ('open', 'prepared')"
@@ -168,7 +171,7 @@ def _remove_batch(store: Store, connection: FileConnection, number: int, deadlin
 
 
 def remove_messages(store: Store, connection: sqlite3.Connection, partition: int, first: int, last: int) -> int:
-    """Remove messages from the start of a range of offsets, one batch at most; return the last removed offset."""
+    """Remove messages from the start of a range of offsets, but at most one batch; return the last removed offset."""
     base, most = partition << OFFSET_BITS, store.timing.removed_rows
     size = 0
     rows = connection.execute(
@@ -186,7 +189,10 @@ def remove_messages(store: Store, connection: sqlite3.Connection, partition: int
 
 
 def delete_old_rows(connection: sqlite3.Connection, before: int) -> None:
-    """Delete rows of transactions, half messages and writers by age. Tokens of these transactions get UNKNOWN."""
+    """Delete the rows of transactions, half messages and writers that ended, or were last used, before a time.
+
+    The status of a token whose row was deleted is UNKNOWN.
+    """
     connection.execute("DELETE FROM transactions WHERE ended_at < ?", (before,))
     connection.execute("DELETE FROM halves WHERE ended_at < ?", (before,))
     connection.execute("DELETE FROM writers WHERE used_at < ?", (before,))

@@ -77,7 +77,10 @@ class PollingReader(Reader):
             raise
 
     def _require_topic(self, topic: str, deadline: Deadline) -> None:
-        """Raise `NotFound` if a topic does not exist. For a group it is created, if the bridge creates topics."""
+        """Raise `NotFound` if a topic does not exist.
+
+        A reader in a group creates a missing topic instead, if the bridge creates topics.
+        """
         if self._settings.refuse_name is not None:
             self._settings.refuse_name(topic)
         if self._subscription.group is not None:
@@ -90,7 +93,7 @@ class PollingReader(Reader):
 
     @abstractmethod
     def _open(self, deadline: Deadline) -> None:
-        """Join the group, or look up the start offsets. After an error nothing must have changed."""
+        """Join the group, or look up the start offsets. A call that raises an error must have changed nothing."""
 
     @abstractmethod
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
@@ -106,7 +109,7 @@ class PollingReader(Reader):
 
     @abstractmethod
     def _owner(self) -> str:
-        """Return the words that name the offset in errors' texts: this reader's position, or a group's."""
+        """Return the words by which error texts name the position: as this reader's, or as a group's."""
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class PollingReader(Reader):
             self._refresh_at = 0.0
 
     def _refresh_state(self, deadline: Deadline) -> None:
-        """Read the file's state, and abort expired transactions that hold this reader back."""
+        """Read the file's state, and abort expired transactions that keep this reader from messages."""
         begun = time.thread_time()
         self._changes.remember_version()
         bounds = self._observe(deadline)
@@ -167,7 +170,7 @@ class PollingReader(Reader):
             return bool(overdue) and not overdue.isdisjoint({*self._reserving(), *(b.blocked_by for b in bounds)})
 
     def _reserving(self) -> Iterable[int]:
-        """Return the numbers of prepared transactions that have acknowledged messages of this reader's group."""
+        """Return the numbers of prepared transactions that have reserved messages of this reader's group."""
         return ()
 
     def _read_messages(self, limit: int, deadline: Deadline) -> None:

@@ -1,10 +1,11 @@
 """The members of a group, and the assignment of partitions to members.
 
 A member has a lease, which a background thread of its process renews. The first member that finds a change (a member
-joined, left or let its lease expire, or a topic grew) assigns the partitions anew. If a partition should move, its
-assignment is first marked as wanted. The owner sees the mark at its next poll, ends its transaction, and releases the
-partition. If the owner does not release the partition within the time of a lease, the other member takes it. Each
-assignment raises the partition's epoch, so that acknowledgements under an older epoch are refused.
+joined, left or let its lease expire, or a topic grew) assigns the partitions anew. If a partition should move, the row
+of its assignment first names the next owner, in the column `wanted`. The present owner reads this at its next poll,
+ends its transaction, and releases the partition. If the present owner does not release the partition within the time of
+a lease, the next owner takes the partition. Each assignment raises the partition's epoch, so that acknowledgements
+under an older epoch are refused.
 
 The functions run inside a write transaction. Their `now` is the time before the wait for that transaction. So no member
 is removed because it could not renew its lease while it waited for the same file.
@@ -34,7 +35,10 @@ _log = logging.getLogger("txnbridge.embedded")
 
 @dataclass(frozen=True)
 class PartitionOwner:
-    """A row of the table `assignments`: a partition's owner, the epoch, and the member that should get it next."""
+    """A row of the table `assignments`: a partition's owner, the assignment's epoch, and the next owner.
+
+    `wanted` is the member that should get the partition from its owner; None if the partition stays.
+    """
 
     member: str | None
     epoch: int
@@ -42,7 +46,10 @@ class PartitionOwner:
     wanted_since: int | None = None
 
     def is_overdue(self, now: int, lease_ms: int) -> bool:
-        """Return whether the partition has been wanted for longer than a lease, so that another member may take it."""
+        """Return whether the owner should have released the partition, and has kept it for longer than a lease.
+
+        Another member may then take the partition.
+        """
         return self.wanted_since is not None and self.wanted_since + lease_ms <= now
 
 
@@ -64,10 +71,10 @@ def record_starts(
     start: str | int = "earliest",
     found: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
-    """Store the group's start offset in each partition that has none yet.
+    """Store a group's start offset in each partition in which the group has no position yet.
 
-    `start` is for topics that the group has never read: "earliest", "latest" or a time, for which `found` has the
-    offsets. Partitions that were added to a topic later are read from their beginning.
+    `start` is for topics that the group has never read: "earliest", "latest" or a time. For a time `found` has the
+    offset of each partition id. Partitions that were added to a topic later are read from their beginning.
     """
     bounds = read_bounds(connection, topics, group_id)
     known = {topic for (topic, _), b in bounds.items() if b.position is not None}
@@ -108,7 +115,7 @@ def expired_members(connection: sqlite3.Connection, group_id: int, now: int) -> 
 
 
 def release(connection: sqlite3.Connection, group_id: int, member: str, partition_ids: Iterable[int]) -> None:
-    """Release partitions of a member; `reassign` then assigns them to other members."""
+    """Release partitions of a member, so that `reassign` can assign them to other members."""
     connection.executemany(
         "UPDATE assignments SET member = NULL WHERE group_id = ? AND member = ? AND partition_id = ?",
         ((group_id, member, partition_id) for partition_id in partition_ids),
@@ -125,7 +132,12 @@ def remove_expired(connection: sqlite3.Connection, group_id: int, now: int) -> d
 
 
 def reassign(connection: sqlite3.Connection, group_id: int, now: int, lease_ms: int) -> None:
-    """Assign a group's free partitions to its members, and mark those that should move as wanted."""
+    """Assign a group's partitions to its members as evenly as possible, after removing members with expired leases.
+
+    A partition without a living owner gets its new owner at once. If a partition should move from a living owner, its
+    row names the next owner in `wanted`, and the owner releases the partition at its next poll. If the owner does not
+    release it within the time of a lease, the partition moves without a release.
+    """
     members = remove_expired(connection, group_id, now)
     topics = set().union(*members.values())
     partitions = _partitions(connection, topics)

@@ -64,7 +64,7 @@ class GroupReader(PollingReader):
 
     @abstractmethod
     def _proof(self) -> Mapping[Partition, tuple[int, int]]:
-        """Return, by partition, its id and its assignment's epoch, for `AckContext`."""
+        """Return the id of each partition, and the epoch of the partition's assignment, for `AckContext`."""
 
     def ack_context(self) -> AckContext:
         if self._context is None:

@@ -91,7 +91,10 @@ class OrderedReader(GroupReader):
             self._log_other_members(connection)
 
     def _log_other_members(self, connection: FileConnection) -> None:
-        """Log the partitions of other members with their leases: those of a dead member get free after its lease."""
+        """Log which partitions other members own, and when the leases of these members end.
+
+        The partitions of a dead member get free at the end of its lease.
+        """
         if not _log.isEnabledFor(logging.INFO):
             return
         for holder, partitions in groups.held_by_others(connection, self._group_id, self._member).items():
@@ -104,7 +107,10 @@ class OrderedReader(GroupReader):
         )
 
     def _read_acknowledged(self, connection: FileConnection, view: GroupSnapshot, partition: Partition) -> None:
-        """Read the acknowledged ranges of a partition if it is newly assigned, or has messages to deliver again."""
+        """Read into `view` which ranges of a partition are acknowledged or reserved, and which to deliver again.
+
+        The ranges are read only if the partition is newly assigned, or if a prepared transaction was aborted since.
+        """
         bounds = view.bounds[partition]
         cursor = self._cursors.get(partition)
         if cursor is None or not view.is_assigned(cursor):
@@ -136,7 +142,10 @@ class OrderedReader(GroupReader):
         return cursor
 
     def _release(self, wanted: Sequence[Partition], deadline: Deadline) -> None:
-        """Release wanted partitions, after the listener has ended the transactions with their messages."""
+        """Release the partitions `wanted`, which another member should get.
+
+        First the listener ends the transactions that have messages of these partitions.
+        """
         if wanted:
             _log.info("group %r: %s: moves to another member", self._group, as_text(wanted))
             # The partitions are added to `_leaving` first: they are released even if the listener raises an error.

@@ -68,7 +68,7 @@ class Cursor:
         self._again = deque(merged([*self._again, *passed]))
 
     def forget_below(self, offset: int) -> None:
-        """Drop the delivery counts of lower offsets, which are acknowledged, if there are many counts."""
+        """Drop the delivery counts of acknowledged messages, those below `offset`, if there are many counts."""
         if len(self._delivery_counts) > _MOST_DELIVERY_COUNTS:
             self._delivery_counts = {key: count for key, count in self._delivery_counts.items() if key >= offset}
 

@@ -56,7 +56,7 @@ class _Shares:
     def level(self) -> bool:
         """Move a partition from one member to another with at least two fewer; return False if that is not possible.
 
-        It may be a chain of moves: A gives a partition to B, and B gives another partition to C.
+        The move may be a chain of moves: A gives a partition to B, and B gives another partition to C.
         """
         for member in sorted(self._count, key=self._count.__getitem__, reverse=True):
             chain = self._chain(member)
@@ -82,7 +82,7 @@ class _Shares:
         return []
 
     def _takers(self, giver: str) -> Iterator[tuple[int, str]]:
-        """Yield (topic, member) of members that could take a partition from the giver, those with fewest first."""
+        """Yield (topic, member) for the members that could take a partition of the giver, fullest last."""
         pairs = [
             (topic, taker)
             for topic, held in sorted(self._held[giver].items())

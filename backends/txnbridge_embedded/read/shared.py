@@ -162,7 +162,7 @@ class SharedReader(GroupReader):
 
     @staticmethod
     def _fitting(connection: FileConnection, base: int, offered: Leased, room: int) -> tuple[Leased, int]:
-        """Return as many of the offered messages as fit into `room` bytes, and their size."""
+        """Return the first of the offered messages, as many as fit into `room` bytes, and their size."""
         leased: Leased = {}
         size = 0
         for offset, count in offered.items():

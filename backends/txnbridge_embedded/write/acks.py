@@ -42,8 +42,8 @@ def apply_acks(
 ) -> None:
     """Acknowledge messages, or reserve them until the decision of the prepared transaction with this `number`.
 
-    Raise `Conflict` if the assignment, or the lease, of a message's delivery has ended, or if another member or
-    transaction has acknowledged or reserved the message.
+    Raise `Conflict` if the assignment or the lease under which a message was delivered has ended, or if another member
+    or transaction has acknowledged or reserved the message.
     """
     for partition, acked in positions.items():
         _Acks(connection, context, partition).apply(ranges_of(offset for (offset,) in acked), number)
@@ -57,11 +57,12 @@ def commit_pending(connection: sqlite3.Connection, number: int) -> None:
 
 
 def abort_pending(connection: sqlite3.Connection, number: int) -> None:
-    """Give the messages that an aborted prepared transaction has reserved back to the group, for redelivery.
+    """Free the messages that an aborted prepared transaction has reserved, so that the group reads them again.
 
-    The partition's reader is beyond these messages. So their ranges stay in `pending_acks` until they are acknowledged,
-    and get a negative number: that of the new `positions.rewinds`. The reader delivers the ranges with new numbers
-    again. (A later owner of the partition reads all unacknowledged messages anyway.)
+    The partition's reader has passed these messages already. So the ranges of the messages stay in `pending_acks` until
+    they are acknowledged. `positions.rewinds` counts such aborts for a group and a partition. The ranges get the new
+    count, negated, in the column `number`, and by this column the reader finds the ranges that it has to deliver again.
+    (A later owner of the partition reads all unacknowledged messages anyway.)
     """
     for group_id, partition_id, ranges in _pending(connection, number):
         where = (group_id, partition_id)
@@ -104,7 +105,7 @@ def taken(connection: sqlite3.Connection, group_id: int, partition_id: int) -> l
 
 
 def returned(connection: sqlite3.Connection, group_id: int, partition_id: int, rewinds: int) -> list[Range]:
-    """Return the ranges that aborted prepared transactions gave back since `positions.rewinds` had this value."""
+    """Return the ranges that `abort_pending` has freed since `positions.rewinds` had the value `rewinds`."""
     rows = connection.execute(
         "SELECT first, last FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < ?",
         (group_id, partition_id, -rewinds),
@@ -126,7 +127,7 @@ def skip_to(connection: sqlite3.Connection, group_id: int, partition_id: int, of
 
 
 class _Acks:
-    """The acknowledgements of one partition by one member."""
+    """Acknowledges or reserves messages of one partition for one member."""
 
     def __init__(self, connection: sqlite3.Connection, context: AckContext, partition: Partition) -> None:
         self._connection = connection

@@ -12,7 +12,10 @@ from txnbridge_embedded.outcome import outcome
 
 
 class Owner:
-    """The owner of a transactional id. `epoch` is None for an id that the bridge generated: nobody can fence it."""
+    """The owner of a transactional id.
+
+    `epoch` is None for an id that the bridge generated, because no other process opens such an id.
+    """
 
     def __init__(self, name: str, host: str, epoch: int | None) -> None:
         self.host = host

@@ -27,9 +27,10 @@ _PREFIX = "\x1fpublisher "
 
 
 class EmbeddedPublisher(Publisher):
-    """Stores messages in batches. A named publisher fences an older one of that name, and continues its sequences.
+    """Stores messages in batches.
 
-    After a failure the publisher accepts no more messages, because later messages would be out of order.
+    A publisher with a name fences an older publisher of that name, and continues its sequence numbers. After a failure
+    the publisher accepts no more messages, because later messages would be out of order.
     """
 
     def __init__(

@@ -73,7 +73,10 @@ def _expired_before(connection: sqlite3.Connection, kept_ms: int | None, partiti
 
 
 def _oversize_before(connection: sqlite3.Connection, kept: int | None, partition: int, size: int) -> int:
-    """Return an offset from which on the partition still has at least the topic's retention size."""
+    """Return the offset before which retention may remove messages by size.
+
+    The later messages still have at least the topic's retention size.
+    """
     if kept is None:
         return 0
     (offset,) = connection.execute(

@@ -246,7 +246,10 @@ def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, in
 
 
 def _mark(connection: sqlite3.Connection, rows: Rows, offset: int, now: int, size: int) -> None:
-    """Store a mark for retention (an offset, its time, and the bytes before it), unless the last mark is near."""
+    """Store a mark for retention: an offset, its time, and the number of bytes before it.
+
+    No mark is stored if the last mark is recent and few bytes were added since.
+    """
     last = connection.execute(
         "SELECT at, bytes FROM marks WHERE partition_id = ? ORDER BY offset DESC LIMIT 1", (rows.partition,)
     ).fetchone()

@@ -308,7 +308,10 @@ class PlainWriter(EmbeddedWriter):
             connection.execute("DELETE FROM undecided WHERE number = ?", mine[0])
 
     def _resolve_unclear(self, error: CommitUnclear, deadline: Deadline) -> None:
-        """After SQLite failed during a commit: return if it took effect, else raise the error for its outcome."""
+        """Find out whether a commit during which SQLite failed took effect: return if it did.
+
+        Otherwise raise an error: `OutcomeUnknown`, or the error of an aborted transaction.
+        """
         self._stale = True
         try:
             self._reconnect()
@@ -374,9 +377,10 @@ class PreparingWriter(EmbeddedWriter):
         self._expires_at = ends
 
     def _resolve_unclear(self, error: CommitUnclear, deadline: Deadline) -> None:
-        """After SQLite failed during the prepare: return if it took effect, else abort, and raise an error.
+        """Find out whether a prepare during which SQLite failed took effect: return if it did.
 
-        If the prepare still took effect later, the transaction would expire, because it has no token.
+        Otherwise abort the transaction and raise an error. If the prepare still took effect later, the transaction
+        would expire, because it has no token.
         """
         try:
             self._reconnect()

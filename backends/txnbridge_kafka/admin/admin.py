@@ -52,7 +52,7 @@ _CHECK_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A prepare record in a decision log, and the ledger that has it."""
+    """A prepare record in a decision log, and the ledger that contains the record."""
 
     entry: LedgerEntry
     ledger: Ledger
@@ -91,7 +91,10 @@ class KafkaAdmin(Admin):
         return created
 
     def _wait_until_known(self, topic: str, partitions: int, deadline: Deadline) -> int:
-        """Wait until every broker knows so many partitions, since any may get the next request. Return their number."""
+        """Wait until every broker knows at least `partitions` partitions of a topic; return the number that all know.
+
+        Any broker may get the next request.
+        """
         while (count := self._requests.partitions_everywhere(topic, deadline)) < partitions:
             deadline.check(f"waiting until every broker knows topic {topic!r}")
             time.sleep(_CHECK_SECONDS)
@@ -182,9 +185,10 @@ class KafkaAdmin(Admin):
         )
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End a transaction. `transaction` is its own id or its writer's transactional.id.
+        """End a transaction. `transaction` is the transaction's own id, or the transactional.id of its writer.
 
-        A transaction that is not prepared can only be aborted. The abort fences its writer, which opens its id again.
+        A transaction that is not prepared can only be aborted. The abort fences the transaction's writer, and the
+        writer then opens its transactional id again.
         """
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")
@@ -213,7 +217,8 @@ class KafkaAdmin(Admin):
     ) -> tuple[TransactionDescription | None, _Prepared | None]:
         """Find a transaction by its own id or its writer's transactional.id; return its description and prepare record.
 
-        Each of the two is None if it is not found. By the transaction's own id only the prepare record is looked up.
+        The description is None if `transaction` is the own id of a prepared transaction, or if the coordinator does not
+        know the transactional.id. The prepare record is None if the transaction is not prepared.
         """
         prepared = records.by_transaction(transaction)
         if prepared is not None:
@@ -222,9 +227,9 @@ class KafkaAdmin(Admin):
         return last, None if last is None else records.of(last)
 
     def _abort(self, last: TransactionDescription, deadline: Deadline) -> Outcome:
-        """Fence the id, which atomically aborts its open transaction (hazard H13), and return the outcome.
+        """Fence a transactional id, which atomically aborts its open transaction (hazard H13); return the outcome.
 
-        The outcome may be a commit: the writer may have ended the transaction just before.
+        The outcome may be a commit, because the writer may have committed the transaction just before.
         """
         self._requests.fence(last.id, last.timeout, deadline)
         assert last.start is not None
@@ -288,7 +293,10 @@ class _PrepareRecords:
         return next((each for each in self._of_owner(writer["owner"]) if each.is_about(last)), None)
 
     def by_transaction(self, transaction: str) -> _Prepared | None:
-        """Return the prepare record of a transaction by its own id, which begins with its owner's transactional id."""
+        """Return the prepare record of the transaction with this own id; None if there is no such record.
+
+        A transaction's own id begins with the transactional id of the transaction's owner.
+        """
         owner, *rest = transaction.rsplit("/", 2)
         if len(rest) != 2:
             return None
@@ -318,9 +326,9 @@ class _PrepareRecords:
 
 
 def owner_of(id: str) -> str:
-    """Return the bridge's transactional id that a writer's transactional.id begins with.
+    """Return the bridge's transactional id with which a writer's transactional.id begins.
 
-    The id of a program without txnbridge is returned unchanged.
+    The transactional.id of a program without txnbridge is returned unchanged.
     """
     writer = _WRITER.fullmatch(id)
     return id if writer is None else writer["owner"]

@@ -57,7 +57,7 @@ def _check_transaction_timeouts(cluster: KafkaCluster, deadline: Deadline) -> It
 
 
 def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """Check replication and in-sync settings of Kafka's internal topics and of txnbridge's, such as decision logs."""
+    """Check replication and in-sync settings of Kafka's internal topics and of txnbridge's own internal topics."""
     everything = cluster.topics.all(deadline)
     logs = sorted(name for name in everything if name.startswith(cluster.settings.prefix))
     topics = {name: everything[name] for name in (*INTERNAL_TOPICS, *logs) if name in everything}
@@ -68,7 +68,7 @@ def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
 
 
 def check_replicas(topics: Mapping[str, TopicMetadata], settings: Mapping[str, Mapping[str, str]]) -> Iterator[Advice]:
-    """Yield advice on the replication of topics, by their replicas and their settings, if these are known."""
+    """Yield advice on the replication of topics, from their numbers of replicas and, where known, their settings."""
     for name, topic in topics.items():
         copies = min((len(each.replicas) for each in topic.partitions.values()), default=0)
         findings = list(_replication_findings(copies, settings[name]))
@@ -99,7 +99,10 @@ def _replication_findings(copies: int, settings: Mapping[str, str]) -> Iterator[
 
 
 def check_open(transactions: Iterable[OpenTransaction], settings: KafkaSettings) -> Iterator[Advice]:
-    """Report prepared transactions, and open ones that are older than the bridge's time-out: readers wait for them."""
+    """Report prepared transactions, and open transactions that are older than the bridge's time-out.
+
+    Readers wait for the end of all these transactions.
+    """
     now = int(time.time() * 1000)
     for each in transactions:
         age = 0 if each.since is None else (now - each.since) // 1000
@@ -116,7 +119,10 @@ def check_open(transactions: Iterable[OpenTransaction], settings: KafkaSettings)
 
 
 def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """Report hanging transactions: open in a partition, but ended at their coordinator, or unknown to every one."""
+    """Report hanging transactions, and open transactions of producers that no coordinator knows.
+
+    A hanging transaction is open in a partition, but has ended at its coordinator.
+    """
     seen = survey(cluster, deadline)
     for each in seen.hanging:
         id = each.description.id

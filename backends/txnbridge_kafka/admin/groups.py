@@ -56,8 +56,8 @@ class KafkaGroups:
     def reset(self, name: str, to: str | int, topics: Sequence[str] | None) -> dict[Partition, Position]:
         """Set a group's offsets to "earliest", "latest" or a time in milliseconds, and return the new offsets.
 
-        Raise `NotFound` if the group does not exist or has no offset in a given topic, and `InvalidState` if it has
-        members, or acknowledgements in an open transaction.
+        Raise `NotFound` if the group does not exist or has no offset in a given topic. Raise `InvalidState` if the
+        group has members, or if an open transaction has acknowledgements of the group.
         """
         positions = self.describe(name).positions
         for topic in topics or ():

@@ -20,8 +20,8 @@ _log = logging.getLogger("txnbridge")
 def check_topics(cluster: KafkaCluster, log: str, overview: ClusterMetadata, deadline: Deadline) -> dict[str, Advice]:
     """Check replication and in-sync settings of Kafka's internal topics and of the decision log, and log warnings.
 
-    Return, by name, the topics in which no record can be stored; in a cluster of one broker only these are logged.
-    Topics and settings that this user may not see are not checked.
+    Return the advice about the topics in which no record can be stored, by topic. In a cluster of one broker, warnings
+    about other topics are not logged. Topics and settings that this user may not see are not checked.
     """
     topics = {name: overview.topics[name] for name in (*INTERNAL_TOPICS, log) if name in overview.topics}
     try:

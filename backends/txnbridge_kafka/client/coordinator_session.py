@@ -23,11 +23,11 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
 class CoordinatorSession:
-    """A connection to a transactional id's coordinator that is never re-established. One thread at a time.
+    """A connection to a transactional id's coordinator that is never re-established. Only one thread at a time uses it.
 
-    A broker that answers on this connection has run since the connection was made. So if the broker says that a
-    transaction is complete that ended since then, its control markers are written. A broker that was killed and
-    restarted says the same, but may never write the markers (hazard H6).
+    A broker that answers on this connection has run since the connection was made. So if a transaction ended since
+    then, and the broker says that the transaction is complete, the transaction's control markers are written. A broker
+    that was killed and restarted says the same, but may never write the markers (hazard H6).
     """
 
     def __init__(

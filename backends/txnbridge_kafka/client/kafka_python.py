@@ -99,7 +99,10 @@ def check_version() -> None:
 
 
 def event_loop(sockets: list[socket.socket]) -> Any:
-    """Return an event loop that records its sockets, to be closed: kafka-python leaks sockets that never connected."""
+    """Return an event loop of kafka-python that adds each of its sockets to `sockets`.
+
+    The caller closes the sockets, because kafka-python leaks a socket that never connected.
+    """
 
     class Loop(NetworkSelector):  # type: ignore[misc]
         def wait_read(self, fileobj: Any, timeout_at: float | None = None) -> Any:

@@ -44,21 +44,22 @@ _clients: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def seconds(deadline: Deadline) -> float:
-    """Return the time left until a deadline, as a time limit for a client's call, which must not be 0."""
+    """Return the seconds left until a deadline, as a client's time limit: never 0, `LEAST_SECONDS` at least."""
     return max(deadline.left(), LEAST_SECONDS)
 
 
 def ignore(error: KafkaError) -> None:
-    """Ignore an error: a client's `error_cb`. The client also logs the error, and the failing call raises one."""
+    """Ignore an error, as a client's `error_cb`: the client also logs the error, and the failing call raises one."""
 
 
 def warm_up(client: Any, topic: str, deadline: Deadline) -> None:
     """Wait until a new client has replaced its bootstrap connection and has the metadata of a topic, if it exists.
 
     A client drops its first connection as soon as it knows the brokers, and loses the requests on that connection. It
-    repeats some of them after up to three seconds, and a request for the end of a partition sometimes never. Only a
-    metadata request is repeated at once. So two are made: the first answer may still come on the dropped connection,
-    the second does not. Errors are ignored, because the next call raises them again.
+    repeats some of these requests after up to three seconds, and sometimes never repeats a request for the end of a
+    partition. Only a metadata request is repeated at once. So this function makes two metadata requests: the first
+    answer may still come on the dropped connection, the second does not. Errors are ignored, because the next call
+    raises them again.
     """
     with suppress(KafkaException):
         for _ in range(2):
@@ -66,7 +67,10 @@ def warm_up(client: Any, topic: str, deadline: Deadline) -> None:
 
 
 def refresh_metadata(client: Any, deadline: Deadline, topic: str | None = None) -> ClusterMetadata:
-    """Refresh a client's metadata of one topic, or of all; repeat after a time-out. Raise `KafkaException`."""
+    """Refresh a client's metadata of one topic, or of all topics. Repeat the request after a time-out.
+
+    Raise `KafkaException` after any other error, and at the deadline.
+    """
     while True:
         try:
             metadata: ClusterMetadata = client.list_topics(topic, min(seconds(deadline), CALL_LIMIT))
@@ -78,7 +82,7 @@ def refresh_metadata(client: Any, deadline: Deadline, topic: str | None = None) 
 
 
 def result_of(answer: Future[Any], what: str, deadline: Deadline) -> Any:
-    """Return the result of a client's future. Raise its `KafkaException`, or `DeadlineExceeded`."""
+    """Return the result of a client's future. Raise the future's `KafkaException`, or `DeadlineExceeded`."""
     try:
         # The client ends the future itself at the deadline, up to a second late.
         return answer.result(deadline.left() + 1)
@@ -135,7 +139,7 @@ def make_producer(
 
 
 def milliseconds(timestamp: int | None) -> int:
-    """Return a message's timestamp for `produce`, 0 if it is None. Raise `InvalidOption` if it is below 1."""
+    """Return a message's timestamp as `produce` takes it: 0 in place of None. Raise `InvalidOption` if below 1."""
     if timestamp is None:
         return 0  # the client then takes the current time
     if timestamp < 1:
@@ -149,7 +153,10 @@ def too_large(topic: str) -> InvalidOption:
 
 @dataclass(frozen=True)
 class GroupMembership:
-    """A group member's identity at its coordinator. Without membership the generation is -1 and the name is empty."""
+    """A group member's identity at its coordinator; `name` is the member id.
+
+    A consumer that is not a member has the generation -1 and an empty `name`.
+    """
 
     group: str
     generation: int

@@ -102,7 +102,10 @@ def txn_offset_commit_request(
 
 
 def metadata_of(topic_id: str | None) -> str:
-    """Return the metadata of a committed offset: the topic's id, by which a reader notices a topic created again."""
+    """Return the text that is stored as metadata of a committed offset: the topic's id.
+
+    By the id a reader notices that the topic was deleted and created again.
+    """
     return "" if topic_id is None else f"{_TOPIC_ID}{topic_id}"
 
 

@@ -31,7 +31,8 @@ class KafkaOffsets:
     ) -> dict[Partition, tuple[int, int]]:
         """Return, by partition, the first offset with a timestamp at or after a time, and the last stable offset.
 
-        The first offset may be that of a control marker. Without such an offset, both are the last stable offset.
+        The first offset may be that of a control marker. If no offset has such a timestamp, the last stable offset is
+        returned in place of the first offset.
         """
         names = list(partitions)
         # The ends are read first, so that a message stored between the two requests is not skipped.
@@ -52,7 +53,7 @@ class KafkaOffsets:
     def committed_with_topics(
         self, group: str, partitions: Iterable[Partition], deadline: Deadline, *, decided: bool = False
     ) -> Mapping[Partition, CommittedOffset | None]:
-        """Return a group's committed offsets as `committed` does, each with the id that its topic had then."""
+        """Return a group's committed offsets like `committed`, each with its topic's id at the time of the commit."""
         return self._requests.positions(group, list(partitions), deadline, decided=decided)
 
     def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:

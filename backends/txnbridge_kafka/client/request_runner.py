@@ -92,12 +92,18 @@ class RequestRunner:
         ) from cause
 
     def _attempt_seconds(self, deadline: Deadline) -> float:
-        """Return how long one attempt may take. With several servers half of the time is left for another server."""
+        """Return how long one attempt may take.
+
+        If there are several servers, about half of the time that is left is kept for an attempt at another server.
+        """
         left = deadline.left()
         return min(left, LONGEST_ATTEMPT, max(left / 2, _SHORTEST_ATTEMPT) if len(self._servers) > 1 else left)
 
     def _once(self, attempt: Callable[[Connections], Awaitable[T]], seconds: float) -> T:
-        """Make one attempt. After an answer the connections return to the pool, or stay in a `CoordinatorSession`."""
+        """Make one attempt.
+
+        After an answer the connections return to the pool, except those that a `CoordinatorSession` now uses.
+        """
         connections = self._take()
         kept = lent = False
         try:

@@ -45,9 +45,9 @@ from txnbridge_kafka.settings import KafkaSettings
 class Requests:
     """Raw requests to a cluster. Any thread may call any method at any time; each returns by its deadline.
 
-    (Except that the calling thread also resolves host names and fetches OAuth tokens.) Each method raises
-    `DeadlineExceeded` if no broker answers in time, `AccessDenied` if the user lacks a right, `NotSupported` if the
-    broker is too old, and the errors that its docstring names.
+    A method may return later only because it resolves a host name or fetches an OAuth token, which happens on the
+    calling thread. Each method raises `DeadlineExceeded` if no broker answers in time, `AccessDenied` if the user lacks
+    a right, `NotSupported` if the broker is too old, and the errors that its docstring names.
     """
 
     def __init__(self, settings: KafkaSettings) -> None:
@@ -96,10 +96,12 @@ class Requests:
     ) -> EndTxnResult:
         """Send EndTxn to the coordinator until the answer is final: one of `END_TXN_CODES`.
 
-        If the cluster supports it, a commit also raises the producer epoch. An abort does so only with
-        `bump_epoch=True`, for producers that never commit by themselves: to an abort that raises the epoch the
-        coordinator answers "aborted" even if the producer has just committed the transaction. Raise `OutcomeUnknown` if
-        the request was sent and no final answer came. After any other error the request was certainly not carried out.
+        If the cluster supports it, a commit also raises the producer epoch. An abort raises the epoch only with
+        `bump_epoch=True`, which is for producers that never commit by themselves. The reason: if the producer has just
+        committed the transaction, the coordinator still answers "aborted" to an abort that raises the epoch.
+
+        Raise `OutcomeUnknown` if the request was sent and no final answer came. After any other error the request was
+        certainly not carried out.
         """
         what = f"{'committing' if commit else 'aborting'} the transaction of {id!r}"
         asked = False
@@ -212,9 +214,9 @@ class Requests:
         return OffsetCommitResult(code, lost)
 
     def list_offsets(self, times: Mapping[Partition, int], deadline: Deadline) -> dict[Partition, int]:
-        """Return, by partition, the first offset with a timestamp at or after a time in milliseconds; -1 if none has.
+        """Return, by partition, the first offset with a timestamp at or after a time in milliseconds, or -1.
 
-        For the time `EARLIEST` it is the first offset that retention has not removed, for `LATEST` the last stable
+        For the time `EARLIEST` return the first offset that retention has not removed, and for `LATEST` the last stable
         offset. Raise `NotFound` if a topic does not exist.
         """
         offsets: dict[Partition, int] = {}
@@ -320,7 +322,8 @@ class Requests:
     ) -> dict[Partition, list[ActiveProducer]]:
         """Return, by partition, the producers that its leader remembers. A partition that does not exist is absent.
 
-        With `readable_only` a partition that this user may not read is absent too; otherwise it raises `AccessDenied`.
+        With `readable_only` a partition that this user may not read is absent too. Without `readable_only` such a
+        partition raises `AccessDenied`.
         """
         producers: dict[Partition, list[ActiveProducer]] = {}
         left = set(partitions)
@@ -359,9 +362,9 @@ class Requests:
     ) -> None:
         """Write the control markers that end a transaction in these partitions, in place of its coordinator.
 
-        A leader refuses an older coordinator epoch than its last one, for which it is asked without
-        `coordinator_epoch`. The request needs a right to the cluster resource. Raise `Fenced` if a partition has a
-        newer producer epoch.
+        A leader refuses a coordinator epoch that is older than the last one it has seen. Without `coordinator_epoch`
+        the leaders are first asked for the last epoch that they have seen. The request needs a right to the cluster
+        resource. Raise `Fenced` if a partition has a newer producer epoch.
         """
         left = set(partitions)
         if coordinator_epoch is None:
@@ -441,7 +444,10 @@ class Requests:
     def configs(
         self, kind: int, names: Sequence[str], deadline: Deadline
     ) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
-        """Return the effective settings of topics, or of one broker: then that broker itself is asked."""
+        """Return the effective settings of topics, or of one broker, by name, each with the broker's error code.
+
+        The settings of a broker are requested from that broker itself.
+        """
         resource = kafka_python.DescribeConfigsRequest.DescribeConfigsResource
         asked = [resource(resource_type=kind, resource_name=name, configuration_keys=None) for name in names]
 

@@ -73,7 +73,8 @@ class TransactionDescription:
     """The coordinator's description of a transactional id and its last transaction.
 
     `state` is "Empty", "Ongoing", "PrepareCommit", "PrepareAbort", "CompleteCommit", "CompleteAbort", "Dead" or
-    "PrepareEpochFence". `start` and `timeout` are in milliseconds; an id that never had a transaction has no start.
+    "PrepareEpochFence". `start` and `timeout` are in milliseconds. `start` is None for an id that never had a
+    transaction.
     """
 
     id: str
@@ -100,7 +101,10 @@ class EndTxnResult:
 
 @dataclass(frozen=True)
 class OffsetCommitResult:
-    """The final error code of an acknowledgement. With `answer_lost` a copy of the request may still arrive."""
+    """The final error code of an acknowledgement.
+
+    `answer_lost` is true if the answer to an earlier copy of the request was lost: that copy may still be carried out.
+    """
 
     code: int
     answer_lost: bool
@@ -108,7 +112,7 @@ class OffsetCommitResult:
 
 @dataclass(frozen=True)
 class CommittedOffset:
-    """A group's committed offset in a partition, and the id that its topic had then, if known."""
+    """A group's committed offset in a partition, and the id that the topic had at the time of the commit, if known."""
 
     at: int
     topic_id: str | None
@@ -116,7 +120,10 @@ class CommittedOffset:
 
 @dataclass(frozen=True)
 class ActiveProducer:
-    """A producer's state at a partition's leader. `start_offset` is that of its open transaction, or None."""
+    """A producer's state at a partition's leader.
+
+    `start_offset` is the first offset of the producer's open transaction; None if the producer has none open.
+    """
 
     pid: int
     epoch: int

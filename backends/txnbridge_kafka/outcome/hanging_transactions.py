@@ -5,11 +5,12 @@ ever, no time-out helps, and the producer's next abort would also abort the comm
 transactions are searched for by a writer before its first message to a partition, by a group whose offsets stay
 undecided, by every bridge's monitor in the partitions that the bridge uses, and by an administrator on demand.
 
-A transaction is proven to hang before a marker is written. Without an opening of the id the proof is that the
-coordinator describes the same ended transaction before and after the leaders are asked: with one description only, a
-new transaction of the same writer could be mistaken for the hanging one (hazard H7). A writer's proof is that its own
-opening of the id has raised the epoch: no producer can still use an older epoch. The decision is read from the topic
-__transaction_state, because the coordinator may describe a later transaction in other partitions (hazard H8).
+A transaction is proven to hang before a marker is written. A process that has not opened the id asks the coordinator
+before and after it asks the leaders: the proof is that both descriptions have the same ended transaction. With one
+description only, a new transaction of the same writer could be mistaken for the hanging one (hazard H7). A writer's
+proof is that its own opening of the id has raised the epoch: no producer can still use an older epoch. The decision is
+read from the topic __transaction_state, because the coordinator may describe a later transaction in other partitions
+(hazard H8).
 """
 
 from __future__ import annotations
@@ -104,7 +105,10 @@ def write_missing_markers_of_id(
 
 
 def write_missing_markers_of_group(cluster: KafkaCluster, group: str, deadline: Deadline) -> list[str]:
-    """Write the missing markers in the partition of a group's committed offsets (hazard H9); return them as text."""
+    """Write the missing markers in the partition of `__consumer_offsets` with a group's committed offsets (hazard H9).
+
+    Return the markers as text.
+    """
     partition = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
     return write_missing_markers_of_others(cluster, [partition], deadline)
 
@@ -198,9 +202,9 @@ def _missing_markers(
 ) -> dict[Partition, tuple[int, bool]]:
     """Return, by partition, the epoch and the decision of the missing marker, from the coordinator's log.
 
-    If that log is not readable, or has no decision of the epoch any more, the coordinator's description before the
-    opening is used, or the outcome in the decision log. These are wrong only if other programs write under this id:
-    they may have had another transaction in the same epoch.
+    If this user may not read that log, or the log has no decision of the epoch any more, the decision is taken from the
+    coordinator's description before the opening, or from the decision log. These two sources are wrong only if other
+    programs write under this id: such a program may have had another transaction in the same epoch.
     """
     known: Sequence[RecordedDecision] = ()
     try:
@@ -222,7 +226,10 @@ def _missing_markers(
 
 
 def _epoch_outcome(owner: KafkaOwner, previous: TransactionDescription, epoch: int, deadline: Deadline) -> bool | None:
-    """Return whether an epoch's last transaction was committed, by `previous` or the decision log; None if unknown."""
+    """Return whether an epoch's last transaction was committed; None if unknown.
+
+    The outcome is taken from `previous`, if it describes this epoch, or else from the decision log.
+    """
     if epoch == previous.epoch and previous.state in ("CompleteCommit", "CompleteAbort"):
         return previous.state in COMMITTED
     if owner.opening is None:
@@ -232,9 +239,9 @@ def _epoch_outcome(owner: KafkaOwner, previous: TransactionDescription, epoch: i
 
 
 def last_decisions(open_in: OpenPartitions, known: Sequence[RecordedDecision]) -> dict[Partition, RecordedDecision]:
-    """Return, by partition, the last recorded decision about the partition's open transaction.
+    """Return, by partition, the last decision recorded for the producer epoch of the partition's open transaction.
 
-    It is the decision about the open transaction: the marker of any later decision would have ended that transaction.
+    This decision is about the open transaction: the marker of any later decision would have ended that transaction.
     """
     return {
         partition: decision
@@ -277,7 +284,10 @@ def _all_partitions(cluster: KafkaCluster, deadline: Deadline) -> list[Partition
 def open_transactions(
     cluster: KafkaCluster, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
 ) -> dict[int, OpenPartitions]:
-    """Return, by producer id, the open transactions in these partitions, or in the readable ones of them."""
+    """Return, by producer id, the open transactions in these partitions.
+
+    With `readable_only` the partitions that this user may not read are left out.
+    """
     return _by_producer(cluster.requests.producers(partitions, deadline, readable_only=readable_only))
 
 

@@ -44,8 +44,9 @@ def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], 
     """Return the status of a transaction that was not prepared, from its token's evidence `how`.
 
     All transactions of one opening have the same producer id and epoch. A commit is requested only after every message
-    is stored, so the coordinator's last transaction of that epoch is this one, and not the one before. If a late copy
-    of a request may have begun another transaction afterwards, the token also has the start time (hazard H19).
+    is stored, so the coordinator's last transaction of that epoch is the token's transaction, and not the one before.
+    If a late copy of a request may have begun another transaction afterwards, the token also has the start time (hazard
+    H19).
     """
     if how.get("asked") is False:
         # Only the writer commits a plain transaction, and did not. The coordinator may describe the previous one.
@@ -77,7 +78,10 @@ def status_after_fencing(cluster: KafkaCluster, last: TransactionDescription, de
 def _status_from_state_log(
     cluster: KafkaCluster, id: str, pid: int, epoch: int, start: int | None, deadline: Deadline
 ) -> Status:
-    """Return a transaction's status by the topic __transaction_state. The epoch must have been raised before."""
+    """Return a transaction's status by the topic __transaction_state.
+
+    Call this only after the producer epoch of the id was raised beyond `epoch`.
+    """
     try:
         known = state_records(cluster, id, deadline)
         committed = last_outcome(known, pid, epoch) if start is None else outcome_by_start(known, pid, start)
@@ -101,7 +105,10 @@ def _status_of(last: TransactionDescription) -> Status:
 
 
 def prepared_status(cluster: KafkaCluster, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """Return the status of a prepared transaction. Its id, producer id and start time identify the transaction."""
+    """Return the status of a prepared transaction.
+
+    The token identifies the transaction by its transactional id, producer id and start time.
+    """
     id, pid, epoch, start = read_how(token.how)
     last = cluster.requests.describe([id], deadline).get(id)
     # "Empty" is excluded: when an id is opened again, older brokers keep the start time of the last transaction.
@@ -137,7 +144,10 @@ def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledg
 
 
 def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSession, deadline: Deadline) -> None:
-    """Wait until the coordinator has written a transaction's control markers; if it died, write missing markers."""
+    """Wait until the coordinator has written a transaction's control markers.
+
+    If the coordinator dies before, write the missing markers in its place.
+    """
     try:
         if session.last_transaction(Deadline(min(deadline.left(), _MARKERS_SECONDS))) is not None:
             return

@@ -88,7 +88,8 @@ def outcome_by_start(records: Sequence[StateRecord], pid: int, start: int) -> bo
 def last_outcome(records: Sequence[StateRecord], pid: int, epoch: int) -> bool | None:
     """Return whether an epoch's last transaction was committed; None if no record has the outcome.
 
-    Raise `NotRecordedYetError` while no record follows the epoch's last one, because the outcome may still follow.
+    Raise `NotRecordedYetError` while the epoch's last record is the last one of the id, because the outcome may still
+    follow.
     """
     own = [number for number, record in enumerate(records) if (record.pid, record.epoch) == (pid, epoch)]
     if not own:
@@ -157,7 +158,10 @@ def _state_record(value: bytes) -> StateRecord:
 
 
 class _RecordFields:
-    """Parses a record's value after the fields of fixed size. Flexible: a length is a varint of the length plus one."""
+    """Parses the fields of a record's value that follow the fields of fixed size.
+
+    In a record of a flexible version, a length is stored as a varint of the length plus one.
+    """
 
     def __init__(self, data: bytes, at: int, flexible: bool) -> None:
         self._data = data

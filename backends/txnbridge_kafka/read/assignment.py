@@ -40,7 +40,8 @@ def translating_errors() -> Iterator[None]:
 class KafkaAssignment:
     """One consumer of confluent-kafka with its assigned partitions. One thread at a time.
 
-    `errors` of callbacks, and errors that the client returned in place of messages, are raised by the reader's polls.
+    `errors` has the errors of callbacks, and the errors that the client returned in place of messages. The reader's
+    polls raise them.
     """
 
     def __init__(self, cluster: KafkaCluster, subscription: Subscription, on_commit: Callable[..., None]) -> None:
@@ -59,7 +60,7 @@ class KafkaAssignment:
         self.client = _connect(settings, subscription, on_commit)
 
     def log_for_group(self, text: str, *args: object) -> None:
-        """Log a line about the reader's group; nothing for a reader without a group."""
+        """Log a line about the reader's group. A reader without a group logs nothing."""
         if self._in_group:
             _group_log.info("group %r: " + text, self.context.group, *args)
 
@@ -79,10 +80,7 @@ class KafkaAssignment:
         return assigned
 
     def current(self, requests: Mapping[KafkaPartition, SeekRequest]) -> list[KafkaPartition]:
-        """Return the partitions for which the answer to a seek request still counts.
-
-        They are still assigned, and have had no newer seek request.
-        """
+        """Return the partitions of `requests` that are still assigned and have had no newer seek request."""
         here = {*self.partitions.values()}
         return [each for each, request in requests.items() if each in here and each.request is request]
 
@@ -100,7 +98,10 @@ class KafkaAssignment:
                 self.context.metadata = metadata
 
     def note_topic(self, assigned: KafkaPartition, topic_id: str | None) -> None:
-        """Store a topic's id, by which an acknowledgement notices that the topic was created again since."""
+        """Store a topic's id.
+
+        With the id an acknowledgement notices that the topic was deleted and created again since.
+        """
         assigned.topic_id = topic_id
         if topic_id is None:
             self.context.topic_ids.pop(assigned.partition, None)
@@ -122,7 +123,10 @@ class KafkaAssignment:
         return batch
 
     def client_position(self, assigned: KafkaPartition) -> int:
-        """Return the client's next offset in a partition, which is beyond control markers and aborted messages."""
+        """Return the offset that the client reads next in a partition.
+
+        This offset is beyond the control markers and aborted messages that the client has skipped.
+        """
         ahead = [each.offset() for each in self.prefetched if (each.topic(), each.partition()) == assigned.partition]
         if ahead:
             return int(ahead[0])

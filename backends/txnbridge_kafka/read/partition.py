@@ -20,8 +20,8 @@ _MOST_DELIVERY_COUNTS = 1000  # kept for each partition
 class SeekRequest:
     """A request to look up the offset at which a partition is read next, and to check the offset at the broker.
 
-    `target` is the offset of a seek, and `refused` an offset that the broker did not have. Without both the partition
-    has just been assigned. `topic_id` is the id of the offset's topic, None for any topic with the name.
+    `target` is the offset of a seek, and `refused` an offset that the broker did not have. If both are None, the
+    partition has just been assigned. `topic_id` is the id of the offset's topic, None for any topic with the name.
     """
 
     target: int | None = None
@@ -83,7 +83,7 @@ class KafkaPartition:
         return self.state is PartitionReadState.READING
 
     def was_handed_out(self, offset: int) -> bool:
-        """Return whether an offset was handed out in this assignment, or directly follows the last one that was."""
+        """Return whether an offset was handed out in this assignment, or is the next offset after those handed out."""
         return self._first is not None and self._first <= offset <= self._handed_out_to
 
     def announce(self, source: object) -> None:
@@ -144,7 +144,7 @@ class KafkaPartition:
         return messages
 
     def _skip_before(self, since: tuple[int, int], run: Sequence[Any]) -> Sequence[Any]:
-        """Return the messages without those before the first one with a timestamp at or after the time of a seek."""
+        """Drop the messages before the first one with a timestamp at or after the time of a seek; return the rest."""
         time, end = since
         rest = list(dropwhile(lambda message: message.timestamp()[1] < time and message.offset() < end, run))
         if rest:

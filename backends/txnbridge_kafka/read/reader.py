@@ -157,7 +157,10 @@ class KafkaReader(Reader):
         return next((each.why_lost for each in lost if each.partition not in self._assignment.paused), "")
 
     def _add_buffered(self, messages: list[Message], max_messages: int, size: int) -> list[Message]:
-        """Add messages that the client has buffered, up to `max_messages`, and return all of them."""
+        """Add messages that the client has buffered, up to `max_messages` in all; return the old and new messages.
+
+        Messages of a partition that was revoked meanwhile are left out.
+        """
         assignment, revocations, timing = self._assignment, self._assignment.revocations, self._timing
         while len(messages) < max_messages and size < timing.poll_bytes and not assignment.errors:
             batch = assignment.fetch(min(timing.converted_at_once, max_messages - len(messages)), 0)
@@ -172,9 +175,10 @@ class KafkaReader(Reader):
         return [message for message in messages if (message.topic, message.partition, message.source) in here]
 
     def _without_recreated(self, messages: list[Message], deadline: Deadline) -> list[Message]:
-        """Return the messages without those of topics that were created again, and mark their partitions as lost.
+        """Drop the messages of topics that were deleted and created again, and return the other messages.
 
-        Topic ids are looked up every tenth of a second, and by each acknowledgement of a group.
+        The partitions of such topics are marked as lost. Topic ids are looked up every tenth of a second, and by each
+        acknowledgement of a group.
         """
         if time.monotonic() < self._check_at:
             return messages

@@ -127,7 +127,10 @@ class StartLookup:
         self._task = BackgroundTask(lambda: starts.record(topics, deadline), lambda _: then())
 
     def apply(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
-        """Let the client fetch partitions from the offsets that were found. Other partitions keep their requests."""
+        """Let the client fetch partitions from the offsets in `resolved`.
+
+        A partition without an offset there keeps its seek request.
+        """
         ready: list[KafkaPartition] = []
         for each in self._assignment.current(requests):
             if (start := resolved.offsets.get(each.partition)) is None:

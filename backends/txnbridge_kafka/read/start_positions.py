@@ -25,7 +25,7 @@ _SEARCH_SECONDS = 10.0  # the longest search, which delays the look-ups for othe
 
 @dataclass(frozen=True)
 class LostPosition:
-    """An offset that cannot be read: the reason, and the offset. The partition is not read until the user seeks."""
+    """An offset `at` that cannot be read, and the reason `why`. The partition is not read until the user seeks."""
 
     why: str
     at: int
@@ -33,7 +33,10 @@ class LostPosition:
 
 @dataclass(frozen=True)
 class ResolvedOffsets:
-    """The answers to seek requests. Offsets in `to_commit` are committed for the group before they are read."""
+    """The answers to seek requests.
+
+    The offsets in `to_commit` are committed for the group before a message is read from them.
+    """
 
     offsets: Mapping[Partition, int | LostPosition]
     to_commit: Mapping[Partition, int] = field(default_factory=dict)
@@ -81,7 +84,7 @@ class KafkaStartPositions:
         return ResolvedOffsets({**targets, **added, **refused, **recreated}, topic_ids=topic_ids)
 
     def owner(self) -> str:
-        """Return the words that name the offset in errors' texts: this reader's position, or a group's."""
+        """Return the words by which error texts name the position: as this reader's, or as a group's."""
         return "this reader's position"
 
     def _of_known_topics(self, requests: SeekRequests, deadline: Deadline) -> tuple[Mapping[str, str], SeekRequests]:
@@ -104,7 +107,7 @@ class KafkaStartPositions:
         return LostPosition(recreated_text(self.owner(), partition, at), at)
 
     def _refused(self, requests: SeekRequests, deadline: Deadline) -> Mapping[Partition, int | LostPosition]:
-        """Check the offsets that the broker refused: return the offset if it is valid now, else a lost position."""
+        """Check the offsets that the broker refused. Return each offset if it is valid now, else a lost position."""
         refused = {partition: request.refused for partition, request in requests.items() if request.refused is not None}
         begins, ends = self._offsets.begins(refused, deadline), self._offsets.ends(refused, deadline)
         return {
@@ -204,7 +207,11 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         self._search_at = time.monotonic() + _UNDECIDED_SECONDS
 
     def _begin(self, topic: str, numbers: Sequence[int], requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
-        """Return first offsets for partitions without a committed offset; a lost position for one that had begun."""
+        """Return the offsets at which partitions without a committed offset are read first.
+
+        The target of a seek comes first. Without a seek, a partition that the group had already begun to read gets a
+        lost position, because the broker has dropped its committed offset.
+        """
         count, began = self._read_record(topic, deadline)
         targets: dict[Partition, int] = {}
         lost: dict[Partition, LostPosition] = {}
@@ -228,7 +235,10 @@ class KafkaGroupStartPositions(KafkaStartPositions):
         return self.first(partitions, deadline)
 
     def record(self, topics: Iterable[str], deadline: Deadline) -> None:
-        """Add the partitions that the group has begun to the records of topics in the decision log."""
+        """Record in the decision log at which offset the group has begun to read each partition of these topics.
+
+        So a committed offset that the broker has dropped is not taken for a first start.
+        """
         for topic in topics:
             if not self._denied:
                 self._complete_record(topic, deadline)

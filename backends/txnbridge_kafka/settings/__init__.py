@@ -47,7 +47,10 @@ class KafkaSettings:
 
     @property
     def soonest_retry(self) -> float:
-        """Return a time in seconds before which no producer repeats a request; it waits for retry.backoff.ms ± 20 %."""
+        """Return a time in seconds within which no producer repeats a request: half of retry.backoff.ms.
+
+        A producer waits for retry.backoff.ms ± 20 % before it repeats a request.
+        """
         return float(self.client.get("retry.backoff.ms", 100)) / 2000
 
     def __reduce__(self) -> Any:

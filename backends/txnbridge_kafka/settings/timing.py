@@ -1,4 +1,4 @@
-"""The durations and sizes that tests change."""
+"""The backend's internal durations and sizes, which tests override."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timing:
-    """The durations and sizes that tests change; durations are in seconds."""
+    """The backend's internal durations and sizes, which tests override. Durations are in seconds."""
 
     # The interval of the monitor's checks. One request to each leader is cheap at this interval. Coordinators are asked
     # only about transactions that are open in two checks, which are few: most transactions end within milliseconds.

@@ -12,9 +12,10 @@ from txnbridge_kafka.client.offsets import KafkaOffsets, is_another_topic, recre
 class KafkaAckContext:
     """A group, and its consumer's group metadata (member id and generation), which acknowledgements send to the broker.
 
-    The reader updates the metadata at each delivery. Later metadata may be wrong: that of a member removed from the
-    group has no member id, and the broker accepts such metadata from any producer. Earlier metadata may be refused,
-    because the generation also changes while a partition stays assigned to its member.
+    The reader updates the metadata at each delivery. Metadata that is read later may be wrong: after the member was
+    removed from the group, it has no member id, and the broker accepts metadata without a member id from any producer.
+    Metadata that was read earlier may be refused, because the generation also changes while a partition stays assigned
+    to its member.
     """
 
     __slots__ = ("group", "metadata", "topic_ids")

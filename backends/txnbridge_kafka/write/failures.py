@@ -54,8 +54,8 @@ def failure(
 ) -> TxnBridgeError:
     """Return the core's error for an error of confluent-kafka after which a transaction is, or must be, aborted.
 
-    `what` names the failed action in the error's text. `newer_owner` returns `Fenced` if the id has a newer owner.
-    Without a special meaning the error is of the type `otherwise`.
+    `what` names the failed action in the error's text. `newer_owner` returns `Fenced` if the id has a newer owner. An
+    error code without a meaning of its own becomes an error of the type `otherwise`.
     """
     code, text = error.code(), f"{what}: {error.str()} ({error.name()})"
     if code in _GROUP_MOVED_ON:
@@ -72,7 +72,7 @@ def failure(
 
 
 def _lost(error: KafkaError, text: str, deadline: Deadline) -> TxnBridgeError:
-    """Return the error of a transaction whose producer has a fatal error, or was fenced without a newer owner."""
+    """Return the error for a transaction whose producer failed fatally, or was fenced without a newer owner."""
     if error.code() not in ENDED:
         return TransactionAborted(f"{text}: the client failed, and the transaction is aborted; run it again")
     if deadline.expired:

@@ -69,12 +69,15 @@ class KafkaOwner:
         )
 
     def open_once(self, deadline: Deadline) -> None:
-        """Record an opening if there is none yet: an id that the bridge generated is opened before its first record."""
+        """Record an opening of the id, unless this owner has recorded one already.
+
+        An id that the bridge generated is opened only before its first record in the decision log.
+        """
         if self.opening is None and not self.denied:
             self.open(0, deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if another process has opened the id after this process (hazard H14)."""
+        """Raise `Fenced` if another process has opened the id since this process opened it (hazard H14)."""
         if self.opening is None:
             return
         newest = self.ledger.newest_opening(deadline)
@@ -85,9 +88,10 @@ class KafkaOwner:
             )
 
     def record_outcome(self, key: str, committed: bool, deadline: Deadline) -> None:
-        """Record the outcome of an id's last transaction. The caller then opens the id, and the coordinator forgets it.
+        """Record the outcome of an id's last transaction.
 
-        The transaction must be this owner's: another owner may have begun one since the coordinator's description.
+        Call this before the id is opened again: the coordinator then forgets the transaction. The transaction must be
+        this owner's. Another owner may have begun a newer transaction since the coordinator described the last one.
         """
         if self.opening is None:
             return  # without the decision log no outcome is recorded

@@ -102,7 +102,7 @@ class KafkaPreparedWriter(KafkaWriter):
         self.session.drop()
 
     def _record(self, deadline: Deadline) -> None:
-        """Write the prepare record: the next owner does not abort transactions that have one.
+        """Write the transaction's prepare record. The next owner does not abort a transaction with such a record.
 
         If there is a newer owner already, abort the transaction and raise `Fenced`.
         """
@@ -148,7 +148,10 @@ class PreparedIdPool:
         self._closed = False
 
     def timeout_ms(self, begin: Begin) -> int:
-        """Return a transaction's time-out at the broker: deadline plus `hold`; without `hold` the pool's time-out."""
+        """Return a transaction's time-out at the broker: the deadline's seconds plus `hold`.
+
+        Without `hold` it is the pool's time-out.
+        """
         if begin.hold is None:
             return self._timeout_ms
         return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
@@ -198,7 +201,7 @@ class PreparedIdPool:
             self._taken.discard(writer.id)
 
     def close(self, deadline: Deadline) -> None:
-        """Close the writer that was opened ahead, and open no more."""
+        """Close the writer whose id was opened ahead, and open no more ids."""
         with self._lock:
             self._closed = True
             ready, self._ready = list(self._ready), deque()
@@ -249,7 +252,11 @@ class PreparedIdPool:
         return writer
 
     def _find_free(self, deadline: Deadline) -> tuple[str, TransactionDescription | None] | None:
-        """Mark the next id without an unresolved transaction as taken, and return it with its description, or None."""
+        """Mark the next id without an unresolved transaction as taken; return the id and the coordinator's description.
+
+        Return None if there is no such id, or if the owner's largest number of unresolved transactions is reached. The
+        description is None if the coordinator does not know the id.
+        """
         with self._lock:
             order = self._ids[self._next :] + self._ids[: self._next]
             candidates = [id for id in order if id not in self._taken]
@@ -271,7 +278,7 @@ class PreparedIdPool:
         return None
 
     def _oldest(self, deadline: Deadline) -> Token | None:
-        """Return the token of the oldest unresolved prepared transaction; None if it cannot be looked up now."""
+        """Return the token of the oldest unresolved prepared transaction; None if none is found, or after an error."""
         try:
             described = self._cluster.requests.describe([*self._ids, *self._owner.inherited_ids], deadline).items()
             unresolved = {(id, last.pid, last.start) for id, last in described if last.state == OPEN}

@@ -104,7 +104,7 @@ class ProducerSession:
         )
 
     def newer_owner(self, deadline: Deadline) -> Fenced | None:
-        """Return a `Fenced` error if the id has a newer owner; None if it has not, or if that cannot be checked now."""
+        """Return a `Fenced` error if the id has a newer owner; None if there is none, or if the check fails."""
         try:
             self.check_owner(deadline)
         except Fenced as fenced:
@@ -145,7 +145,10 @@ class ProducerSession:
         return opened is not None and (description.pid, description.epoch) == (opened.pid, opened.epoch)
 
     def start_of_open_transaction(self, deadline: Deadline) -> int | None:
-        """Return the start time of the open transaction: a later one of the same epoch has another (hazard H19)."""
+        """Return the start time of this producer's open transaction; None if no transaction is open.
+
+        A later transaction of the same epoch has another start time (hazard H19).
+        """
         now = self.describe(deadline)
         return now.start if now is not None and now.state == OPEN and self.is_own(now) else None
 
@@ -179,10 +182,11 @@ class ProducerSession:
         return (None if ended.code == DONE else KafkaError(ended.code)), ended.only_once
 
     def end_if_open(self, deadline: Deadline) -> TransactionDescription | None:
-        """Abort the transaction if it is still open. Return the last transaction's description; None if the id expired.
+        """Abort the transaction if it is still open, and return the coordinator's description of the last transaction.
 
-        The producer must have been freed: with the same epoch it could still send messages after the abort, and commit
-        them. A transaction with another producer id or epoch is a newer owner's, and is not aborted.
+        Return None if the coordinator does not know the id any more. The producer must have been freed: with the same
+        epoch it could still send messages after the abort, and commit them. A transaction with another producer id or
+        epoch is a newer owner's, and is not aborted.
         """
         while True:
             now = self.describe(deadline)
@@ -206,7 +210,7 @@ class ProducerSession:
             raise OutcomeUnknown(f"the broker did not answer the abort: {error}") from error
 
     def drop(self) -> None:
-        """Free the producer. Its open transaction is aborted by its time-out, or when the id is opened again."""
+        """Free the producer. The open transaction is aborted by its time-out, or when the id is opened again."""
         if self.producer is not None:
             self.quick.clear()
             self.producer.drop()

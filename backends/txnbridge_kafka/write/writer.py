@@ -112,7 +112,10 @@ class KafkaWriter(Writer):
             self._check_group(group, deadline)
 
     def _end_leftover(self, deadline: Deadline) -> None:
-        """Abort the open transaction, and record the last one's outcome if a token of it may exist (hazard H18)."""
+        """Abort the id's open transaction.
+
+        Record the outcome of the id's last transaction if a token of that transaction may exist (hazard H18).
+        """
         self.session.previous_transaction = self.session.end_if_open(deadline)
         if self._unknown and self._asked and not self._owner.denied:
             try:
@@ -239,7 +242,10 @@ class KafkaWriter(Writer):
                 self.send(topic, value, key, headers, None, None)
 
     def _check_topic(self, topic: str, partition: int | None, deadline: Deadline) -> None:
-        """Check that a topic exists, and write missing markers of this id there, before the first message to it."""
+        """Check that a topic exists, and learn its number of partitions.
+
+        Before the first message to the topic, also write this id's missing markers in its partitions.
+        """
         count = self._cluster.topics.require(topic, partition, deadline)
         partitions = [(topic, number) for number in range(count)]
         self._cluster.watched_partitions.update(partitions)
@@ -370,8 +376,8 @@ class KafkaWriter(Writer):
     def _settle(self, error: KafkaError, refused_only_once: bool, deadline: Deadline) -> None:
         """Find out the outcome after the broker has refused a commit: return if it is committed, else raise an error.
 
-        The coordinator's description decides. If it is of another transaction, because the id was opened since, a
-        commit that was sent only once and refused was certainly not carried out.
+        The coordinator's description decides. The description may be of another transaction, because the id was opened
+        since. Then a commit that was sent only once, and refused, was certainly not carried out.
         """
         self._unknown = True
         try:
