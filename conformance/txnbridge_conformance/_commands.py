@@ -32,7 +32,7 @@ def _started(name: str) -> Iterator[str]:
 
 @hookimpl
 def txnbridge_commands() -> list[click.Command]:
-    """Return the commands that start real brokers, and that attack a broker."""
+    """Return the commands `txnbridge brokers` and `txnbridge conformance`."""
     from txnbridge_conformance import commands
     from txnbridge_conformance.brokers.commands import command
 

@@ -250,7 +250,7 @@ def _end_of(log: Path) -> str:
 
 
 class _Processes:
-    """The processes of a broker. A supervisor process starts them, and kills them when this process ends."""
+    """Starts and signals a broker's processes through a supervisor, which kills them when this process ends."""
 
     def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()
