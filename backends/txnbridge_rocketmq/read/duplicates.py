@@ -55,7 +55,7 @@ class DuplicateFilter:
         return record.prepared_offset < self._since or not record.properties.keys().isdisjoint(_COPY_PROPERTIES)
 
     def sift(self, records: Sequence[MessageExt], found: Mapping[int, Sequence[MessageExt]]) -> list[MessageExt]:
-        """Return the records without duplicates. `found` has the result of each suspect's look-up, by queue offset."""
+        """Return the records without duplicates. `found` has the look-up result of each suspect, by queue offset."""
         return [record for record in records if self._is_first(record, found.get(record.queue_offset, ()))]
 
     def _is_first(self, record: MessageExt, others: Sequence[MessageExt]) -> bool:
