@@ -1,4 +1,4 @@
-"""The plug-in that adds commands. Every bridge loads this module, so it imports others only at use."""
+"""The plug-in that adds commands. Every bridge loads this module, so commands import other modules when they run."""
 
 from __future__ import annotations
 

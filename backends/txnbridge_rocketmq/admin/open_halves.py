@@ -246,7 +246,7 @@ def token_of(cluster: RocketMQCluster, listed: OpenHalves) -> Token | None:
 
 
 def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
-    """End a transaction for an administrator. Return its outcome, which may have been decided before.
+    """End a transaction for an administrator. Return its outcome, which follows an earlier decision if there is one.
 
     Raise `InvalidState` for the commit of a transaction that an administrator may only abort.
     """

@@ -167,7 +167,7 @@ class RemotingClient:
 
     @property
     def seen_brokers(self) -> frozenset[str]:
-        """The names of all brokers that this client has ever got from a name server, also of those that are down."""
+        """The names of all brokers that name servers ever listed to this client, including brokers that are down."""
         with self._lock:
             return frozenset(self._seen)
 

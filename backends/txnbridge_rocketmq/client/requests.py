@@ -43,7 +43,7 @@ class RpcRequest(Generic[T]):
 
 
 def fields(**given: object) -> dict[str, str]:
-    """Return the header fields of a request as text, without those that are None."""
+    """Return the header fields of a request as text, without fields whose value is None."""
     return {name: text(value) for name, value in given.items() if value is not None}
 
 

@@ -47,7 +47,7 @@ _REAL_QUEUE_PROPERTY = "REAL_QID"
 
 
 class PublishedMessageMissing(BrokerUnavailable):
-    """A look-up does not find a message although the broker answered that it has published the message."""
+    """Raised if a look-up does not find a message although the broker answered that it published the message."""
 
 
 class LockHolder(Enum):

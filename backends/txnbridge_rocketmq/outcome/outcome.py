@@ -57,7 +57,7 @@ class PrepareRecord:
 
 
 def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction by `decision`, or as it is decided already. Return its outcome. Safe to repeat.
+    """End a prepared transaction by `decision`, or by an earlier decision. Return its outcome. Safe to repeat.
 
     COMMITTED means that every message is published. Raise `BrokerUnavailable` only if this call has decided nothing,
     `OutcomeUnknown` if the outcome is not known or not carried out yet, `EvidenceLost` if halves or records are gone.

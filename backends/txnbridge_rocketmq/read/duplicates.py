@@ -20,8 +20,8 @@ class DuplicateFilter:
     Pass records in order, first to `suspects`, then to `sift`.
 
     If the half of a message was stored after the first remembered message, then all earlier copies of the message are
-    remembered, too. Other messages are looked up at the broker: those with an older half, and those published from the
-    copy of a half that the broker made in a round of check-backs.
+    remembered, too. Other messages are looked up at the broker: messages with an older half, and messages published
+    from a copy of a half that the broker made in a round of check-backs.
     """
 
     def __init__(self, remembered: int) -> None:

@@ -29,7 +29,7 @@ Submit = Callable[[str, RpcRequest[Any], float], Call[Any]]  # to the broker of 
 
 
 class NotIndexed(Exception):
-    """A look-up by unique key does not find a message that the broker has returned for a pull (hazard H76)."""
+    """Raised if a look-up by unique key does not find a message that a pull has returned (hazard H76)."""
 
 
 class QueuePull:

@@ -164,7 +164,7 @@ class RocketMQReader(Reader):
         return messages
 
     def _rotated_readers(self) -> list[QueueReader]:
-        """Return the readers of all partitions, in turn beginning with each: so no partition waits long for others."""
+        """Return the readers of all partitions. Each call begins with the next one, so that no partition waits long."""
         readers = list(self._readers.values())
         if len(readers) > 1:
             self._rotation = (self._rotation + 1) % len(readers)

@@ -257,7 +257,7 @@ def _decoded_base64(text: str) -> bytes | None:
 
 
 def partition_of(key: bytes, partitions: int) -> int:
-    """Return the queue that Java's `SelectMessageQueueByHash` picks for a key. Hash a key that is not text as base64."""
+    """Return the queue that Java's `SelectMessageQueueByHash` picks for a key. Other keys than text become base64."""
     return key_hash(key) % partitions
 
 

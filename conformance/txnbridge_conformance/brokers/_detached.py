@@ -75,7 +75,7 @@ def _start(name: str, asked: dict[str, Any], start: Callable[[Path], ProcessBrok
 
 
 def find(name: str) -> DetachedBroker | None:
-    """Return the broker of this name, or None if it does not run."""
+    """Return the broker of this name; None if no such broker runs."""
     with _control(name) as control:
         if control is None:
             return None

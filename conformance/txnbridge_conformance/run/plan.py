@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def tokens(self) -> Path:
-        """The file of tokens: each process appends those it prepared, and the role "finish" reads them."""
+        """The file of tokens. Each process appends its prepared transactions; the role "finish" reads and ends them."""
         return Path(self.folder) / "tokens.txt"
 
     def at(self, address: str) -> str:

@@ -53,7 +53,7 @@ def copy(client: Client) -> None:
 
 
 def finish(client: Client) -> None:
-    """Commit, abort or ask for prepared transactions of other processes by their tokens, some of them twice."""
+    """Commit or abort prepared transactions of other processes by token, or ask for their status; some twice."""
     with client.bridge(writers=1) as bridge:
         for transaction, token in _tokens(client):
             for _ in range(client.random.choice((1, 1, 2))):
