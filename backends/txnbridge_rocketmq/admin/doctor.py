@@ -69,8 +69,8 @@ def _check_switches(config: BrokerConfig) -> Iterator[Advice]:
 def _check_intervals(config: BrokerConfig) -> Iterator[Advice]:
     """Yield advice about the timing of check-backs.
 
-    A broker that has not written the op message of an ended half yet sends another check-back for it. A client that
-    then commits without a look-up publishes the message twice.
+    Until a broker has written the op message of an ended half, it may send more check-backs about the half. A client
+    that answers them by a commit, without a look-up, publishes the message twice.
     """
     least = max(2 * config.op_message_interval, _LEAST_CHECK_BACK_AGE_SECONDS)
     if config.transaction_timeout < least:

@@ -47,7 +47,7 @@ _COPY_POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class PendingHalf:
-    """A half that has not ended, as the broker wrote it last, or the record of a discarded half."""
+    """The last record of an open half, or the record of a discarded half (`discarded`)."""
 
     broker: str
     record: MessageExt

@@ -156,9 +156,9 @@ class CheckBackHandler:
         """End the halves that brokers have discarded. Return the seconds until the next call.
 
         After the last check-back a broker moves a half to its discarded topic, also if no bridge was running to answer.
-        The decision about the half's transaction still counts (hazard H70). The copies in the half topic are ended, and
-        never the discarded record: the broker would end the half that has the same offset in the half topic. Undecided
-        half messages of applications wait until they are resumed or ended by hand.
+        The decision about the half's transaction still counts (hazard H70). This method ends the copies in the half
+        topic, and never names the discarded record: the broker would end another half, which has the same offset in the
+        half topic. Undecided half messages of applications wait until an administrator resumes or ends them.
         """
         pause = self._timing.discarded_retry
         try:

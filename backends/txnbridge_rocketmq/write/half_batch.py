@@ -128,7 +128,7 @@ class HalfBatch:
             self._check(error, deadline)
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until every half is stored. After `DeliveryFailed` or `AccessDenied` the transaction must be aborted."""
+        """Wait until every half is stored. If this raises `DeliveryFailed` or `AccessDenied`, abort the transaction."""
         self._send_held(deadline)
         for sent in self._sent:
             while sent.stored is None:

@@ -224,7 +224,7 @@ class RocketMQWriter(Writer):
         return claim
 
     def _publish_after_look_up(self, deadline: Deadline) -> None:
-        """Publish the messages whose direct commit failed, as every other process would, after a look-up.
+        """Publish the messages whose direct commit failed, after a look-up that shows what is published already.
 
         Raise `OutcomeUnknown` if that fails, or `EvidenceLost` if halves are gone.
         """
