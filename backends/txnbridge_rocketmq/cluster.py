@@ -200,7 +200,7 @@ def _store_on(
 def _store_on_all(
     identity: ClusterId, settings: RocketMQSettings, client: RemotingClient, brokers: list[str], deadline: Deadline
 ) -> None:
-    """Store the identity on all brokers that are up. A bridge that connects later stores it on the others."""
+    """Store the identity on all brokers that are up. On other brokers, a bridge that connects later stores it."""
     topic = f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}"
     route = route_of(client, topic, deadline)
     for broker in brokers:

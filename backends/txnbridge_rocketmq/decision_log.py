@@ -76,7 +76,10 @@ class RocketMQDecisionLog(DecisionLog):
         return self._bounds(deadline)[1] > 0
 
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
-        """Return the first offset, which the broker corrects late after a trim, and the offset after the last."""
+        """Return the offset of the first record, and the offset after the last record.
+
+        The first may be too low for a while after the broker has dropped old records.
+        """
         request = read_requests.min_offset(self._queue.topic, 0)
         first = self._retry(lambda: self._call(request, deadline), "asking for its first offset", deadline)
         return max(first, 0), self._end_offset(deadline)
@@ -104,7 +107,7 @@ class RocketMQDecisionLog(DecisionLog):
         return (offset,)
 
     def _send(self, message: WireMessage, deadline: Deadline) -> SendResult:
-        """Store a record. Raise the client's error if the record was not stored, `OutcomeUnknown` if it may be."""
+        """Store a record. Raise `OutcomeUnknown` if the record may be stored, the client's error if it is not."""
         try:
             return self._call(send(message, GROUP, self._queue.queue), deadline)
         except RemotingError as error:
@@ -168,7 +171,7 @@ class RocketMQDecisionLog(DecisionLog):
     # --- trimming -----------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
-        """Store the position at which the log begins from now on. Older records stay until the broker's retention."""
+        """Store `before` as the new begin of the log. The broker drops the older records by its retention."""
         request = groups.commit_offset(GROUP, self._queue.topic, self._queue.queue, before[0])
         self._retry(lambda: self._call(request, deadline), "storing its trim position", deadline)
 
@@ -189,7 +192,10 @@ class _ReadAhead:
         self._stride = read_requests.PULL_MOST  # the records in the last response; large records are fewer
 
     def take(self, at: int, deadline: Deadline) -> PullResult | None:
-        """Return the response for this offset, and send requests ahead. None means: request the offset again."""
+        """Return the response for the offset `at`, and send requests for later offsets.
+
+        Return None if a request failed. The caller then requests the offset `at` again.
+        """
         self._calls = {offset: call for offset, call in self._calls.items() if offset >= at}
         try:
             for offset in range(at, min(self._stop + 1, at + _PULLS_AHEAD * self._stride), self._stride):

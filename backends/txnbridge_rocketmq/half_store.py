@@ -1,8 +1,8 @@
 """The half messages of applications: each is stored as a prepared transaction, and ended by the application's answer.
 
-Their halves have producer groups of their own, so that the broker sends their check-backs to the group's resolvers. A
-prepare record in the decision log names the halves once all are stored, and the first decision in the log counts. So a
-resolver needs no state of the transaction, and of two decisions only one takes effect.
+Halves of half messages have producer groups of their own, so that the broker sends their check-backs to resolvers. When
+all halves of a transaction are stored, a prepare record in the decision log names them. The first decision in the log
+counts. So a resolver needs nothing from the process that stored the halves, and of two decisions only one takes effect.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MOST_WAITING = 10_000
 
 
 class RocketMQHalfStore(HalfStore):
-    """Stores, resolves and lists half messages for one bridge, in all groups. Safe for use by several threads."""
+    """Stores, resolves and lists half messages for one bridge. Safe for use by several threads."""
 
     def __init__(self, ender: HalfEnder) -> None:
         self._ender = ender
@@ -75,7 +75,7 @@ class RocketMQHalfStore(HalfStore):
         return replace(half, how={"log": dict(writer.evidence().log or {})})
 
     def _owner(self, half: Half) -> RocketMQOwner:
-        """Return the owner in whose name this process stores a half message: its name is unique to the process."""
+        """Return the owner whose name begins the transaction id of `half`. The name is unique to this process."""
         name = half.transaction.rsplit("/", 2)[0]
         with self._changed:
             if name not in self._owners:
@@ -127,7 +127,7 @@ class RocketMQHalfStore(HalfStore):
     def _half_logged(
         self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline
     ) -> Half | None:
-        """Return the half message to resolve, as `_half` does; log an error as a warning and return None."""
+        """Return the result of `_half`. If `_half` fails, log a warning and return None."""
         try:
             return self._half(group, transaction, checks, deadline)
         except TxnBridgeError as error:
@@ -158,7 +158,7 @@ class RocketMQHalfStore(HalfStore):
             self._cluster.producer_groups.leave(self._producer_groups(group), deadline)
 
     def _note_check_backs(self, group: str, checks: Sequence[CheckBack]) -> None:
-        """Keep check-backs for the next call of `checks`. The broker repeats check-backs that are dropped here."""
+        """Keep check-backs for the next call of `checks`. Drop the oldest if too many wait: the broker repeats them."""
         with self._changed:
             asked = self._check_backs.get(group, OrderedDict())
             for check in checks:
@@ -170,12 +170,12 @@ class RocketMQHalfStore(HalfStore):
             self._changed.notify_all()
 
     def _is_own(self, record: MessageExt) -> bool:
-        """Return whether this application stored a half. In a shared producer group others did, too (hazard H84)."""
+        """Return whether this application stored a half. A shared producer group has halves of others (hazard H84)."""
         application, origin = self._cluster.settings.application, origin_of(record)
         return origin is not None and origin.log.get("log", application) == application
 
     def _take(self, group: str, limit: int, deadline: Deadline) -> list[tuple[str, list[CheckBack]]]:
-        """Wait for check-backs about transactions that no resolver is deciding now. Return them by transaction."""
+        """Wait for check-backs about transactions that no caller is resolving now. Return them by transaction."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -194,10 +194,11 @@ class RocketMQHalfStore(HalfStore):
             self._being_resolved.pop(transaction, None)
 
     def _half(self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline) -> Half | None:
-        """Return the half message to ask the application about; None if nothing is left to ask.
+        """Return the half message of a transaction that is undecided, or committed and not completely published.
 
-        A half message that was not completely stored is aborted after its deadline: the application has done no work
-        for it. After the decision, the broker may still ask about copies of the halves. These copies are dropped.
+        Return None for other transactions. A half message that was not completely stored is aborted after
+        its deadline, because the application has done no work for it. If the transaction has ended, the check-backs are
+        about copies of its halves, which are aborted.
         """
         record = checks[0].record
         origin = origin_of(record)
@@ -218,7 +219,7 @@ class RocketMQHalfStore(HalfStore):
         return None if prepared is None else self._as_half(group, transaction, record, origin, prepared, deadline)
 
     def _is_unpublished(self, transaction: str, claim: LedgerClaim, deadline: Deadline) -> bool:
-        """Return whether a transaction is committed and not completely published."""
+        """Return whether a decided transaction is committed, but some of its messages are not published yet."""
         if claim.decision is Decision.ABORT:
             return False
         return bool(self._ender.missing(transaction, halves_from_json(claim.data), deadline))
@@ -252,7 +253,7 @@ class RocketMQHalfStore(HalfStore):
         return [half for each in self._discarded(group, deadline) if (half := self._parked(group, each, deadline))]
 
     def _parked(self, group: str, parked: OpenHalves, deadline: Deadline) -> Half | None:
-        """Return a parked half message; None if it was not completely stored."""
+        """Return the half message whose halves are `parked`; None if not all of its halves were stored."""
         record, origin = parked.halves[0].record, parked.origin
         prepared = (
             None
@@ -280,7 +281,7 @@ class RocketMQHalfStore(HalfStore):
 
 
 class _HalfMessageWriter(RocketMQPreparedWriter):
-    """Writer that stores one half message. It has no deadline for the decision but the broker's retention."""
+    """Writer that stores one half message. The decision on it has no deadline but the broker's retention."""
 
     def __init__(self, owner: RocketMQOwner, half: Half, group: str) -> None:
         self._half = half

@@ -117,7 +117,10 @@ class RocketMQTopics:
         return route
 
     def _may_have(self, broker: str, topic: str, deadline: Deadline) -> bool:
-        """Return whether a broker has a topic, or does not respond, although the name server shows no route to it."""
+        """Return whether a broker may have a topic for which the name server has no route.
+
+        It may if the broker says so, or does not respond.
+        """
         try:
             request = administration.topic_attributes(topic)
             return self._client.call(broker, request, min(_RESPONSE_SECONDS, deadline.left())) is not None

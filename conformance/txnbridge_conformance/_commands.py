@@ -1,4 +1,4 @@
-"""The plug-in that adds commands. Every bridge loads this module, so it imports others only at use."""
+"""The plug-in that adds commands. Every bridge loads this module, so commands import other modules when they run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _started(name: str) -> Iterator[str]:
 
 @hookimpl
 def txnbridge_commands() -> list[click.Command]:
-    """Return the commands that start real brokers, and that attack a broker."""
+    """Return the commands `txnbridge brokers` and `txnbridge conformance`."""
     from txnbridge_conformance import commands
     from txnbridge_conformance.brokers.commands import command
 

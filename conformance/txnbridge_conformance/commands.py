@@ -133,7 +133,7 @@ def _url_of(broker: Broker) -> str:
 @_FLOOR
 @json_and_debug
 def check_files(files: tuple[str, ...], floor: dict[str, int], as_json: bool) -> None:
-    """Judge the histories in these files or folders, whoever has recorded them."""
+    """Judge the histories in these files or folders, which any program may have recorded."""
     _judge(files, floor, as_json)
 
 
@@ -141,7 +141,7 @@ def check_files(files: tuple[str, ...], floor: dict[str, int], as_json: bool) ->
 @click.argument("url")
 @json_and_debug
 def plan(url: str, as_json: bool) -> None:
-    """Say what a run on the broker at URL creates, needs and risks. It connects, and changes nothing."""
+    """Say what a run on the broker at URL creates, needs and risks. This command connects, and changes nothing."""
     planned = Plan(url, "NAME", 0, 60, "FOLDER")
     with connect(url) as bridge:
         absent = [each.value for each in (Capability.TOPIC_ADMIN, Capability.PREPARE) if not bridge.capabilities[each]]
@@ -251,7 +251,7 @@ def _judge(paths: Any, floor: dict[str, int], as_json: bool, folder: Path | None
 
 
 def _progress() -> Callable[[str], None]:
-    """Return a function that shows the progress on one line of a terminal, and nowhere else."""
+    """Return a function that shows the progress on one line of a terminal. Without a terminal it shows nothing."""
     if not sys.stderr.isatty():
         return lambda text: None
     return lambda text: click.echo(f"\r\x1b[K{text}", nl=False, err=True)

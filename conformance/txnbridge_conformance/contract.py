@@ -1,4 +1,4 @@
-"""The contract suite from the shell: pytest runs it against a URL, and each promise gets one line."""
+"""Runs the contract suite against a broker by pytest, and finds a verdict on each capability."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALWAYS = "every broker"
 
 @dataclass(frozen=True)
 class ContractResult:
-    """The verdict on one capability: "kept", "broken", "declared absent" or "not tested", with the number of tests."""
+    """A capability with its verdict ("kept", "broken", "declared absent" or "not tested") and number of tests."""
 
     name: str
     verdict: str
@@ -66,7 +66,7 @@ class ContractRecorder:
 
 
 def run_contract(url: str, only: str = "") -> list[ContractResult]:
-    """Run the suite, or its tests that match pytest's expression `only`, and return the verdict on each promise.
+    """Run the suite, or its tests that match pytest's expression `only`. Return the verdict on each capability.
 
     Raise `RuntimeError` with pytest's output if the suite could not run.
     """

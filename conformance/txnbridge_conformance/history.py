@@ -1,4 +1,4 @@
-"""The history of a run: one file of JSON lines for each process, with each call and what the call returned.
+"""The history of a run: a file of JSON lines for each process, which records each call and its result.
 
 docs/conformance.md describes the lines, so that programs in other languages can write them. Each line is written by one
 system call when its event happens, so the history of a killed process is complete up to its death. A call without an
@@ -27,7 +27,7 @@ Read = tuple[str, int, "Sequence[int] | None", "str | None"]  # topic, partition
 
 
 class HistoryError(ValueError):
-    """Raised for a file that is not a history which this version can read; the text names the file and the line."""
+    """Raised for a file that is no history, or of an unknown version. The text names the file and the line."""
 
 
 # --- recording --------------------------------------------------------------------------------------------------------
@@ -45,7 +45,10 @@ class Recorder:
         self.write(history=VERSION, process=process, client=client, host=host, pid=os.getpid(), **_now())
 
     def start(self, what: str, **fields: Any) -> RecordedCall:
-        """Record the begin of a call; its methods record the rest. Call this before the call's first request."""
+        """Record that a call begins, and return an object that records what the call does and returns.
+
+        `what` is the kind of the call, such as "transaction". Record the begin before the first request to the broker.
+        """
         call = RecordedCall(self, next(self._numbers))
         self.write(start=call.number, what=what, **fields, **_now())
         return call
@@ -65,13 +68,13 @@ class Recorder:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One recorded call, such as a transaction with all that is sent, polled and acknowledged in it."""
+    """Records one call, such as a transaction: the messages that it sends, receives and acknowledges, and its end."""
 
     _recorder: Recorder
     number: int
 
     def note(self, **fields: Any) -> None:
-        """Record a field that was not known at the call's begin, such as the transaction's id."""
+        """Record fields that were not known when the call began, such as the id of the transaction."""
         self._recorder.write(note=self.number, **fields)
 
     def send(self, topic: str, partition: int, values: Sequence[str]) -> None:
@@ -83,7 +86,7 @@ class RecordedCall:
         self._recorder.write(stored=self.number, to=[topic, partition], values=values, positions=list(positions))
 
     def poll(self, messages: Iterable[Read], group: str | None = None) -> None:
-        """Record messages that the call has received, in their order."""
+        """Record messages that the call has received, in the order of receipt, and for which group."""
         self._recorder.write(poll=self.number, group=group, messages=list(messages))
 
     def assign(self, keys: Iterable[Key]) -> None:
@@ -91,11 +94,11 @@ class RecordedCall:
         self._recorder.write(assign=self.number, keys=list(keys))
 
     def ack(self, group: str, values: Sequence[str]) -> None:
-        """Record values of messages that the call is about to acknowledge for a group."""
+        """Record that the call is about to acknowledge the messages with these values for a group."""
         self._recorder.write(ack=self.number, group=group, values=values)
 
     def end(self, result: Result, **fields: Any) -> None:
-        """Record the call's end: "ok" if it took effect, "fail" if it certainly did not, else "unknown"."""
+        """Record that the call ended: "ok" if it took effect, "fail" if it certainly did not, otherwise "unknown"."""
         self._recorder.write(end=self.number, result=result, **fields, **_now())
 
 
@@ -110,8 +113,8 @@ def _now() -> dict[str, int]:
 class Operation:
     """One call of a history, from its start line to its end line.
 
-    `start` and `end` are monotonic nanoseconds on the clock of the process's host; without an end line `end` is None.
-    `order` numbers all operations of the history, those of one process in the order of their begins.
+    `start` and `end` are monotonic nanoseconds on the clock of the process's host. `end` is None without an end line.
+    `order` is the index in `History.operations`. The operations of one process are in the order of their begins.
     """
 
     order: int
@@ -136,7 +139,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class RecordedProcess:
-    """A process of a history, by the first line of its file. Monotonic times of one `host` can be compared."""
+    """A process of a history, described by the first line of its file.
+
+    Monotonic times of two processes can be compared if both have the same `host`.
+    """
 
     name: str
     client: str
@@ -147,7 +153,7 @@ class RecordedProcess:
 
 @dataclass(frozen=True)
 class Fault:
-    """The begin or end of a fault that the run injected."""
+    """One event of a fault that the run injected: the fault's begin or its end."""
 
     kind: str
     target: str
@@ -294,7 +300,10 @@ _NEEDED = {"read": ("topics",), "drained": ("group", "topics"), "declares": ("ab
 
 
 def _fields(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the further fields of a line. Raise ValueError if one that a check reads is of another type."""
+    """Return the fields of a line that the format does not name. Raise `ValueError` for a wrong type.
+
+    Only the types of fields that a check reads are verified.
+    """
     for name in ("transaction", "outcome", "error", "group", "session", "owner", "wish"):
         if line.get(name) is not None:
             _text(line[name])

@@ -67,7 +67,7 @@ def is_marker(message: Message) -> bool:
 
 
 def take(consumer: Consumer, count: int) -> list[Message]:
-    """Poll exactly this many messages, and return them. Raise `AssertionError` after `patience()`."""
+    """Poll until exactly `count` messages have arrived, and return them. Raise `AssertionError` after `patience()`."""
     messages: list[Message] = []
     deadline = time.monotonic() + patience()
     while len(messages) < count:

@@ -31,7 +31,7 @@ class Connect(Protocol):
 
 
 class Much(Protocol):
-    """The fixture `much` makes more values of a text than a client buffers."""
+    """The fixture `much` makes a list of values from a text: more bytes than a client buffers."""
 
     def __call__(self, text: bytes) -> list[bytes]: ...
 
@@ -120,7 +120,7 @@ def kill_broker() -> Callable[[], object]:
 
 @pytest.fixture
 def side_by_side() -> int:
-    """Return how many processes a kill walk starts in parallel. Override this fixture for a slower broker."""
+    """Return how many processes the kill walk runs in parallel. Override this fixture for a slower broker."""
     return 10  # some processes only wait until a dead process's lease expires
 
 

@@ -106,7 +106,7 @@ class RocketMQAdmin(Admin):
         ]
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End an open transaction, given by its id; for a half of another client, by the half's unique key."""
+        """End an open transaction. `transaction` is its id or, for a half of another client, the half's unique key."""
         if decision is Decision.UNDECIDED:
             raise InvalidOption("end a transaction by COMMIT or ABORT, not UNDECIDED")
         return open_halves.end_open(self._ender, self._named(transaction, deadline), decision, deadline)
@@ -118,7 +118,10 @@ class RocketMQAdmin(Admin):
         raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it has no halves here")
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
-        """Have the broker send check-backs for discarded halves again. Raise `NotFound` or `InvalidState`."""
+        """Have the broker send check-backs again for the discarded halves of a transaction. Return a report.
+
+        Raise `NotFound` if the transaction is not listed, `InvalidState` if it has no discarded halves.
+        """
         listed = self._named(transaction, deadline)
         count = open_halves.resume_check_backs(self._cluster, listed, deadline)
         if not count:

@@ -35,7 +35,7 @@ _SETTING_COMMAND = "mqadmin updateBrokerConfig -b ADDRESS -k {key} -v {value}, a
 
 
 def check_settings(config: BrokerConfig, settings: RocketMQSettings) -> Iterator[Advice]:
-    """Yield advice about a broker's settings."""
+    """Yield advice about settings of a broker that weaken a promise."""
     yield from _check_switches(config)
     yield from _check_intervals(config)
     yield from _check_patience(config, settings)
@@ -69,8 +69,8 @@ def _check_switches(config: BrokerConfig) -> Iterator[Advice]:
 def _check_intervals(config: BrokerConfig) -> Iterator[Advice]:
     """Yield advice about the timing of check-backs.
 
-    A broker that has not written the op message of an ended half yet sends another check-back for it. A client that
-    then commits without a look-up publishes the message twice.
+    Until a broker has written the op message of an ended half, it may send more check-backs about the half. A client
+    that answers them by a commit, without a look-up, publishes the message twice.
     """
     least = max(2 * config.op_message_interval, _LEAST_CHECK_BACK_AGE_SECONDS)
     if config.transaction_timeout < least:
@@ -209,7 +209,7 @@ def check_disk(broker: str, full: float) -> Iterator[Advice]:
 
 
 def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettings) -> Iterator[Advice]:
-    """Yield advice about transactions that no process ends."""
+    """Yield advice about listed transactions that do not end without help."""
     parked: Counter[str] = Counter()
     for listed in transactions:
         named = settings.group_of_halves(listed.owner)
@@ -227,7 +227,10 @@ def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettin
 
 
 def _check_transaction(listed: OpenTransaction, named: _HalfGroup) -> Iterator[Advice]:
-    """Yield advice about one transaction, or half message (`named`), that is discarded, lost, or stuck."""
+    """Yield advice about a listed transaction whose state is "discarded" or "lost", or that does not end.
+
+    `named` is None, or application and group for a transaction of half messages.
+    """
     now = time.time() * 1000
     if listed.state == "discarded":
         yield Advice(

@@ -47,7 +47,7 @@ _COPY_POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class PendingHalf:
-    """A half that has not ended, as the broker wrote it last, or the record of a discarded half."""
+    """The last record of an open half, or the record of a discarded half (`discarded`)."""
 
     broker: str
     record: MessageExt
@@ -80,12 +80,12 @@ class OpenHalves:
 
     @property
     def may_be_published(self) -> bool:
-        """Whether its messages may still be published. Not so for a discarded half of another client."""
+        """Whether messages of the transaction may still be published; False for a discarded half of another client."""
         return self.origin is not None or self.state != "discarded"
 
     @property
     def messages(self) -> int:
-        """The number of messages: of all if it is prepared, otherwise of those whose halves are open."""
+        """The number of messages of a prepared transaction; for others, the number of listed halves."""
         return sum(each.count for each in self.prepared.topics) if self.prepared is not None else len(self.halves)
 
 
@@ -93,7 +93,7 @@ class OpenHalves:
 
 
 def list_open(cluster: RocketMQCluster, deadline: Deadline) -> list[OpenHalves]:
-    """Return the transactions with open halves on all brokers, also with discarded ones, the oldest first."""
+    """Return the transactions that have open or discarded halves on any broker, the oldest first."""
     waiting: dict[str, list[PendingHalf]] = {}
     for broker in cluster.brokers.names(deadline):
         for each in _newest([*_discarded(cluster, broker, deadline), *_waiting(cluster, broker, deadline)]):
@@ -108,13 +108,16 @@ def _name_of(half: PendingHalf) -> str:
 
 
 def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
-    """Return each half once, as the broker wrote it last. Its next check-back is about that record."""
+    """Return only the last record of each half, which the half's next check-back is about."""
     by_key = {(each.record.unique_key, each.partition): each for each in halves}
     return list(by_key.values())
 
 
 def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """Yield open halves: those from the check-back service's offset on that no op message names."""
+    """Yield the open halves of a broker.
+
+    A half is open if the broker's check-back service has not passed its record, and no op message names the record.
+    """
     halves = _service_offset(cluster, broker, HALF_TOPIC, deadline)
     records = _records(cluster, broker, HALF_TOPIC, halves, deadline)
     pending = [PendingHalf(broker, replace(record, body=b"")) for record in records]
@@ -130,7 +133,7 @@ def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Itera
 
 
 def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """Yield discarded halves, except those whose messages were published afterwards, by a token."""
+    """Yield a broker's discarded halves, except halves whose message is published: it was committed by a token."""
     records = _records(cluster, broker, DISCARDED_TOPIC, 0, deadline)
     discarded = _newest([PendingHalf(broker, replace(record, body=b""), discarded=True) for record in records])
     asked = [(broker, half.partition[0], half.record.unique_key or "") for half in discarded]
@@ -139,7 +142,7 @@ def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Ite
 
 
 def _service_offset(cluster: RocketMQCluster, broker: str, topic: str, deadline: Deadline) -> int:
-    """Return the offset up to which the broker's check-back service has read one of its topics."""
+    """Return the offset up to which the check-back service of a broker has read its half or op topic."""
     return _ask(cluster, broker, groups.committed_offset(_BROKERS_GROUP, topic, 0), deadline) or 0
 
 
@@ -161,7 +164,10 @@ def _ask(cluster: RocketMQCluster, broker: str, request: RpcRequest[T], deadline
 
 
 def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], deadline: Deadline) -> OpenHalves | None:
-    """Return a transaction with its state; None if it has ended, and only the broker's op messages are missing."""
+    """Return the transaction of these halves with its state (see `OpenHalves`).
+
+    Return None if the transaction has ended, and only the op messages about its halves are still to be written.
+    """
     origin = origin_of(halves[0].record)
     discarded = all(half.discarded for half in halves)
     listed = OpenHalves(name, "discarded" if discarded else "open", halves, origin)
@@ -183,7 +189,10 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
 
 
 def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
-    """Return a decided transaction with open halves as "ending"; None if it was decided only seconds ago."""
+    """Return a decided transaction with the state "ending".
+
+    Return None if it was decided only seconds ago, or if it is aborted and its halves are discarded already.
+    """
     if claim.decision is Decision.ABORT and listed.state == "discarded":
         return None
     noted = max(cluster.brokers.config(half.broker, deadline).op_message_interval for half in listed.halves)
@@ -237,7 +246,10 @@ def token_of(cluster: RocketMQCluster, listed: OpenHalves) -> Token | None:
 
 
 def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
-    """End a transaction for an administrator, unless it is decided. Return its outcome. Raise `InvalidState`."""
+    """End a transaction for an administrator. Return its outcome, which follows an earlier decision if there is one.
+
+    Raise `InvalidState` for the commit of a transaction that an administrator may only abort.
+    """
     if listed.origin is None:
         return _end_foreign(ender.cluster, listed, decision, deadline)
     ledger = ledger_of(ender.cluster, listed)
@@ -254,9 +266,9 @@ def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline:
 
 
 def _drop_all(ender: HalfEnder, listed: OpenHalves, deadline: Deadline) -> None:
-    """Abort the halves of an ended transaction, so that the broker stops asking. Published messages stay.
+    """Abort the halves of an ended transaction, so that the broker stops its check-backs. Published messages stay.
 
-    Repeat this for a while: until its op message is written, a round of check-backs may write an ended half again.
+    Repeat this for some seconds: a round of check-backs may write a half again until the half's op message is written.
     """
     cluster, brokers = ender.cluster, {half.broker for half in listed.halves}
     noted = max(cluster.brokers.config(broker, deadline).op_message_interval for broker in brokers)
@@ -292,7 +304,7 @@ def _end_unprepared(
 
 
 def _known_topics(listed: OpenHalves) -> list[HalfCount]:
-    """Return the halves by topic, as far as the listed ones show: up to the highest number."""
+    """Return the number of halves in each topic: one more than the highest number of a listed half."""
     counts: dict[tuple[str, str], int] = {}
     for half in listed.halves:
         slot = slot_of(half.record)
@@ -303,7 +315,7 @@ def _known_topics(listed: OpenHalves) -> list[HalfCount]:
 
 
 def _end_foreign(cluster: RocketMQCluster, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
-    """Abort one half of another client. Only that client's producers may commit it."""
+    """Abort one half of another client. Raise `InvalidState` for COMMIT: only the other client may commit its half."""
     (half,) = listed.halves
     if decision is Decision.COMMIT:
         raise InvalidState(f"half {listed.name!r} is another client's: only that client can commit it")
@@ -317,7 +329,7 @@ def _end_foreign(cluster: RocketMQCluster, listed: OpenHalves, decision: Decisio
 
 
 def resume_check_backs(cluster: RocketMQCluster, listed: OpenHalves, deadline: Deadline) -> int:
-    """Have the broker send check-backs for discarded halves again, from the first on. Return the number of halves."""
+    """Have the broker send check-backs for discarded halves again, with a new count. Return the number of halves."""
     discarded = [half for half in listed.halves if half.discarded]
     for half in discarded:
         _ask(cluster, half.broker, administration.resume_half(half.record.offset_id), deadline)

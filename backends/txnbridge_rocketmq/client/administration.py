@@ -136,7 +136,10 @@ def producers(group: str) -> RpcRequest[list[str]]:
 
 
 def resume_half(offset_id: OffsetId) -> RpcRequest[None]:
-    """Have the broker send check-backs for a discarded half again. `offset_id` is the discarded record's."""
+    """Have the broker send check-backs for a discarded half again.
+
+    `offset_id` is the address of the record in the topic of discarded halves.
+    """
     action = "resuming a discarded half"
     return RpcRequest(
         action, RequestCode.RESUME_CHECK_HALF_MESSAGE, nothing, fields(topic=DISCARDED_TOPIC, msgId=offset_id)

@@ -106,7 +106,7 @@ class RemotingClient:
     def submit(self, broker: str, request: RpcRequest[T], timeout: float) -> Call[T]:
         """Send a request without waiting for the response. The returned `Call` ends within `timeout`.
 
-        Raise the same errors as `call`; then the broker has certainly not carried the request out.
+        If this method itself raises an error, one of those of `call`, the broker has not carried out the request.
         """
         until = time.monotonic() + timeout
         address = self._address(broker, until)
@@ -167,17 +167,17 @@ class RemotingClient:
 
     @property
     def seen_brokers(self) -> frozenset[str]:
-        """The names of all brokers that this client has ever got from a name server, also of those that are down."""
+        """The names of all brokers that name servers ever listed to this client, including brokers that are down."""
         with self._lock:
             return frozenset(self._seen)
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
     def join(self, membership: Membership, timeout: float) -> None:
-        """Register the groups of `membership` with every broker, in place of those of the last call.
+        """Register the groups of `membership` with every broker, and unregister other groups of earlier calls.
 
-        Later heartbeats, until `close`, register them with brokers that are unreachable now, or restarted later. Raise
-        the last error if no broker is reachable.
+        Until `close`, heartbeats register these groups also with brokers that are unreachable now, or restarted later.
+        Raise the last error if no broker is reachable.
         """
         until = time.monotonic() + timeout
         with self._lock:
@@ -202,7 +202,7 @@ class RemotingClient:
             return any(connection.is_open for connection, _ in self._heartbeats.values())
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
-        """Leave the groups, close all connections, and wait for a running callback. Calls raise `Disconnected`."""
+        """Leave the groups, close all connections, and wait for a running callback. Open calls raise `Disconnected`."""
         if self._closed.is_set():
             return
         until = time.monotonic() + timeout
@@ -322,7 +322,7 @@ class RemotingClient:
             return list(self._masters)
 
     def _leave(self, left: Membership, timeout: float = _LEAVE_SECONDS) -> None:
-        """Unregister groups from the connected brokers. Others have dropped this client with its connection."""
+        """Unregister groups from the connected brokers. Other brokers dropped this client when its connection ended."""
         until = time.monotonic() + min(timeout, _LEAVE_SECONDS)
         requests = [unregister(self.client_id, producer=group) for group in left.producers]
         requests += [unregister(self.client_id, consumer=group) for group in left.consumers]

@@ -1,4 +1,4 @@
-"""The client's errors, each of which says whether the failed request may have had effect.
+"""The errors of the client. Each error says whether its failed request may have had effect.
 
 Error texts contain codes, addresses, topics and the broker's remark. They never contain bodies, keys or secrets.
 """
@@ -51,7 +51,7 @@ class ErrorResponse(RemotingError):
 
 
 class NotDurable(ErrorResponse):
-    """The message is stored at `offset_id`, but not flushed or replicated as the broker's settings ask."""
+    """Raised if a message is stored, at `offset_id`, but not flushed or replicated as the broker's settings require."""
 
     def __init__(self, code: int, remark: str, action: str, offset_id: str) -> None:
         super().__init__(code, remark, action)
@@ -59,7 +59,7 @@ class NotDurable(ErrorResponse):
 
 
 class CannotDecompress(RemotingError):
-    """A body is compressed with an algorithm that this client lacks, or unpacks to more than the allowed size."""
+    """Raised if a body is compressed with an unknown algorithm, or unpacks to more than the allowed size."""
 
 
 def code_name(code: int) -> str:

@@ -91,10 +91,10 @@ def members(group: str) -> RpcRequest[list[str]]:
 
 
 def is_asleep(group: str, client_id: str) -> RpcRequest[bool]:
-    """Return whether a member is connected and does not respond: its process is stopped, or its machine is asleep.
+    """Return whether a member is connected and does not respond: its process or its machine is suspended.
 
     The broker asks the member for its running info and waits ten seconds for any response. This blocks one of the
-    broker's threads for requests about groups, topics and locks, so only one client should ask at a time.
+    broker's threads for requests about groups, topics and locks, so only one client should probe at a time.
     """
     return RpcRequest(
         f"asking whether a member of group {group} responds",

@@ -50,7 +50,7 @@ class PullStatus(IntEnum):
 
 @dataclass(frozen=True)
 class PullResult:
-    """The messages of a pull, and the queue's bounds at that time: first offset, and offset after the last message."""
+    """The messages that a pull returned, and the queue's first offset and end offset at that time."""
 
     status: PullStatus
     next_offset: int
@@ -113,7 +113,7 @@ def offset_at(topic: str, queue: int, timestamp: int) -> RpcRequest[int]:
 
 
 def log_offset_at(topic: str, queue: int, offset: int) -> RpcRequest[int | None]:
-    """Return the commit log offset of the message at a queue offset; None without such a message."""
+    """Return the commit log offset of the message at a queue offset; None if the queue has no message there."""
     action = f"looking up offset {offset} of queue {queue} of topic {topic}"
 
     def read(answer: RemotingCommand) -> int | None:
@@ -136,7 +136,10 @@ def by_unique_key(topic: str, unique_key: str) -> RpcRequest[list[MessageExt]]:
 
 @dataclass(frozen=True)
 class NewestByKey:
-    """The newest message with a unique key; None if it is not among the index entries that the broker examined."""
+    """The result of a look-up by unique key: the newest message with this key, if the broker found one.
+
+    `record` is None if no message with this key is among the index entries that the broker examined.
+    """
 
     record: MessageExt | None
     may_have_more: bool
@@ -146,8 +149,8 @@ class NewestByKey:
 def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool = False) -> RpcRequest[NewestByKey]:
     """Return the newest message of a topic with this unique key, if it is among the `count` newest index entries.
 
-    The index stores keys as a hash of four bytes, so the newest entry may be a message with another key. If the result
-    `may_have_more`, repeat the request with a larger `count`, up to `MOST_LOOKED_UP`.
+    The index stores a hash of four bytes for each key, so the newest entries may be of messages with other keys. If the
+    result has `may_have_more`, repeat the request with a larger `count`, up to `MOST_LOOKED_UP`.
     """
 
     def read(records: list[MessageExt], offered: int) -> NewestByKey:
@@ -161,7 +164,11 @@ def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool
 def _look_up(
     topic: str, unique_key: str, count: int, read: Callable[[list[MessageExt], int], T], **more: object
 ) -> RpcRequest[T]:
-    """Look up messages by key. `read` gets those with this key, oldest first, and how many the broker returned."""
+    """Return a request for the messages of a topic with a unique key.
+
+    `read` makes the result from two arguments: the messages with exactly this key, oldest first, and the number of all
+    messages that the broker returned, including messages with other keys.
+    """
 
     def decode(answer: RemotingCommand) -> T:
         offered = decode_records(answer.body) if answer.code != ResponseCode.QUERY_NOT_FOUND else []

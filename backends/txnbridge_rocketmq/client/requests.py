@@ -21,7 +21,7 @@ OR_ABSENT = frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.SYSTEM_ERROR)
 
 @dataclass(frozen=True)
 class RpcRequest(Generic[T]):
-    """One request. `action` names it in errors. `read` decodes a response if its code is in `accepted`."""
+    """One request. `action` names the request in errors. `read` decodes responses whose code is in `accepted`."""
 
     action: str
     code: int
@@ -43,7 +43,7 @@ class RpcRequest(Generic[T]):
 
 
 def fields(**given: object) -> dict[str, str]:
-    """Return the header fields of a request as text, without those that are None."""
+    """Return the header fields of a request as text, without fields whose value is None."""
     return {name: text(value) for name, value in given.items() if value is not None}
 
 
@@ -65,7 +65,10 @@ def document(answer: RemotingCommand) -> dict[str, Any]:
 
 
 def is_absent(answer: RemotingCommand, words: str, action: str) -> bool:
-    """Return whether SYSTEM_ERROR with these words says that a thing does not exist. Raise other `ErrorResponse`s."""
+    """Return whether the broker answered, by SYSTEM_ERROR with these words, that the requested object is missing.
+
+    Return False for a success. Raise `ErrorResponse` for another error.
+    """
     if answer.code == ResponseCode.SUCCESS:
         return False
     if words in answer.remark:

@@ -60,7 +60,7 @@ def retry_calls(
     deadline: Deadline,
     at_once: int = MOST_AT_ONCE,
 ) -> list[T]:
-    """Send many requests, `at_once` in flight, repeat those that fail, and return the responses in order."""
+    """Send many requests, `at_once` in flight. Repeat failed requests, and return the responses in order."""
     results: list[T] = []
     for at in range(0, len(asked), at_once):
         chunk = asked[at : at + at_once]
@@ -78,7 +78,10 @@ def retry_calls(
 def look_up_by_key(
     client: RemotingClient, wanted: Sequence[tuple[str, str, str]], action: str, deadline: Deadline, body: bool = False
 ) -> list[MessageExt | None]:
-    """Return the newest message for each (broker, topic, unique key), or None. Raise `EvidenceLost` if not known."""
+    """Return the newest message for each (broker, topic, unique key); None if the broker has no such message.
+
+    Raise `EvidenceLost` if too many newer messages have keys with the same hash, so that the broker does not find it.
+    """
     asked = [(broker, read_requests.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in wanted]
     answers = retry_calls(client, asked, action, deadline, _MOST_LOOK_UPS_AT_ONCE)
     return [
@@ -90,7 +93,7 @@ def look_up_by_key(
 def _look_further(
     client: RemotingClient, wanted: tuple[str, str, str], action: str, deadline: Deadline, body: bool
 ) -> MessageExt | None:
-    """Look one message up among more index entries: newer messages have other keys with the same hash."""
+    """Look up one message among more and more index entries, because the newest entries are of other keys."""
     broker, topic, key = wanted
     count = 1
     while count < read_requests.MOST_LOOKED_UP:

@@ -13,7 +13,7 @@ _ACCESS_KEY, _SECURITY_TOKEN, _SIGNATURE = "AccessKey", "SecurityToken", "Signat
 
 @dataclass(frozen=True)
 class Credentials:
-    """A user of the broker. The secret key signs requests, is never sent, and is in no log or error text."""
+    """The name and keys of a broker's user. The secret key signs requests. It is never sent, logged or in errors."""
 
     access_key: str
     secret_key: str = field(repr=False)

@@ -81,7 +81,7 @@ class RemotingTransport:
                 return None
 
     def _wait(self, event: int, until: float) -> bool:
-        """Return whether the socket became ready in time, or the connection ended."""
+        """Wait for `event` on the socket, or for the connection's end. Return False if neither came by `until`."""
         if self._closed:
             raise OSError("the connection is closed")
         poll = select.poll()

@@ -28,10 +28,10 @@ _MOST_REMEMBERED = 10_000
 
 
 class CheckBackHandler:
-    """Ends the halves of check-backs as the decision log says, and leaves others for the broker's next check-back.
+    """Answers check-backs: ends the halves of decided transactions, and does not respond for undecided ones.
 
-    A half is never aborted only because its decision is unknown. First an ABORT claim is written to the decision log,
-    only after the half's own deadline, or after another process has opened the owner's transactional id (hazard H67).
+    A half is never aborted only because its transaction is undecided. First an ABORT claim is written to the decision
+    log. That is done after the half's deadline, or after another process opened the transactional id (hazard H67).
     """
 
     def __init__(self, ender: HalfEnder) -> None:
@@ -51,7 +51,7 @@ class CheckBackHandler:
         threading.Thread(target=self._end_discarded_halves, name="txnbridge-rocketmq-discarded", daemon=True).start()
 
     def close(self) -> None:
-        """Stop the answers that are running, by their deadlines, and settle no further transactions."""
+        """Let the deadlines of running answers pass at once, and answer no further check-backs."""
         with self._lock:
             self._closed.set()
             for deadline in self._deadlines:
@@ -73,7 +73,7 @@ class CheckBackHandler:
     # --- check-backs --------------------------------------------------------------------------------------------------
 
     def answer(self, checks: Sequence[CheckBack]) -> None:
-        """Settle the transactions of these check-backs, each once for all its halves and copies. Log errors."""
+        """End the halves of these check-backs if their transactions are decided. Log errors."""
         asked: dict[str, list[CheckBack]] = {}
         for check in checks:
             if (slot := slot_of(check.record)) is not None:
@@ -89,7 +89,10 @@ class CheckBackHandler:
                     self._ender.drop(copies, deadline)
 
     def _settle_quietly(self, transaction: str, halves: Sequence[MessageExt]) -> bool:
-        """Settle a transaction, and log errors. Return whether these halves may be aborted: none is to be published."""
+        """Publish a transaction if it is committed, and log errors. Return whether these halves may be aborted.
+
+        They may if the transaction is aborted, or if every message that it publishes is published already.
+        """
         try:
             with self._in_time() as deadline:
                 return transaction in self._settled or self._settle(transaction, halves, deadline)
@@ -153,9 +156,9 @@ class CheckBackHandler:
         """End the halves that brokers have discarded. Return the seconds until the next call.
 
         After the last check-back a broker moves a half to its discarded topic, also if no bridge was running to answer.
-        The decision about the half's transaction still counts (hazard H70). The copies in the half topic are ended, and
-        never the discarded record: the broker would end the half that has the same offset in the half topic. Undecided
-        half messages of applications wait until they are resumed or ended by hand.
+        The decision about the half's transaction still counts (hazard H70). This method ends the copies in the half
+        topic, and never names the discarded record: the broker would end another half, which has the same offset in the
+        half topic. Undecided half messages of applications wait until an administrator resumes or ends them.
         """
         pause = self._timing.discarded_retry
         try:
@@ -198,13 +201,13 @@ class CheckBackHandler:
 
 
 def _is_decided_half(topics: Sequence[HalfCount], half: MessageExt) -> bool:
-    """Return whether a half is one of those that the decision record counts in `topics`."""
+    """Return whether a half belongs to its transaction, by the counts of halves (`topics`) in the COMMIT claim."""
     slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
     return any(slot is not None and each.topic == topic and slot.number < each.count for each in topics)
 
 
 def _is_abandoned(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> bool:
-    """Return whether no process can commit a transaction: unprepared, and its id has a newer owner (hazard H72)."""
+    """Return whether a transaction cannot commit: it is unprepared, and its id has a newer owner (hazard H72)."""
     if origin.opening is None:
         return False
     newest = ledger.newest_opening(deadline)

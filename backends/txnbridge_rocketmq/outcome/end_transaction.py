@@ -47,11 +47,11 @@ _REAL_QUEUE_PROPERTY = "REAL_QID"
 
 
 class PublishedMessageMissing(BrokerUnavailable):
-    """A look-up does not find a message although the broker answered that it has published the message."""
+    """Raised if a look-up does not find a message although the broker answered that it published the message."""
 
 
 class LockHolder(Enum):
-    """What `HalfEnder.exclusively` yields: who holds the lock of a transaction, and so may end its halves."""
+    """The holder of a transaction's lock, as `HalfEnder.exclusively` yields it. Only the holder ends the halves."""
 
     CALLER = "the calling thread"
     OTHER_THREAD = "another thread of this process"
@@ -60,7 +60,7 @@ class LockHolder(Enum):
 
 @dataclass
 class EndSequence:
-    """The halves of one queue that are still to be committed, in order: one request at a time keeps that order."""
+    """The halves of one queue that are still to be committed, in order. One request at a time is in flight."""
 
     queue: Queue
     halves: deque[HalfAddress]
@@ -102,7 +102,7 @@ class HalfEnder:
 
     @contextmanager
     def as_owner(self, transaction: str) -> Iterator[None]:
-        """Mark a transaction, during the block, as published by its owner: this process answers no check-backs then."""
+        """During the block, answer no check-backs about a transaction, because its owner is publishing it."""
         with self._lock:
             self._being_ended.add(transaction)
         try:
@@ -123,7 +123,7 @@ class HalfEnder:
         self._send_lock_request(self._lock_of(transaction), groups.unlock)
 
     def _send_lock_request(self, queue: Queue, action: Callable[[str, str, Sequence[Queue]], RpcRequest[Any]]) -> None:
-        """Send a lock request without waiting for its response."""
+        """Send the lock or unlock request that `action` makes for a queue, without waiting for the response."""
         try:
             self.cluster.client.submit(
                 queue.broker, action(_LOCK_GROUP, self.cluster.client.client_id, [queue]), self._timing.index_timeout
@@ -141,8 +141,8 @@ class HalfEnder:
     def publish_fresh(self, halves: Mapping[Queue, Sequence[HalfAddress]], deadline: Deadline) -> bool:
         """Commit an owner's halves without a look-up. Return whether the broker has confirmed all.
 
-        During the halves' immunity time no other process ends them; later, the broker refuses this direct commit. After
-        False, the caller must look messages up before it sends another commit (hazard H60).
+        During the immunity time of the halves no other process ends them; later, the broker refuses this direct commit.
+        If the result is False, the caller must look up the messages before another commit (hazard H60).
         """
         sequences = [EndSequence(queue, deque(handles)) for queue, handles in halves.items()]
         self._commit_halves(sequences, False, deadline)
@@ -150,9 +150,10 @@ class HalfEnder:
         return not any(sequence.stopped for sequence in sequences)
 
     def confirm_published(self, halves: Mapping[Queue, Sequence[HalfAddress]], deadline: Deadline) -> None:
-        """Look up one published message on each broker that was not verified before.
+        """Check that brokers publish: look up one published message on each broker, once in the life of the bridge.
 
-        Raise `PublishedMessageMissing` if it is not found: proxies answer END_TRANSACTION and do nothing (hazard H74).
+        Raise `PublishedMessageMissing` if a message is not found: proxies answer END_TRANSACTION and do nothing
+        (hazard H74).
         """
         published: dict[str, _Expected] = {}
         for queue, handles in halves.items():
@@ -169,7 +170,7 @@ class HalfEnder:
         return self.cluster.brokers.config(broker, deadline).is_on("messageIndexEnable", True)
 
     def drop(self, halves: Iterable[tuple[str, HalfAddress]], deadline: Deadline) -> None:
-        """Abort halves, each with its broker, on brokers that are up. The others ask about them by check-backs."""
+        """Abort these halves, each on the broker named with it. A failed abort is left to the broker's check-back."""
         waiting = deque(halves)
         while waiting:
             chunk = [waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(waiting)))]
@@ -188,7 +189,10 @@ class HalfEnder:
     def _commit_halves(
         self, sequences: Sequence[EndSequence], from_check: bool, deadline: Deadline, until: float = math.inf
     ) -> None:
-        """Commit the sequences' halves, none after `until`. A sequence stops at the first uncertain outcome."""
+        """Commit the halves of all sequences; send no commit after `until`.
+
+        A sequence stops at the first commit whose outcome is uncertain, or that a repetition cannot make succeed.
+        """
         going = [sequence for sequence in sequences if sequence.halves]
         while going and time.monotonic() < until:
             paused = False
@@ -221,7 +225,7 @@ class HalfEnder:
         return True
 
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
-        """Stop a sequence, unless the broker did not carry the request out, and the same request may succeed soon."""
+        """Stop a sequence because of an error, unless the request had no effect and may succeed if sent again."""
         passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
         passing = passing and type(translate(error, "")) is BrokerUnavailable
         if not passing or deadline.left() <= self._timing.end_pause:
@@ -234,9 +238,9 @@ class HalfEnder:
     ) -> None:
         """Publish every message of a committed transaction that is not published yet.
 
-        `topics` has the number of its messages in each topic. With `first`, the caller has just decided the
-        transaction, so no other process has published any. Raise `BrokerUnavailable`, `AccessDenied` if the user may
-        not publish, or `EvidenceLost` if a message is not published and its half is gone.
+        `topics` has the number of the transaction's messages in each topic. `first` means that the caller has just
+        decided the transaction, so that no message can be published yet. Raise `BrokerUnavailable`, `AccessDenied` if
+        the user may not publish, or `EvidenceLost` if a message is not published and its half is gone.
         """
         missing = _expected(transaction, topics)
         if not first and (missing := self._unpublished(missing, deadline)):
@@ -269,7 +273,7 @@ class HalfEnder:
         return self._unpublished([each for each in missing if each.key in left], deadline)
 
     def _still_missing(self, missing: Sequence[_Expected], deadline: Deadline) -> Sequence[_Expected]:
-        """Return the messages that are not published. Wait while another process is publishing some of them."""
+        """Return the messages that a look-up does not find. Look up again while other processes publish some."""
         while len(left := self._unpublished(missing, deadline)) < len(missing):
             deadline.check("waiting for another process that publishes the same transaction")
             time.sleep(min(self._timing.index_delay, deadline.left()))
@@ -283,8 +287,9 @@ class HalfEnder:
     def unpublished(self, transaction: str, topics: Sequence[HalfCount], age: float, deadline: Deadline) -> int:
         """Return how many messages of a committed transaction are not published, and still have a half.
 
-        The transaction was decided `age` seconds ago. Soon after that, the broker's index may lack published messages,
-        so repeat the look-up. A message without a half counts as published, and as dropped by retention since.
+        The transaction was decided `age` seconds ago. Soon after a decision, the broker's index may lack published
+        messages, so the look-up is repeated. A message that has no half any more counts as published: retention may
+        have dropped both.
         """
         until = Deadline(min(max(0.0, self._timing.index_timeout - age), deadline.left() / 2))
         wanted = _expected(transaction, topics)
@@ -300,13 +305,13 @@ class HalfEnder:
         self.drop([(each.broker, address_of_copy(record)) for each, record in copies], deadline)
 
     def copies(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> list[MessageExt]:
-        """Return the newest copy of each half of the transaction that the broker has, with its body, in order."""
+        """Return the newest copy of each half of a transaction, with the body. Halves that are gone are left out."""
         wanted = _expected(transaction, topics)
         copies = dict(self._copies(wanted, deadline, bodies=True))
         return [copies[each] for each in wanted if each in copies]
 
     def _unpublished(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
-        """Return those of the messages that a look-up does not find in their topics."""
+        """Return the messages among `wanted` that a look-up does not find in their topics."""
         asked = [(each.broker, each.topic, each.key) for each in wanted]
         published = look_up_by_key(self.cluster.client, asked, "looking for what is published", deadline)
         return [each for each, record in zip(wanted, published, strict=True) if record is None]
@@ -314,7 +319,7 @@ class HalfEnder:
     def _copies(
         self, wanted: Sequence[_Expected], deadline: Deadline, bodies: bool = False
     ) -> list[tuple[_Expected, MessageExt]]:
-        """Return each message whose half is found in a half topic, with the newest copy of the half."""
+        """Return the newest copy of the half of each message, without messages whose half is gone."""
         copies: list[tuple[_Expected, MessageExt]] = []
         left = list(wanted)
         for topic in (HALF_TOPIC, ROCKSDB_HALF_TOPIC):
@@ -361,7 +366,7 @@ class HalfEnder:
         self._verified_brokers.update(each.broker for each in published)
 
     def _wait_until_expired(self, sequences: Sequence[EndSequence], deadline: Deadline) -> None:
-        """Wait until the broker has dropped all requests without a response from its queue (hazard H61)."""
+        """Wait until no request without a response can take effect: brokers drop old requests (hazard H61)."""
         doubtful = {each.queue.broker for each in sequences if each.stopped and each.stopped.may_have_had_effect}
         if not doubtful:
             return
@@ -384,7 +389,10 @@ def _require_rights(sequences: Sequence[EndSequence]) -> None:
 
 
 class _Expected(NamedTuple):
-    """A message that a committed transaction publishes: the `number`-th in its topic. Its half has the same key."""
+    """A message that a transaction publishes. `number` counts the transaction's messages in the topic, from 0.
+
+    `key` is the unique key of the message and of its half.
+    """
 
     topic: str
     broker: str
@@ -401,7 +409,7 @@ def _expected(transaction: str, topics: Sequence[HalfCount]) -> list[_Expected]:
 
 
 def address_of_copy(record: MessageExt) -> HalfAddress:
-    """Return the address of a half, from the record that was read from a half topic."""
+    """Return the address of a half, given the record of the half from a half topic."""
     return HalfAddress(
         record.properties.get(Property.REAL_TOPIC, record.topic),
         record.properties.get(Property.GROUP, ""),

@@ -57,7 +57,7 @@ class PrepareRecord:
 
 
 def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction by `decision`, unless it is decided already. Return its outcome. Safe to repeat.
+    """End a prepared transaction by `decision`, or by an earlier decision. Return its outcome. Safe to repeat.
 
     COMMITTED means that every message is published. Raise `BrokerUnavailable` only if this call has decided nothing,
     `OutcomeUnknown` if the outcome is not known or not carried out yet, `EvidenceLost` if halves or records are gone.
@@ -80,7 +80,7 @@ def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Led
 
 @contextmanager
 def _as_decided(token: Token, outcome: str) -> Iterator[None]:
-    """Add to the block's errors that the transaction is decided, and that other bridges complete it."""
+    """Run a block after a decision. Its errors then say that the transaction is decided and that any bridge ends it."""
     prefix = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield
@@ -93,9 +93,9 @@ def _as_decided(token: Token, outcome: str) -> Iterator[None]:
 def publish_exclusively(
     ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
 ) -> None:
-    """Publish a committed transaction, with its lock, or wait until another process has published it.
+    """Publish a committed transaction under its lock, or wait until another process has published it.
 
-    Take over from a process that holds the lock and publishes nothing for some seconds.
+    If the process that holds the lock publishes nothing for some seconds, publish without the lock.
     """
     stalled = ender.cluster.settings.timing.publisher_stalled
     left, patience = -1, Deadline(stalled)
@@ -112,7 +112,7 @@ def publish_exclusively(
 
 
 def publish_decided(ender: HalfEnder, transaction: str, claim: LedgerClaim, deadline: Deadline) -> None:
-    """Publish a transaction that another process committed, before the caller's own messages, which follow it."""
+    """Publish a transaction that another process committed, so that the caller's own messages come after it."""
     topics = halves_from_json(claim.data)
     with ender.cluster.context.events.step("step:publish", transaction):
         _wait_out_immunity(ender, transaction, topics, deadline)
@@ -120,7 +120,10 @@ def publish_decided(ender: HalfEnder, transaction: str, claim: LedgerClaim, dead
 
 
 def _wait_out_immunity(ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
-    """Wait until the halves are published, or no owner may end them directly any more: the immunity time is past."""
+    """Wait until all messages are published, or until the immunity time of their halves is past.
+
+    After the immunity time, no owner can commit the halves directly, at the same time as the caller.
+    """
     settings = [ender.cluster.brokers.config(each.broker, deadline) for each in topics]
     stale = Deadline(max((immunity(each) for each in settings), default=0) + _BORN_TIME_SKEW_SECONDS)
     while ender.missing(transaction, topics, deadline) and not stale.expired:

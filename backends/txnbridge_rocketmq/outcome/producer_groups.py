@@ -15,7 +15,10 @@ from txnbridge_rocketmq.client.send_requests import CheckBack
 
 @dataclass
 class CheckBackRouter:
-    """Calls the handler of a check-back's producer group. The client needs it before any handler is known."""
+    """Passes check-backs to the handler of their producer group.
+
+    A client takes the router when it is created; handlers are added later.
+    """
 
     handlers: dict[str, Callable[[Sequence[CheckBack]], None]] = field(default_factory=dict)  # by producer group
 

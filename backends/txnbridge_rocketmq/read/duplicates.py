@@ -20,8 +20,8 @@ class DuplicateFilter:
     Pass records in order, first to `suspects`, then to `sift`.
 
     If the half of a message was stored after the first remembered message, then all earlier copies of the message are
-    remembered, too. Other messages are looked up at the broker: those with an older half, and those published from the
-    copy of a half that the broker made in a round of check-backs.
+    remembered, too. Other messages are looked up at the broker: messages with an older half, and messages published
+    from a copy of a half that the broker made in a round of check-backs.
     """
 
     def __init__(self, remembered: int) -> None:
@@ -55,7 +55,7 @@ class DuplicateFilter:
         return record.prepared_offset < self._since or not record.properties.keys().isdisjoint(_COPY_PROPERTIES)
 
     def sift(self, records: Sequence[MessageExt], found: Mapping[int, Sequence[MessageExt]]) -> list[MessageExt]:
-        """Return the records without duplicates. `found` has the result of each suspect's look-up, by queue offset."""
+        """Return the records without duplicates. `found` has the look-up result of each suspect, by queue offset."""
         return [record for record in records if self._is_first(record, found.get(record.queue_offset, ()))]
 
     def _is_first(self, record: MessageExt, others: Sequence[MessageExt]) -> bool:

@@ -44,8 +44,8 @@ class SeekTarget:
 class QueueReader:
     """One partition while it is assigned to a reader: the records read ahead, and the next position.
 
-    Records are handed out only after a check of the reference record, an earlier record, that was sent after reading
-    them. If the queue still has the reference record, they are not from a recreated topic (hazard H80).
+    Records are handed out only after a later check for the reference record, which was read earlier. If the queue still
+    has the reference record, the new records are not from a recreated topic (hazard H80).
 
     Only the polling thread uses this object, except `claims` (with the reader's guard) and `position_at` (any thread).
     """
@@ -100,13 +100,13 @@ class QueueReader:
         return self._delivered_end
 
     def position_at(self, end: int) -> VerifiableOffset:
-        """Return the position to acknowledge for `end`, with the last message before `end` as its reference record."""
+        """Return the position at `end`, to be acknowledged. Its reference record is the last message before `end`."""
         references = self._references
         at = bisect_left(references, ReferenceRecord(end, 0))
         return VerifiableOffset(end, references[at - 1] if at else self.reference)
 
     def unsettle(self, target: SeekTarget) -> None:
-        """Set the target of a seek, and hand out no message until `continue_at` is called with its result."""
+        """Set where to continue, and hand out no message until `continue_at` is called with the resolved position."""
         self.target = target
         if target.chosen:
             self.reference = None
@@ -115,7 +115,7 @@ class QueueReader:
         self.fault = None
 
     def fail_until_seek(self, fault: PositionLost) -> None:
-        """Hand out no message until a seek. Messages after the seek do not count as redelivered."""
+        """Let `poll` raise `fault` until a seek. Messages after the seek do not count as redelivered."""
         self.fault = fault
         self._highest = -1
         self._deliveries.clear()
@@ -143,13 +143,13 @@ class QueueReader:
 
     @property
     def needs_early_poll(self) -> bool:
-        """Whether `poll` must look again soon although no response will wake it: after a pause, or for look-ups."""
+        """Whether `poll` must look again soon without waiting for a response: a pause ends, or look-ups are due."""
         return time.monotonic() < self._paused_until or bool(self._pulls and self._pulls[0].pulled)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def send_pulls(self, submit: Submit) -> None:
-        """Send pull requests while there is room for their messages, and the check of the reference record."""
+        """Send pull requests while there is room for their messages, and the check for the reference record if due."""
         if self.paused or self.fault or not self.settled or self.is_cut_off or time.monotonic() < self._paused_until:
             return
         try:
@@ -220,7 +220,11 @@ class QueueReader:
         self._needs_check = self.reference is not None
 
     def _take_check(self) -> None:
-        """Process the result of the check of the reference record: verify the records, or set `fault` at last."""
+        """Process the result of the check for the reference record.
+
+        If the queue has the record, the records read before the check may be handed out. If the topic was recreated, or
+        the reference record stays missing for some seconds, set `fault`.
+        """
         if self._check is None:
             return
         check, read, last = self._check
@@ -245,7 +249,10 @@ class QueueReader:
             self.fail_until_seek(topic_recreated("the position", self.partition, self.next, self.reference))
 
     def _adjust_pull_size(self, pull: QueuePull) -> None:
-        """Request as many messages at once as this response had; after many full responses, twice as many."""
+        """Set how many messages the next pull requests: as many as this pull returned.
+
+        After several pulls that returned all requested messages, double the number.
+        """
         if len(pull.records) >= pull.count:
             self._full_answers += 1
             if self._full_answers >= self._timing.full_responses:
@@ -254,7 +261,7 @@ class QueueReader:
             self._pull_size, self._full_answers = len(pull.records), 0
 
     def _handle_missing_record(self, pulled: PullResult) -> None:
-        """Request a missing record again for some seconds, then set `fault`. Never skip a record."""
+        """Pause before requesting a missing record again. After some seconds set `fault`. Never skip a record."""
         now = time.monotonic()
         self._gap_since = self._gap_since or now
         self._paused_until = now + self._timing.pull_pause
@@ -283,7 +290,7 @@ class QueueReader:
         return self._ready[0].queue_offset < self._verified_end
 
     def hand_out(self) -> Message | None:
-        """Return the next message; None if its body cannot be unpacked, and then `fault` is set."""
+        """Return the next message. If its body cannot be unpacked, set `fault` and return None."""
         record = self._ready[0]
         try:
             message = from_wire(record, *self.partition, self.source)
@@ -325,7 +332,7 @@ class QueueReader:
 
 
 def out_of_range(owner: str, partition: Partition, at: int, begin: int, end: int) -> str:
-    """Return the error text for the position `at` of `owner`, where the queue from `begin` to `end` has no message."""
+    """Return the error text for the position `at` of `owner`, which is outside of the queue's `begin` to `end`."""
     topic, number = partition
     if at < begin:
         return (

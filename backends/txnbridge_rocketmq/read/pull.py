@@ -29,11 +29,11 @@ Submit = Callable[[str, RpcRequest[Any], float], Call[Any]]  # to the broker of 
 
 
 class NotIndexed(Exception):
-    """A look-up by unique key does not find a message that the broker has returned for a pull (hazard H76)."""
+    """Raised if a look-up by unique key does not find a message that a pull has returned (hazard H76)."""
 
 
 class QueuePull:
-    """A pull request in flight, and then the look-ups by key for the records that it returned."""
+    """A pull request, and the look-ups by unique key for those of its records that may be duplicates."""
 
     def __init__(self, submit: Submit, queue: Queue, at: int, count: int, wait: float, timing: RocketMQTiming) -> None:
         self.at = at
@@ -70,7 +70,7 @@ class QueuePull:
 
 
 class SameQueueCheck:
-    """A request in flight for the reference record: if the queue still has it, the topic was not recreated."""
+    """A request in flight that checks for the reference record, to notice a recreated topic (hazard H80)."""
 
     def __init__(self, submit: Submit, queue: Queue, reference: ReferenceRecord) -> None:
         self._submit = submit
@@ -93,7 +93,10 @@ class SameQueueCheck:
         return self._begin.done()
 
     def is_same_queue(self) -> bool | None:
-        """Return whether the queue has the reference record, or dropped it by age; None if the record is missing."""
+        """Return True if the queue has the reference record, or dropped the record by age.
+
+        Return False if another record is at its offset, None if no record is there, which may be temporary.
+        """
         log_offset: int | None = self._lookup.result()
         if log_offset is not None:
             return log_offset == self._reference.log_offset
@@ -102,7 +105,7 @@ class SameQueueCheck:
 
 
 class _KeyLookUp:
-    """A look-up in flight of the published copies of a record, by unique key, repeated until it finds the record."""
+    """A look-up, by unique key, of all published copies of a record. It repeats until the record itself is found."""
 
     def __init__(self, submit: Submit, queue: Queue, record: MessageExt, timing: RocketMQTiming) -> None:
         self.record = record

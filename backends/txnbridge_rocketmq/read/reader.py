@@ -52,7 +52,7 @@ _CLOSE_SECONDS = 1.0
 class _RefreshResult:
     """The result of a reader's background task: queues, the assignment of partitions, and resolved positions.
 
-    `moves` has `QueueReader.moves` of when the task began: the position of a partition that moved since is not used.
+    `moves` has `QueueReader.moves` at the begin of the task. If a partition was moved since, its `found` is not used.
     """
 
     queues: Mapping[Partition, Queue]
@@ -62,7 +62,7 @@ class _RefreshResult:
 
 
 class RocketMQReader(Reader):
-    """Reader with connections of its own. A background task finds assignment and positions: `poll` does not wait."""
+    """Reader with connections of its own. Background tasks find assignment and positions, so `poll` need not wait."""
 
     def __init__(
         self, ender: HalfEnder, subscription: Subscription, listener: ReaderListener, deadline: Deadline
@@ -164,7 +164,7 @@ class RocketMQReader(Reader):
         return messages
 
     def _rotated_readers(self) -> list[QueueReader]:
-        """Return all partitions, starting with another one each time, so that none waits long for a busy one."""
+        """Return the readers of all partitions. Each call begins with the next one, so that no partition waits long."""
         readers = list(self._readers.values())
         if len(readers) > 1:
             self._rotation = (self._rotation + 1) % len(readers)

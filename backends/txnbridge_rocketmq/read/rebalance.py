@@ -1,8 +1,8 @@
 """Assigns the partitions of a group to its members.
 
-Brokers list the members, and every member computes the same assignment from that list. The new reader of a partition
-waits for the broker's lock on the queue, until the previous reader has ended its transaction. Assignment and locks only
-save members wasted work: the decision log alone decides whose acknowledgement counts.
+Brokers list the members, and every member computes the same assignment from that list. A member that gets a partition
+waits for the broker's lock on the queue. The previous reader releases the lock after its transaction has ended.
+Assignment and locks only save members wasted work: the decision log alone decides whose acknowledgement counts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ _MEMBER = re.compile(r".*@txnbridge-[0-9a-f]+\.([0-9a-f]{8})((?:\.[0-9a-f]{8})+)
 
 @dataclass(frozen=True)
 class QueueAssignment:
-    """A member's partitions: all (`mine`), those it may read now (`free`), those that another has `taken` since."""
+    """The partitions of a member.
+
+    `mine` are all partitions that are assigned to the member, `free` those that it may read now. `taken` are partitions
+    that the member had locked, and that another member has locked since.
+    """
 
     mine: frozenset[Partition] = frozenset()
     free: frozenset[Partition] = frozenset()
@@ -63,7 +67,7 @@ class QueueAssignment:
 
 @dataclass
 class _BrokerShare:
-    """The members and this member's locks at one broker, as the last refresh found them."""
+    """What the last refresh found at one broker: the members that are not asleep, and the queues this member locked."""
 
     living: set[str] = field(default_factory=set)
     locked: set[Queue] = field(default_factory=set)
@@ -115,7 +119,7 @@ class Rebalancer:
         retry(lambda: self.client.join(membership, deadline.left()), action, deadline)
 
     def due_in(self) -> float:
-        """Return the seconds until the next refresh is due."""
+        """Return the seconds until `refresh` is to be called; 0 after a change of members."""
         return 0.0 if self._changed.is_set() else max(0.0, self._refresh_at - time.monotonic())
 
     # --- refreshing ---------------------------------------------------------------------------------------------------
@@ -123,7 +127,7 @@ class Rebalancer:
     def refresh(
         self, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline
     ) -> QueueAssignment:
-        """Return this member's assignment, for the `queues` of each topic and the partitions that it holds now.
+        """Return this member's assignment, and renew its locks. `holding` are the partitions that it reads now.
 
         Raise `InvalidOption` if a member of another application reads these topics in the same group.
         """
@@ -166,7 +170,7 @@ class Rebalancer:
         )
 
     def _members(self, broker: str, deadline: Deadline) -> list[str]:
-        """Return the client ids of all members. Join again, and create the group, if the broker lacks this member."""
+        """Return the client ids of all members. If this member is not among them, join again, or create the group."""
         ids = self._call(broker, groups.members(self._group), deadline)
         if self.client.client_id not in ids:  # the broker has restarted
             self._join(deadline)
@@ -222,7 +226,7 @@ class Rebalancer:
 
 
 class _SleepDetector:
-    """Finds members that are connected but asleep: their process is stopped, or their machine is suspended.
+    """Finds members that are asleep: still connected, but their process or their machine is suspended.
 
     The queues of a sleeping member are assigned to the member before it, in the order of client ids. So each member
     probes only the members that follow it, up to the first that is awake, and a broker relays few probes.
@@ -236,7 +240,10 @@ class _SleepDetector:
         self._ask_at: dict[str, float] = {}
 
     def asleep(self, broker: str, ids: Sequence[str]) -> set[str]:
-        """Return the members that are known to be asleep. Send the probes that are due."""
+        """Return those of the members `ids` that are connected and did not answer their last probe.
+
+        Process the results of probes, and send the probes that are due.
+        """
         for each, call in list(self._calls.items()):
             if call.done():
                 del self._calls[each]
@@ -271,7 +278,7 @@ class _SleepDetector:
 
 
 def assign(queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[str] = ()) -> dict[str, list[Queue]]:
-    """Return the queues of one topic by member. Those of a member that is asleep go to the awake member before it."""
+    """Return the queues of one topic by member. Queues of an `asleep` member go to the awake member before it."""
     assigned: dict[str, list[Queue]] = {}
     awake = [index for index, each in enumerate(readers) if each not in asleep]
     if not awake:

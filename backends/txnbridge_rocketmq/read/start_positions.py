@@ -73,12 +73,12 @@ class QueueOffsets:
         return at
 
     def verifiable(self, queue: Queue, at: int, deadline: Deadline) -> VerifiableOffset:
-        """Return the position at an offset, with the message before it as the reference record if there is one."""
+        """Return the position at the offset `at`. The message before `at`, if any, is its reference record."""
         log_offset = self._log_offset(queue, at - 1, deadline) if at else None
         return VerifiableOffset(at, None if log_offset is None else ReferenceRecord(at - 1, log_offset))
 
     def is_same_queue(self, queue: Queue, reference: ReferenceRecord, deadline: Deadline) -> bool:
-        """Return whether the queue still has the reference record, or has dropped it by retention.
+        """Return whether the queue still has the reference record, or dropped the record by retention.
 
         Request a missing record again for some seconds: the broker may just have started.
         """
@@ -96,7 +96,7 @@ class QueueOffsets:
         return self._ask(queue, read_requests.log_offset_at(queue.topic, queue.queue, offset), deadline)
 
     def committed(self, group: str, queue: Queue, deadline: Deadline) -> int | None:
-        """Return the group's offset in the broker's offset store, or None."""
+        """Return the group's offset in the broker's offset store; None if the store has no offset of the group."""
         return self._ask(queue, groups.committed_offset(encoded(group), queue.topic, queue.queue), deadline)
 
     def commit(self, group: str, queue: Queue, offset: int) -> None:
@@ -111,7 +111,7 @@ class QueueOffsets:
 
 
 class InitialPositions:
-    """Where a reader begins if its group has no position. "latest" is the queue's end when the reader was opened."""
+    """Finds where a reader begins if it has no group, or a new one. "latest" is the end when the reader was opened."""
 
     def __init__(self, offsets: QueueOffsets, subscription: Subscription, queues: Queues, deadline: Deadline) -> None:
         self._offsets = offsets
@@ -122,7 +122,7 @@ class InitialPositions:
             self._latest[each] = offsets.verifiable(queue, offsets.end(queue, deadline), deadline)
 
     def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> VerifiableOffset:
-        """Return where a partition begins. With "latest", a partition added later begins at its first message."""
+        """Return where to begin a partition. With "latest", begin a partition added later at its first message."""
         if partition in self._latest:
             return self._latest[partition]
         if isinstance(self._start, int):
@@ -134,20 +134,23 @@ class InitialPositions:
 
 @dataclass(frozen=True)
 class ResolvedPositions:
-    """Where partitions continue (`known`), and old offset and error of those whose position is `lost` until a seek."""
+    """The result of `GroupPositions.resolve`: `known` has the positions at which partitions continue.
+
+    `lost` has the partitions that need a seek first, each with the group's old offset and the error to raise.
+    """
 
     known: Mapping[Partition, VerifiableOffset] = field(default_factory=dict)
     lost: Mapping[Partition, tuple[int, PositionLost]] = field(default_factory=dict)
 
 
 class GroupPositions:
-    """The positions of a group in the decision log. Each COMMIT that acknowledges messages moves them.
+    """The positions of a group in the decision log. Each COMMIT claim that acknowledges messages moves positions.
 
-    A new group claims its first position before it hands out the first message. Therefore no message is skipped if the
-    first transaction aborts, and of members that begin at the same time one decides (hazard H79).
+    A new group claims its first position before a member hands out the first message. Therefore no message is skipped
+    if the first transaction aborts, and members that begin at the same time agree on the position (hazard H79).
 
-    The member that moved the group last may have died before its transaction was published. The member that reads on
-    publishes that transaction first. Otherwise its own messages would overtake those of the transaction (hazard H78).
+    The member that moved the group last may have died before its transaction was published. The next member that reads
+    publishes that transaction first. Otherwise its own messages could overtake those of the transaction (hazard H78).
     """
 
     def __init__(
@@ -161,7 +164,10 @@ class GroupPositions:
         self._ledger = context.ledger(context.application, f"group/{group}")
 
     def positions(self, deadline: Deadline) -> tuple[dict[Partition, int], Position]:
-        """Return the group's offsets, and the log position up to which they were read. Raise `PositionLost`."""
+        """Return the group's offsets, and the position in the decision log up to which the log was read for them.
+
+        Raise `PositionLost` if the broker has dropped the records that have the offsets.
+        """
         positions, read_up_to = self._verifiable_offsets(deadline)
         return {partition: position.next for partition, position in positions.items()}, read_up_to
 
@@ -182,9 +188,9 @@ class GroupPositions:
     def resolve(self, targets: Targets, queues: Queues, deadline: Deadline) -> ResolvedPositions:
         """Return where the partitions of `targets` continue: at the group's position, or at a later target of a seek.
 
-        `queues` are all partitions of the topics: a group claims its first position in all partitions of a topic at
-        once. Where the target is None, first publish the transaction that moved the group last. In a recreated topic,
-        move the group to the target that the user has chosen, also back.
+        `queues` has all partitions of the topics, because a group claims its first positions in a whole topic at once.
+        In a partition whose target is None, first publish the transaction that moved the group last. In a recreated
+        topic, move the group to the target that the user has chosen, even if that is an earlier offset.
         """
         while True:
             current, read_up_to = self._verifiable_offsets(deadline)
@@ -247,7 +253,7 @@ class GroupPositions:
     def _recreated(
         self, current: Mapping[Partition, VerifiableOffset], queues: Queues, deadline: Deadline
     ) -> dict[Partition, tuple[int, PositionLost]]:
-        """Return offset and error for each partition whose topic was recreated since the group read it."""
+        """Return the partitions whose topic was recreated since the group read it, with old offset and error."""
         errors, owner = {}, f"the position of group {self._group!r}"
         for partition, (at, reference) in current.items():
             if reference is not None and not self._offsets.is_same_queue(queues[partition], reference, deadline):
@@ -255,7 +261,7 @@ class GroupPositions:
         return errors
 
     def _publish_before(self, partitions: Collection[Partition], deadline: Deadline) -> None:
-        """Publish the transactions that moved the group last in these partitions. Earlier ones are published."""
+        """Publish the last transaction that moved the group in each partition. Earlier ones are published already."""
         if not partitions:
             return
         with self._with_evidence():

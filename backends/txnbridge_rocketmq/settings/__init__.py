@@ -47,7 +47,7 @@ class RocketMQSettings:
 
     @property
     def cluster_topic(self) -> str:
-        """The topic whose first record is the cluster's id. The names of topics that repeat the id begin so, too."""
+        """The topic whose first record is the cluster's id. Names of topics that repeat the id begin with this name."""
         return f"{self.prefix}cluster"
 
     def broker_topic(self, broker: str) -> str:
@@ -55,7 +55,7 @@ class RocketMQSettings:
         return f"{self._broker_topics}{encoded(broker)}"
 
     def noted_broker(self, topic: str) -> str | None:
-        """Return the broker's name in the name of a topic from `broker_topic`; None for other topics."""
+        """Return the broker that a topic named by `broker_topic` records; None for any other topic."""
         begin = self._broker_topics
         return decoded(topic.removeprefix(begin)) if topic.startswith(begin) else None
 
@@ -73,11 +73,14 @@ class RocketMQSettings:
         return group_name(f"{self._half_groups}{encoded(self.application)}|{encoded(group)}")
 
     def shared_half_group(self, group: str) -> str:
-        """Return the name that earlier versions gave to `half_group`, the same for all applications."""
+        """Return the producer group of earlier versions for these half messages, which all applications shared."""
         return group_name(f"{self._half_groups}{encoded(group)}")
 
     def group_of_halves(self, producer_group: str) -> tuple[str | None, str] | None:
-        """Return the application (None in old names) and the group in a name of `half_group`; None for other names."""
+        """Return the application and group for which `half_group` gives this name; None for any other name.
+
+        The application is None in a name of `shared_half_group`.
+        """
         if not producer_group.startswith(self._half_groups):
             return None
         *application, group = map(decoded, producer_group.removeprefix(self._half_groups).split("|"))

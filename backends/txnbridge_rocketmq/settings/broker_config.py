@@ -52,7 +52,7 @@ class BrokerConfig:
 
     @property
     def op_message_interval(self) -> float:
-        """The time until the broker writes the op message of an ended half. Until then it may ask about it again."""
+        """The time until the broker writes the op message of an ended half. Before, it may send more check-backs."""
         if self.number("transactionOpMsgMaxSize", 4_096) <= 1:
             return 0.0  # the op message of one half exceeds this size, so the broker writes each at once
         return self.number("transactionOpBatchInterval", 3_000) / 1000
@@ -66,8 +66,8 @@ class BrokerConfig:
     def longest_transaction(self) -> float:
         """The longest transaction for which the broker still sends a check-back after the transaction's deadline.
 
-        A longer one would lose its halves: the broker discards them after `check_max` rounds, and also counts rounds in
-        which a half is too young for a check-back (hazard H69).
+        The broker would discard the halves of a longer transaction. It discards a half after `check_max` rounds, and
+        also counts rounds in which the half is too young for a check-back (hazard H69).
         """
         last_asked = self.discarded_after - self.check_interval
         return max(0.0, last_asked - RocketMQTiming.clocks_differ) if last_asked > self.transaction_timeout else 0.0
@@ -102,7 +102,7 @@ class BrokerConfigs:
         return sorted(retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline))
 
     def require_config(self, broker: str, deadline: Deadline, fresh: bool = False) -> BrokerConfig:
-        """Return a broker's settings, up to a minute old unless `fresh`. Raise `AccessDenied` if the user may not."""
+        """Return a broker's settings, up to a minute old unless `fresh`. Raise `AccessDenied` for lack of rights."""
         with self._lock:
             at, known = self._known.get(broker, (0.0, None))
         if known is not None and not fresh and time.monotonic() - at < _SETTINGS_CACHE_SECONDS:

@@ -13,7 +13,7 @@ _SYSTEM_TOPICS = {"TBW102", "BenchmarkTest", "SELF_TEST_TOPIC", "OFFSET_MOVED_EV
 
 
 def encoded(text: str) -> str:
-    """Encode any text, reversibly, in the letters that names may have: '%' and two digits stand for others."""
+    """Encode any text, reversibly, in the characters that names may have. '%' and two digits encode a byte."""
     return quote(text, safe="", errors="surrogatepass").replace(".", "%2E").replace("~", "%7E")
 
 

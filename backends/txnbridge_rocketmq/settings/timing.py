@@ -9,7 +9,7 @@ from txnbridge_rocketmq.capabilities import LIMITS
 
 @dataclass(frozen=True)
 class RocketMQTiming:
-    """Durations in seconds, and limits, that tests change. All others are constants of the modules that use them."""
+    """Durations in seconds, and limits, that tests change. Other durations are constants in their modules."""
 
     # The assumed difference between the clocks of hosts (hazard H67). A host whose clock is ahead by more would abort
     # transactions that their owners can still commit. Clocks under NTP differ by milliseconds.

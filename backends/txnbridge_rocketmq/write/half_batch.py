@@ -51,7 +51,7 @@ def halves_from_json(data: Mapping[str, Any]) -> list[HalfCount]:
 
 
 def seconds_since(data: Mapping[str, Any]) -> float:
-    """Return the age of a decision log record, by its writer's clock; a very large number if it has no time."""
+    """Return the age of a decision log record, by its writer's clock; very large for a record without a time."""
     at = data.get("at")
     return time.time() - (at / 1000 if isinstance(at, int) else 0)
 
@@ -68,7 +68,7 @@ class _HalfInFlight:
 
 
 def immunity(settings: BrokerConfig) -> int:
-    """Return the immunity time of a half in seconds, in which only its owner ends it, without a look-up."""
+    """Return the immunity time of a half in seconds. During this time only the owner ends the half."""
     return max(1, math.ceil(settings.transaction_timeout))
 
 
@@ -128,7 +128,7 @@ class HalfBatch:
             self._check(error, deadline)
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until every half is stored. After `DeliveryFailed` or `AccessDenied` the transaction must be aborted."""
+        """Wait until every half is stored. If this raises `DeliveryFailed` or `AccessDenied`, abort the transaction."""
         self._send_held(deadline)
         for sent in self._sent:
             while sent.stored is None:
@@ -146,7 +146,7 @@ class HalfBatch:
             sent.call = None
 
     def _check(self, error: RemotingError, deadline: Deadline) -> None:
-        """Raise `DeliveryFailed` or `AccessDenied`, unless a half whose request failed may be sent again."""
+        """Raise `DeliveryFailed` or `AccessDenied` for a failed request, unless it is safe to send the half again."""
         if isinstance(error, NotDurable):
             raise DeliveryFailed(f"a message is stored, but not flushed or replicated as required: {error}") from error
         if error.may_have_had_effect:

@@ -63,7 +63,10 @@ def to_wire(
     own: Mapping[str, str] | None = None,
     unique_key: str | None = None,
 ) -> WireMessage:
-    """Return a message to send; `own` are the bridge's properties. Raise `InvalidOption` if headers are too large."""
+    """Return a message to send. `own` has properties that the bridge adds.
+
+    Raise `InvalidOption` if the headers are too large.
+    """
     body, properties = pack_value(value)
     keys: tuple[str, ...] = ()
     if key is not None:
@@ -87,13 +90,13 @@ def pack_value(value: bytes | None) -> tuple[bytes, dict[str, str]]:
 
 
 def _as_rocketmq_key(key: bytes) -> str | None:
-    """Return a key as a RocketMQ key; None if it is not one printable word (brokers join keys by spaces)."""
+    """Return a key as text for RocketMQ's KEYS; None for a key that is not one printable word without spaces."""
     text = key.decode("ascii", "replace")
     return text if _WORD.fullmatch(text) else None
 
 
 def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
-    """Add the headers to the properties. Return the header for RocketMQ's tag, which is stored separately, or None."""
+    """Add the headers to the properties, except TAGS. Return the tag in the header TAGS; None without that header."""
     tags: str | None = None
     seen: dict[str, int] = {}
     for name, value in headers:
@@ -190,7 +193,7 @@ def unpack_value(record: MessageExt) -> bytes | None:
 
 
 def _key(properties: Mapping[str, str]) -> bytes | None:
-    """Return the bridge's key, or the RocketMQ keys of another client, separated by spaces."""
+    """Return the key that the bridge stored, or the RocketMQ keys that another client stored, joined by spaces."""
     if (packed := properties.get(_KEY)) is not None:
         return _decoded_base64(packed)
     keys = properties.get(Property.KEYS)
@@ -254,13 +257,13 @@ def _decoded_base64(text: str) -> bytes | None:
 
 
 def partition_of(key: bytes, partitions: int) -> int:
-    """Return the queue that Java's `SelectMessageQueueByHash` picks for the key as text (if not text, in base64)."""
+    """Return the queue that Java's `SelectMessageQueueByHash` picks for a key. Other keys than text become base64."""
     return key_hash(key) % partitions
 
 
 @lru_cache(_HASH_CACHE_SIZE)
 def key_hash(key: bytes) -> int:
-    """Return the absolute value of Java's `String.hashCode` of a key as text."""
+    """Return the absolute value of Java's `String.hashCode` of a key as text, or as base64 if it is not text."""
     try:
         text = key.decode()
     except UnicodeDecodeError:

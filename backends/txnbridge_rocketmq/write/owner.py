@@ -64,14 +64,14 @@ class RocketMQOwner:
     def _finish(self, deadline: Deadline) -> None:
         """Publish the last commit of each writer of the previous owner.
 
-        Earlier commits are published already: a writer publishes one transaction before it begins the next, and each
-        owner calls this before its first commit (hazard H71).
+        Earlier commits are published already. A writer publishes one transaction before it begins the next, and each
+        owner calls this method before its first commit (hazard H71).
         """
         for transaction, claim in self.ledger.claims(deadline):
             publish_decided(self.ender, transaction, claim, deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if another process has opened the transactional id since."""
+        """Raise `Fenced` if another process has opened the transactional id after this owner."""
         if self.opening is None:
             return
         newest = self.ledger.newest_opening(deadline)

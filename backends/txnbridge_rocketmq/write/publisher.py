@@ -45,7 +45,7 @@ _LOOK_UP_SECONDS = 5.0
 
 @dataclass(eq=False)
 class _QueueSender:
-    """The messages of one queue that are not stored yet. One is in flight, because requests may overtake others."""
+    """The messages of one queue that are not stored yet. Only one is in flight: brokers may reorder requests."""
 
     queue: Queue
     waiting: deque[WireMessage] = field(default_factory=deque)
@@ -57,7 +57,7 @@ class RocketMQPublisher(Publisher):
     """Publisher that sends from a thread of its own. After a failure, it accepts and sends no more messages.
 
     RocketMQ stores a repeated message twice. Therefore a message without a response is looked up by its unique key. If
-    it is not found, the publisher fails rather than send the message again.
+    the look-up does not find the message, the publisher fails, and does not send it again.
     """
 
     def __init__(self, cluster: RocketMQCluster) -> None:
@@ -130,7 +130,7 @@ class RocketMQPublisher(Publisher):
     # --- flushing -----------------------------------------------------------------------------------------------------
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until all accepted messages are stored. At the deadline raise, and continue to send the others."""
+        """Wait until all accepted messages are stored. Raise `DeadlineExceeded` at the deadline; sending goes on."""
         with self._changed:
             self._check()
             self._settle(deadline)
@@ -146,7 +146,7 @@ class RocketMQPublisher(Publisher):
         raise _no_sequences()
 
     def close(self, deadline: Deadline) -> None:
-        """Close the publisher. Raise the same errors as `flush`; messages that are not stored by then are dropped."""
+        """Flush and close the publisher. Raise the errors of `flush`. Drop messages not stored by the deadline."""
         with self._changed:
             if self._closed:
                 return
@@ -216,8 +216,8 @@ class RocketMQPublisher(Publisher):
     def _was_stored_despite(self, sender: _QueueSender, error: RemotingError) -> bool:
         """Return whether the broker stored the first waiting message although its request failed with `error`.
 
-        If not, it is safe to send the message again. Raise `_PublishFailure` if it is not known, or if sending again
-        cannot succeed.
+        If the result is False, it is safe to send the message again. Raise `_PublishFailure` if the broker may have
+        stored the message, or if sending it again cannot succeed.
         """
         if isinstance(error, NotDurable):
             raise _PublishFailure(error, "a message is stored, but not flushed or replicated as required")
@@ -230,7 +230,7 @@ class RocketMQPublisher(Publisher):
         raise _PublishFailure(error, "a message was refused")
 
     def _require_stored(self, sender: _QueueSender, error: RemotingError) -> None:
-        """Look up the first waiting message, and return if it is stored. Raise `_PublishFailure` otherwise."""
+        """Look up the first waiting message. Raise `_PublishFailure` if the look-up does not find the message."""
         message = sender.waiting[0]
         assert message.unique_key is not None
         request = read_requests.by_unique_key(sender.queue.topic, message.unique_key)
@@ -262,7 +262,7 @@ class RocketMQPublisher(Publisher):
 
 
 class _PublishFailure(Exception):
-    """A message is not stored, or perhaps not, so the publisher stops. `cause` is the client's error."""
+    """Raised if a message is not stored, or may not be, so that the publisher stops. `cause` is the client's error."""
 
     def __init__(self, cause: RemotingError, action: str) -> None:
         super().__init__(action)

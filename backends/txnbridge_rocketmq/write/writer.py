@@ -64,7 +64,7 @@ class WriterOwner(Protocol):
     opening: str | None
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if another process has opened the transactional id since."""
+        """Raise `Fenced` if another process has opened the transactional id after this owner."""
 
 
 class RocketMQWriter(Writer):
@@ -100,7 +100,7 @@ class RocketMQWriter(Writer):
         self._origin = HalfOrigin(self._owner.ledger.begin(begin.deadline), self._expires_at, self._owner.opening)
 
     def _lifetime(self, begin: Begin) -> float:
-        """Return for how many seconds from now no other process may abort the transaction."""
+        """Return the number of seconds from now in which no other process may abort the transaction."""
         return begin.deadline.left()
 
     def send(
@@ -206,7 +206,7 @@ class RocketMQWriter(Writer):
             return True
 
     def _unpublished_error(self, error: TxnBridgeError) -> OutcomeUnknown:
-        """Return the error for a committed transaction that may be unpublished, and let `begin` publish it."""
+        """Return the error for a committed transaction that may be unpublished. The next `begin` publishes it."""
         self._unpublished = self._begun.transaction, self._halves.topics
         return OutcomeUnknown(
             "it is committed, and may not be published yet; after the broker's check-back any bridge of its application"
@@ -224,7 +224,7 @@ class RocketMQWriter(Writer):
         return claim
 
     def _publish_after_look_up(self, deadline: Deadline) -> None:
-        """Publish the messages whose direct commit failed, as every other process would, after a look-up.
+        """Publish the messages whose direct commit failed, after a look-up that shows what is published already.
 
         Raise `OutcomeUnknown` if that fails, or `EvidenceLost` if halves are gone.
         """
@@ -275,15 +275,15 @@ class RocketMQWriter(Writer):
     # --- reopening and closing ----------------------------------------------------------------------------------------
 
     def reopen(self, deadline: Deadline) -> None:
-        """Make the writer usable after an error. If the last transaction is committed, `begin` publishes it."""
+        """Make the writer usable after an error. If the last transaction is committed, `begin` publishes it later."""
         self._owner.check(deadline)
         self._settle(deadline)
         self._forget()
 
     def _settle(self, deadline: Deadline) -> None:
-        """Find out the outcome of the previous transaction, by an ABORT claim, and carry it out.
+        """Decide the previous transaction by an ABORT claim, and have its outcome carried out.
 
-        Its COMMIT claim may be in the log already, or may be written late and then not count (hazard H73).
+        If the COMMIT claim is in the log already, that claim counts. If it is written later, it does not (hazard H73).
         """
         if not (self.messages or self._acks):
             return

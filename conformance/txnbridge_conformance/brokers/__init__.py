@@ -64,7 +64,7 @@ def kafka(
     the protocol without KIP-890; the default is the Kafka version's newest. `port` is the first node's, and the other
     nodes use the next ports; the default is a free port. `settings` are lines of the broker's properties.
 
-    Kafka runs in a container if a container engine answers and one node with its default transaction version is wanted.
+    Kafka runs in a container if a container engine answers, `nodes` is 1, and `transaction_version` is the default.
     Otherwise Kafka runs as Java processes, whose jars Maven fetches once. `container` forces one of the two ways.
 
     Raise `ToolMissing`, which says what to install, `CannotStart`, or `InvalidOption` for an unknown value.
@@ -148,7 +148,7 @@ def rocketmq(
     system_properties: Mapping[str, str] | None = None,
     start_timeout: float = 120,
 ) -> RocketMQ:
-    """Start RocketMQ, and return when every node answers and the name server knows it. Use it as a context manager.
+    """Start RocketMQ, and return when the nodes answer and the name server lists them. Use it as a context manager.
 
     `nodes` is 1 or 2: brokers that each have their own messages, and a gRPC proxy in the same process. `port` is the
     name server's; the default is a free port. `settings` are lines of the brokers' properties. `system_properties` are
@@ -173,7 +173,7 @@ def rocketmq(
 
 
 def _start(start: Callable[[], _Started], attempts: int) -> _Started:
-    """Call `start` and return its result. Repeat the call if another process took one of the chosen ports."""
+    """Call `start` and return its result. Repeat the call, `attempts` times at most, after `PortTaken`."""
     for _ in range(attempts - 1):
         try:
             return start()

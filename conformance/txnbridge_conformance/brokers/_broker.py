@@ -63,7 +63,7 @@ class Broker(ABC):
 
     @property
     def admin_url(self) -> str | None:
-        """Return the URL of the broker's HTTP administration, or None if it has none."""
+        """Return the URL of the broker's HTTP administration; None for a broker without one."""
         return None
 
     @abstractmethod
@@ -144,7 +144,7 @@ class ProcessBroker(Broker):
         return log_file(self.folder, node)
 
     def pid(self, node: int) -> int | None:
-        """Return the process id of a node, or None if it does not run."""
+        """Return the process id of a node; None if the node does not run."""
         return self._processes.pid(str(node))
 
     def start(self, node: int | None = None) -> None:
@@ -250,7 +250,7 @@ def _end_of(log: Path) -> str:
 
 
 class _Processes:
-    """The processes of a broker. A supervisor process starts them, and kills them when this process ends."""
+    """Starts and signals a broker's processes through a supervisor, which kills them when this process ends."""
 
     def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()

@@ -38,7 +38,10 @@ def engine_answers() -> bool:
 
 
 def _accepts_connections(engine: str) -> bool:
-    """Return whether the engine's Unix socket accepts connections: its client leaks sockets that cannot connect."""
+    """Return whether the engine's Unix socket accepts connections.
+
+    Check this before the engine's client connects, because that client leaks sockets that cannot connect.
+    """
     scheme, _, path = engine.partition("://")
     if scheme != "unix":
         return True

@@ -1,4 +1,4 @@
-"""Brokers that a shell starts, and that run until a command ends them.
+"""Brokers that `txnbridge brokers` starts, and that run until the same command ends them.
 
 Each broker has a folder with a named pipe, which its supervisor reads as long as the supervisor lives. A broker runs if
 and only if its pipe has a reader. No process id is stored, because another process may have it later.
@@ -45,7 +45,7 @@ class DetachedBroker:
 
 
 def up(name: str, asked: dict[str, Any], start: Callable[[Path], ProcessBroker]) -> tuple[DetachedBroker, bool]:
-    """Start a broker unless it runs; return the broker, and whether this call started it.
+    """Start a broker unless the broker of this name runs. Return the broker, and whether this call started it.
 
     Raise `UsageError` if the broker runs with other options.
     """
@@ -75,7 +75,7 @@ def _start(name: str, asked: dict[str, Any], start: Callable[[Path], ProcessBrok
 
 
 def find(name: str) -> DetachedBroker | None:
-    """Return the broker of this name, or None if it does not run."""
+    """Return the broker of this name; None if no such broker runs."""
     with _control(name) as control:
         if control is None:
             return None

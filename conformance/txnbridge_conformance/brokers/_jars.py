@@ -102,7 +102,7 @@ def fetch(name: str, artifacts: Sequence[Artifact], bar: bool = True, parent: Ar
 
 
 def fetch_from_archive(name: str, archive: Artifact, files: str, bar: bool = True) -> Path:
-    """Return a folder with those files of a program's archive that match a pattern, in their own folders.
+    """Return a folder with the files of a program's archive that match the pattern `files`, with their paths.
 
     The first call fetches the archive, with the locking and errors of `fetch`.
     """

@@ -115,9 +115,9 @@ class KafkaProcess(ProcessBroker):
             (data / "meta.properties").write_text(properties(identity))
 
     def _features(self) -> Path:
-        """Return a file with a new cluster's feature levels, of which each node's folder gets a copy.
+        """Return the path of a file with the feature levels of a new cluster, to be copied to each node's folder.
 
-        Kafka's own tool, a Java program, makes the file once for each version.
+        Kafka's own tool, a Java program, writes the file once for each Kafka version and transaction version.
         """
         chosen = self._transaction_version
         kept = self._jars / f"transaction-version-{chosen or 'newest'}.{_FEATURES}"

@@ -33,7 +33,7 @@ def _exactly(data: bytes, size: int) -> bytes:
 
 
 def cluster(port: int) -> tuple[str, int]:
-    """Return a cluster's id and its number of live nodes by the broker at a port. Raise `OSError` if none answers."""
+    """Ask the broker at a port for the cluster's id and number of live nodes. Raise `OSError` without an answer."""
     body = ask(port, _METADATA, _METADATA_VERSION, struct.pack(">i?", 0, False))  # no topics, and create none
     try:
         return _parse(body)

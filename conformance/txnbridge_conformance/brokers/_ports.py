@@ -14,7 +14,10 @@ _LOWEST, _HIGHEST = 20_000, 32_767
 
 
 class Route(NamedTuple):
-    """A node's ports: the one on which a proxy listens, which the broker returns to clients, and the broker's own."""
+    """The two ports by which a proxy reaches a node. `upstream` is a port of the node itself.
+
+    `listen` is the port on which the proxy listens, and to which answers direct the proxy's clients.
+    """
 
     listen: int
     upstream: int

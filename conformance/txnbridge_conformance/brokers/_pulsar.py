@@ -211,13 +211,16 @@ def java_command(java: str, jars: Path, folder: Path, memory: Sequence[str], mai
 
 
 def is_own(web: int, status: Path) -> bool:
-    """Return whether the broker at a web port is the one with this status file. Raise `OSError` if none answers."""
+    """Return whether the broker at a web port has this status file. Raise `OSError` if no broker answers."""
     configuration = rest(web, "/admin/v2/brokers/configuration/runtime")
     return bool(configuration.get("statusFilePath") == str(status))
 
 
 def is_ready(port: int, web: int) -> bool:
-    """Return whether a broker has created its system topics, and its coordinator answers. Raise `OSError` if not."""
+    """Return whether a broker has created its tenants, namespaces and system topics. Load its coordinator then.
+
+    Raise `OSError` if the broker or the coordinator does not answer.
+    """
     # The checks go from the outside in, because the broker logs an error for each request about a missing object.
     if not {"public", "pulsar"} <= set(rest(web, "/admin/v2/tenants")):
         return False
@@ -241,7 +244,7 @@ def common_settings(store: str, delete_unused: bool) -> dict[str, str]:
 
 
 def addresses(bind: str, port: int, web: int, route: Route) -> dict[str, str]:
-    """Return the settings of the addresses where the broker listens, and of those that it returns to clients."""
+    """Return the settings for the addresses where the broker listens, and for the addresses it returns to clients."""
     return {
         "bindAddress": bind,
         "brokerServicePort": str(port),

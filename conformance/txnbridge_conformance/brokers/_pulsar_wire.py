@@ -67,7 +67,7 @@ class PulsarConnection:
         return PulsarCommand(kind, dict(decode(body)), frame[command_size:])
 
     def ask(self, answer: int, kind: int, *fields: tuple[int, Value], payload: bytes = b"") -> dict[int, Value]:
-        """Send a command, and return the fields of the next command of the kind `answer`."""
+        """Send a command. Wait for a command of the kind `answer`, and return the fields of that command."""
         self.send(kind, *fields, payload=payload)
         while (command := self.receive()).kind != answer:
             if command.kind == ERROR:
@@ -94,9 +94,9 @@ class PulsarConnection:
 
 
 def load_coordinator(port: int, number: int = 0) -> None:
-    """Make its broker load a transaction coordinator. `port` is that of any broker of the cluster.
+    """Make a broker of the cluster load the transaction coordinator `number`, and wait until it is loaded.
 
-    Raise `OSError` if the coordinator is not ready.
+    `port` is the port of any broker of the cluster. Raise `OSError` if the coordinator is not ready.
     """
     # Only a lookup makes a broker load the topic, and the coordinator with it.
     with PulsarConnection(_serving(port, f"{COORDINATORS}-partition-{number}".encode())) as connection:

@@ -1,9 +1,9 @@
 """The checker: pure functions from a history to named findings with their evidence.
 
 `check(history)` runs all checks. `_tables` turns the history into tables of numbers, and `_fates` finds the outcome of
-each transaction. `_messages` checks what readers read, `_order` in which order, `_acks` what groups process, `_owners`
-what owners and prepared transactions may do, `_cycles` whether transactions are isolated, `_calls` whether calls end in
-time. `findings` has the names and their meanings.
+each transaction. Six modules check it: `_messages` the messages that were read, `_order` their order, `_acks` the
+acknowledgements, `_owners` fencing and prepared transactions, `_cycles` isolation, and `_calls` the duration of calls.
+`findings` has the names of findings and their meanings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["MEANINGS", "Finding", "Findings", "check"]
 
 
 def check(history: History) -> Findings:
-    """Return all findings of a history."""
+    """Run every check on a history, and return the findings."""
     findings, tables = Findings(), Tables(history)
     fate = _fates.fates(history.operations, findings)
     _messages.check_positions(tables, findings)

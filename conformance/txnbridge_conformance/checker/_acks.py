@@ -10,7 +10,7 @@ from txnbridge_conformance.checker.findings import Findings
 
 
 def check_acks(tables: Tables, fate: Numbers, findings: Findings) -> None:
-    """Find messages that a group processed twice, and messages that it has passed without processing them."""
+    """Find messages that a group processed in two committed transactions, or that it read and never processed."""
     takers: dict[tuple[str, str], list[int]] = defaultdict(list)  # by group and value: transactions that did not abort
     for order, group, values in tables.history.acks:
         if fate[order] != ABORTED:

@@ -12,7 +12,10 @@ _SLACK_SECONDS = 10.0
 
 
 def check_calls(tables: Tables, findings: Findings) -> None:
-    """Find calls that took longer than their deadline allows while their process was not paused."""
+    """Find calls that took longer than their deadline, and conditions for which the run waited in vain.
+
+    The time in which the process of a call was paused does not count.
+    """
     pauses = _pauses(tables)
     for operation in tables.operations:
         if operation.what == "settle" and operation.result != "ok":
@@ -32,7 +35,7 @@ def check_calls(tables: Tables, findings: Findings) -> None:
 
 
 def _pauses(tables: Tables) -> dict[str, list[tuple[int, int]]]:
-    """Return by process the times from the begin to the end of each pause."""
+    """Return the begin and end of each pause of a process, by the name of the process."""
     pauses: dict[str, list[tuple[int, int]]] = defaultdict(list)
     begun: dict[str, int] = {}
     for fault in tables.history.faults:

@@ -20,7 +20,7 @@ _Edge = tuple[int, int, str]
 
 
 def check_cycles(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
-    """Find cycles of committed transactions: `G0`, `G1c`, and their forms that real time closes."""
+    """Find cycles of committed transactions: `G0`, `G1c`, and both with edges of real time (`G0-realtime`, …)."""
     committed = (fate == COMMITTED) & np.array([each.what == "transaction" for each in tables.operations], bool)
     ww, wr = list(_write_order(tables, committed, rank)), list(_reads_from(tables, committed))
     found: set[frozenset[int]] = set()
@@ -60,7 +60,7 @@ def _reads_from(tables: Tables, committed: Numbers) -> Iterator[_Edge]:
 
 
 def _real_time(tables: Tables, committed: Numbers) -> list[_Edge]:
-    """Return edges for real time, over one further node for each end: as many edges as transactions, not as pairs.
+    """Return the `rt` edges. Each end of a transaction is a further node, so edges are few: no edge for each pair.
 
     Only transactions of one host are compared, because monotonic clocks of two hosts are unrelated.
     """
@@ -88,7 +88,7 @@ def _real_time(tables: Tables, committed: Numbers) -> list[_Edge]:
 
 
 def _cycles(nodes: int, edges: list[_Edge], real_time: list[_Edge], needed: str) -> Iterator[list[tuple[int, str]]]:
-    """Yield a short cycle with an edge of the kind `needed` from each part of the graph that has such a cycle."""
+    """Yield one short cycle with an edge of the kind `needed` for each strongly connected part that has one."""
     graph: rustworkx.PyDiGraph[None, str] = rustworkx.PyDiGraph()
     graph.add_nodes_from([None] * max([nodes, *(max(a, b) + 1 for a, b, _ in real_time)]))
     graph.add_edges_from([*edges, *real_time])
@@ -104,7 +104,7 @@ def _cycles(nodes: int, edges: list[_Edge], real_time: list[_Edge], needed: str)
 
 
 def _named(graph: rustworkx.PyDiGraph[None, str], cycle: Iterable[int], nodes: int) -> Iterator[tuple[int, str]]:
-    """Yield each transaction of a closed path with the kind of the edge that leaves it."""
+    """Yield each transaction on the path `cycle`, with the kind of the edge that leaves the transaction."""
     path = list(cycle)
     for first, second in itertools.pairwise(path):
         if first < nodes:

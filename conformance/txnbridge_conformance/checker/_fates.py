@@ -1,4 +1,4 @@
-"""The fate of each transaction: what all calls of the history together say of its outcome."""
+"""The fate of each transaction: its outcome according to all calls of the history that returned an outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _OUTCOMES = {"committed": COMMITTED, "aborted": ABORTED}
 
 
 def fates(operations: list[Operation], findings: Findings) -> Numbers:
-    """Return for each operation the fate of its messages; add "split-decision" where calls contradict each other."""
+    """Return for each operation the fate of the messages that it sent: UNKNOWN, COMMITTED or ABORTED.
+
+    Add the finding "split-decision" for a transaction about which calls returned different outcomes.
+    """
     fate = np.zeros(len(operations), np.int64)
     told: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for operation in operations:
@@ -41,7 +44,7 @@ def fates(operations: list[Operation], findings: Findings) -> Numbers:
 
 
 def _told_by(operation: Operation) -> Iterator[int]:
-    """Yield the outcome that an operation returned, if it returned one."""
+    """Yield COMMITTED or ABORTED if the operation returned this outcome, or yield nothing."""
     if operation.outcome in _OUTCOMES:
         yield _OUTCOMES[operation.outcome]
     elif operation.what in WRITES and operation.outcome is None and operation.result != "unknown":

@@ -1,4 +1,4 @@
-"""Checks of messages: each committed one is read once and whole, and no other."""
+"""Checks of messages: readers get each committed message once, whole transactions, and no other messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from txnbridge_conformance.checker.findings import Findings
 
 
 def check_positions(tables: Tables, findings: Findings) -> None:
-    """Find messages at several positions, and positions with several messages, over all reads of the history."""
+    """Find messages that are stored at several positions of a partition, and positions that hold several messages."""
     key = np.concatenate([tables.reads.key, tables.stored.key])
     place = np.concatenate([tables.reads.place, tables.stored.place])
     value = np.concatenate([tables.reads.value, tables.stored.value])
@@ -31,7 +31,10 @@ def check_positions(tables: Tables, findings: Findings) -> None:
 
 
 def check_reads(tables: Tables, fate: Numbers, findings: Findings) -> None:
-    """Find messages that were read and that nobody sent, or whose transaction was aborted, or is the reader's own."""
+    """Find messages that were read although no process sent them, or although their transaction was aborted.
+
+    Find also messages that were read in the transaction that sent them.
+    """
     rows = np.flatnonzero(tables.reads.value != NONE)
     values, first = np.unique(tables.reads.value[rows], return_index=True)
     writers = tables.writer[values]
@@ -51,7 +54,7 @@ def check_reads(tables: Tables, fate: Numbers, findings: Findings) -> None:
 
 @dataclass(frozen=True)
 class FullRead:
-    """Everything that one reader found in some topics, from the start of each partition to its end."""
+    """The messages that an operation "read" received: it reads each partition of `topics` from start to end."""
 
     operation: int
     topics: frozenset[str]
@@ -60,7 +63,7 @@ class FullRead:
 
 
 def full_reads(tables: Tables, findings: Findings) -> Iterator[FullRead]:
-    """Yield each complete reading of whole topics; add "stuck-reader" for one that did not reach the end."""
+    """Yield a `FullRead` for each operation "read"; add "stuck-reader" for one that did not reach the end."""
     for operation in tables.operations:
         if operation.what == "read" and operation.result != "ok":
             findings.add("stuck-reader", f"{tables.name(operation.order)} did not reach the end", [operation.order])
@@ -75,7 +78,11 @@ def full_reads(tables: Tables, findings: Findings) -> Iterator[FullRead]:
 
 
 def check_full_read(tables: Tables, fate: Numbers, read: FullRead, findings: Findings) -> None:
-    """Find committed messages that a full read lacks, transactions read in part, and outcomes that it contradicts."""
+    """Compare a full read with the outcomes of transactions.
+
+    Find committed messages that were not read, transactions of which only some messages were read, aborted transactions
+    that were read, and committed transactions of which no message was read.
+    """
     sends = tables.sends
     covered = np.array([tables.key_of(number)[0] in read.topics for number in range(len(tables.keys))], bool)
     rows = np.flatnonzero(covered[sends.key])
@@ -101,7 +108,7 @@ def check_full_read(tables: Tables, fate: Numbers, read: FullRead, findings: Fin
 
 
 def _find_repeated(tables: Tables, read: FullRead, findings: Findings) -> None:
-    """Find messages that a reader without positions received more than once."""
+    """Find messages that a full read received more than once, if its reader records no positions."""
     reads = tables.reads
     rows = (reads.operation == read.operation) & (reads.value != NONE) & (reads.place == NONE)
     values, counts = np.unique(reads.value[rows], return_counts=True)
@@ -121,7 +128,7 @@ def _find_missing(tables: Tables, read: FullRead, rows: Numbers, findings: Findi
 
 
 def _lowest_places(tables: Tables) -> Numbers:
-    """Return by value the lowest place at which it is known to be stored, or `NONE`."""
+    """Return the lowest known place of each value (see `Placed`), or `NONE`."""
     unknown = np.iinfo(np.int64).max
     place = np.full(len(tables.values), unknown)
     read = (tables.reads.value != NONE) & (tables.reads.place != NONE)
@@ -135,7 +142,7 @@ def _known(operation: int) -> list[int]:
 
 
 def _repeated(rows: Numbers) -> Iterator[Numbers]:
-    """Yield the indexes of each group of equal adjacent rows that has more than one row."""
+    """Yield the indexes of the rows of each run of two or more equal rows."""
     if len(rows) < 2:
         return
     same = np.all(rows[1:] == rows[:-1], axis=1)

@@ -1,4 +1,4 @@
-"""Checks of order: the order in which each process sent and received, against the order of each partition."""
+"""Checks of order: each process sends and receives the messages of a partition in the partition's order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from txnbridge_conformance.history import Key
 
 
 def ranks(tables: Tables, fate: Numbers) -> Numbers:
-    """Return each value's rank in its partition, `NONE` if unknown: counted without gaps, first places only.
+    """Return the rank of each value in its partition, or `NONE`. Ranks of adjacent values differ by 1.
 
-    The partition's order consists of the values that were read, and of committed values whose position is known: so
-    control markers and aborted messages between two values leave no gap.
+    Only values that were read, or committed, at a known position have a rank, so control markers and aborted messages
+    between two values leave no gap. A value at several positions has the rank of the first.
     """
     stored, writer = tables.stored, tables.writer[tables.stored.value]
     committed = writer != NONE
@@ -40,7 +40,7 @@ def ranks(tables: Tables, fate: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Neighbours in the messages of one process and partition: the earlier and the later value, with operations."""
+    """One row for each two values that a process sent, or received, one after the other in a partition."""
 
     before: Numbers
     after: Numbers
@@ -51,12 +51,12 @@ class _Steps:
 
     @property
     def inside(self) -> Flags:
-        """Whether both values belong to one operation, by row."""
+        """Whether both values of a row belong to the same operation."""
         return np.equal(self.operation_before, self.operation_after)
 
 
 def check_order(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
-    """Find messages that a process received or sent out of the order of their partition."""
+    """Find messages that a process received or sent in another order than the partition's, or with gaps."""
     _check_polls(tables, fate, rank, findings)
     _check_sends(tables, fate, rank, findings)
 
@@ -89,7 +89,7 @@ def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
 
 
 def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, value: Numbers, stay: Numbers) -> _Steps:
-    """Return the neighbours among the rows of each process, partition and stay; the rows are in the order of time."""
+    """Return the steps among these messages, which are in the order of time; a step has one process, key and stay."""
     process = np.array([each.process for each in tables.operations], np.int64)[operation]
     rows = np.lexsort((np.arange(len(key)), stay, key, process))
     first, second = rows[:-1], rows[1:]
@@ -101,7 +101,7 @@ def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, valu
 
 
 def _stays(tables: Tables) -> Numbers:
-    """Return for each row of reads a number that differs between two assignments of the partition, and two reads."""
+    """Return the stay of each row of `Tables.reads`: a number for the assignment, or full read, that it is part of."""
     stay = np.zeros(len(tables.reads.key), np.int64)
     starts: dict[tuple[int, int], int] = {}
     held: dict[int, frozenset[Key]] = {}

@@ -18,7 +18,7 @@ from txnbridge_conformance.history import Operation
 
 @dataclass
 class _Session:
-    """One bridge with a transactional id: the bounds of the time at which it opened the id, and its transactions."""
+    """One opening of a transactional id: bounds of the time at which it took effect, and its transactions."""
 
     opened_after: int  # the begin of its opening
     opened_before: int | None  # the end of its first transaction that took effect; None if none did
@@ -26,7 +26,7 @@ class _Session:
 
 
 def check_owners(tables: Tables, findings: Findings) -> None:
-    """Find transactions that took effect although a newer owner had opened their transactional id before they began."""
+    """Find transactions that took effect although they began after a newer owner had opened their transactional id."""
     for owner, sessions in _sessions(tables).items():
         for session in sessions:
             for transaction in session.transactions:
@@ -46,7 +46,7 @@ def check_owners(tables: Tables, findings: Findings) -> None:
 
 
 def _sessions(tables: Tables) -> dict[tuple[str, str], list[_Session]]:
-    """Return by transactional id and host the sessions of its owners."""
+    """Return the sessions of each transactional id, by the id and the host of the owner."""
     sessions: dict[tuple[str, str], dict[str, _Session]] = defaultdict(dict)
     for operation in tables.operations:
         if (name := operation.fields.get("session")) is None:
@@ -63,7 +63,7 @@ def _sessions(tables: Tables) -> dict[tuple[str, str], list[_Session]]:
 
 
 def check_prepared(tables: Tables, fate: Numbers, findings: Findings) -> None:
-    """Find prepared transactions that were read before their commit, or aborted although nobody asked for that."""
+    """Find prepared transactions that were read before any call for a commit, or aborted without a call for that."""
     asked: dict[str, list[Operation]] = defaultdict(list)
     for operation in tables.operations:
         if operation.transaction and operation.what in ("finish", "status"):

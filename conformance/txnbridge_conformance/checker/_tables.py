@@ -17,7 +17,7 @@ NONE = -1
 
 
 class Names:
-    """Numbers values, keys and groups in the order of their first use."""
+    """Gives each distinct value, or each distinct key (topic and partition), a number, from 0 in order of first use."""
 
     def __init__(self) -> None:
         self.texts: list[object] = []
@@ -38,7 +38,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Sends:
-    """One row for each message that a call sent, in the order of the calls' lines. `operation` is the call's order."""
+    """One row for each message that a call sent, in the order of the history. `operation` is `Operation.order`."""
 
     operation: Numbers
     key: Numbers
@@ -47,7 +47,7 @@ class Sends:
 
 @dataclass(frozen=True)
 class Placed:
-    """One row for each message in a partition. `place` is its position's rank among those of the key, or `NONE`."""
+    """One row for each message at a position. `place` is the rank of the position in the partition `key`, or `NONE`."""
 
     key: Numbers
     value: Numbers
@@ -56,13 +56,13 @@ class Placed:
 
 @dataclass(frozen=True)
 class Reads(Placed):
-    """One row for each message that a call received, in the order of receipt."""
+    """One row for each message that a call received, in the order of the history."""
 
     operation: Numbers
 
 
 class Tables:
-    """The tables of one history, and what follows from them at once."""
+    """The tables of one history, and for each value the operation that sent it and the partition it was sent to."""
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -87,7 +87,7 @@ class Tables:
         return Sends(_numbers(operations), _numbers(keys), _numbers(values))
 
     def _placed(self) -> tuple[Reads, Placed]:
-        """Return the messages that were received, and those that are known to be stored."""
+        """Return the messages that calls received, and the messages whose stored positions the sender recorded."""
         operations: list[int] = []
         keys: list[int] = []
         values: list[int] = []
@@ -121,7 +121,7 @@ class Tables:
         return key
 
     def name(self, order: int) -> str:
-        """Return how a finding's text names an operation."""
+        """Return the name of an operation for the text of a finding."""
         operation = self.operations[order]
         process = self.history.processes[operation.process].name
         return f"{operation.what} {operation.transaction or f'{process}/{operation.number}'}"
@@ -132,7 +132,7 @@ def _numbers(values: Iterable[int]) -> Numbers:
 
 
 def _places(keys: Numbers, positions: Sequence[Sequence[int] | None]) -> Numbers:
-    """Return each position's rank among the different positions of its key; `NONE` for an unknown position."""
+    """Return the rank of each position among the distinct positions of its partition; `NONE` for a missing position."""
     places = np.full(len(keys), NONE, np.int64)
     known = [position for position in positions if position is not None]
     if not known:
@@ -157,6 +157,6 @@ def _places(keys: Numbers, positions: Sequence[Sequence[int] | None]) -> Numbers
 
 
 def _first_of_each(keys: Numbers, ranks: Numbers) -> Numbers:
-    """Return for each row of a sorted table the rank of its key's first row."""
+    """Return for each row the rank of the first row with the same key. The rows are sorted by key."""
     begins = np.concatenate(([True], keys[1:] != keys[:-1]))
     return ranks[np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))]

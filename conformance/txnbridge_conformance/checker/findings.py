@@ -1,6 +1,6 @@
-"""The named findings of a history, and what each name means.
+"""The findings of a history, and the meaning of each finding's name.
 
-The names that Jepsen's checkers of queues use have Jepsen's meaning; docs/conformance.md has all definitions.
+A name that Jepsen's checkers of queues use, too, has Jepsen's meaning. docs/conformance.md has all definitions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One violation: its name, one sentence about this case, and the operations and messages that show it."""
+    """One case of a violation: the violation's name, a sentence, and the operations and values that show the case."""
 
     name: str
     text: str
@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """The findings of one history: at most `most` cases of each name are kept, all are counted."""
+    """The findings of one history. All cases are counted, and the first `most` cases of each name are kept."""
 
     most: int = 20
     cases: list[Finding] = field(default_factory=list)
@@ -74,5 +74,5 @@ class Findings:
 
     @property
     def names(self) -> list[str]:
-        """The names of the findings, in the order of `MEANINGS`."""
+        """The names that have at least one case, in the order of `MEANINGS`."""
         return [name for name in MEANINGS if name in self.counts]

@@ -115,4 +115,7 @@ class Conversation(Protocol):
         """Return the request whose frame has this head."""
 
     def answer(self, head: bytes) -> Request | None:
-        """Return the request that this frame answers, or a request made of a frame that the broker sends by itself."""
+        """Return the request that this frame answers; None if it is not known.
+
+        A frame that the broker sends by itself, such as a check-back, counts as an answered request.
+        """

@@ -177,7 +177,10 @@ class Proxy:
             connection.cut()
 
     def cut_after(self, *, requests: int | None = None, answers: int | None = None) -> None:
-        """Forward this many more bytes of requests or answers in total, then cut the connection of the last byte."""
+        """Forward this many more bytes, over all connections, then cut the connection of the last byte.
+
+        The number is counted separately for requests and for answers. None ends the limit.
+        """
         with self._lock:
             self._bytes_left = {"requests": requests, "answers": answers}
 
@@ -254,7 +257,7 @@ class Proxy:
         return time.monotonic() + self._delay
 
     def with_proxy_addresses(self, frame: bytes) -> bytes:
-        """Replace the brokers' addresses in an answer in JSON by this proxy's."""
+        """Return the frame of an answer in JSON with the addresses of this proxy in place of the brokers'."""
         for route, port in zip(self._routes, self.ports, strict=True):
             frame = frame.replace(f'"{_HOST}:{route.upstream}"'.encode(), f'"{_HOST}:{port}"'.encode())
         return struct.pack(">i", len(frame) - 4) + frame[4:]

@@ -142,7 +142,7 @@ def _request_key(kind: int, numbers: dict[int, int]) -> _Key | None:
 
 
 def _answer_key(kind: int, numbers: dict[int, int]) -> _Key | None:
-    """Return the key of the request that a command answers, or None if it is no answer."""
+    """Return the key of the request that a command answers; None if the command is no answer."""
     if kind in (_CONNECTED, _PONG):
         return (kind - 1, 0)
     if kind in (_SEND_RECEIPT, _SEND_ERROR):

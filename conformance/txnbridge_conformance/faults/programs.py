@@ -89,7 +89,7 @@ def read_values(url: str, topic: str) -> list[object]:
 
 
 def open_and_wait(url: str, topic: str, transactional_id: str | None, timeout: float) -> None:
-    """Open a transaction, send messages until the broker has some of them, and never end it."""
+    """Open a transaction, send messages until the broker has some of them, and never end the transaction."""
     with connect(url, transactional_id=transactional_id, timeout=timeout) as bridge:
         txn = bridge.transaction()
         # The loop sends more than a client buffers, unless the broker lists the open transaction sooner.
@@ -250,7 +250,7 @@ def consume_transform_produce(case: Case) -> None:
 
 
 def process(case: Case) -> None:
-    """Forward every message of the first topic to the second, with a processor."""
+    """Forward every message of the first topic to the second, by `bridge.processor`."""
     source, target = case.topics
     with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge:
         processor = bridge.processor(source, group=case.name, each=lambda m, txn: txn.send(target, m.value), max_wait=0)
@@ -269,7 +269,7 @@ def publish_by_sequence(case: Case) -> None:
 
 
 def open_over_a_leftover(case: Case) -> None:
-    """Open a transactional id whose dead owner, with more writers, left transactions open; commit one transaction."""
+    """Open a transactional id and commit one transaction. A dead owner, with more writers, left transactions open."""
     with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, writers=1) as bridge:
         if b"new" not in values(seen(bridge, case.topics[1])):
             with bridge.transaction() as txn:

@@ -1,7 +1,7 @@
-"""The report of a run: as text for the terminal, as JSON, and as one page of HTML.
+"""The report of a run: text for the terminal, JSON, and one page of HTML.
 
-The page needs no network: its script draws on canvases of its own, because charting libraries are hundreds of kilobytes
-and draw one element for each bar, which is too slow for 100,000 transactions.
+The page needs no network. Its script draws bars on a canvas. A charting library would be hundreds of kilobytes large,
+and too slow for 100,000 transactions, because it draws one element for each bar.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BARS = ("transaction", "half", "finish")  # the calls that the timeline shows
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a report shows."""
+    """A history with its findings and verdict, to be shown as text, JSON or HTML. `command` made the run."""
 
     history: History
     findings: Findings
@@ -35,7 +35,7 @@ class Report:
     command: str = ""
 
     def text(self) -> str:
-        """Return the report as lines of text: the verdict, the numbers, and each finding with its cases."""
+        """Return the report as text: the verdict, the counts of the run, and each finding with its first cases."""
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:
@@ -65,7 +65,7 @@ class Report:
         return f"{Path(process.file).name}, call {operation.number}: {operation.what}, {result}{error}"
 
     def document(self) -> dict[str, Any]:
-        """Return the report as values for JSON."""
+        """Return the content of the report as dicts, lists and scalars, to be written as JSON."""
         return {
             "report": 1,
             "verdict": self.judgement.verdict.name.lower(),
@@ -108,7 +108,7 @@ class Report:
         return json.dumps(self.document(), indent=1) + "\n"
 
     def html(self) -> str:
-        """Return the report as one page."""
+        """Return the report as one HTML page, with its script and style."""
         import jinja2  # imported here, because the text needs none of it
 
         environment = jinja2.Environment(
@@ -118,7 +118,10 @@ class Report:
         return environment.get_template("page.html").render(**self.document(), timeline=timeline)
 
     def _timeline(self) -> dict[str, Any]:
-        """Return lanes, bars and bands in milliseconds since the begin of the run, on the clock of the run's host."""
+        """Return the timeline: a lane for each process, a bar for each transaction, a band for each fault.
+
+        Times are milliseconds since the first event of the history, by monotonic clocks of one host.
+        """
         operations = self.history.operations
         times = [operation.start for operation in operations] + [fault.mono for fault in self.history.faults]
         zero = min(times, default=0)
@@ -156,7 +159,7 @@ class Report:
         }
 
     def _unread(self, zero: int) -> list[list[float]]:
-        """Return over time how many committed messages no watching reader had received yet."""
+        """Return points of time (ms) and number of committed messages that no process of the role "watch" had read."""
         events: list[tuple[int, int]] = []
         operations = self.history.operations
         watched = [(operations[order], messages) for order, _, messages in self.history.polls]

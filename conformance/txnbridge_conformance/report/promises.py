@@ -1,4 +1,4 @@
-"""The promises of txnbridge in a report: which findings break each, and what a run must have tried to judge it."""
+"""The promises of txnbridge in a report: the findings that break each promise, and how its verdict is found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from txnbridge_conformance.checker import Findings
 
 @dataclass(frozen=True)
 class Promise:
-    """One promise, the findings that break it, and the counts of a run without which it is not tested."""
+    """One promise. `findings` are the names of findings that break it.
+
+    The promise is not tested by a run in which one of the counts `needs` is 0.
+    """
 
     name: str
     text: str
@@ -102,7 +105,7 @@ PROMISES = (
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict of a run on one promise: "kept", "broken", "declared absent" or "not tested", and its evidence."""
+    """One promise and its verdict: "kept", "broken", "declared absent" or "not tested". `evidence` says why."""
 
     promise: Promise
     verdict: str
@@ -110,7 +113,7 @@ class Row:
 
 
 def rows(findings: Findings, counts: Mapping[str, int], absent: Collection[str]) -> list[Row]:
-    """Return one row for each promise; `absent` are the capabilities that the broker declares absent."""
+    """Return the verdict on each promise. `absent` are the capabilities that the broker declares absent."""
     return [Row(promise, *_judged(promise, findings, counts, absent)) for promise in PROMISES]
 
 

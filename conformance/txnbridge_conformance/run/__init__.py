@@ -1,9 +1,8 @@
 """A conformance run: processes work on a broker while faults are injected, and the checker judges their histories.
 
 - `plan`: what a run creates at the broker, and which processes take part.
-- `program`: one process. Its `client`, which records each call in a history, does the work of a role (`workloads`,
-  `sales`).
-- `hunt`: starts the `processes`, injects `faults`, ends what is left open, and reads everything back, also by the
-  broker's `official` client.
-- `verdict`: the judgement of a history: kept, broken, or too thin to say.
+- `program`: one process. It does the work of one role (`workloads`, `sales`) by a `client`, which records each call.
+- `hunt`: starts the `processes`, injects `faults`, ends open transactions, and reads all topics. The broker's own
+  client (`official`) reads them, too.
+- `verdict`: whether a history keeps the broker's promises, breaks one, or tried too little to tell.
 """

@@ -26,9 +26,9 @@ _FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 
 
 class KillAt:
-    """A plug-in that kills its process at the n-th event of txnbridge whose name is not in `tried`.
+    """A plug-in that kills its process at the n-th event of txnbridge, not counting events named in `tried`.
 
-    Before, it records the event as a fault. A name is for example "commit/before".
+    Before the kill, the plug-in records it as a fault. An event's name is for example "commit/before".
     """
 
     def __init__(self, number: int, tried: Collection[str], recorder: Recorder, process: str) -> None:
@@ -52,7 +52,7 @@ class KillAt:
 
 @dataclass
 class Client:
-    """The recording client of one process: calls on bridges, and their lines in the history."""
+    """Makes the calls of one process on its bridges, and records each call in the history of the process."""
 
     plan: Plan
     process: str
@@ -64,7 +64,10 @@ class Client:
 
     @contextmanager
     def bridge(self, **settings: Any) -> Iterator[Bridge]:
-        """Open a bridge; with a transactional id record the opening, and this session with its transactions."""
+        """Open a bridge for the block, and record the opening.
+
+        With a transactional id, later transactions are recorded with the id and with the name of this session.
+        """
         wanted = {"timeout": self.plan.timeout, "hold": self.plan.hold, **self.plan.settings, **settings}
         owner = settings.get("transactional_id")
         self._session = {} if owner is None else {"owner": owner, "session": f"{self.process}/{next(self._numbers)}"}
@@ -74,11 +77,11 @@ class Client:
             yield bridge
 
     def values(self, count: int) -> list[str]:
-        """Return values that no other message of the run has."""
+        """Return new values for messages, each unique in the run."""
         return [f"{self.process}/{next(self._numbers)}" for _ in range(count)]
 
     def sends(self, *topics: str) -> dict[tuple[str, int], list[str]]:
-        """Return random values for random partitions of these topics."""
+        """Return new values to send, by topic and partition, for a random choice of partitions of these topics."""
         keys = [(topic, partition) for topic in topics for partition in range(PARTITIONS)]
         chosen = self.random.sample(keys, self.random.randint(1, len(keys)))
         return {key: self.values(self.random.choice((1, 1, 2, 5, 20))) for key in chosen}
@@ -92,9 +95,10 @@ class Client:
         prepare: bool = False,
         ack: tuple[str, Sequence[Message]] | None = None,
     ) -> bool:
-        """Run one transaction and record it; return whether it was committed or prepared.
+        """Run one transaction and record it. Return whether the transaction was committed or prepared.
 
-        A transaction that was prepared puts its token into the run's file of tokens.
+        The token of a prepared transaction is appended to the file `Plan.tokens`. `ack` is a group, and the messages to
+        acknowledge for the group.
         """
         fields = {"deadline": self.plan.timeout, "hold": self.plan.hold, **self._session}
         call = self.recorder.start("transaction", **fields)
@@ -136,7 +140,7 @@ class Client:
             file.write(f"{transaction} {token}\n".encode())
 
     def sell(self, halves: HalfMessages) -> None:
-        """Run one transaction of half messages, and record it."""
+        """Store one set of half messages, do their local work, and record both."""
         call = self.recorder.start("half", deadline=self.plan.timeout)
         try:
             with halves.transaction(call) as txn:
@@ -153,9 +157,10 @@ class Client:
             call.end(_RESULTS[outcome], outcome=outcome.name.lower())
 
     def finish(self, bridge: Bridge, transaction: str, token: str, wish: str) -> bool:
-        """Commit or abort a prepared transaction, or ask for its status; record it.
+        """Commit or abort a prepared transaction by its token, or ask for its status, and record the call.
 
-        Return whether the answer is final: asking again cannot give another outcome.
+        `wish` is "commit", "abort" or "status". Return whether the outcome is final, so that a second call for the same
+        token cannot return another outcome.
         """
         call = self.recorder.start("status" if wish == "status" else "finish", transaction=transaction, wish=wish)
         try:
@@ -171,17 +176,17 @@ class Client:
         return final
 
     def note_assignment(self, call: RecordedCall, consumer: Consumer, known: list[object]) -> None:
-        """Record the consumer's partitions if they are not those in `known`."""
+        """Record the consumer's assigned partitions if they differ from `known`, and update `known`."""
         if (now := consumer.assignment) != known:
             known[:] = now
             call.assign(now)
 
 
 def text_of(message: Message) -> str:
-    """Return a message's value as it is in the history."""
+    """Return a message's value as text, the form in which a history stores values."""
     return bytes(message.value or b"").decode(errors="replace")
 
 
 def read_of(message: Message) -> tuple[str, int, Sequence[int], str]:
-    """Return a received message as a history has it."""
+    """Return the topic, partition, position and value of a received message, to record in a history."""
     return message.topic, message.partition, message.position, text_of(message)

@@ -1,4 +1,4 @@
-"""The faults of a run: each begins, lasts for a while, and is healed."""
+"""The faults that a run injects. Each begins, lasts for a random time, and is then undone (healed)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _REQUESTS = {
 
 
 class Injected(NamedTuple):
-    """A fault that has begun: what, at which target, and how it is healed after `seconds`."""
+    """A fault that has begun: its kind, its target, and the function `heal`, to be called after `seconds`."""
 
     kind: str
     target: str
@@ -57,15 +57,15 @@ class Injected(NamedTuple):
 
 
 class Faults(ABC):
-    """Faults of one part of the system."""
+    """A source of random faults in one part of the system, such as the network."""
 
     @abstractmethod
     def inject(self, chance: random.Random) -> Injected | None:
-        """Begin a random fault; return None if none is possible now."""
+        """Begin a random fault and return it. Return None if this call began no fault."""
 
 
 class ClientFaults(Faults):
-    """Processes of the run are killed, paused, and asked to end."""
+    """Kills, pauses and restarts processes of the run."""
 
     def __init__(self, processes: Sequence[Process], stop_timeout: float) -> None:
         self._processes = processes
@@ -91,7 +91,7 @@ class ClientFaults(Faults):
 
 
 class AdminFaults(Faults):
-    """An administrator aborts an open or prepared transaction of the run."""
+    """Aborts open and prepared transactions of the run, as an administrator."""
 
     def __init__(self, bridge: Bridge, topics: Collection[str]) -> None:
         self._admin = bridge.admin
@@ -114,7 +114,7 @@ class AdminFaults(Faults):
 
 
 class NetworkFaults(Faults):
-    """Connections through a proxy are cut and delayed, and requests or answers of one kind arrive late."""
+    """Cuts and delays connections through a proxy, and holds back requests or answers of one kind."""
 
     def __init__(self, proxy: Proxy, scheme: str) -> None:
         self._proxy = proxy
@@ -152,7 +152,7 @@ class NetworkFaults(Faults):
 
 
 class BrokerFaults(Faults):
-    """Nodes of the broker are killed, stopped and paused, one at a time."""
+    """Kills, stops and pauses nodes of the broker, one node at a time."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker

@@ -44,7 +44,7 @@ Progress = Callable[[str], None]
 
 
 class Hunt:
-    """One run: `work`, `settle` and `read_back`, in this order."""
+    """Runs one plan. Call `work`, `settle` and `read_back` in this order, inside of `topics`."""
 
     def __init__(
         self, plan: Plan, progress: Progress, broker: Broker | None, proxy: Proxy | None, clients: bool
@@ -73,7 +73,7 @@ class Hunt:
 
     @contextmanager
     def topics(self) -> Iterator[Bridge]:
-        """Create the run's topics; delete them at the end of the block."""
+        """Create the run's topics, yield a bridge, and delete the topics at the end of the block."""
         with self._client.bridge() as bridge:
             for topic in self._plan.topics:
                 bridge.admin.create_topic(topic, PARTITIONS)
@@ -85,7 +85,7 @@ class Hunt:
                         bridge.admin.delete_topic(topic)
 
     def work(self, bridge: Bridge) -> None:
-        """Let the processes work for the plan's time, and attack them for the first part of it."""
+        """Start the processes, and let them work for `Plan.seconds`. Inject faults, except in the last quarter."""
         self._attacking = self._clients
         self._start(bridge)
         begin = time.monotonic()
@@ -122,7 +122,7 @@ class Hunt:
             self._injected.append((now + injected.seconds, injected))
 
     def _heal(self, now: float) -> None:
-        """Heal the faults whose time has passed."""
+        """End the faults that are due at the time `now`, and record their ends."""
         for until, injected in list(self._injected):
             if until <= now:
                 self._injected.remove((until, injected))
@@ -135,14 +135,18 @@ class Hunt:
                 self._tried[process.role].add(event)
 
     def _next_kill(self, role: str) -> tuple[int, Collection[str]]:
-        """Return at which event the next process of a role kills itself: one that none of them has tried."""
+        """Return the two arguments of `client.KillAt` for a new process of this role.
+
+        They are the number of the event at which the process kills itself (0: it does not), and the names of events
+        that are not counted, because a process of this role has killed itself there before.
+        """
         wanted = self._attacking and self._random.random() < 0.5
         return (self._random.choice((1, 1, 2, 5)) if wanted else 0), self._tried[role]
 
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def settle(self, bridge: Bridge) -> None:
-        """Stop the processes, and end each transaction that they left open or prepared."""
+        """Stop the processes, and end each transaction that they left open or prepared. The copiers stop last."""
         self._progress("stopping")
         self._stop(_SOURCES)
         self._stop(("finish",))
@@ -165,7 +169,7 @@ class Hunt:
             self._processes.remove(process)
 
     def _finish_all(self, bridge: Bridge) -> None:
-        """Ask for each outcome that is unknown, and commit or abort what is still prepared."""
+        """Ask for the status of each transaction with an unknown outcome. Commit or abort the prepared ones."""
         history = read_history([self._plan.folder])
         known = {each.transaction for each in history.operations if each.outcome in ("committed", "aborted")}
         left = {
@@ -184,7 +188,7 @@ class Hunt:
         self._await(finish_left, "transactions have no outcome")
 
     def _publish_sales(self, bridge: Bridge) -> None:
-        """Answer check-backs until all half messages are published whose local work was done; record all decisions."""
+        """Answer check-backs until each half message whose local work was done is published. Record all decisions."""
         sales = Sales(self._plan.sales)
         with bridge.resolver(self._plan.sellers, check=lambda id, messages: sales.decide(id, Decision.ABORT)):
             self._await(lambda: self._sold(bridge) >= self._wanted(sales), "half messages are not published")
@@ -196,7 +200,7 @@ class Hunt:
         return {text_of(message) for message in bridge.read(self._plan.topic("sold"), 100_000_000)}
 
     def _wanted(self, sales: Sales) -> set[str]:
-        """Return the values of all half messages whose local work was done."""
+        """Return the values of the half messages that must be published: their local work was done."""
         history, decisions = read_history([self._plan.folder]), sales.all()
         return {
             value
@@ -207,7 +211,7 @@ class Hunt:
         }
 
     def _nothing_open(self, bridge: Bridge) -> bool:
-        """Return whether no transaction on the run's topics is open, as far as the broker can list them."""
+        """Return whether the broker lists no open transaction on the run's topics, or cannot list transactions."""
         if not bridge.capabilities[Capability.LIST_OPEN]:
             return True
         topics = {topic for each in bridge.admin.transactions() for topic, _ in each.partitions}
@@ -220,7 +224,10 @@ class Hunt:
             return 1
 
     def _all_copied(self) -> bool:
-        """Return whether the copiers have acknowledged all messages: some brokers' lag also counts control markers."""
+        """Return whether the copiers have acknowledged all messages of their source topic, by the histories.
+
+        The group's lag does not tell this on brokers that count control markers in the lag.
+        """
         if time.monotonic() < self._next_look:
             return False
         history = read_history([self._plan.folder])
@@ -237,7 +244,10 @@ class Hunt:
         return sent <= taken
 
     def _await(self, condition: Callable[[], bool], what: str) -> bool:
-        """Wait until a condition is true; after the settling time record in the history that it is not."""
+        """Wait until a condition is true, for `_SETTLING_SECONDS` at most. Return whether it became true.
+
+        Record the wait and its result in the history, with the text `what` for a condition that stays false.
+        """
         call = self._recorder.start("settle", condition=what)
         until = time.monotonic() + _SETTLING_SECONDS
         failure = ""
@@ -269,7 +279,7 @@ class Hunt:
                 call.end("ok")
 
     def read_back_officially(self) -> None:
-        """Read every topic with the broker's official client, if it is installed, in a process of its own."""
+        """Read every topic in a child process with the broker's official client, if that client is installed."""
         if (name := official.name_of(self._plan.url)) is None:
             return
         self._progress(f"reading everything back with {name}")
@@ -293,10 +303,11 @@ class Hunt:
 
 
 def hunt(plan: Plan, progress: Progress, broker: Broker | None, kinds: Collection[str]) -> None:
-    """Run a plan to its end; its histories are then in the plan's folder.
+    """Run a plan to its end. The histories of all processes are then in the folder of the plan.
 
-    `kinds` are the kinds of faults: "client"; and for a `broker` that belongs to the run "network", for which some
-    processes reach it through a proxy, and "broker".
+    `kinds` selects the faults. "client" attacks the run's processes and transactions. "network" puts a proxy between
+    some processes and the broker. "broker" attacks the broker's nodes. The last two need `broker`, a broker that was
+    started for this run.
     """
     os.makedirs(plan.folder, exist_ok=True)
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""The brokers' own clients as readers: they do not hide what our readers drop. `python -m … URL TOPIC…` is one reader.
+"""Readers that use the brokers' own clients, to find what our readers may hide. `python -m … URL TOPIC…` is a reader.
 
-Each reader prints one line of JSON for each committed message: topic, partition, position (or null), value. It is a
-process of its own, so that a client in C cannot take the run with it.
+A reader prints one line of JSON for each committed message: topic, partition, position (or null), value. Each reader is
+a process of its own, so that a crash of a client in C does not end the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HELD_BACK_MS = 30_000
 
 
 def name_of(url: str) -> str | None:
-    """Return the module of the official client for the broker at a URL; None if it is not installed or unknown."""
+    """Return the module name of the official client for the broker at a URL; None if no client is installed."""
     name = {"kafka": "confluent_kafka", "pulsar": "pulsar"}.get(urlsplit(url).scheme)
     return name if name and importlib.util.find_spec(name) else None
 

@@ -22,7 +22,7 @@ FLOOR = {"committed": 20, "aborted": 5, "faults": 3, "read": 100}
 
 @dataclass(frozen=True)
 class Plan:
-    """One run against one broker. All names that it creates at the broker begin with `prefix`."""
+    """The parameters of one run against one broker. All topics and ids of the run begin with `prefix`."""
 
     url: str
     name: str
@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def topics(self) -> list[str]:
-        """The run's topics: two for transactions, the copiers' source and target, and one for half messages."""
+        """The names of the run's topics: two for transactions, the copiers' input and output, one for half messages."""
         return [self.topic(what) for what in ("left", "right", "source", "target", "sold")]
 
     @property
@@ -54,12 +54,12 @@ class Plan:
 
     @property
     def sellers(self) -> str:
-        """The group of the half messages."""
+        """The name of the half-message group to which all processes of the role "sell" belong."""
         return f"{self.prefix}-sellers"
 
     @property
     def sales(self) -> Path:
-        """The SQLite database whose commits decide over half messages."""
+        """The path of the SQLite database in which the role "sell" stores the decision on each half message."""
         return Path(self.folder) / "sales.db"
 
     @property
@@ -68,20 +68,20 @@ class Plan:
 
     @property
     def tokens(self) -> Path:
-        """The file into which processes write the tokens of prepared transactions, for those that finish them."""
+        """The file of tokens. Each process appends its prepared transactions; the role "finish" reads and ends them."""
         return Path(self.folder) / "tokens.txt"
 
     def at(self, address: str) -> str:
-        """Return the plan's URL with its options at another address of the broker."""
+        """Return `address`, a URL without options, with the options of the plan's URL."""
         _, mark, options = self.url.partition("?")
         return address + mark + options
 
     def through(self, url: str) -> Plan:
-        """Return this plan for a process that reaches the broker at another URL, such as that of a proxy."""
+        """Return a copy of this plan with another broker URL, such as the URL of a proxy."""
         return replace(self, url=url)
 
     def register_plugins(self) -> None:
-        """Register the plan's plug-ins in this process. Raise `ImportError` if one does not exist."""
+        """Register the plan's plug-ins in this process. Raise `ImportError` for a module that does not exist."""
         for name in self.plugins:
             plugins.register(importlib.import_module(name), name)
 

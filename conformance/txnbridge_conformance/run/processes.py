@@ -1,4 +1,4 @@
-"""`Process`: one process of a run, which is started again under a new name whenever it dies."""
+"""`Process`: one process of a run, with restarts. Each restart has a new name and a history of its own."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class RunFailed(Exception):
 
 
 class Process:
-    """A process of the run. Each start asks `next_kill(role)` at which event it kills itself.
+    """A process of the run, which works until `stop` or `kill`.
 
-    The answer is a number and names of events that do not count (see `client.KillAt`); with 0 it does not.
+    Each start calls `next_kill(role)` for two arguments of `client.KillAt`, by which the process later kills itself.
+    With the number 0 the process does not kill itself.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        """The name of the present process; each start has its own."""
+        """The name of the latest start: role, number, and count of starts."""
         return f"{self._name}-{self._starts}"
 
     def start(self) -> None:
@@ -50,9 +51,9 @@ class Process:
             self._process = subprocess.Popen(arguments, stderr=errors, stdin=subprocess.DEVNULL)
 
     def replace_dead(self) -> str | None:
-        """Start the process again if it was killed; return the event at which it killed itself, if it did.
+        """Start the process again if it was killed. Return the name of the event at which it killed itself.
 
-        Raise `RunFailed` if it ended by itself.
+        Return None if the process runs, or if another process killed it. Raise `RunFailed` if it ended otherwise.
         """
         code = self._process.poll()
         if code is None:
@@ -64,7 +65,7 @@ class Process:
         return event
 
     def _last_event(self) -> str | None:
-        """Return the event at which the process has killed itself, by the last line of its history."""
+        """Return the event at which the process killed itself, by the last line of its history, or None."""
         with suppress(OSError, ValueError, IndexError):
             last = json.loads((Path(self._plan.folder) / f"{self.name}.jsonl").read_bytes().splitlines()[-1])
             return str(last.get("fault", "")).removeprefix("kill at ") or None
@@ -82,7 +83,7 @@ class Process:
         self._signal(signal.SIGCONT)
 
     def stop(self, timeout: float) -> None:
-        """Ask the process to end, and wait; kill it if it takes longer. A call that it was in is then unknown."""
+        """Send SIGTERM and wait for the end; kill the process after `timeout`. A running call then has no end."""
         self.resume()
         self._signal(signal.SIGTERM)
         try:

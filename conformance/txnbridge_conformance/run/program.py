@@ -1,8 +1,8 @@
 """The program of one process of a run: `python -m txnbridge_conformance.run.program PLAN ROLE PROCESS N TRIED`.
 
-The process works until SIGTERM, and records each call in its history. With N above 0 it kills itself at
-the N-th event of txnbridge whose name is not in TRIED (separated by commas), so that a run tries one event after the
-other.
+The process works until SIGTERM, and records each call in its history. With N above 0 the process kills itself at the
+N-th event of txnbridge, not counting events named in TRIED (separated by commas). So the kills of a run reach one event
+after the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Sales`: the local work of half messages, a database that holds for each transaction whether the work was done."""
+"""`Sales`: the local work of half messages. A SQLite database stores for each transaction if the work was done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from txnbridge import Decision
 
 
 class Sales:
-    """A database of decisions. The first one about a transaction counts, whoever makes it."""
+    """A database of decisions on half messages. For each transaction, the first stored decision counts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -22,7 +22,7 @@ class Sales:
         return sqlite3.connect(self._path, timeout=60)
 
     def decide(self, transaction: str, decision: Decision) -> Decision:
-        """Store a decision unless there is one already; return the one that counts."""
+        """Store a decision if the transaction has none. Return the stored decision, which counts."""
         with closing(self._open()) as database, database:
             database.execute("INSERT OR IGNORE INTO sales VALUES (?, ?)", (transaction, decision.name))
             (name,) = database.execute("SELECT decision FROM sales WHERE id = ?", (transaction,)).fetchone()

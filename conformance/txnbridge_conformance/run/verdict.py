@@ -1,4 +1,4 @@
-"""The verdict on a history: are the broker's promises kept, broken, or was too little tried to say?"""
+"""The verdict on a history: promises are kept, or broken, or the run tried too little to tell."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NOT_PROMISED = frozenset({"int-send-skip", "G0", "G1c"})
 
 
 class Verdict(Enum):
-    """The verdict, with the exit code of the command."""
+    """Whether promises are kept, broken, or untested (THIN). Values are exit codes of `txnbridge conformance`."""
 
     KEPT = 0
     BROKEN = 1
@@ -54,7 +54,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on a history, with the numbers on which it rests."""
+    """The verdict on a history, with the counts of what was tried and the names of the findings."""
 
     verdict: Verdict
     counts: Mapping[str, int]
@@ -64,7 +64,7 @@ class Judgement:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict and the most important counts, as one sentence of English."""
         c = self.counts
         tried = f"{c['committed']:,} committed, {c['aborted']:,} aborted and {c['unknown']:,} unknown transactions"
         if self.verdict is Verdict.BROKEN:
@@ -76,7 +76,11 @@ class Judgement:
 
 
 def judge(history: History, findings: Findings, floor: Mapping[str, int] = FLOOR) -> Judgement:
-    """Return the judgement of a history with these findings."""
+    """Decide whether a history keeps the broker's promises: BROKEN if a finding breaks one, else KEPT or THIN.
+
+    THIN means that a count of the history is below its least number in `floor`. Findings break no promise if the broker
+    declares the needed capability absent, or if no broker promises to avoid them.
+    """
     counts = count(history)
     missing = {name: least for name, least in floor.items() if counts[name] < least}
     absent = declared_absent(history)
@@ -88,7 +92,7 @@ def judge(history: History, findings: Findings, floor: Mapping[str, int] = FLOOR
 
 
 def declared_absent(history: History) -> frozenset[str]:
-    """Return the capabilities that the broker of a run declares absent."""
+    """Return the names of the capabilities that, by the history, the broker declares absent."""
     found: set[str] = set()
     for operation in history.operations:
         if operation.what == "declares":
@@ -97,7 +101,7 @@ def declared_absent(history: History) -> frozenset[str]:
 
 
 def count(history: History) -> dict[str, int]:
-    """Return how much a run tried: transactions by result, messages, faults, crash points, processes."""
+    """Return the counts of what a run tried, by name: transactions by result, messages, faults and others."""
     results = Counter(
         operation.outcome or {"ok": "committed", "fail": "aborted", "unknown": "unknown"}[operation.result]
         for operation in history.operations

@@ -19,7 +19,7 @@ def write(client: Client) -> None:
 
 
 def own(client: Client) -> None:
-    """Run random transactions under a transactional id that another process has, too; take it over when fenced."""
+    """Run random transactions under a transactional id that two processes share. Return to open the id again."""
     with client.bridge(transactional_id=client.plan.owner, writers=1) as bridge:
         while not client.stop.wait(client.random.uniform(0, 0.05)):
             if not _one(client, bridge) and client.random.random() < 0.2:
@@ -27,7 +27,7 @@ def own(client: Client) -> None:
 
 
 def _one(client: Client, bridge: Bridge) -> bool:
-    """Run one random transaction; return whether it was committed or prepared."""
+    """Run a transaction that randomly commits, aborts or prepares. Return whether it was committed or prepared."""
     way = client.random.choices(("commit", "abort", "prepare"), (5, 2, 2))[0]
     sends = client.sends(client.plan.topic("left"), client.plan.topic("right"))
     return client.transact(bridge, sends, abort=way == "abort", prepare=way == "prepare")
@@ -41,7 +41,7 @@ def feed(client: Client) -> None:
 
 
 def copy(client: Client) -> None:
-    """Consume, transform and produce as a member of a group: input and output in one transaction."""
+    """Copy messages as a member of a group: acknowledge the input and send the output in one transaction."""
     plan = client.plan
     with client.bridge(writers=1) as bridge, bridge.consumer(plan.topic("source"), plan.group) as consumer:
         while not client.stop.is_set():
@@ -53,7 +53,7 @@ def copy(client: Client) -> None:
 
 
 def finish(client: Client) -> None:
-    """Finish prepared transactions of other processes: by either wish, twice, and late."""
+    """Commit or abort prepared transactions of other processes by token, or ask for their status; some twice."""
     with client.bridge(writers=1) as bridge:
         for transaction, token in _tokens(client):
             for _ in range(client.random.choice((1, 1, 2))):
@@ -62,7 +62,7 @@ def finish(client: Client) -> None:
 
 
 def _tokens(client: Client) -> Iterator[tuple[str, str]]:
-    """Yield the tokens that this process takes: some of those in the file, others are left to other processes."""
+    """Yield transaction and token for a random part of the lines in `Plan.tokens`, as the file grows."""
     client.plan.tokens.touch()
     with open(client.plan.tokens, "rb") as file:
         while not client.stop.is_set():
@@ -76,7 +76,7 @@ def _tokens(client: Client) -> Iterator[tuple[str, str]]:
 
 
 def watch(client: Client) -> None:
-    """Read both topics of the writers without a group, as fast as messages become readable."""
+    """Read, without a group, the two topics of the roles "write" and "own", and record each poll."""
     plan = client.plan
     with client.bridge() as bridge, bridge.consumer([plan.topic("left"), plan.topic("right")]) as consumer:
         known: list[object] = []
@@ -93,7 +93,7 @@ def watch(client: Client) -> None:
 
 
 def sell(client: Client) -> None:
-    """Send half messages with every answer of the local work, and answer check-backs of other sellers."""
+    """Store half messages whose local work commits, aborts, fails or leaves the decision open. Answer check-backs."""
     sales = Sales(client.plan.sales)
 
     def execute(txn: HalfTransaction, call: RecordedCall) -> Decision:

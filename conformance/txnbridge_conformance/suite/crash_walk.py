@@ -24,7 +24,7 @@ def walk(
 ) -> Walk:
     """Return a function that kills a program at each of its events in turn, runs it again, and checks the result.
 
-    For each event, the function makes a new case and passes it to `before`. It returns the events.
+    For each event, the function makes a new case, and passes the case to `before`. The function returns the events.
     """
 
     def walk_through(
