@@ -18,7 +18,7 @@ Pulsar's model, as far as our promises rest on it:
 - A subscription keeps a transaction's acknowledgements as pending acks until the end arrives; after an abort it
   redelivers the messages. An end may miss a topic that is being unloaded, and is sent again: `outcome/end_delivery`.
 - After a restart of the brokers no transaction times out before a client connects: `outcome/coordinator_keepalive`.
-- A broker forgets the sequences of a producer name that is unused for hours: `write/sequences`.
+- A broker forgets the sequences of a producer name that is unused for hours: `write/publisher_sequences`.
 
 The rooms: `client/` is the protocol client (imported as `wire`). `write/` sends, `read/` receives, `outcome/` ends
 transactions and finds their outcomes, `admin/` serves administrators and has the client of the REST admin API.

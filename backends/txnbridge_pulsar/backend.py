@@ -11,7 +11,7 @@ from txnbridge_pulsar.settings import OPTIONS, read
 
 
 class PulsarBackend(Backend):
-    """Apache Pulsar 4.0 and later."""
+    """The backend for Apache Pulsar 4.0 and later."""
 
     name = "pulsar"
     schemes = ("pulsar", "pulsar+ssl")

@@ -84,7 +84,9 @@ class PulsarBroker(Broker):
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
-        """Connect to all coordinators: after a restart of the brokers, no transaction times out before."""
+        """Connect to all coordinators. After a restart of the brokers, no transaction times out before a client
+        connects.
+        """
         what = f"connecting to {self._settings.service}"
 
         def load() -> None:
@@ -172,7 +174,9 @@ class PulsarBroker(Broker):
 
 
 def _is_deduplication_off(settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> bool:
-    """Return whether brokers keep duplicates, by an internal topic's status: others might need more rights."""
+    """Return whether brokers are known to store duplicates. The status of an internal topic shows this, because reading
+    the status of other topics might need more rights.
+    """
     topic = settings.namespace.full_name(settings.cluster_topic)
     try:
         return topics.deduplication(topic, Deadline(min(_DEDUPLICATION_SECONDS, deadline.left()))) == "Disabled"

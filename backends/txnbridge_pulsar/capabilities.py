@@ -1,4 +1,6 @@
-"""The capabilities and limits of Pulsar through this backend, and those that depend on a cluster's settings."""
+"""The capabilities and limits of Pulsar through this backend, and the capabilities that a cluster's settings take
+away.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from txnbridge_pulsar.topics import PulsarTopics
 
 @dataclass(frozen=True)
 class ClusterAccess:
-    """The settings, the protocol client, the topics and, with an `admin_url`, the REST client (else `rest` is None).
+    """One bridge's settings, protocol client, topics and REST client. Without an `admin_url`, `rest` is None.
 
     Producers and consumers that `client` opens with the same connection key share connections; different keys share
     none. Each producer that may be fenced has a key of its own, because a broker closes the whole connection of a

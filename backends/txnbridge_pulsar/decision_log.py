@@ -60,7 +60,7 @@ class PulsarLog(DecisionLog):
         return None if last.entry < 0 else (last.ledger, last.entry)
 
     def _open_end_reader(self, deadline: Deadline) -> wire.PulsarConsumer:
-        """Return a reader that is only used to ask for the end of the log."""
+        """Return a reader that is only asked for the position of the log's last record; nobody takes its records."""
         with self._lock:
             if self._end_reader is None:
                 self._end_reader = self._client.read(self._topic, timeout=deadline.left(), start=wire.LATEST)
@@ -83,7 +83,9 @@ class PulsarLog(DecisionLog):
         return receipt.message_id.ledger, receipt.message_id.entry
 
     def _start_send(self, record: bytes, deadline: Deadline) -> wire.Send:
-        """Send a record without waiting. Raise an error of the client if nothing was sent, else `OutcomeUnknown`."""
+        """Send a record without waiting for the receipt. Raise `OutcomeUnknown` if the connection is lost when the
+        record may already have been sent, else the client's error.
+        """
         producer = self._open_producer(deadline)
         try:
             return producer.send(wire.Single(record), timeout=deadline.left())
@@ -109,7 +111,7 @@ class PulsarLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """Yield records as `DecisionLog.read` says. Stop at the end of the log if that is before `last`."""
+        """Yield records as `DecisionLog.read` says. Stop at the end of the log if the end is before `last`."""
         end = self.end(deadline)
         at = first or self.begin(deadline)
         if end is None or at is None:
@@ -139,7 +141,9 @@ class PulsarLog(DecisionLog):
             expected = position[0], position[1] + 1
 
     def _check_gap(self, expected: Position, position: Position, deadline: Deadline) -> None:
-        """Raise `PositionLost` for missing records. A ledger has no gaps, and brokers drop only whole first ledgers."""
+        """Raise `PositionLost` if records are missing between the position that was expected and the one that was
+        received. Entries in a ledger have no gaps, and brokers drop only whole ledgers from the start of a topic.
+        """
         if expected[1] > 0 and position[0] > expected[0] and position[1] == 0:
             before = expected[0], expected[1] - 1
             begin = self.begin(deadline)
@@ -148,7 +152,7 @@ class PulsarLog(DecisionLog):
         raise PositionLost(f"the decision log {self._name} was trimmed: there is no record {expected} any more")
 
     def _next(self, reader: wire.PulsarConsumer, deadline: Deadline) -> wire.ReceivedEntry:
-        """Return the next entry, which is known to exist."""
+        """Return the reader's next entry. The caller knows that there is one."""
         while True:
             deadline.check(f"reading the decision log {self._name}")
             entries = self._retry(lambda: self._receive(reader, deadline), "reading it", deadline)
@@ -177,10 +181,10 @@ class PulsarLog(DecisionLog):
     # --- the rest -------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
-        """Allow the broker to drop the records before a position. The broker drops whole ledgers, when it begins a new
-        one.
+        """Allow the broker to drop the records before a position. The broker drops whole ledgers, and only when it
+        begins a new ledger.
 
-        If a broker unloads the topic, or dies, within milliseconds of its answer, it forgets the position; the next
+        If the broker unloads the topic or dies within milliseconds of its answer, the position is forgotten; the next
         call repeats it. The last record always stays, so that a trimmed log differs from a new one.
         """
         end = self.end(deadline)

@@ -106,7 +106,9 @@ class PulsarAdmin(Admin):
         return name.startswith(self._settings.prefix) or any(own in name for own in _SYSTEM_TOPIC_NAMES)
 
     def _retention_of(self, name: str, deadline: Deadline) -> tuple[float | None, int | None]:
-        """Return a topic's retention in seconds and bytes; None for no limit, or if it is not known."""
+        """Return how long and up to how many bytes a topic keeps messages. None means no limit, or that it is not
+        known.
+        """
         if self._cluster.rest is None or self._is_internal(name):
             return None, None
         path = f"/admin/v2/persistent/{path_of(self._settings.namespace.full_name(name))}/retention?applied=true"
@@ -146,8 +148,10 @@ class PulsarAdmin(Admin):
         return bounds
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
-        """Return topic ids: the creation time of the first partition's record in the metadata store. A recreated topic
-        has another id; growing, moving and retention do not change it. Without an `admin_url` no ids are known.
+        """Return the topics' ids: the time when the first partition's record in the metadata store was created.
+
+        A topic that was deleted and created again has another id. Adding partitions, moving the topic to another broker
+        and changing its retention keep the id. Without an `admin_url` no topic's id is known.
         """
         rest = self._cluster.rest
         if rest is None:
@@ -172,7 +176,7 @@ class PulsarAdmin(Admin):
         return str(info.get("creationDate") or "")
 
     def _bounds(self, concrete: str, deadline: Deadline) -> tuple[Position, Position]:
-        """Return the first position and the end of a concrete topic."""
+        """Return the position of a concrete topic's first message, and the position after its last message."""
         what = f"asking where {concrete} begins and ends"
 
         def ask() -> tuple[wire.MessageId, wire.MessageId | None]:
@@ -187,7 +191,9 @@ class PulsarAdmin(Admin):
         return first, max(first, _position_after(last), self._max_read_position(concrete, deadline))
 
     def _max_read_position(self, concrete: str, deadline: Deadline) -> Position:
-        """Return the position after the max read position. If the last entries are aborted, only REST shows it."""
+        """Return the position after the topic's max read position, or (0, 0, 0) if it is not known. The max read
+        position is after aborted messages at the end of the topic, about which the binary protocol says nothing.
+        """
         if self._cluster.rest is None:
             return (0, 0, 0)
         try:
@@ -220,8 +226,7 @@ class PulsarAdmin(Admin):
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
         """End a transaction, given by its name or by its id at the coordinator, such as 0:15; see `Admin.end`.
 
-        By its id a transaction is also ended if no coordinator knows it, and it is open on topics and holds readers
-        back.
+        A transaction that no coordinator knows, but that is still open on topics, can be ended by its id as well.
         """
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")

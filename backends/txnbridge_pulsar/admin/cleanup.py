@@ -1,7 +1,8 @@
 """Cleanup of proof topics: drops records that no valid token needs, and deletes topics of dead writers.
 
-A writer's presence record says until when the following transactions can be open. Their tokens are valid for an hour
-longer. Only this time decides whether records are dropped, not their age, nor whether a writer seems to be alive.
+A presence record says until when the writer's transactions that follow it can be open. The tokens of these transactions
+are valid for one hour longer. A record is dropped when that time is over; neither the record's own age counts, nor
+whether the writer seems to be alive.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadli
     """Drop expired records from a proof topic (its full name). Delete the topic if no other record is left and its
     writer has no transactional id.
 
-    Raise `NotFound` if the topic does not exist. A topic with a producer is not deleted. At the deadline stop; the next
-    cleanup continues.
+    Raise `NotFound` if the topic does not exist. A topic that has a producer is not deleted. The work stops at the
+    deadline; the next cleanup continues.
     """
     expired_ms = now_ms - cluster.settings.timing.token_valid_seconds * 1000
     with translated(f"cleaning up {topic}"):
@@ -53,8 +54,10 @@ def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadli
 
 
 def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
-    """Delete a proof topic, unless its writer is idle but alive, or a transaction is still open on it because no client
-    has connected to the coordinators. While a topic of an open transaction is missing, brokers list no transactions.
+    """Delete a proof topic, unless a producer is connected to it, or a transaction is still open on it.
+
+    A producer means that the topic's writer is idle but alive. A transaction stays open if no client has connected to
+    the coordinators; without its topic, brokers would list no open transactions.
     """
     if cluster.rest is None:
         return
@@ -69,9 +72,10 @@ def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _find_expired(
     consumer: wire.PulsarConsumer, expired_ms: float, deadline: Deadline
 ) -> tuple[ProofRecord | None, wire.MessageId | None]:
-    """Read from the last dropped record to the first presence record that has not expired, or to the end.
+    """Read a proof topic's entries after the last dropped one, up to the first presence record that has not expired, or
+    to the end of the topic.
 
-    Return the last presence record read, and the id of the last entry before it: records up to this entry can be
+    Return the last presence record that was read, and the id of the entry before it. Records up to that entry can be
     dropped.
     """
     newest: ProofRecord | None = None
@@ -88,7 +92,7 @@ def _find_expired(
 
 
 def _entries(consumer: wire.PulsarConsumer, deadline: Deadline) -> Iterator[wire.ReceivedEntry]:
-    """Yield the entries of a proof topic that can be read now."""
+    """Yield the entries of a proof topic that have not been dropped, up to the last one that can be read now."""
     last, dropped = consumer.progress(deadline.left())
     at = wire.EARLIEST if dropped is None else dropped
     while at[:2] < last[:2] and not deadline.expired:
@@ -98,7 +102,9 @@ def _entries(consumer: wire.PulsarConsumer, deadline: Deadline) -> Iterator[wire
 
 
 class ProofTopicCleanup:
-    """A thread that regularly cleans up an owner's proof topics, and a few proof topics of other owners."""
+    """A thread that regularly cleans up all proof topics of one owner, and a few random proof topics of other
+    owners.
+    """
 
     def __init__(self, cluster: ClusterAccess, name: str) -> None:
         self._cluster = cluster
@@ -119,7 +125,7 @@ class ProofTopicCleanup:
             pause = self._cluster.settings.timing.cleanup_every_seconds
 
     def sweep(self) -> None:
-        """Clean up once. Errors of a topic are logged, not raised."""
+        """Clean up the owner's proof topics, and a few of others, once. If a topic fails, log the error and go on."""
         topics = self._cluster.topics.all_concrete(Deadline(_TOPIC_SECONDS))
         own = [topic for topic in topics if topic.startswith(self._own)]
         others = [topic for topic in topics if topic.startswith(self._all) and not topic.startswith(self._own)]
@@ -132,5 +138,5 @@ class ProofTopicCleanup:
                 _log.debug("%s is not cleaned up: %s", topic, error)
 
     def close(self) -> None:
-        """Stop the thread. A running cleanup ends when the client is closed."""
+        """Tell the thread to stop. A cleanup that is running ends when the client is closed."""
         self._stop.set()

@@ -104,7 +104,7 @@ def check_topics(
 def _check_kept(
     cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Report users' topics without retention and without a subscription."""
+    """Report users' topics that keep no messages, because they have neither retention nor a subscription."""
     namespace = cluster.settings.namespace
     dropped = [
         topic.name
@@ -147,9 +147,10 @@ def _check_internal(
 
 
 def _kept_by_subscription(cluster: ClusterAccess, names: Sequence[str]) -> Iterator[str]:
-    """Yield the internal topics that must have the subscription `txnbridge`. Proof topics of bridges without a
-    transactional id need none: without REST such a bridge deletes the subscription when it closes, and the broker
-    deletes the topic.
+    """Yield the internal topics that must have the subscription `txnbridge`.
+
+    The proof topics of a bridge without a transactional id are left out: if such a bridge has no REST, it deletes the
+    subscription when it closes, so that the broker deletes the topic.
     """
     fence, marker = fence_prefix(cluster), proof_prefix(cluster)
     ids = {name.removeprefix(fence) for name in names if name.startswith(fence)}
@@ -162,7 +163,7 @@ def _kept_by_subscription(cluster: ClusterAccess, names: Sequence[str]) -> Itera
 def _check_expiring(
     cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Report topics with a message TTL of their own; `check_namespace` reports the namespace's."""
+    """Report topics that have a message TTL of their own. `check_namespace` reports the TTL of the namespace."""
     settings = cluster.settings
     asked = [topic for topic in topics if topic.name.startswith(settings.prefix) or not topic.internal]
     names = [settings.namespace.full_name(topic.name) for topic in asked]
@@ -184,7 +185,7 @@ def _check_expiring(
 
 
 def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
-    """Return a topic's own message TTL in seconds; 0 if the topic has none, or it is not known."""
+    """Return a topic's own message TTL in seconds, or 0 if the topic has none or the broker does not tell."""
     try:
         return int(rest.get(f"/admin/v2/persistent/{path_of(full)}/messageTTL", deadline) or 0)
     except (RestRefused, AccessDenied):
@@ -192,7 +193,9 @@ def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
 
 
 def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
-    """Return a topic's durable subscriptions, which keep messages; `{_UNKNOWN_SUBSCRIPTION}` if they are not known."""
+    """Return the names of a topic's durable subscriptions, which keep its messages. If they are not known, return
+    `{_UNKNOWN_SUBSCRIPTION}`.
+    """
     try:
         subscriptions = rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)["subscriptions"]
     except RestRefused:
@@ -203,7 +206,7 @@ def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
 def check_stores(
     cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Report subscriptions that a broker does not serve, because opening their pending-ack stores does not finish."""
+    """Report subscriptions that cannot be used, because the broker does not finish opening their pending-ack stores."""
     concrete = [
         each for topic in topics if not topic.internal for each in cluster.topics.existing(topic.name, deadline)
     ]
@@ -225,7 +228,9 @@ def check_stores(
 
 
 def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: Deadline) -> bool:
-    """Return whether a subscription's pending-ack store is still opening at `until`; False if this is not known."""
+    """Wait until a subscription's pending-ack store is open, up to the deadline `until`. Return whether it is still
+    opening then; False if the store's state is not known.
+    """
     topic, name = group
     path = f"/admin/v3/transactions/pendingAckStats/{path_of(topic)}/{quote(name, safe='')}"
     try:
@@ -271,10 +276,11 @@ def _check_expiry(txn: OpenTransaction, now: float, share: float) -> Iterator[Ad
 def check_at_risk(
     cluster: ClusterAccess, transactions: Sequence[ListedTransaction], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Report transactions of older owners that were ended, but whose late messages brokers do not refuse yet.
+    """Report transactions that were ended for an older owner, while brokers do not yet refuse late messages of them.
 
-    Brokers cannot refuse late messages while the coordinator has an older transaction open. Afterwards the newer owner
-    makes brokers refuse them, which no other process can see.
+    Brokers cannot refuse these messages while an older transaction is open at the same coordinator, so only such
+    transactions are reported. Once the older transaction has ended, the newer owner makes brokers refuse the messages;
+    no other process can see whether it has done so.
     """
     oldest: dict[int, ListedTransaction] = {}
     for each in sorted(transactions, key=lambda each: each.txn):
@@ -293,7 +299,9 @@ def check_at_risk(
 
 
 def check_held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[Advice]:
-    """Report topics on which a transaction is open that no coordinator knows, so that it never ends by itself."""
+    """Report topics whose readers wait for a transaction that no coordinator knows. Such a transaction never ends by
+    itself.
+    """
     for topic, txn in held_back(cluster, rest, deadline):
         yield Advice(
             "problem",

@@ -41,12 +41,14 @@ _NO_PROOF = ProofLocation("", (0, 0), "")
 
 
 class ListingBlocked(BrokerUnavailable):
-    """Coordinators list no transactions, because an open one acknowledges on a deleted subscription."""
+    """The coordinators list no transactions, because an open transaction has acknowledged on a deleted subscription."""
 
 
 @dataclass(frozen=True)
 class ListedTransaction:
-    """A transaction that a coordinator lists as not ended."""
+    """A transaction that has not ended, as its coordinator lists it, with details from the fence topic and proof
+    topic.
+    """
 
     txn: TxnId
     status: str
@@ -65,7 +67,7 @@ class ListedTransaction:
 
     @property
     def name(self) -> str:
-        """Return the name of a bridge's transaction; for other programs' transactions, the id at the coordinator."""
+        """Return the transaction's name if a bridge began it, else its id at the coordinator."""
         return self.transaction or str(self.txn)
 
     @property
@@ -74,7 +76,9 @@ class ListedTransaction:
 
 
 def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransaction]:
-    """Return all programs' open transactions. Raise `NotSupported` without an `admin_url`, and `ListingBlocked`."""
+    """Return the open transactions of all programs in the cluster. Raise `NotSupported` without an `admin_url`, and
+    `ListingBlocked`.
+    """
     listed = [_as_listed(cluster, number, about) for number, about in _listed(cluster, deadline).items()]
     owners = {transaction.owner for transaction in listed if transaction.owner}
     announced = {each.txn: each for owner in owners for each in _under_way(cluster, owner, deadline)}
@@ -112,7 +116,9 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
 
 
 def _load_all(cluster: ClusterAccess, deadline: Deadline) -> None:
-    """Have brokers load all topics of the namespace, because the broker does not say which topic is not loaded."""
+    """Have brokers load all topics of the namespace. A listing is not answered while a topic of an open transaction is
+    not loaded, and the broker does not say which topic that is.
+    """
     with ThreadPoolExecutor(_PARALLEL_REQUESTS) as loading:
         for loaded in [
             loading.submit(_load, cluster, topic, deadline) for topic in cluster.topics.all_concrete(deadline)
@@ -157,7 +163,9 @@ def _pairs(acked: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _under_way(cluster: ClusterAccess, owner: str, deadline: Deadline) -> tuple[AnnouncedTransaction, ...]:
-    """Return the transactions that the newest owner of a transactional id has announced; none without a fence topic."""
+    """Return the transactions that the newest owner of the transactional id `owner` has announced as not ended. Return
+    none if the id has no fence topic.
+    """
     name = f"{fence_prefix(cluster)}{encoded(owner)}"
     if not cluster.topics.existing(name, deadline):
         return ()
@@ -187,7 +195,7 @@ def _with_details(
 
 
 def token_of(cluster: ClusterAccess, listed: ListedTransaction) -> Token | None:
-    """Return a prepared transaction's token; None for any other transaction."""
+    """Return the token of a prepared transaction, or None if the transaction is not prepared."""
     if not listed.prepared or listed.proof is None:
         return None
     return Token(
@@ -204,7 +212,10 @@ def token_of(cluster: ClusterAccess, listed: ListedTransaction) -> Token | None:
 
 
 def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline) -> Outcome:
-    """Abort another process's transaction, and have brokers refuse its late messages. Return the actual outcome."""
+    """Abort a transaction of another process, and have brokers refuse its late messages.
+
+    Return the actual outcome: the process may have committed the transaction before.
+    """
     ended = end(cluster, listed.txn, False, listed.topics, deadline)
     if ended is EndResult.ABORTED:
         proof = listed.proof or _NO_PROOF

@@ -1,9 +1,9 @@
 """Repair of transactions that no coordinator knows, but that are open on a topic and hold readers back.
 
 A message that arrives after its transaction's end opens the transaction again on the message's topic, and no
-coordinator ends it any more. A topic that was never registered with the transaction gets no end either. An
-administrator ends the transaction on such a topic by hand, with its earlier outcome: an abort after a commit drops
-committed messages.
+coordinator ends it any more. A topic that was never registered with the transaction is not told of its end either. An
+administrator ends the transaction on such a topic by hand. The decision must be the transaction's earlier outcome: an
+abort after a commit drops committed messages.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def is_txn_id(transaction: str) -> bool:
 
 
 def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[tuple[str, TxnId]]:
-    """Yield each concrete topic whose readers wait for a transaction that no coordinator knows, and this transaction's
+    """Yield each concrete topic whose readers wait for a transaction that no coordinator knows, with the transaction's
     id.
 
-    Topics that are not loaded have no readers and are left out.
+    Topics that no broker has loaded are left out, because they have no readers.
     """
     coordinators = _connect(cluster, deadline)
     for topic in topics_but_canary(cluster, deadline):
@@ -57,7 +57,7 @@ def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterato
 
 
 def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> bool:
-    """Return whether a coordinator may know a transaction: True also if the coordinator does not answer."""
+    """Return whether a coordinator knows a transaction. If the coordinator does not answer, return True."""
     try:
         return _is_known(rest, txn, coordinators, deadline)
     except DeadlineExceeded:
@@ -65,11 +65,11 @@ def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline)
 
 
 def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
-    """Commit a transaction on topics where it is open again, if it was committed. Return a sentence that names the
-    evidence.
+    """Commit a transaction on the topics where it is open again, if there is evidence that it was committed. Return a
+    sentence that names the evidence.
 
-    Raise `InvalidState` without evidence of a commit or if a coordinator knows the transaction, `NotFound` if the
-    transaction is open on no topic, `AccessDenied` if the user is not a superuser.
+    Raise `InvalidState` if there is no such evidence, or if a coordinator knows the transaction; `NotFound` if the
+    transaction is open on no topic; `AccessDenied` if the user is not a superuser.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     where = ", ".join(map(cluster.settings.namespace.short_name, held))
@@ -85,8 +85,10 @@ def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadl
 
 
 def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bool, deadline: Deadline) -> Outcome:
-    """End a transaction on topics where it is open again, with the outcome that an administrator gives. If there is
-    evidence of its commit, commit it in any case. Raise the errors of `repair`, except for missing evidence.
+    """End a transaction on the topics where it is open again, with the outcome that an administrator gives. If there is
+    evidence that the transaction was committed, commit it in any case.
+
+    Return the actual outcome. Raise the errors of `repair`, except for missing evidence.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     committed = commit or proof_of_commit(cluster, rest, txn, held, deadline) is not None
@@ -97,7 +99,9 @@ def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bo
 def _find_held(
     cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline
 ) -> tuple[TxnId, dict[str, tuple[int, int]]]:
-    """Return the id of a transaction that no coordinator knows, and its first message on each topic where open."""
+    """Return the id of a transaction that no coordinator knows, and the topics on which the transaction is open, each
+    with the position of the transaction's first message there.
+    """
     number = _TXN_ID.fullmatch(transaction)
     if number is None:
         raise InvalidOption(f"{transaction!r} is not a transaction's id as the doctor shows it, such as 0:15")
@@ -128,7 +132,9 @@ def _end(cluster: ClusterAccess, txn: TxnId, topics: Collection[str], commit: bo
 
 
 def _connect(cluster: ClusterAccess, deadline: Deadline) -> int:
-    """Connect to all coordinators, because one that is not loaded knows no transaction. Return their number."""
+    """Connect to all coordinators, so that they are loaded: a coordinator that is not loaded denies its transactions.
+    Return the number of coordinators.
+    """
     with translated("loading the coordinators"):
         return cluster.client.transactions.connect(deadline.left())
 
@@ -148,7 +154,7 @@ def _is_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> 
 
 
 def _oldest_open(rest: Rest, topic: str, deadline: Deadline) -> TxnId | None:
-    """Return the transaction of a topic's first message that readers cannot see yet; None if there is none."""
+    """Return the id of the open transaction that hides the topic's messages from readers; None if there is none."""
     try:
         stats = rest.get(f"{_REST}/transactionBufferStats/{path_of(topic)}", deadline)
         if not stats.get("ongoingTxnSize"):
@@ -163,7 +169,9 @@ def _oldest_open(rest: Rest, topic: str, deadline: Deadline) -> TxnId | None:
 
 
 def _position_after(position: tuple[int, int], sizes: Mapping[int, int]) -> tuple[int, int]:
-    """Return the position of the entry after `position`, perhaps in a later ledger. Raise `KeyError` without one."""
+    """Return the position of the entry after `position`, perhaps in a later ledger. Raise `KeyError` if there is no
+    such entry.
+    """
     ledger, entry = position
     if entry + 1 < sizes.get(ledger, 0):
         return ledger, entry + 1

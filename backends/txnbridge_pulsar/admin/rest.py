@@ -46,10 +46,11 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class Rest:
-    """A REST client, which connects at its first call; one request at a time and thread. Paths begin with `/admin/`.
+    """A REST client, which connects at its first call. Each thread sends one request at a time. Paths begin with
+    `/admin/`.
 
-    If an address of the `admin_url` does not answer, the next one is asked, unless the request may have changed
-    something.
+    If an address of the `admin_url` does not answer, the request is sent to the next one, unless the request may have
+    changed something.
     """
 
     def __init__(self, settings: PulsarSettings) -> None:
@@ -63,11 +64,15 @@ class Rest:
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, path: str, deadline: Deadline) -> Any:
-        """Return the JSON answer to GET. Raise `RestRefused`, `AccessDenied`, or `BrokerUnavailable` without answer."""
+        """Return the JSON answer to GET. Raise `RestRefused`, `AccessDenied`, or, if no broker answers,
+        `BrokerUnavailable`.
+        """
         return self.ask("GET", path, deadline)
 
     def ask(self, method: str, path: str, deadline: Deadline, body: Any = None) -> Any:
-        """Send a request and return its JSON answer, None if empty. Without an answer, a change may have been made."""
+        """Send a request and return its JSON answer; None if the answer is empty. If no answer arrives, the broker may
+        still have made the change.
+        """
         _, answer = self.exchange(method, path, deadline, body)
         return json.loads(answer) if answer else None
 
@@ -132,7 +137,9 @@ def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> RestRefus
 
 
 def _reason(body: bytes) -> str:
-    """Return the reason in a broker's error answer, without a stack trace; empty for an HTML page."""
+    """Return the reason that a broker gives in the body of an error answer, without a stack trace. An HTML page gives
+    "".
+    """
     try:
         text = str(json.loads(body)["reason"])
     except (ValueError, TypeError, KeyError):
@@ -144,12 +151,12 @@ def _reason(body: bytes) -> str:
 
 
 def _was_refused(error: Exception) -> bool:
-    """Return whether the connection was refused, so that nothing was sent."""
+    """Return whether the broker's host refused the connection, so that no request was sent."""
     return isinstance(error, urllib.error.URLError) and isinstance(error.reason, ConnectionRefusedError)
 
 
 def unavailable(refused: RestRefused, what: str) -> BrokerUnavailable:
-    """Return the error for an unexpected refusal; raise it `from` the refusal."""
+    """Return the error for a refusal that the caller cannot explain. The caller raises the error `from` the refusal."""
     kind = DeadlineExceeded if refused.status == 504 else BrokerUnavailable
     return kind(f"{what}: {refused}")
 

@@ -41,7 +41,9 @@ def _address(text: str, port: int) -> Address:
 
 
 def full_topic_name(topic: str) -> str:
-    """Return the full name: `persistent://public/default/orders` for `orders`, likewise for `tenant/namespace/name`."""
+    """Return a topic's full name: `persistent://public/default/orders` for `orders`, likewise for
+    `tenant/namespace/name`.
+    """
     if "://" in topic:
         return topic
     parts = topic.split("/")

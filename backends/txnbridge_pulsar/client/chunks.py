@@ -15,11 +15,11 @@ _MAX_REMEMBERED_DROPS = 1000
 
 
 class Chunks:
-    """The chunks of one consumer's incomplete messages, with a limit for their total size.
+    """The chunks of one consumer's incomplete messages. Their total size is limited.
 
-    A message that is larger than the limit becomes a faulty entry, and its chunks are dropped. If several messages
-    together exceed the limit, the oldest message is dropped, because its sender may be dead. If another chunk of the
-    dropped message arrives, this chunk becomes a faulty entry. Faulty entries stay unacknowledged.
+    If one message alone exceeds the limit, its chunks are dropped, and the message becomes a faulty entry. If several
+    messages together exceed the limit, the oldest message is dropped, because its sender may be dead. If another chunk
+    of the dropped message arrives later, this chunk becomes a faulty entry. Faulty entries stay unacknowledged.
 
     One thread calls `add`; any thread may call `clear`.
     """
@@ -31,7 +31,9 @@ class Chunks:
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
 
     def add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
-        """Add a chunk. Return the message after its last chunk, a faulty entry, or None. Drop a chunk out of order."""
+        """Add a chunk. Return the whole message if this is its last chunk, a faulty entry if the message cannot be
+        completed, else None. A chunk out of order is dropped.
+        """
         with self._lock:
             return self._add(entry, chunk, max_bytes)
 
@@ -77,7 +79,9 @@ class Chunks:
                 del self._dropped[next(iter(self._dropped))]
 
     def _is_of_dropped_message(self, uuid: str, entry: ReceivedEntry) -> bool:
-        """Return whether a chunk belongs to a dropped message: True only for the first such chunk of each message."""
+        """Return whether this is the first chunk to arrive of a message that was dropped. For later chunks return
+        False.
+        """
         if hash(uuid) not in self._dropped:
             return False
         del self._dropped[hash(uuid)]

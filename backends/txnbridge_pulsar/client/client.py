@@ -77,7 +77,7 @@ class PulsarClient:
             return next(self._ids)
 
     def partitions(self, topic: str, timeout: float) -> int:
-        """Return how many partitions a topic has now, 0 for a topic without partitions. The number can grow.
+        """Return how many partitions a topic has now; 0 for a topic without partitions. Partitions may be added later.
 
         Raise `TopicNotFound` if the topic does not exist; this request creates no topic.
         """
@@ -187,9 +187,11 @@ class PulsarClient:
         )
 
     def hang_up(self, connection_key: str) -> None:
-        """Close the connections of one key: their producers and consumers are lost. Written frames may still arrive."""
+        """Close the connections with one key, and lose their producers and consumers. Frames that were already written
+        may still arrive at the broker.
+        """
         self._pool.hang_up(connection_key)
 
     def close(self) -> None:
-        """Close all connections at once. Producers should be flushed and closed before. Calls may be repeated."""
+        """Close all connections at once. Flush and close the producers before. Calls may be repeated."""
         self._pool.close()

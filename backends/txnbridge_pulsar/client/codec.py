@@ -40,7 +40,9 @@ _ONE_BYTE = [bytes((number,)) for number in range(128)]
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number at an offset, and the offset after it. Raise `IndexError` if its bytes are incomplete."""
+    """Return the number that is encoded at an offset, and the offset after it. Raise `IndexError` if bytes are
+    missing.
+    """
     byte = data[at]
     if byte < 128:
         return byte, at + 1
@@ -56,7 +58,7 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def with_length(data: bytes) -> bytes:
-    """Return bytes, or an encoded message, with their length in front: the encoding of a bytes field's value."""
+    """Return `data` with its length in front, as the value of a bytes field or of a message field is encoded."""
     return varint(len(data)) + data
 
 
@@ -71,10 +73,10 @@ def encode(type_name: str, fields: Mapping[str, Any]) -> bytes:
 
 
 def decode(type_name: str, data: bytes) -> Fields:
-    """Decode a message. Return the fields that are present; skip unknown fields.
+    """Decode a message. Return the fields that are present, and skip unknown fields.
 
-    If a field that is not `repeated` occurs several times, its last value counts. Invalid UTF-8 is replaced: else one
-    invalid property would make a topic unreadable.
+    If a field that is not `repeated` occurs several times, its last value counts. Bytes that are not UTF-8 are replaced
+    in text; otherwise one invalid property would make a topic unreadable.
     """
     try:
         return _decode(TYPES[type_name], data, 0)
@@ -160,7 +162,9 @@ def _decode(type: MessageType, data: bytes, depth: int) -> Fields:
 
 
 def _value(data: bytes, at: int, wire_type: int) -> tuple[Any, int]:
-    """Return the value after a tag, and the offset after the value. Raise `IndexError` if its bytes are incomplete."""
+    """Return the value at an offset, which follows the field's tag, and the offset after the value. Raise `IndexError`
+    if bytes are missing.
+    """
     if wire_type == _VARINT:
         return read_varint(data, at)
     if wire_type == _BYTES:
@@ -177,7 +181,9 @@ def _value(data: bytes, at: int, wire_type: int) -> tuple[Any, int]:
 
 
 def _store_packed(fields: Fields, type: MessageType, tag: int, value: Any) -> None:
-    """Store a field whose tag is not the schema's, because repeated numbers may be packed. Skip unknown fields."""
+    """Store a field whose wire type is not the schema's: numbers of a repeated field may be packed into one value. Skip
+    the field if the schema does not have it.
+    """
     field = type.by_number.get(tag >> 3)
     if field is None:
         return

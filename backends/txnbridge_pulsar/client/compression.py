@@ -29,10 +29,10 @@ def compress(kind: Compression, data: bytes) -> bytes:
 
 
 def decompress(kind: int, data: bytes, size: int, limit: int) -> bytes:
-    """Decompress a payload. Its decompressed size must be `size`, as the entry's metadata say, and at most `limit`.
+    """Decompress a payload. The result must have `size` bytes, as the entry's metadata say, and at most `limit` bytes.
 
-    Raise `CorruptEntry` for any other size, `MissingLibrary` if the package is not installed. A `size` above the limit
-    is refused before decompressing.
+    Raise `CorruptEntry` for a result of any other size, `MissingLibrary` if the package is not installed. If `size` is
+    above the limit, raise before decompressing.
     """
     if kind == Compression.NONE:
         return data
@@ -100,7 +100,9 @@ def _snappy_decompress(data: bytes, size: int) -> bytes:
 
 
 def _snappy_size(data: bytes) -> int:
-    """Return the size that a snappy block claims. It is checked first, because the decoder allocates it at once."""
+    """Return the decompressed size that a snappy block claims. The caller checks it before decompressing, because the
+    decoder allocates that many bytes at once.
+    """
     return read_varint(data, 0)[0]
 
 

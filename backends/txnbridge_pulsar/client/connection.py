@@ -1,7 +1,8 @@
 """One connection to one broker: requests and their answers, entries in both directions, and keepalive pings.
 
-The connection's only thread reads and never blocks: it resolves responses, and passes receipts and entries to the
-registered producers and consumers. When the connection ends, all waiting calls raise the reason.
+Each connection has one thread, which only reads and never blocks. The thread gives answers to the waiting callers, and
+receipts and entries to the registered producers and consumers. When the connection ends, all waiting calls raise the
+reason.
 """
 
 from __future__ import annotations
@@ -159,7 +160,9 @@ class BrokerConnection:
         return self._reason is not None
 
     def request(self, name: str, deadline: ClientDeadline, **fields: Any) -> Response:
-        """Send a request without waiting for its answer. Raise `BrokerConnectionLost` or `RequestTimedOut`."""
+        """Send a request without waiting for its answer. Raise `BrokerConnectionLost` if the connection has ended,
+        `RequestTimedOut` if the request cannot be written by the deadline.
+        """
         with self._lock:
             self._check_open()
             if len(self._requests) >= MAX_IN_FLIGHT:
@@ -191,7 +194,7 @@ class BrokerConnection:
         self._write(frame, deadline)
 
     def post(self, frame: bytes) -> None:
-        """Write a small frame without waiting and without raising: at once, or as soon as the socket takes more."""
+        """Write a small frame without waiting or raising: at once, or as soon as the socket accepts more bytes."""
         with suppress(OSError):
             self._transport.post(frame)
 

@@ -13,7 +13,9 @@ from .errors import Closed, RequestTimedOut
 
 
 class ConnectionTarget(NamedTuple):
-    """The address to connect to: a broker's, or a proxy's with the `logical` address of the broker that is meant."""
+    """The address to connect to: a broker's, or a proxy's. For a proxy, `logical` is the address of the broker that the
+    proxy connects to.
+    """
 
     address: Address
     logical: Address | None = None
@@ -31,7 +33,9 @@ class ConnectionPool:
         self._closed = False
 
     def get(self, target: ConnectionTarget, connection_key: str, deadline: ClientDeadline) -> BrokerConnection:
-        """Return the open connection, or open it in one attempt. Raise the errors of `BrokerConnection.open`."""
+        """Return the open connection to a target; if there is none, make one attempt to open it. Raise the errors of
+        `BrokerConnection.open`.
+        """
         key = (target, connection_key)
         with self._lock:
             if self._closed:
@@ -64,7 +68,7 @@ class ConnectionPool:
         raise Closed("the client is closed")
 
     def hang_up(self, connection_key: str) -> None:
-        """Close all connections of one key. A later `get` with this key opens a new one."""
+        """Close all connections with one key. A later `get` with this key opens a new connection."""
         with self._lock:
             of_key = [key for key in self._connections if key[1] == connection_key]
             connections = [self._connections.pop(key) for key in of_key]

@@ -37,13 +37,13 @@ _INDIVIDUAL, _CUMULATIVE = 0, 1
 
 
 def _commands(ids: Sequence[Fields], in_transaction: bool) -> list[Sequence[Fields]]:
-    """Divide message ids into ACK commands of up to 5000 ids. In a transaction each partly acknowledged entry gets a
-    command of its own.
+    """Divide message ids into ACK commands of up to 5000 ids. In a transaction, each entry of which only some messages
+    are acknowledged gets a command of its own.
 
     A broker that loads a topic reads the transactions' ACK commands from the pending-ack log, and skips a whole command
-    if the subscription's cursor already has one of its positions. The cursor has only entries that are acknowledged
-    whole; an entry's partial acknowledgement may exist in the log alone. If both shared a command, the broker would
-    skip the partial acknowledgement, too, and redeliver its messages (hazard H55).
+    if the subscription's cursor already has one of the command's positions. The cursor only has entries that are
+    acknowledged whole; the partial acknowledgement of an entry may exist in the log alone. If one command had both, the
+    broker would also skip the partial acknowledgement, and redeliver its messages (hazard H55).
     """
     together = [id for id in ids if not (in_transaction and id.get("ack_set"))]
     commands: list[Sequence[Fields]] = [
@@ -133,13 +133,13 @@ class PulsarConsumer:
 
     @property
     def all_taken(self) -> bool:
-        """Return whether none of this consumer's entries wait in the inbox."""
+        """Return whether the caller has taken all entries of this consumer that have arrived in the inbox."""
         return self._taken == self.arrived
 
     def reopen(self, timeout: float) -> None:
         """Subscribe again. A durable subscription continues after its acknowledgements. Any other subscription
-        continues after the last entry that was taken from the inbox, or before an incomplete message in chunks. Raise
-        the errors of `PulsarClient.subscribe`.
+        continues after the last entry that was taken from the inbox; if a message in chunks is incomplete, it continues
+        before that message. Raise the errors of `PulsarClient.subscribe`.
         """
         if isinstance(self._lost, Closed) and self._connection is not None:
             raise Closed("the consumer is closed")
@@ -197,7 +197,8 @@ class PulsarConsumer:
     def receive(self, timeout: float, most: int = 100) -> list[ReceivedEntry]:
         """Return up to `most` entries of all consumers that share this consumer's inbox; an empty list at the timeout.
 
-        Raise the error in `lost` once all entries that had arrived before the loss are taken.
+        If this consumer is lost, raise the error in `lost`, but only when all entries that arrived before the loss are
+        taken.
         """
         entries = self.inbox.take(timeout, most)
         if not entries and self._lost is not None:
@@ -205,7 +206,9 @@ class PulsarConsumer:
         return entries
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None:
-        """Parse an entry for the inbox, and grant new permits. Return None for a dropped or incomplete message."""
+        """Parse an entry that is taken from the inbox, and grant new permits. Return None if the entry was dropped, or
+        is a chunk of a message that is still incomplete.
+        """
         entry = ReceivedEntry(self, generation, fields, tail)
         with self._state:
             if generation != self.generation:
@@ -227,7 +230,9 @@ class PulsarConsumer:
         return whole
 
     def _is_after_start(self, entry: ReceivedEntry) -> bool:
-        """Return whether the entry has messages after `start`; skip its earlier ones, which the broker also sends."""
+        """Return whether the entry has messages after the position `start`. Brokers send the whole batch in which
+        `start` is, so its messages up to `start` are skipped.
+        """
         start = self._start
         if (start.ledger, start.entry) != (entry.id.ledger, entry.id.entry):
             return True
@@ -237,16 +242,20 @@ class PulsarConsumer:
         return True
 
     def hold(self, held: bool) -> None:
-        """Stop granting permits, or start again. Messages for which the broker already has permits still arrive."""
+        """Stop granting permits if `held`, else grant them again. The broker still sends the messages for which it has
+        permits.
+        """
         self._held = held
         self._grant()
 
     def request_messages(self, messages: int) -> None:
-        """Grant permits for this many messages in all. A consumer that was opened with 0 `permits` gets no others."""
+        """Grant permits until the broker has permits for this many messages. If the consumer was opened with 0
+        `permits`, it gets permits only by this call.
+        """
         self._grant_up_to(lambda: messages, 1)
 
     def _grant(self) -> None:
-        """Grant permits up to the space in the inbox, once at least half of them are missing."""
+        """Grant permits for the free space in the inbox, if the broker has used at least half of its permits."""
         self._grant_up_to(self._permits_that_fit, 2)
 
     def _permits_that_fit(self) -> int:
@@ -275,9 +284,9 @@ class PulsarConsumer:
         """Acknowledge messages by id, in a transaction if `txn` is given. Of a batch only the given messages are
         acknowledged.
 
-        For an entry that came in chunks give the ids of all its `parts`. Raise `TransactionConflict`, after which no id
-        of the same ACK command is acknowledged (see `_commands`), or `BrokerConnectionLost`, after which the result is
-        not known.
+        For a message that came in chunks give the ids of all `parts` of its entry. Raise `TransactionConflict` if the
+        broker refuses an ACK command: then no id of that command is acknowledged (see `_commands`). Raise
+        `BrokerConnectionLost` if the result is not known.
         """
         deadline = ClientDeadline(timeout)
         for response in self.start_acknowledge(ids, txn, timeout=timeout):
@@ -286,7 +295,9 @@ class PulsarConsumer:
     def start_acknowledge(
         self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float
     ) -> list[Response]:
-        """Send the commands of `acknowledge` without waiting. Return their responses, which raise its errors."""
+        """Send the ACK commands of `acknowledge` without waiting. Return the responses; their `result` raises the
+        errors of `acknowledge`.
+        """
         deadline = ClientDeadline(timeout)
         commands = _commands(individual_ack_fields(ids), in_transaction=txn is not None)
         return [self._acknowledge(_INDIVIDUAL, command, txn, deadline) for command in commands]
@@ -318,11 +329,11 @@ class PulsarConsumer:
         return answer
 
     def redeliver(self, ids: Iterable[MessageId] | None = None) -> None:
-        """Have the broker redeliver unacknowledged messages: on a shared subscription those of the given entries, or
-        all.
+        """Have the broker redeliver unacknowledged messages. On a shared subscription these are the messages of the
+        entries `ids`; without `ids`, and on other subscriptions, they are all messages.
 
-        Exclusive and failover subscriptions always redeliver all messages. Entries in the inbox are dropped first, so
-        that each message arrives once and in order. Raise `BrokerConnectionLost` if the consumer is lost.
+        On exclusive and failover subscriptions, this consumer's entries in the inbox are dropped first, so that each
+        message arrives once and in order. Raise `BrokerConnectionLost` if the consumer is lost.
         """
         connection = self._open_connection()
         fields: list[Fields] = []
@@ -369,11 +380,15 @@ class PulsarConsumer:
         self.reopen(deadline.left)
 
     def last_message_id(self, timeout: float) -> MessageId:
-        """Return the id of the last message that can be read now, before any open transaction; entry -1 for none."""
+        """Return the id of the last message that can be read now. If none can be read, the id has entry -1. Messages
+        after the first one of an open transaction cannot be read.
+        """
         return self.progress(timeout)[0]
 
     def progress(self, timeout: float) -> tuple[MessageId, MessageId | None]:
-        """Return the id of the last message that can be read now, and the mark-delete position, None if not known."""
+        """Return the id of the last message that can be read now, and the subscription's mark-delete position; None for
+        the position if it is not known.
+        """
         answer = self._ask("get_last_message_id", ClientDeadline(timeout))
         acknowledged = answer.get("consumer_mark_delete_position")
         return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)
@@ -445,7 +460,9 @@ class PulsarConsumer:
 
 
 class _GenerationCallbacks:
-    """The callbacks of one generation of a consumer, so that late callbacks of earlier generations are recognized."""
+    """A consumer's callbacks for one generation. They pass the generation on, so that the consumer recognizes late
+    callbacks of earlier generations.
+    """
 
     def __init__(self, consumer: PulsarConsumer, generation: int) -> None:
         self._consumer = consumer
@@ -466,5 +483,5 @@ class _GenerationCallbacks:
 
 
 def _unanswered(reason: object) -> BrokerConnectionLost:
-    """Return the error for an acknowledgement without an answer: a broker that closes a consumer sends no answers."""
+    """Return the error for an acknowledgement that got no answer because the broker has closed the consumer."""
     return BrokerConnectionLost(f"the consumer was closed before it was answered: {reason}")

@@ -17,7 +17,9 @@ _MIN_TIMEOUT = 0.001
 
 
 def dial(address: Address, tls: ssl.SSLContext | None, deadline: ClientDeadline) -> socket.socket:
-    """Return a connected socket, with TLS if a context is given. Raise `OSError`, `ValueError` for a bad host name."""
+    """Return a socket that is connected to `address`, with TLS if a context is given. Raise `OSError`, or `ValueError`
+    for an invalid host name.
+    """
     sock = _connect_to_any(_resolved(address, deadline), deadline)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -31,7 +33,9 @@ def dial(address: Address, tls: ssl.SSLContext | None, deadline: ClientDeadline)
 
 
 def _connect_to_any(addresses: list[tuple[str, int]], deadline: ClientDeadline) -> socket.socket:
-    """Connect to the first address that accepts: of a host's IPv6 and IPv4 addresses perhaps only one is served."""
+    """Connect to the first address that accepts. A host may have IPv6 and IPv4 addresses, and the broker may listen on
+    only one.
+    """
     for address in addresses[:-1]:
         with suppress(OSError):
             return socket.create_connection(address, max(deadline.left, _MIN_TIMEOUT))
@@ -39,7 +43,9 @@ def _connect_to_any(addresses: list[tuple[str, int]], deadline: ClientDeadline) 
 
 
 def _resolved(address: Address, deadline: ClientDeadline) -> list[tuple[str, int]]:
-    """Resolve a host name on a thread of its own, because `getaddrinfo` has no timeout."""
+    """Return the addresses of a host name. A thread of its own resolves the name, because `getaddrinfo` has no
+    timeout.
+    """
     resolved: Future[list[tuple[str, int]]] = Future()
 
     def resolve() -> None:

@@ -59,7 +59,7 @@ class PulsarError(Exception):
 
 
 class ConnectFailed(PulsarError):
-    """No connection could be made: nothing was sent."""
+    """No connection to the broker could be made, so no request was sent."""
 
     retriable = True
 
@@ -96,7 +96,9 @@ class CorruptEntry(PulsarError):
 
 
 class PerhapsDropped(PulsarError):
-    """The broker failed to store an entry, then dropped its repetition as a duplicate: it may or may not be stored."""
+    """The entry may or may not be stored: the broker failed to store it, and dropped the repeated entry as a
+    duplicate.
+    """
 
     may_have_had_effect = True
 
@@ -113,7 +115,7 @@ class MissingLibrary(PulsarError):
 
 
 class ServerError(PulsarError):
-    """The broker refused a request, with a code and a text. `server_error` chooses the subclass."""
+    """The broker refused a request, with a code and a text. `server_error` makes the error of the matching subclass."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(code, text)
@@ -147,7 +149,7 @@ class NotAuthorized(ServerError):
 
 
 class NotOwner(NotAuthorized):
-    """Another user began the transaction: only that user and superusers may end it."""
+    """Another user began the transaction. Only this other user and superusers may end it."""
 
 
 class TopicNotFound(ServerError):
@@ -163,7 +165,9 @@ class ConsumerBusy(ServerError):
 
 
 class ProducerBusy(ServerError):
-    """The producer's name is in use on the topic. During a takeover this lasts only for a moment."""
+    """Another producer on the topic uses this name. While one producer takes over from another, this lasts only for a
+    moment.
+    """
 
 
 class ProducerFenced(ServerError):
@@ -171,15 +175,19 @@ class ProducerFenced(ServerError):
 
 
 class NotAllowed(ServerError):
-    """The broker does not allow the request: transactions are off, or this one has already ended on the topic."""
+    """The broker does not allow the request: transactions are turned off, or the transaction has already ended on the
+    topic.
+    """
 
 
 class CoordinatorNotFound(ServerError):
-    """The broker does not run this transaction coordinator: connect to the coordinator again."""
+    """The broker does not run this transaction coordinator. The client has to connect to the coordinator again."""
 
 
 class InvalidTransactionStatus(ServerError):
-    """The transaction is not open. `state` is the broker's name of its state; empty if the broker gives none."""
+    """The transaction is not open. `state` is the broker's name for the transaction's state, or "" if the broker gives
+    none.
+    """
 
     @property
     def state(self) -> str:
@@ -192,7 +200,7 @@ class TransactionNotFound(ServerError):
 
 
 class TransactionConflict(ServerError):
-    """A message is already acknowledged, or is a pending ack of an open transaction, perhaps of the same one."""
+    """A message is already acknowledged, or an open transaction, perhaps the same one, has acknowledged it."""
 
 
 class DuplicateUndecided(ServerError):
@@ -217,7 +225,7 @@ _CLASSES: dict[int, type[ServerError]] = {
 
 
 def server_error(code: int, text: str) -> ServerError:
-    """Return the error for a broker's code and text, of the matching class."""
+    """Return the error for a broker's code and text. The code chooses the class."""
     if code == ServerErrorCode.PERSISTENCE and text.startswith("Cannot determine whether the message is a duplicate"):
         return DuplicateUndecided(code, text)
     # The code says that the transaction does not exist, and the text that it does.

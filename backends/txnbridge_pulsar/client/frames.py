@@ -30,7 +30,9 @@ _PREFIXES = {name: b"\x08" + varint(number) + varint(number << 3 | 2) for name, 
 
 
 class Frame(NamedTuple):
-    """A received frame: the command's name (empty if unknown) and fields, and in `tail` the entry after the command."""
+    """A received frame. `name` is the command's name, empty if unknown; `fields` are its fields; `tail` is the entry
+    after the command.
+    """
 
     name: str
     fields: Fields
@@ -43,7 +45,7 @@ def command(name: str, **fields: Any) -> bytes:
 
 
 def send_command(fields: Fields, metadata: bytes, payload: bytes) -> bytes:
-    """Return a SEND frame with the entry to store."""
+    """Return a SEND frame: the command and the entry that the broker is to store."""
     base = _base("send", fields)
     size = _SIZE.pack(len(metadata))
     checksum = crc32c(payload, crc32c(size + metadata))
@@ -102,7 +104,9 @@ def _fields(base: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def split_entry(tail: bytes) -> tuple[Fields, bytes, Fields]:
-    """Return an entry's metadata, its payload as stored, and the broker's metadata. Raise `CorruptEntry` if invalid."""
+    """Divide an entry into its metadata, its payload as stored, and the metadata that the broker has added. Raise
+    `CorruptEntry` if the entry is invalid.
+    """
     try:
         return _split_entry(tail)
     except (Malformed, struct.error) as error:
@@ -144,7 +148,9 @@ class FrameReader:
         return memoryview(self._buffer)[self._end :]
 
     def frames(self, received: int) -> list[bytes]:
-        """Return the frames that n received bytes complete, without sizes. Raise `ProtocolError` above `limit`."""
+        """Return the frames that the last `received` bytes complete, without their sizes. Raise `ProtocolError` for a
+        frame larger than `limit`.
+        """
         self._end += received
         at, frames = 0, []
         with memoryview(self._buffer) as view:

@@ -11,7 +11,9 @@ _UINT64_MAX = 0xFFFFFFFFFFFFFFFF
 
 
 class TxnId(NamedTuple):
-    """A transaction's id; `most` is the number of its coordinator. (0, 0) is a valid id: do not test for truth."""
+    """A transaction's id; `most` is the number of its coordinator. (0, 0) is a valid id, so compare with None instead
+    of testing for truth.
+    """
 
     most: int
     least: int
@@ -65,7 +67,9 @@ def message_id(fields: Fields) -> MessageId:
 
 
 def position_fields(id: MessageId) -> Fields:
-    """Return the MessageIdData of a position to start at or to seek to; in a batch from the id's index on."""
+    """Return the MessageIdData of a position to start at, or to seek to. With a batch index, the position is that
+    message of the batch.
+    """
     fields: Fields = {"ledger_id": id.ledger, "entry_id": id.entry}
     if id.partition >= 0:
         fields["partition"] = id.partition
@@ -79,12 +83,12 @@ def position_fields(id: MessageId) -> Fields:
 
 
 def individual_ack_fields(ids: Iterable[MessageId]) -> list[Fields]:
-    """Return MessageIdData for ACK commands, one for each entry. Bits name the messages of a batch that stay
-    unacknowledged.
+    """Return MessageIdData for ACK commands, one for each entry. If only some messages of a batch are acknowledged,
+    bits name the ones that stay unacknowledged.
 
-    An id with a batch size and no index means the whole batch, for which no bits are sent, but the batch size, because
-    the broker counts by it. The bits describe only this acknowledgement: earlier ones may belong to another
-    transaction.
+    An id that has a batch size and no index means the whole batch. It is sent without bits, but with the batch size,
+    because the broker counts by that size. The bits describe only this acknowledgement, because earlier ones may belong
+    to another transaction.
     """
     indexes: dict[tuple[int, int], set[int]] = {}
     sizes: dict[tuple[int, int], int] = {}
@@ -118,7 +122,9 @@ def cumulative_ack_fields(id: MessageId) -> Fields:
 
 
 def ack_set(size: int, acked: Iterable[int]) -> list[int]:
-    """Return a batch's bits in 64-bit words, lowest first; 1 means *not* acknowledged. No words: all acknowledged."""
+    """Return the bits of a batch as 64-bit words, lowest first. A bit is 1 if its message is *not* acknowledged. If all
+    messages are acknowledged, return no words.
+    """
     bits = (1 << size) - 1
     for index in acked:
         bits &= ~(1 << index)

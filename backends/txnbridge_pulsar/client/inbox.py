@@ -12,7 +12,7 @@ from .incoming import ReceivedEntry
 
 
 class EntryAcceptor(Protocol):
-    """The method of a consumer by which its inbox parses an entry that is taken."""
+    """The method of a consumer that its inbox calls to parse an entry, when the caller takes the entry."""
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None: ...
 
@@ -24,8 +24,8 @@ DEFAULT_BYTES = 64 * 1024 * 1024
 
 
 class Inbox:
-    """A queue of received entries that consumers may share. Permits limit it to about `max_bytes` for all consumers
-    together.
+    """A queue of received entries that several consumers may share. Permits limit the queue to about `max_bytes` for
+    all these consumers together.
 
     Each consumer may also keep chunks of incomplete messages, up to `max_bytes`. Only one thread at a time may call
     `take`.
@@ -39,7 +39,8 @@ class Inbox:
         self._woken = False
 
     def take(self, timeout: float, most: int = 100) -> list[ReceivedEntry]:
-        """Return up to `most` entries in the order of arrival; an empty list at the timeout.
+        """Return up to `most` entries in the order of arrival. Wait for the first entry; at the timeout return an empty
+        list.
 
         Return an empty list at once if a consumer of this inbox is lost; `PulsarConsumer.lost` has the reason.
         """
@@ -62,7 +63,7 @@ class Inbox:
 
     @property
     def bytes_each(self) -> int:
-        """Return each consumer's share of the inbox, in bytes."""
+        """Return how many bytes of the inbox each consumer may fill: equal shares."""
         return self.max_bytes // max(1, len(self._consumers))
 
     def join(self, consumer: EntryAcceptor) -> None:

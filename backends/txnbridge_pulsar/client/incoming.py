@@ -60,12 +60,16 @@ class ReceivedMessage:
 
     @property
     def event_time(self) -> int | None:
-        """Return the sender's time in milliseconds since 1970; None also for 0, which other clients write for none."""
+        """Return the sender's event time in milliseconds since 1970; None if it is missing or 0, which other clients
+        write for no time.
+        """
         return self._described.get("event_time") or None
 
     @property
     def sequence_id(self) -> int:
-        """Return the message's sequence id. In a batch without ids of its own, the id is counted from the entry's."""
+        """Return the message's sequence id. If the messages of a batch have no ids, count from the entry's sequence
+        id.
+        """
         own: int = self._described.get("sequence_id", self.entry.sequence_id + max(self.index, 0))
         return own
 
@@ -133,12 +137,12 @@ class ReceivedEntry:
 
     @property
     def count(self) -> int:
-        """Return the number of messages in the entry, including those that are not delivered."""
+        """Return the number of messages in the entry, including messages that this delivery leaves out."""
         return max(1, int(self.metadata.get("num_messages_in_batch", 1)))
 
     @property
     def permits(self) -> int:
-        """Return the number of permits that the broker counts for the entry."""
+        """Return how many permits the broker has used up for the entry."""
         return max(1, len(delivered_indexes(self._index_words))) if self._index_words else self.count
 
     @property
@@ -167,7 +171,9 @@ class ReceivedEntry:
 
     @property
     def chunk(self) -> tuple[str, int, int] | None:
-        """Return the message's uuid, the chunk's number and the chunk count; None for an entry that is no chunk."""
+        """Return the uuid of the message, the number of this chunk and the number of all chunks; None if the entry is
+        no chunk.
+        """
         chunks = self.metadata.get("num_chunks_from_msg", 0)
         if chunks < 2 or self.parts:
             return None
@@ -178,7 +184,9 @@ class ReceivedEntry:
         self.fault = CorruptEntry(f"{why} ({self.id.ledger}:{self.id.entry})")
 
     def join(self, earlier: list[ReceivedEntry]) -> None:
-        """Turn this last chunk into the complete message. If the chunks do not have the message's size, set `fault`."""
+        """Turn this last chunk into the complete message. If the sizes of all chunks do not add up to the message's
+        size, set `fault`.
+        """
         first = earlier[0].id
         self.parts = (*(chunk.id for chunk in earlier), self.id)
         self.id = self.id._replace(first_chunk=(first.ledger, first.entry))
@@ -188,15 +196,16 @@ class ReceivedEntry:
             self.fault = CorruptEntry(f"the chunks of a message are not of its size ({first.ledger}:{first.entry})")
 
     def messages(self) -> list[ReceivedMessage]:
-        """Return the messages of this delivery. Messages of a batch that are already acknowledged are left out.
+        """Return the messages that the broker delivers with this entry. Messages of a batch that are already
+        acknowledged are left out.
 
         Raise `CorruptEntry`, or `MissingLibrary` if a compression's package is not installed.
         """
         return [ReceivedMessage(self, *record) for record in self.records()]
 
     def records(self) -> list[tuple[int, bytes, Fields]]:
-        """Return the messages of this delivery as tuples: the index in the batch, the payload, and the message's own
-        metadata, which are mostly empty. `ReceivedMessage` reads these metadata.
+        """Return the messages that the broker delivers with this entry, as tuples: the index in the batch, the payload,
+        and the message's own metadata. `ReceivedMessage` reads these metadata, which are mostly empty.
         """
         if self.fault is not None:
             raise self.fault
@@ -223,8 +232,8 @@ class ReceivedEntry:
         return decompress(kind, self._payload, size, MAX_UNPACKED)
 
     def _alike(self, payload: bytes) -> list[tuple[int, bytes, Fields]]:
-        """Return the messages of a batch if all have the same size and no metadata, as in most batches: in few steps
-        for the whole batch. Return an empty list for any other batch.
+        """Return a batch's messages if all have the same size and no metadata, else an empty list. Most batches are
+        like this, and few steps read a whole one.
         """
         count, step = self.count, len(payload) // self.count
         if payload[4:5] != b"\x18" or step * count != len(payload):
@@ -262,7 +271,7 @@ class ReceivedEntry:
 
 
 def _described(data: bytes) -> tuple[int, Fields]:
-    """Return the payload size of a message in a batch, and the message's metadata."""
+    """Parse the metadata of a message in a batch. Return the size of the message's payload, and the metadata."""
     # Most messages have only the required size field.
     if data[:1] == b"\x18":
         length, end = read_varint(data, 1)

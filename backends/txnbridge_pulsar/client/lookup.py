@@ -25,7 +25,9 @@ _CONNECTION_KEY = ""
 
 
 class Lookup:
-    """Lookup requests, which any broker of the cluster answers. After a failure the next broker of the URL is asked."""
+    """Lookup requests. Any broker of the cluster answers them; after a failure the next broker in the service URL is
+    asked.
+    """
 
     def __init__(
         self, pool: ConnectionPool, service: ServiceUrl, listener: str | None, opening_attempt_seconds: float
@@ -38,13 +40,13 @@ class Lookup:
         self._current = next(self._next_addresses)
 
     def connection(self, topic: str, connection_key: str, deadline: ClientDeadline) -> BrokerConnection:
-        """Return a connection to the broker that serves a topic. If this broker refuses the request that follows, the
-        topic has moved: the caller repeats the lookup and the request.
+        """Return a connection to the broker that serves a topic. The topic may move at any time: if this broker refuses
+        the next request, the caller repeats the lookup and the request.
         """
         return self._pool.get(self._target(full_topic_name(topic), deadline), connection_key, deadline)
 
     def opening_attempt(self, deadline: ClientDeadline) -> ClientDeadline:
-        """Return the deadline of one attempt to open a producer or consumer, which is repeated until `deadline`."""
+        """Return the deadline of one attempt to open a producer or consumer. Attempts are repeated until `deadline`."""
         return ClientDeadline(min(deadline.left, self._opening_attempt_seconds))
 
     def partitions(self, topic: str, deadline: ClientDeadline) -> int:
@@ -108,7 +110,7 @@ class Lookup:
 
     @contextmanager
     def _next_on_failure(self) -> Iterator[None]:
-        """Ask the next broker of the service URL from now on if the block fails."""
+        """If the block fails, send the following lookups to the next broker in the service URL."""
         try:
             yield
         except PulsarError:

@@ -46,7 +46,7 @@ class Single:
         return 1
 
     def body(self) -> bytes:
-        """Return the payload before compression."""
+        """Return the payload before it is compressed."""
         return self.payload or b""
 
     def metadata(self) -> Fields:
@@ -139,7 +139,9 @@ def _head(
     event_time: int | None,
     ordering_key: bytes | None,
 ) -> bytes:
-    """Return the encoded metadata before a payload in a batch: without `encode`, because it runs for each message."""
+    """Return the encoded metadata that precede a message's payload in a batch. `encode` is not used, because this runs
+    for each message.
+    """
     parts: list[bytes] = []
     for name, value in properties:
         pair = _NAME + with_length(name.encode()) + _VALUE + with_length(value.encode())

@@ -96,7 +96,7 @@ class PulsarProducer:
 
     @property
     def generation(self) -> int:
-        """Return the number of times that the producer was reopened."""
+        """Return how many times the producer was reopened."""
         return self._epoch
 
     @property
@@ -105,15 +105,17 @@ class PulsarProducer:
 
     @property
     def unconfirmed(self) -> list[Send]:
-        """Return, in order, the sends without a receipt from a lost connection: they may or may not be stored."""
+        """Return, in order, the sends that had no receipt when their connection was lost: their entries may or may not
+        be stored.
+        """
         with self._state:
             return list(self._unconfirmed)
 
     def reopen(self, timeout: float) -> None:
         """Open the producer again with the same name. If it holds the topic exclusively, it keeps its epoch.
 
-        Unconfirmed sends stay unconfirmed. Afterwards `last_sequence_id` is the broker's, -1 if the broker has none.
-        Raise `ProducerFenced` if another producer has taken over the topic, and the errors of
+        Unconfirmed sends stay unconfirmed. Afterwards `last_sequence_id` is the last one that the broker knows for the
+        name, -1 for none. Raise `ProducerFenced` if another producer has taken over the topic, and the errors of
         `PulsarClient.create_producer`.
         """
         if self._epoch >= 0 and isinstance(self._lost, Closed):
@@ -215,7 +217,7 @@ class PulsarProducer:
 
     @contextmanager
     def _send_order(self, deadline: ClientDeadline) -> Iterator[None]:
-        """Hold the lock by which ids are assigned and frames are written in the same order."""
+        """Hold the lock in the block, so that entries are written in the order of their sequence ids."""
         if not self._sending.acquire(timeout=deadline.left):
             raise RequestTimedOut(f"other threads were sending for {deadline.seconds:g} s", may_have_had_effect=False)
         try:
@@ -252,7 +254,9 @@ class PulsarProducer:
             self._budget.give_back(send.size)
 
     def flush(self, timeout: float) -> None:
-        """Wait until each entry has a receipt or a failure, as its `Send` shows. Raise `RequestTimedOut`."""
+        """Wait until each sent entry has a receipt or has failed. Raise `RequestTimedOut`, but not the failures, which
+        each `Send` has.
+        """
         with self._state:
             if not self._state.wait_for(lambda: not self._pending, timeout):
                 raise RequestTimedOut(f"{len(self._pending)} sends have no receipt after {timeout:g} s")
@@ -301,7 +305,9 @@ class PulsarProducer:
         self._budget.give_back(send.size)
 
     def _keep_unconfirmed(self, sends: Iterable[Send]) -> None:
-        """Add unconfirmed sends in the order of their first sending: losses may be reported in another order."""
+        """Add sends to the unconfirmed ones, in the order in which they were first sent. Losses may be reported in
+        another order.
+        """
         with self._state:
             self._unconfirmed = sorted({*self._unconfirmed, *sends}, key=lambda send: send.number)
             for send in self._unconfirmed:

@@ -20,7 +20,7 @@ def answer_to(name: str) -> str:
 
 
 class Response:
-    """The answer to one request. It may arrive after the request's sender has continued."""
+    """The answer to one request. The thread that sent the request may do other work before the answer arrives."""
 
     def __init__(self, forget: Callable[[], None], what: str, kind: str) -> None:
         self.kind = kind  # the command that answers, unless it is an error
@@ -33,7 +33,9 @@ class Response:
         return self._future.done()
 
     def result(self, timeout: float) -> Fields:
-        """Wait for the answer's fields. Raise a refusal (`ServerError`), `BrokerConnectionLost`, `RequestTimedOut`."""
+        """Wait for the answer, and return its fields. Raise `ServerError` if the broker refused the request,
+        `BrokerConnectionLost`, or `RequestTimedOut`.
+        """
         try:
             return self._future.result(timeout)
         except FutureTimeout:
@@ -45,7 +47,7 @@ class Response:
         self._future.add_done_callback(lambda _: call())
 
     def resolve(self, outcome: Fields | PulsarError) -> None:
-        """Set the result. Only the first call has an effect."""
+        """Set the answer's fields, or the error. Only the first call has an effect."""
         with suppress(InvalidStateError):
             if isinstance(outcome, PulsarError):
                 self._future.set_exception(outcome)

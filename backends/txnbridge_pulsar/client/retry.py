@@ -18,7 +18,9 @@ LONGEST_PAUSE = 5.0
 
 
 def backoff_pauses() -> Iterator[float]:
-    """Yield the seconds to wait before each next attempt: up to twice the last, at random to spread clients."""
+    """Yield the seconds to wait before each next attempt. The pauses about double up to a limit, and are partly random,
+    so that clients do not all repeat at once.
+    """
     pause = FIRST_PAUSE
     while True:
         yield pause * random.uniform(0.5, 1.0)
@@ -26,10 +28,11 @@ def backoff_pauses() -> Iterator[float]:
 
 
 def retry(deadline: ClientDeadline, attempt: Callable[[], T]) -> T:
-    """Call `attempt` until it returns, raises an error that is not `retriable`, or the deadline passes. Return its
+    """Call `attempt` until it returns, raises an error that is not `retriable`, or the deadline passes. Return the
     result. A repeated call must be harmless, because a failed attempt may have had an effect.
 
-    At the deadline raise the last error. If that is a timeout, its text also names the broker's last refusal.
+    At the deadline raise the last error. If this error is a timeout, its text also names the last refusal by the
+    broker.
     """
     refusal: PulsarError | None = None
     for pause in backoff_pauses():

@@ -37,7 +37,7 @@ class Receipt(NamedTuple):
 
 
 class Budget:
-    """The limit on sent bytes without a receipt, for all producers of a client together."""
+    """The limit on the bytes of entries that were sent and have no receipt, for all producers of a client together."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -45,7 +45,9 @@ class Budget:
         self._changed = threading.Condition()
 
     def take(self, size: int, deadline: ClientDeadline) -> None:
-        """Wait until `size` bytes fit, and count them; a larger entry is sent alone. Raise `RequestTimedOut`."""
+        """Wait until `size` bytes fit under the limit, then count them. An entry larger than the limit waits until no
+        other entry is out. Raise `RequestTimedOut`.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit, deadline.left):
                 text = f"no room for another entry in {deadline.seconds:g} s: the broker confirms too slowly"
@@ -97,7 +99,7 @@ class Send:
         self._receipt.add_done_callback(lambda _: call(self))
 
     def resolve(self, outcome: Receipt | PulsarError) -> None:
-        """Set the result, once for each time that the entry is sent."""
+        """Set the receipt or the error. An entry that is sent again gets another result, after `begin_again`."""
         if isinstance(outcome, PulsarError):
             self._receipt.set_exception(outcome)
         else:

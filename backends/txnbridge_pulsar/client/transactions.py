@@ -54,7 +54,9 @@ class Transactions:
         raise AssertionError("pauses never end")
 
     def connect(self, timeout: float) -> int:
-        """Connect to every coordinator; return their number. After a restart this starts transactions' timeouts."""
+        """Connect to every coordinator, and return their number. After a restart of the brokers, transactions time out
+        only once a client has connected to their coordinator.
+        """
         deadline = ClientDeadline(timeout)
         count = self._coordinators(deadline)
         for coordinator in range(count):
@@ -110,13 +112,13 @@ class Transactions:
         retry(deadline, attempt)
 
     def end(self, txn: TxnId, commit: bool, timeout: float) -> None:
-        """Commit or abort a transaction. When this returns, markers are written and acknowledgements applied.
+        """Commit or abort a transaction. When this returns, all markers are written and all acknowledgements applied.
 
-        The request is sent once. Raise `TransactionNotFound` if the transaction has ended before, in either way, and
-        `InvalidTransactionStatus`, whose `state` is the end under way. Raise `CoordinatorNotFound` also if the
-        coordinator lost its store after it began; the next coordinator carries out what was stored. Raise
-        `BrokerConnectionLost` or `RequestTimedOut` without an answer; their `may_have_had_effect` is True unless
-        nothing was sent.
+        The request is sent once. Raise `TransactionNotFound` if the transaction had already ended, by commit or abort;
+        `InvalidTransactionStatus` if it is being ended, with the state in `state`; and `CoordinatorNotFound`. The last
+        is also raised if the coordinator lost its store while it ended the transaction: then the next coordinator
+        carries out what was stored. Raise `BrokerConnectionLost` or `RequestTimedOut` without an answer; their
+        `may_have_had_effect` is True unless nothing was sent.
         """
         deadline = ClientDeadline(timeout)
         fields = {**txn.fields, "txn_action": _COMMIT if commit else _ABORT}
@@ -177,7 +179,7 @@ class Transactions:
 
     @contextmanager
     def _forgetting_lost_coordinator(self, coordinator: int) -> Iterator[None]:
-        """Forget a coordinator's connection if the block fails because the coordinator is down or has moved."""
+        """If the block fails because the coordinator is down or has moved, forget the connection to it."""
         try:
             yield
         except PulsarError as error:

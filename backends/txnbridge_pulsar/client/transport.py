@@ -26,7 +26,9 @@ _MAX_QUEUED_FRAMES = 1000
 
 
 class NotWritten(OSError):
-    """A frame was not written by the deadline. If a part of it was written (`started`), the rest is written later."""
+    """A frame was not written by the deadline. If `started`, a part of the frame was written, and the rest is written
+    later.
+    """
 
     def __init__(self, started: bool) -> None:
         super().__init__("the connection did not accept the frame in time")
@@ -34,7 +36,9 @@ class NotWritten(OSError):
 
 
 class Transport:
-    """A connected socket that writes frames and reads bytes. All errors are `OSError`; then only `close` works."""
+    """A connected socket that writes whole frames and reads bytes. Errors are `OSError`; after an error only `close`
+    works.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -69,7 +73,7 @@ class Transport:
         return True
 
     def post(self, frame: bytes) -> None:
-        """Write a small frame without waiting: at once, or as soon as the socket accepts more."""
+        """Write a small frame without waiting: at once, or as soon as the socket accepts more bytes."""
         if len(self._waiting) >= _MAX_QUEUED_FRAMES:
             raise OSError("the other side has stopped reading")
         self._waiting.append(frame)
@@ -94,7 +98,7 @@ class Transport:
         return True
 
     def _push(self) -> bool:
-        """Write as much as the socket accepts now. Return whether all is written."""
+        """Write as many waiting bytes as the socket accepts now. Return whether none are left."""
         while self._unsent:
             try:
                 sent = self._send()

@@ -1,7 +1,8 @@
-"""Transactions in doubt: their coordinators have forgotten them, and their proof topics do not show the outcomes yet.
+"""The transactions in doubt of an owner: their coordinators have forgotten them, and their proof topics do not show the
+outcomes yet.
 
-On a topic that a commit has not reached, the end of any later transaction takes the commit back. So the owner ends no
-transaction on the topics of transactions in doubt, and uses other proof topics meanwhile (hazard H50).
+If a commit has not reached a topic, the end of any later transaction on that topic takes the commit back. So the owner
+ends no transaction on a topic that a transaction in doubt has used, and meanwhile uses other proof topics (hazard H50).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
 
 
 class InDoubt:
-    """The transactions in doubt of one owner. Thread-safe."""
+    """The transactions of one owner that it tried to end without learning the outcome. They are kept until the outcome
+    is known. Thread-safe.
+    """
 
     def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
@@ -26,8 +29,10 @@ class InDoubt:
         self._transactions: dict[TxnId, AnnouncedTransaction] = {}
 
     def resolve(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-        """Find a transaction's outcome, and deliver a commit to all its topics again. Return whether the outcome is
-        known; if it is not, the transaction is in doubt from now on.
+        """Find a transaction's outcome on its proof topic. If it was committed, deliver the commit to all its topics
+        again.
+
+        Return whether the outcome is known. If it is not, keep the transaction as one in doubt; else no longer keep it.
         """
         clear = confirm_by_proof(self._cluster, ended, deadline)
         with self._lock:
@@ -38,7 +43,7 @@ class InDoubt:
         return clear
 
     def touching(self, topics: Iterable[str]) -> list[AnnouncedTransaction]:
-        """Return the transactions in doubt that used one of these topics for messages or acknowledgements."""
+        """Return the kept transactions that sent to one of these topics, or acknowledged on one of them."""
         if not self._transactions:
             return []
         wanted = set(topics)
@@ -46,9 +51,9 @@ class InDoubt:
             return [ended for ended in self._transactions.values() if not wanted.isdisjoint(_touched_topics(ended))]
 
     def require(self, topics: Iterable[str], deadline: Deadline) -> list[AnnouncedTransaction]:
-        """Resolve the transactions in doubt on these topics, and return them.
+        """Find the outcomes of all kept transactions that used one of these topics, and return these transactions.
 
-        Raise `BrokerUnavailable` if a transaction stays in doubt: no other transaction may end on its topics yet.
+        Raise `BrokerUnavailable` if an outcome stays unknown: no other transaction may end on these topics yet.
         """
         asked = self.touching(topics)
         for ended in asked:

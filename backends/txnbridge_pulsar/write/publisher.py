@@ -24,7 +24,7 @@ from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import needing, retry_translated, translate
 from txnbridge_pulsar.topics import NEEDS_REST
 from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_properties
-from txnbridge_pulsar.write.sequences import SequenceRecord
+from txnbridge_pulsar.write.publisher_sequences import SequenceRecord
 
 # Messages without a key that go to one partition in a row. With sequences, a change of partition waits for all
 # receipts.

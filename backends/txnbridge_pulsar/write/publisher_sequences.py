@@ -1,9 +1,9 @@
 """The decision log's record of the last sequence that a named publisher has stored on a topic.
 
-Brokers forget a producer name that is unused for hours, and then answer as if it had never published. A publisher that
-believed this answer would store all its messages again. So publishers record in the decision log, when they begin and
-when they end, up to which sequence all messages are stored. A broker that answers with a lower sequence has forgotten
-the name (hazard H58).
+Brokers forget a producer name that is unused for hours, and then answer as if nobody had published under it. A
+publisher that believed this answer would store all its messages again. So each publisher records in the decision log,
+when it begins and when it ends, up to which sequence all messages are stored. A broker that answers with a lower
+sequence has forgotten the name (hazard H58).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _RECORD_SECONDS = 3.0
 
 
 class SequenceRecord:
-    """The highest recorded sequence of a publisher's name on a topic. A dead publisher may have stored higher ones."""
+    """The highest sequence in the decision log for one publisher's name and one topic. The broker may have stored
+    higher ones, if the publisher died before it recorded them.
+    """
 
     def __init__(self, name: str, topic: str, ledger: Ledger) -> None:
         self._name = name
@@ -30,7 +32,9 @@ class SequenceRecord:
         self._is_disabled = False
 
     def check(self, stored: int, deadline: Deadline) -> None:
-        """Raise `EvidenceLost` if the broker's last sequence `stored` (-1 for none) is lower than the recorded one."""
+        """Read the recorded sequence. Raise `EvidenceLost` if `stored`, the broker's last sequence (-1 for none), is
+        lower.
+        """
         try:
             value = self._value.read(deadline)
             self._last = -1 if value is None else int(value["stored"])
@@ -46,7 +50,9 @@ class SequenceRecord:
             )
 
     def record_stored(self, stored: int, deadline: Deadline) -> None:
-        """Record that all messages up to this sequence are stored. Only log errors: the next publisher records it."""
+        """Record that all messages up to sequence `stored` are stored. Errors are only logged, because the next
+        publisher with this name records the sequence as well.
+        """
         deadline = Deadline(min(_RECORD_SECONDS, deadline.left()))
         try:
             if not self._is_disabled and self._last < stored:
@@ -56,7 +62,9 @@ class SequenceRecord:
             _log.debug("the last sequence of publisher %r on %s is not recorded: %s", self._name, self._topic, error)
 
     def record_first(self, stored: int, deadline: Deadline) -> None:
-        """Record the stored sequence if the decision log has none, so that `check` notices a forgotten name."""
+        """Record sequence `stored` if the decision log has no sequence yet. Without a record, `check` could not notice
+        that the broker has forgotten the name.
+        """
         if self._last < 0:
             self.record_stored(stored, deadline)
 
