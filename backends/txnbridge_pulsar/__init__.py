@@ -2,25 +2,27 @@
 
 Pulsar's model, as far as our promises rest on it:
 
-- A transaction coordinator (TC) numbers each transaction. Topics and subscriptions are registered with the transaction
-  before the first message or acknowledgement, because the coordinator sends the end only to registered ones:
-  `write/writer`, `write/batching`, `write/acks`.
+- A transaction coordinator gives each transaction its id. A topic or subscription is registered with the transaction
+  before the first message or acknowledgement there, because the coordinator sends the transaction's end only to
+  registered topics and subscriptions: `write/writer`, `write/batching`, `write/acks`.
 - A topic's TransactionBuffer hides everything after the first open transaction from all readers. The coordinator
-  decides the end and sends it to each topic. A message that arrives later opens its transaction again on its topic. So
-  a commit waits for every receipt, and brokers are made to refuse late messages: `outcome/late_writes`.
+  decides the transaction's end and sends it to each topic. A message that arrives after the end opens its transaction
+  again on its topic. So a commit waits for every receipt, and brokers are made to refuse late messages:
+  `outcome/late_writes`.
 - A coordinator forgets a transaction that has ended. Then it gives the same answer for committed, aborted and never
-  begun ones. So each transaction sends a proof message to a proof topic, from which the outcome is read later:
+  begun transactions. So each transaction sends a proof message to a proof topic, from which the outcome is read later:
   `outcome/proof`, `outcome/outcome`; `outcome/in_doubt` keeps transactions whose proof cannot be read.
 - Brokers know no owner of a transaction. Our owner of a transactional id holds a fence topic and names each
   transaction there before its first message, so that the next owner can end open transactions: `write/owner`,
   `write/fence`, `write/fence_records`. A record in the decision log shows whether a fence topic was deleted:
   `write/fence_identity`.
-- A subscription keeps a transaction's acknowledgements as pending acks until the end arrives; after an abort it
-  redelivers the messages. An end may miss a topic that is being unloaded, and is sent again: `outcome/end_delivery`.
+- A subscription keeps a transaction's acknowledgements as pending acks until the transaction's end arrives; after an
+  abort the broker redelivers the messages. The end may miss a topic that is being unloaded, so it is sent there again:
+  `outcome/end_delivery`.
 - After a restart of the brokers no transaction times out before a client connects: `outcome/coordinator_keepalive`.
 - A broker forgets the sequences of a producer name that is unused for hours: `write/publisher_sequences`.
 
-The rooms: `client/` is the protocol client (imported as `wire`). `write/` sends, `read/` receives, `outcome/` ends
+The packages: `client/` is the protocol client (imported as `wire`). `write/` sends, `read/` receives, `outcome/` ends
 transactions and finds their outcomes, `admin/` serves administrators and has the client of the REST admin API.
 `capabilities` declares the promises, `cluster` holds the clients and settings that all parts of a bridge share,
 `decision_log` stores decision logs on topics.

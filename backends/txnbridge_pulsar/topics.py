@@ -24,7 +24,7 @@ NEEDS_REST = "it needs the option admin_url, because the binary protocol has no 
 class PulsarTopics:
     """The topics of a cluster. Thread-safe.
 
-    For the broker each partition is a topic, and so is a topic without partitions. We call these concrete topics.
+    A concrete topic is what a broker serves as one topic: a partition, or a topic without partitions.
     """
 
     def __init__(self, settings: PulsarSettings, client: wire.PulsarClient, rest: Rest | None) -> None:
@@ -37,10 +37,11 @@ class PulsarTopics:
     # --- finding ---------------------------------------------------------------------------------------------------
 
     def concrete(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[str, ...]:
-        """Return the full names of a topic's partitions. A missing topic is created where the settings allow it.
+        """Return the full names of a topic's partitions. A missing topic is created if `create` and the settings allow
+        it.
 
-        An answer that is at most a second old is reused if it has `at_least` this many partitions. Raise `NotFound` if
-        the topic does not exist and is not created, `InvalidOption` if the name is invalid.
+        The names may be up to one second old, but not if there are fewer than `at_least`. Raise `NotFound` if the topic
+        does not exist and is not created, `InvalidOption` if the name is invalid.
         """
         at, names = self._known.get(topic, (0.0, ()))
         if len(names) >= at_least and time.monotonic() - at < _CACHE_SECONDS:
@@ -50,7 +51,9 @@ class PulsarTopics:
         return names
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[str, ...]:
-        """Return `concrete` for a message to a partition, or to any (None). Raise `NotFound` if it is missing."""
+        """Return `concrete` for sending a message to a partition, or to any partition if `partition` is None. Raise
+        `NotFound` if the topic or the partition is missing.
+        """
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         names = self.concrete(topic, deadline, (partition or 0) + 1)
@@ -59,7 +62,9 @@ class PulsarTopics:
         return names
 
     def existing(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
-        """Return the full names of a topic's partitions now, without creating it; empty if it is missing."""
+        """Return the full names of the partitions that a topic has now. If the topic is missing, return none, and do
+        not create it.
+        """
         full = self._settings.namespace.full_name(topic)
         what = f"looking up topic {topic!r}"
 
@@ -75,7 +80,9 @@ class PulsarTopics:
         return (full,) if full in self._client.topics(namespace_of(full), deadline.left()) else ()
 
     def _partitions(self, full: str, deadline: Deadline) -> int:
-        """Return a topic's number of partitions; 0 for a topic without, or a missing one: brokers answer the same."""
+        """Return a topic's number of partitions. Return 0 for a topic without partitions and for a missing topic, which
+        brokers do not distinguish.
+        """
         try:
             return self._client.partitions(full, deadline.left())
         except wire.TopicNotFound:
@@ -90,7 +97,7 @@ class PulsarTopics:
         )
 
     def all(self, deadline: Deadline) -> dict[str, int]:
-        """Return every persistent topic of the namespace by its short name, with its number of partitions."""
+        """Return the short names of all persistent topics of the namespace, each with its number of partitions."""
         counts: dict[str, int] = {}
         for concrete in self.all_concrete(deadline):
             full, _ = whole_topic(concrete)
@@ -100,7 +107,7 @@ class PulsarTopics:
         return counts
 
     def partition_of(self, concrete: str) -> Partition:
-        """Return the topic's short name and the partition number of a concrete topic."""
+        """Return a concrete topic as a partition: the short name of its topic, and its number."""
         full, number = whole_topic(concrete)
         return self._settings.namespace.short_name(full), number
 
@@ -142,7 +149,9 @@ class PulsarTopics:
         return self._changed("PUT", full, partitions, deadline, f"creating topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions. Raise `NotFound`, `NotSupported` without an `admin_url`, `InvalidOption` for fewer ones."""
+        """Add partitions until the topic has `partitions`. Raise `NotFound`; `NotSupported` without an `admin_url`;
+        `InvalidOption` if the topic has more partitions already.
+        """
         names = self.existing(topic, deadline)
         if not names:
             raise NotFound(f"there is no topic {topic!r}")
@@ -188,11 +197,11 @@ class PulsarTopics:
     # --- internal ---------------------------------------------------------------------------------------------------
 
     def internal(self, name: str, deadline: Deadline) -> str:
-        """Return the full name of an internal topic. If it does not exist, create it with its subscription.
+        """Return the full name of an internal topic. If the topic does not exist, create it with its subscription.
 
-        A durable subscription is made before the first record. Without one a broker with default settings drops
-        records, and deletes an idle topic (hazard H42). Raise `AccessDenied` with instructions for an administrator if
-        a right is missing.
+        The subscription is durable, and is created before the first record. Without such a subscription a broker with
+        default settings drops records, and deletes an idle topic (hazard H42). Raise `AccessDenied` with instructions
+        for an administrator if a right is missing.
         """
         full = f"persistent://{self._settings.namespace}/{name}"
         if full in self._internal:
@@ -205,7 +214,9 @@ class PulsarTopics:
         return full
 
     def keep(self, full: str, deadline: Deadline) -> None:
-        """Create an internal topic and its subscription again if they were deleted since `internal`."""
+        """Create an internal topic and its subscription again, if somebody has deleted them since `internal`
+        returned.
+        """
         what = f"opening the topic {self._settings.namespace.short_name(full)!r}"
         retry_translated(lambda: self._keep(full, deadline), lambda error: translate(error, what), deadline)
 
@@ -217,7 +228,7 @@ class PulsarTopics:
             keeper.close(deadline.left())
 
     def _create_by_producer(self, full: str, deadline: Deadline) -> None:
-        """Have the broker create a topic by opening a producer, where the broker's settings allow that."""
+        """Create a topic by opening a producer on it. This works only if the broker's settings allow it."""
         what = f"creating topic {full}"
         try:
             self._client.create_producer(full, timeout=deadline.left()).close(deadline.left())
@@ -237,7 +248,9 @@ class PulsarTopics:
         )
 
     def deduplicates(self, concrete: str, deadline: Deadline) -> bool:
-        """Return whether the broker is known to remove duplicates on a topic; False without an `admin_url`."""
+        """Return whether the broker removes duplicates on a topic. Return False if this is not known, as without an
+        `admin_url`.
+        """
         return self.deduplication(concrete, deadline) == "Enabled"
 
     def deduplication(self, concrete: str, deadline: Deadline) -> str:

@@ -1,1 +1,3 @@
-"""Ends of transactions: requesting an end, finding an outcome later, and delivering an end to all topics."""
+"""Ends of transactions: requesting them, finding out later how a transaction has ended, and delivering its end to all
+topics.
+"""

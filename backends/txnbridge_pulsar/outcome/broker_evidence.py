@@ -30,7 +30,9 @@ _SEARCH_WINDOW_MS = 3 * 3600 * 1000
 
 
 def topics_but_canary(cluster: ClusterAccess, deadline: Deadline) -> list[str]:
-    """Return all concrete topics of the namespace except the canary, to which late messages are sent on purpose."""
+    """Return all concrete topics of the namespace except the canary topic, to which the bridge itself sends late
+    messages.
+    """
     canary = cluster.settings.namespace.full_name(cluster.settings.late_write_canary)
     return [topic for topic in cluster.topics.all_concrete(deadline) if topic != canary]
 
@@ -68,7 +70,7 @@ def entry_headers(rest: Rest, topic: str, position: tuple[int, int], deadline: D
 
 
 def _positions_before(position: tuple[int, int], sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield the positions of the entries before `position`, the nearest first."""
+    """Yield the positions of the entries before `position`, from the nearest to the farthest."""
     ledger, entry = position
     for each in sorted(sizes, reverse=True):
         if each <= ledger:
@@ -78,10 +80,12 @@ def _positions_before(position: tuple[int, int], sizes: Mapping[int, int]) -> It
 def proof_of_commit(
     cluster: ClusterAccess, rest: Rest, txn: TxnId, held: Mapping[str, tuple[int, int]], deadline: Deadline
 ) -> str | None:
-    """Return a sentence that names the evidence of a transaction's commit; None without evidence.
+    """Look for evidence that a transaction was committed. Return a sentence that names the evidence; None if there is
+    none.
 
-    `held` has the topics on which the transaction is open, with its first message on each. Nothing proves an abort:
-    brokers also write an abort marker when they drop messages that a commit has not reached (hazard H46).
+    `held` has the topics on which the transaction is open, each with the position of the transaction's first message
+    there. An abort cannot be proven: brokers also write an abort marker when they drop messages that a commit has not
+    reached (hazard H46).
     """
     short_name = cluster.settings.namespace.short_name
     markers_read_by = Deadline(deadline.left() / 4)
@@ -103,9 +107,10 @@ def proof_of_commit(
 def had_committed(
     cluster: ClusterAccess, rest: Rest, txn: TxnId, topics: Collection[str], deadline: Deadline
 ) -> bool | None:
-    """Return whether a transaction that its coordinator has forgotten was committed; None without evidence.
+    """Return whether a transaction that its coordinator has forgotten was committed; None if there is no evidence.
 
-    Return False also if the transaction is open on none of its topics: then no later end can take a commit back.
+    Return False also if the transaction is open on none of its topics: then nothing that ends later can take a commit
+    back.
     """
     try:
         for topic in topics:  # brokers list open transactions only of loaded topics
@@ -122,7 +127,9 @@ def had_committed(
 
 
 def _has_commit_marker(rest: Rest, topic: str, txn: TxnId, first: tuple[int, int], deadline: Deadline) -> bool:
-    """Return whether the transaction's commit marker is among the last entries before its late message `first`."""
+    """Return whether the transaction's commit marker is among the last entries before `first`, the position of the
+    transaction's late message.
+    """
     with suppress(RestRefused, DeadlineExceeded):
         for position in islice(_positions_before(first, ledger_sizes(rest, topic, deadline)), _MAX_ENTRIES_SEARCHED):
             headers = entry_headers(rest, topic, position, deadline)
@@ -142,7 +149,9 @@ def _publish_time(rest: Rest, topic: str, position: tuple[int, int], deadline: D
 
 
 def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, about: int, deadline: Deadline) -> bool:
-    """Return whether readers see a message of a transaction on a topic. Search only around the publish time `about`."""
+    """Return whether readers see a message of the transaction on a topic. Only messages published around the time
+    `about` are searched.
+    """
     what = f"reading {topic}"
     first = rest.get(f"/admin/v2/persistent/{path_of(topic)}/messageid/{about - _SEARCH_WINDOW_MS}", deadline)
     start = wire.MessageId(first["ledgerId"], first["entryId"])

@@ -1,6 +1,6 @@
-"""Connects to the transaction coordinators regularly, so that they abort transactions whose timeout is over.
+"""Connects to the transaction coordinators regularly, so that they abort transactions whose timeouts have passed.
 
-After a restart of the brokers no transaction times out until a client has connected to its coordinator: a transaction
+After a restart of the brokers no transaction times out until a client has connected to its coordinator. A transaction
 that a dead process left open would hold readers back for ever. So each open bridge connects to all coordinators
 regularly (hazard H53).
 """
@@ -37,5 +37,5 @@ class CoordinatorKeepalive:
                 _log.debug("the transaction coordinators do not answer: %s", error)
 
     def close(self) -> None:
-        """Stop the thread. A running request ends when the client is closed."""
+        """Tell the thread to stop. A request that is running ends when the client is closed."""
         self._stop.set()

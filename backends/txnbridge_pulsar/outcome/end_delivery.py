@@ -1,13 +1,13 @@
-"""Makes sure that the end of a transaction reaches every topic and subscription.
+"""Makes sure that the end of a transaction reaches every topic and subscription of the transaction.
 
-A coordinator sends the end to the brokers that serve them. While a broker unloads a topic, the coordinator mistakes
-"being unloaded" for "deleted", and counts the end as delivered although it never arrives. Committed messages stay
-hidden on this topic, and the end of a later transaction there turns the commit into an abort: messages are lost, and
-acknowledged ones are processed twice (hazard H49).
+A coordinator sends the end to the brokers that serve these topics. While a broker unloads a topic, the coordinator
+mistakes "being unloaded" for "deleted", and counts the end as delivered, although it never arrives. Committed messages
+stay hidden on this topic. The end of a later transaction there turns the commit into an abort: messages are lost, and
+acknowledged messages are processed twice (hazard H49).
 
-The broker closes each producer and consumer on an unloaded topic. So an owner remembers each transaction for some
+The broker closes each producer and consumer on a topic that it unloads. So an owner remembers each transaction for some
 seconds after its end, and ends it again on every topic whose producer or consumer was closed. This fails if the process
-dies in these seconds, or another program ends a transaction on the topic first.
+dies in these seconds, or if another program ends a transaction on the topic first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _PARALLEL_DELIVERIES = 8
 
 
 class Participant(NamedTuple):
-    """A topic or subscription in a transaction, with our producer or consumer there, which an unload closes."""
+    """A topic or subscription of a transaction, with our producer or consumer on the topic. When the topic is unloaded,
+    the broker closes that producer or consumer.
+    """
 
     topic: str
     subscription: str | None
@@ -61,13 +63,17 @@ class Participant(NamedTuple):
 
 @dataclass(frozen=True)
 class Participants:
-    """The names of a transaction's topics and subscriptions, for processes without producers and consumers there."""
+    """The names of a transaction's topics and subscriptions, for processes that have no producers and consumers on
+    them.
+    """
 
     topics: tuple[str, ...] = ()
     subscriptions: tuple[tuple[str, str], ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """Return fields for a token, each topic's partitions as a bit set; no fields if they are too long."""
+        """Return the names as fields of a token, with the partitions of each topic as a bit set. If the fields are too
+        long for a token, return none.
+        """
         groups: dict[str, list[str]] = {}
         for topic, name in self.subscriptions:
             groups.setdefault(name, []).append(topic)
@@ -107,11 +113,10 @@ def _unpacked(sets: Mapping[str, str]) -> Iterator[str]:
 def deliver_everywhere(
     cluster: ClusterAccess, txn: TxnId, commit: bool, participants: Participants, deadline: Deadline
 ) -> None:
-    """End a transaction again on each of its topics and subscriptions: some may have been unloaded during the first
-    end.
+    """End a transaction again on each of its topics and subscriptions, because some topics may have been unloaded
+    during the first end.
 
-    Errors are logged, not raised, because the outcome is decided. With authorization on, only a superuser has the
-    right.
+    Errors are logged, not raised, because the outcome is decided. If authorization is on, only a superuser may do this.
     """
 
     def tell(target: tuple[str, str | None]) -> None:
@@ -146,12 +151,16 @@ class _EndedTransaction(NamedTuple):
 
 
 def participant_of(topic: str, subscription: str | None, via: wire.PulsarProducer | wire.PulsarConsumer) -> Participant:
-    """Return a participant. Call this before the end is requested, so that a later unload is noticed."""
+    """Return the topic, or the subscription, with the producer or consumer `via` as a participant. Call this before the
+    end is requested, so that a later unload is noticed.
+    """
     return Participant(topic, subscription, via, via.generation)
 
 
 class EndDelivery:
-    """Delivers the ends of one owner's transactions again to topics that were unloaded. Thread-safe."""
+    """Sends the ends of one owner's transactions again to topics that were unloaded while a transaction ended.
+    Thread-safe.
+    """
 
     def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
@@ -163,7 +172,9 @@ class EndDelivery:
         self._thread: threading.Thread | None = None
 
     def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
-        """Remember an ended transaction. Return when its end was sent again to participants already unloaded."""
+        """Remember a transaction that has ended. If topics of it are already unloaded, send the end to them again
+        before returning.
+        """
         ended = _EndedTransaction(time.monotonic(), txn, commit)
         with self._changed:
             for each in participants:
@@ -175,11 +186,11 @@ class EndDelivery:
         self.settle({each.topic for each in participants}, deadline)
 
     def settle(self, topics: Set[str], deadline: Deadline) -> None:
-        """Deliver remembered ends to those of these topics that were unloaded. Return when that is done, or at the
-        deadline.
+        """Send the remembered ends again to those of `topics` that were unloaded. Return when the ends have arrived, or
+        at the deadline.
 
-        Call this before another transaction ends on these topics: its end would drop messages whose commit has not
-        arrived.
+        Call this before another transaction ends on these topics, because its end would drop messages whose commit has
+        not arrived.
         """
         for each in self._moved(topics):
             self._deliver_again(each, deadline)
@@ -191,7 +202,9 @@ class EndDelivery:
             return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
 
     def _deliver_again(self, missed: Participant, deadline: Deadline) -> None:
-        """Send the remembered ends to one unloaded participant. Ends that fail are kept for another attempt."""
+        """Send the remembered ends to one participant whose topic was unloaded. Keep the ends that fail for another
+        attempt.
+        """
         with self._changed:
             ended = self._recent.pop(missed, None)
             if ended is None:
@@ -247,8 +260,9 @@ class EndDelivery:
                 del self._recent[each]
 
     def wait_for_unload_notices(self) -> None:
-        """Wait until the broker has had time to close producers on topics that were unloaded during the last end. A
-        writer calls this before it closes its producers, because a closed producer is not informed.
+        """Wait until the broker has had time to close the producers on topics that were unloaded during the last end.
+
+        A writer calls this before it closes its producers: the broker does not tell a closed producer of an unload.
         """
         seconds = self._cluster.settings.timing.unload_notice_seconds
         time.sleep(max(0.0, self._last_at + seconds - time.monotonic()))

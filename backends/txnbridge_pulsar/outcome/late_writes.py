@@ -1,12 +1,12 @@
 """Makes brokers refuse messages of a transaction that arrive after its end.
 
-Such a late message may block its topic for all readers, or take a commit back. A broker refuses it once the topic's low
-water mark has passed the transaction. The low water mark moves with the end of a later transaction on the same topics,
-and an empty transaction is enough. The mark does not move while an older transaction of the same coordinator is open.
-The canary topic, which nobody reads, shows whether late messages are refused (hazards H44, H45).
+Such a late message may block its topic for all readers, or take a commit back. A broker refuses the message once the
+topic's low water mark has passed the transaction. The mark moves when a later transaction on the same topic ends, even
+an empty one; but it does not move while an older transaction of the same coordinator is open. The canary topic, which
+nobody reads, shows whether late messages are refused (hazards H44, H45).
 
-Late acknowledgements are never refused. Each withholds its message from the group until the group's next transaction on
-the topic ends. So late acknowledgements are aborted as well, if the bridge's user has the right to do so.
+Late acknowledgements are never refused. Each of them withholds its message from the group until the group's next
+transaction on the topic ends. So late acknowledgements are aborted, if the bridge's user has the right to do so.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def _release_late_acks(
 
 
 def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: Deadline) -> bool:
-    """Send a late message to the canary topic, where it does no harm. Return whether the broker refuses it."""
+    """Send a late message of a transaction to the canary topic, where it harms nobody. Return whether the broker
+    refuses it.
+    """
     what = f"checking whether late messages of {txn} are refused"
     with translated(what):
         producer = cluster.client.create_producer(canary, timeout=deadline.left())
@@ -79,7 +81,9 @@ def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: 
 
 
 class LateWriteGuard:
-    """Makes brokers refuse the late messages of all transactions at risk, in the background. Thread-safe."""
+    """Makes brokers refuse the late messages of ended transactions. If this does not succeed at once, a background
+    thread goes on trying. Thread-safe.
+    """
 
     def __init__(self, cluster: ClusterAccess, end_delivery: EndDelivery, in_doubt: InDoubt) -> None:
         self._cluster = cluster
@@ -96,7 +100,9 @@ class LateWriteGuard:
             return tuple(self._at_risk)
 
     def add(self, ended: AnnouncedTransaction, deadline: Deadline) -> None:
-        """Make brokers refuse late messages of an ended transaction: try now, then repeatedly in the background."""
+        """Try to make brokers refuse late messages of an ended transaction. If this fails, a background thread tries
+        again.
+        """
         if self._try(ended, deadline):
             return
         with self._lock:

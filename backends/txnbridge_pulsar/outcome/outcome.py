@@ -45,7 +45,7 @@ _ABORTING = {"ABORTING", "ABORTED"}
 
 
 class EndResult(Enum):
-    """The result of a request to end a transaction."""
+    """What became of a request to end a transaction."""
 
     COMMITTED = "it is committed"
     ABORTED = "it is aborted"
@@ -125,17 +125,17 @@ def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str],
 
 
 def _is_stuck_abort(cluster: ClusterAccess, txn: TxnId, topics: Sequence[str], deadline: Deadline) -> bool:
-    """Return whether a transaction will certainly be aborted, although its coordinator never answers because one of the
+    """Return whether a transaction is certainly aborted, although its coordinator never answers because one of the
     transaction's topics was terminated.
 
-    The coordinator has stored an abort that it has begun, and nobody can turn it into a commit. Messages on the
-    terminated topic could only become visible by a commit marker there, and no marker can be stored. The coordinator
-    has sent the abort to all other topics and to all subscriptions at the same time, and keeps sending it, so late
-    messages are aborted, too. This includes the terminated topic's subscriptions, whose pending-ack logs are ledgers of
-    their own.
+    The coordinator has stored that it has begun the abort, so nobody can turn it into a commit. Messages on the
+    terminated topic would only become visible by a commit marker, and no marker can be stored there. To all other
+    topics and to all subscriptions the coordinator has sent the abort at the same time, and it keeps sending the abort,
+    so late messages are aborted, too. The terminated topic's subscriptions are also reached, because their pending-ack
+    logs are ledgers of their own.
 
-    Raise `OutcomeUnknown` for a commit that is stuck: it has not arrived everywhere and cannot be taken back. Its
-    messages on the terminated topic are lost, which only a user may accept.
+    Raise `OutcomeUnknown` for a commit that is stuck: it has not arrived everywhere and cannot be taken back. The
+    transaction's messages on the terminated topic are lost, which only a user may accept.
     """
     deadline = Deadline(min(_PROOF_SECONDS, deadline.left()))
     stopped = terminated(cluster, topics, deadline)
@@ -158,7 +158,7 @@ def _end_under_way(error: wire.InvalidTransactionStatus) -> EndResult | None:
 
 
 def _is_temporary(error: wire.PulsarError) -> bool:
-    """Return whether a repeated request may succeed, as after an error of the coordinator's store."""
+    """Return whether the same request may succeed later, as after an error of the coordinator's store."""
     return error.retriable or isinstance(error, wire.BrokerConnectionLost)
 
 
@@ -172,7 +172,9 @@ def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError
 
 
 def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction by its token. Return the actual outcome; another process may have ended it."""
+    """End a prepared transaction by its token. Return the actual outcome, because another process may have ended the
+    transaction before.
+    """
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
         raise InvalidToken("this token is damaged: it has no id of the prepared transaction")
@@ -207,10 +209,11 @@ def outcome_by_proof(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, d
 
 
 def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-    """Find a forgotten transaction's outcome, and deliver a commit to all its topics and subscriptions again. On a
-    topic that a commit has not reached, the next end of another transaction would take the commit back.
+    """Find the outcome of a transaction that its coordinator has forgotten, and return whether the outcome is known.
+    Until it is, no other transaction may end on the transaction's topics.
 
-    Return whether the outcome is known. Until it is, no other transaction may end on these topics.
+    If the transaction was committed, deliver the commit to all its topics and subscriptions again: on a topic that the
+    commit has not reached, the end of the next transaction would take it back.
     """
     try:
         committed = _committed_by_proof(cluster, ended.proof, ended.txn, deadline)
@@ -225,7 +228,9 @@ def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadli
 
 
 def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """Return the status of a token's transaction, prepared or not, without changing the transaction."""
+    """Return the status of the transaction that a token names, whether it is prepared or not. The transaction is not
+    changed.
+    """
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
         state = TokenState.COMMITTED if evidence.asked else TokenState.ABORTED
@@ -251,7 +256,9 @@ def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: De
 
 
 def _committed_by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
-    """Return `was_committed` for a transaction. While no broker serves the proof topic, repeat until the deadline."""
+    """Return what `was_committed` says about a transaction. Repeat the request while no broker serves the proof
+    topic.
+    """
     while True:
         try:
             return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _PROOF_SECONDS)))
@@ -262,7 +269,9 @@ def _committed_by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId
 
 
 def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Return `coordinator_state` of a transaction. If the transaction is being ended, wait up to `_ENDING_SECONDS`."""
+    """Return the transaction's `coordinator_state`. While the coordinator is ending the transaction, wait up to
+    `_ENDING_SECONDS`.
+    """
     until = Deadline(min(_ENDING_SECONDS, deadline.left()))
     while (state := coordinator_state(cluster, txn, proof, deadline)) not in ("", "OPEN") and not until.expired:
         time.sleep(_RETRY_PAUSE_SECONDS)
@@ -270,19 +279,20 @@ def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, dead
 
 
 def coordinator_state(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Return a transaction's state at its coordinator, such as "OPEN"; empty if the coordinator has forgotten it.
+    """Return a transaction's state at its coordinator, such as "OPEN"; "" if the coordinator has forgotten the
+    transaction.
 
-    The protocol has no request for the state. But registering a topic again changes nothing, and the coordinator
-    refuses this with the state if the transaction is not open.
+    The protocol has no request for the state, so the proof topic is registered with the transaction again. This changes
+    nothing. If the transaction is not open, the coordinator refuses the registration and names the state.
     """
     return _register_again(cluster, txn, deadline, topics=[proof.topic])
 
 
 def note_prepared(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Note at the coordinator that an open transaction is prepared. Return `coordinator_state` of the transaction.
+    """Make the coordinator list an open transaction as prepared. Return the transaction's `coordinator_state`.
 
-    The protocol has no field for the note, so the proof topic's subscription is registered with the transaction. The
-    coordinator then lists this subscription with the transaction, which never acknowledges on it.
+    The protocol has no field for this, so the proof topic's subscription is registered with the transaction, which
+    never acknowledges on it. Whoever lists the transaction then finds this subscription.
     """
     return _register_again(cluster, txn, deadline, subscriptions=[(proof.topic, SUBSCRIPTION)])
 

@@ -1,6 +1,7 @@
-"""Proof topics: each transaction sends a proof message to one, which readers see once the transaction is committed.
+"""Proof topics: each transaction sends a proof message to such a topic. Readers see the message once the transaction is
+committed.
 
-A missing proof message means an abort only if a later record from outside any transaction can be read: an open
+A missing proof message means an abort only if a later record, sent outside any transaction, can be read: an open
 transaction hides everything after its first message. So each writer has its own proof topic, with one open transaction
 at a time (hazard H47).
 """
@@ -34,7 +35,7 @@ _RECEIVE_SECONDS = 0.05
 
 
 def proof_prefix(cluster: ClusterAccess) -> str:
-    """Return the prefix of all proof topics' names, after which the encoded name of the writer follows."""
+    """Return the prefix of all proof topics' names. The writer's name, encoded, follows the prefix."""
     return f"{cluster.settings.prefix}marker-"
 
 
@@ -45,9 +46,9 @@ def proof_topic(cluster: ClusterAccess, writer: str, deadline: Deadline) -> str:
 
 @dataclass(frozen=True)
 class ProofRecord:
-    """A record on a proof topic. A writer writes `PRESENCE` before its first transaction, and `PROOF` inside each
-    transaction. A process that looks for an outcome writes `PROBE`. For a prepared transaction `PRESENCE` has the
-    transaction's name.
+    """A record on a proof topic, of one of three kinds. A writer sends `PRESENCE` before its first transaction, and
+    `PROOF` inside each transaction. A process that looks for an outcome sends `PROBE`. On the proof topic of a prepared
+    transaction, `PRESENCE` has the transaction's name.
     """
 
     kind: str
@@ -87,8 +88,9 @@ def new_nonce() -> str:
 
 
 def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tuple[ProofLocation, ProofRecord] | None:
-    """Return a proof topic's last readable record if it is a presence record, else None. While a prepared transaction
-    is open, the last readable record is the one that names it.
+    """Return the last readable record of a proof topic and its location, if the record is a presence record, else None.
+
+    While a prepared transaction is open, this is the presence record with the transaction's name.
     """
     entry = last_entry(cluster, topic, deadline)
     record = None if entry is None else record_of(entry)
@@ -98,8 +100,8 @@ def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tup
 
 
 def was_committed(cluster: ClusterAccess, proof: ProofLocation, txn: wire.TxnId, deadline: Deadline) -> bool | None:
-    """Return whether a proof message shows that a transaction was committed; None if an open transaction hides the
-    message.
+    """Return whether a transaction was committed, as its proof message shows; None if an open transaction hides the
+    place where the message would be.
 
     Call this only after the coordinator has forgotten the transaction. Raise `EvidenceLost` if the topic has lost
     records.
@@ -172,10 +174,11 @@ def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadlin
 def write_presence(
     cluster: ClusterAccess, topic: str, transaction: str, owned: bool, deadline: Deadline
 ) -> ProofLocation:
-    """Write a presence record, after which the proof messages of a writer's next transactions are looked for. A writer
-    calls this before the first transaction on the topic, and again after `Timing.presence_seconds`.
+    """Write a presence record, and return its location. The proof messages of the writer's next transactions follow
+    this record.
 
-    All earlier transactions on this topic must have ended.
+    A writer calls this before its first transaction on the topic, and again after `Timing.presence_seconds`. All
+    earlier transactions on the topic must have ended.
     """
     nonce = new_nonce()
     settings = cluster.settings
@@ -185,7 +188,9 @@ def write_presence(
 
 
 def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
-    """Delete an unneeded proof topic. Without REST delete its subscription: then the broker deletes the topic."""
+    """Delete a proof topic that is no longer needed. Without REST delete its subscription, so that the broker deletes
+    the topic.
+    """
     if cluster.rest is not None:
         cluster.topics.delete(topic, deadline)
         return
@@ -197,7 +202,9 @@ def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _reading(
     cluster: ClusterAccess, topic: str, since: tuple[int, int], deadline: Deadline
 ) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
-    """Yield an iterator of a topic's entries from a position on, which yields None while no entry arrives."""
+    """Provide the block with an iterator of a topic's entries from the position `since` on. If no entry arrives for a
+    while, the iterator yields None.
+    """
     start = start_before(wire.MessageId(*since))
     reader = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
     try:
@@ -220,5 +227,5 @@ def _first(entries: Iterator[wire.ReceivedEntry | None]) -> wire.ReceivedEntry:
 
 
 def record_of(entry: wire.ReceivedEntry) -> ProofRecord | None:
-    """Return the record in an entry of a proof topic; None if the entry is not such a record."""
+    """Return the proof record in an entry; None if the entry contains anything else."""
     return ProofRecord.unpack(entry.messages()[0].value)

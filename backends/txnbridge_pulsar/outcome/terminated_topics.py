@@ -1,7 +1,8 @@
 """Detects topics that were terminated while a transaction was open on them.
 
-Nothing can be stored on a terminated topic, so the coordinator cannot write a control marker there. It ends the
-transaction everywhere else, retries that topic for ever, and never answers the request (hazard H54).
+Nothing can be stored on a terminated topic, so the coordinator cannot write a control marker there. The coordinator
+ends the transaction on all other topics, retries the terminated one for ever, and never answers the request (hazard
+H54).
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def _is_terminated(cluster: ClusterAccess, topic: str, deadline: Deadline) -> bo
 
 
 def repair_hint(topics: Sequence[str]) -> str:
-    """Return the part of an error that says which messages are lost, and how an administrator ends the commit."""
+    """Return the text for an error about a commit that cannot finish: which messages are lost, and how an administrator
+    ends the commit.
+    """
     names = ", ".join(topics)
     return (
         f"{names} was terminated while the transaction was open, so its coordinator commits it on all other topics and"

@@ -1,1 +1,3 @@
-"""The reading side: `reader` reads topics, `partition` has its state for one partition, `subscriptions` the modes."""
+"""Reading: `reader` reads topics, `partition` has a reader's state for one partition, `subscriptions` has the modes of
+reading, `group_registry` notices lost subscriptions.
+"""

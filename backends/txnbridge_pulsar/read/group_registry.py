@@ -1,9 +1,10 @@
-"""Detects that a group has lost a subscription, and that open transactions hold the group's messages as pending acks.
+"""Detects that a group has lost its subscription on a partition, and that open transactions have acknowledged messages
+of a group.
 
 Brokers can be configured to drop unused subscriptions, and administrators may delete some. A member that subscribes
-again creates a new subscription, and would read all messages again or skip some. So the decision log records how many
-partitions of a topic a group has begun to read, and REST says whether the subscription exists: the binary protocol has
-no request for this (hazard H57).
+again creates a new subscription, and would read all messages again, or skip some. So the decision log records, for each
+topic, how many partitions the group has begun to read, and REST says whether the subscription on a partition exists.
+The binary protocol has no request for this (hazard H57).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _log = logging.getLogger("txnbridge")
 
 
 class GroupRegistry:
-    """The decision log's record of which partitions one group reads, and REST requests about them. Thread-safe."""
+    """The partitions that one group has begun to read, as the decision log records them, and what REST says about the
+    group's subscriptions on them. Thread-safe.
+    """
 
     def __init__(self, rest: Rest | None, group: str | None, context: Context, timing: Timing) -> None:
         self._rest = rest
@@ -33,7 +36,9 @@ class GroupRegistry:
         self._no_rest_until = 0.0
 
     def partitions(self, topic: str, deadline: Deadline) -> int:
-        """Return the number of partitions of a topic that the group has begun to read; 0 for a new group."""
+        """Return how many of a topic's partitions the group has begun to read, as far as recorded; 0 for a new
+        group.
+        """
         if self._is_disabled:
             return 0
         try:
@@ -44,7 +49,9 @@ class GroupRegistry:
         return 0 if value is None else int(value["partitions"])
 
     def record(self, topic: str, count: int, deadline: Deadline) -> None:
-        """Record that the group has begun to read this many partitions of a topic, or more."""
+        """Record that the group has begun to read the first `count` partitions of a topic. A higher recorded number
+        stays.
+        """
         if self._is_disabled:
             return
         try:
@@ -55,7 +62,7 @@ class GroupRegistry:
             self._disable_check(error)
 
     def check(self, concrete: str, deadline: Deadline) -> None:
-        """Raise `PositionLost` if the group's subscription is missing on a partition that the group reads."""
+        """Raise `PositionLost` if the group has no subscription on a partition that it has begun to read."""
         if not self._is_disabled and not self._has_subscription(concrete, deadline):
             raise PositionLost(
                 f"group {self._group!r} has read {concrete}, but its subscription is gone: it was deleted, or not used"
@@ -65,7 +72,9 @@ class GroupRegistry:
             )
 
     def has_pending_acks(self, concrete: str, deadline: Deadline) -> bool:
-        """Return whether an open transaction is known to have acknowledged messages of the group on a partition."""
+        """Return whether a transaction that is still open has acknowledged messages of the group on a partition. Return
+        False if this is not known.
+        """
         if self._rest is None:
             return False
         path = f"/admin/v3/transactions/pendingAckStats/{path_of(concrete)}/{quote(self._group, safe='')}"
@@ -90,7 +99,9 @@ class GroupRegistry:
         return True
 
     def _ask(self, rest: Rest, path: str, deadline: Deadline) -> Any:
-        """Send a REST request, as `Rest.get`. After a timeout raise `BrokerUnavailable` for a while instead."""
+        """Return the answer to `Rest.get`. For a while after a timeout, raise `BrokerUnavailable` without sending the
+        request.
+        """
         if time.monotonic() < self._no_rest_until:
             raise BrokerUnavailable("REST did not answer a moment ago")
         try:

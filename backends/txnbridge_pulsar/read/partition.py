@@ -26,17 +26,18 @@ def position_of(id: wire.MessageId) -> Position:
 
 
 def position_after(id: wire.MessageId) -> Position:
-    """Return the position after an entry. The id that brokers return for a topic without entries gives `BEGIN`."""
+    """Return the position after an entry. For a topic without entries, whose last id has no ledger, return `BEGIN`."""
     return BEGIN if id.ledger < 0 else (id.ledger, id.entry + 1, 0)
 
 
 @dataclass(eq=False)
 class AckedMessages:
-    """Messages that a transaction has acknowledged, and that the broker may have been redelivering at the same time.
+    """Messages that one call has acknowledged in a transaction. The broker may have been redelivering them at the same
+    time.
 
-    A delivery before the broker's answer to the acknowledgement is dropped. A later delivery is handed out, because the
-    transaction was aborted. `until` is the number of entries that had arrived before the answer; None before the
-    answer.
+    If such a message arrives again before the broker's answer to the acknowledgement, it is dropped. If it arrives
+    after the answer, it is returned by `poll`, because the transaction was aborted. `until` is how many entries had
+    arrived when the answer came; None before the answer.
     """
 
     bits: _Bits
@@ -90,7 +91,7 @@ class PulsarPartition:
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the broker has ended the assignment, and the reader's listener has not been called yet."""
+        """Return whether the broker has ended the assignment, although the reader's listener has not been told yet."""
         consumer = self.consumer
         return consumer.lost is not None or consumer.generation != self.generation or consumer.active is False
 
@@ -101,7 +102,7 @@ class PulsarPartition:
         self.is_assigned = True
 
     def leave(self) -> None:
-        """End the assignment: messages delivered under it can no longer be acknowledged."""
+        """End the assignment. Messages that were delivered in it can no longer be acknowledged."""
         self.is_assigned = False
         self.drop()
         self._outstanding.clear()
@@ -114,7 +115,7 @@ class PulsarPartition:
         self._handed = (-1, -1)
 
     def drop(self) -> None:
-        """Drop the received entries that `poll` has not returned. The broker redelivers them."""
+        """Drop the received messages that `poll` has not returned. The broker has to redeliver them."""
         self._waiting.clear()
         self._rest.clear()
         self._rest_of = None
@@ -132,11 +133,11 @@ class PulsarPartition:
 
     @property
     def waiting(self) -> int:
-        """Return the approximate number of received messages that `poll` has not returned."""
+        """Return about how many messages have been received and not yet returned by `poll`."""
         return len(self._rest) + sum(entry.permits for entry in self._waiting)
 
     def take(self, limit: int) -> tuple[list[Message], int]:
-        """Return up to `limit` messages of the next entry, perhaps none, and their approximate size in bytes.
+        """Return up to `limit` messages of the next entry, and about how many bytes they have. The list may be empty.
 
         If the entry cannot be read, keep the error in `fault` instead of raising it.
         """
@@ -269,7 +270,9 @@ class PulsarPartition:
         return sum(bits.bit_count() for bits in self._outstanding.values())
 
     def check_outstanding(self, positions: Sequence[Position]) -> None:
-        """Raise `Conflict` if a message is not outstanding: it was given back, or delivered before this assignment."""
+        """Raise `Conflict` if a message is not outstanding, because `nack` gave it back, or because it was delivered
+        before this assignment.
+        """
         for ledger, entry, index in positions:
             if not self._outstanding.get((ledger, entry), 0) >> index & 1:
                 topic, number = self.key
@@ -279,17 +282,19 @@ class PulsarPartition:
                 )
 
     def give_back(self, positions: Sequence[Position]) -> Sequence[Position]:
-        """Mark messages as no longer outstanding. Return the positions of those that were outstanding."""
+        """Mark messages as no longer outstanding. Return the positions of the messages that were outstanding until
+        then.
+        """
         held = [(a, b, index) for a, b, index in positions if self._outstanding.get((a, b), 0) >> index & 1]
         self.release(held)
         return held
 
     def give_up(self, entry_ids: Iterable[_EntryId], delivered_again: bool) -> list[wire.MessageId]:
-        """Forget all messages of these entries, also received ones that `poll` has not returned. Return the ids of the
-        entries that had such messages.
+        """Forget all messages of the given entries, also received ones that `poll` has not returned. Return the ids of
+        the entries of which messages were forgotten.
 
-        With `delivered_again` the broker is about to redeliver the entries, so earlier deliveries that arrive late are
-        dropped.
+        `delivered_again` says that the broker is about to redeliver these entries. Then earlier deliveries of them that
+        arrive late are dropped.
         """
         given_up: list[wire.MessageId] = []
         for entry_id in set(entry_ids):
@@ -314,7 +319,9 @@ class PulsarPartition:
         return [id for entry_id, indexes in self._by_entry(positions) for id in self._release_entry(entry_id, indexes)]
 
     def acknowledge(self, positions: Sequence[Position]) -> tuple[list[wire.MessageId], AckedMessages]:
-        """Mark messages as acknowledged in a transaction. Return their ids for an ACK command, and a record of them."""
+        """Mark messages as acknowledged in a transaction. Return their ids for an ACK command, and an `AckedMessages`
+        for them.
+        """
         entry_ids = {(ledger, entry) for ledger, entry, _ in positions}
         before = {entry_id: self._outstanding[entry_id] for entry_id in entry_ids}
         ids = self.release(positions)
@@ -325,13 +332,13 @@ class PulsarPartition:
         return ids, acked
 
     def acknowledged(self, acked: AckedMessages) -> None:
-        """Note that the broker has confirmed these acknowledgements as pending acks of their transaction."""
+        """Note that the broker has answered: it keeps these acknowledgements as pending acks of their transaction."""
         acked.until = self.consumer.arrived
         if not self._waiting and self.consumer.all_taken:
             self._forget(acked)
 
     def not_acknowledged(self, acked: AckedMessages, ids: Sequence[wire.MessageId]) -> None:
-        """Note that the broker has refused these acknowledgements, or that the result is not known."""
+        """Note that the broker has refused these acknowledgements, or that its answer was lost."""
         self.refused += ids
         self._forget(acked)
 
@@ -368,7 +375,9 @@ class PulsarPartition:
         return [wire.MessageId(*entry_id, -1, index, size) for index in indexes]
 
     def go_to(self, position: Position) -> None:
-        """Continue at a position. Messages from the position on are delivered again; messages before it are skipped."""
+        """Make `position` the next position to read. Messages from there on are delivered again; messages before it are
+        skipped.
+        """
         self.drop()
         self.since = None
         if self._grouped:

@@ -59,14 +59,18 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class _BackgroundResult:
-    """The result of a reader's background work: start positions of partitions to assign, and added partitions."""
+    """What one run of a reader's background work has found: partitions to assign, with their start positions, and
+    partitions that were added to the topics.
+    """
 
     starting: Mapping[PulsarPartition, Position] = field(default_factory=dict)
     added: Sequence[PulsarPartition] = ()
 
 
 class PulsarReader(Reader):
-    """Reader with one consumer for each partition, all on one connection. A background thread sends slow requests."""
+    """Reader that has one consumer for each partition, all on one connection. A background thread sends the slow
+    requests.
+    """
 
     def __init__(
         self,
@@ -193,7 +197,9 @@ class PulsarReader(Reader):
         return messages
 
     def _rotated_partitions(self) -> list[PulsarPartition]:
-        """Return all partitions, each time starting with the next one, so that a busy partition delays no other."""
+        """Return all partitions. Each call starts with another partition, so that a busy one does not delay the
+        others.
+        """
         partitions = list(self._partitions.values())
         if len(partitions) > 1:
             self._first_partition = (self._first_partition + 1) % len(partitions)
@@ -208,7 +214,9 @@ class PulsarReader(Reader):
     # --- assignments ---------------------------------------------------------------------------------------------
 
     def _update_assignments(self) -> None:
-        """Report gained and lost partitions to the listener, and start background work. Each poll calls this."""
+        """Tell the listener which partitions were gained or lost, and start background work if there is any. Each poll
+        calls this.
+        """
         for partition in list(self._partitions.values()):
             if partition.is_assigned and (departure := self._mode.has_left(partition)):
                 self._leave(partition, departure)
@@ -251,7 +259,9 @@ class PulsarReader(Reader):
             )
 
     def _finish_work(self, deadline: Deadline) -> None:
-        """Wait for running background work, so that it neither runs during a seek nor changes positions afterwards."""
+        """Wait until running background work has ended. Otherwise it could change positions during or after the
+        caller's seek.
+        """
         if self._work is not None and not self._work.join(deadline.left()):
             deadline.check("waiting for a broker")
         with suppress(PositionLost):  # the caller is about to set a position
@@ -280,13 +290,17 @@ class PulsarReader(Reader):
                 self._cluster.client.hang_up(self._connection_key)
 
     def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
-        """Return the concrete topics. A missing topic is created for a group where allowed, never without one."""
+        """Return the concrete topics of each topic. For a group, a missing topic is created where that is allowed;
+        without a group it never is.
+        """
         create, topics = self._subscription.group is not None, self._cluster.topics
         return {topic: topics.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
 
     def _must_wait(self, partition: PulsarPartition, deadline: Deadline) -> bool:
-        """Return whether a partition must not be assigned yet, because open transactions have acknowledged messages
-        that an abort would redeliver out of order. The wait is limited, because unprepared transactions time out.
+        """Return whether a partition must not be assigned yet, because open transactions have acknowledged messages on
+        it: if they abort, the broker redelivers these messages out of order.
+
+        The wait is limited, because transactions that are not prepared time out.
         """
         if not self._mode.in_order or not self._registry.has_pending_acks(partition.topic, deadline):
             return False
@@ -295,7 +309,9 @@ class PulsarReader(Reader):
         return time.monotonic() < partition.waits_until
 
     def _check_exists(self, partition: PulsarPartition, deadline: Deadline) -> None:
-        """Raise `NotFound` if the partition's topic was deleted: subscribing again would create it anew."""
+        """Raise `NotFound` if the partition's topic was deleted. Otherwise subscribing again would create an empty
+        topic.
+        """
         sure_at = time.monotonic() + _DELETED_TOPIC_SECONDS
         while partition.topic not in self._cluster.topics.existing(partition.key[0], deadline):
             if time.monotonic() > sure_at:
@@ -347,7 +363,9 @@ class PulsarReader(Reader):
 
     @contextmanager
     def _replacing_consumer(self, partition: PulsarPartition) -> Iterator[None]:
-        """Allow the block to replace the partition's consumer."""
+        """Let the block set another consumer on the partition, and list the partition under the new consumer
+        afterwards.
+        """
         with self._guard:
             del self._by_consumer[partition.consumer]
             try:
@@ -387,7 +405,9 @@ class PulsarReader(Reader):
             return {key: self._lag_of(each, deadline) for key, each in self._partitions.items() if each.is_assigned}
 
     def _lag_of(self, partition: PulsarPartition, deadline: Deadline) -> int:
-        """Return the distance to the partition's end: received messages, and entries that are not received yet."""
+        """Return how far the reader is from the end of a partition: the number of received messages that are not
+        processed, plus the number of entries that have not been received.
+        """
         last, acknowledged = partition.consumer.progress(deadline.left())
         end = last.ledger, last.entry
         done = (-1, -1) if acknowledged is None or not self._mode.grouped else (acknowledged.ledger, acknowledged.entry)
@@ -414,7 +434,9 @@ class PulsarReader(Reader):
 
 
 def _entries(since: tuple[int, int], end: tuple[int, int]) -> int:
-    """Return the number of entries between two positions, without earlier ledgers, whose lengths are not known."""
+    """Return the number of entries from `since` to `end`. If the two are in different ledgers, count only those in the
+    ledger of `end`, because the lengths of the other ledgers are not known.
+    """
     if end[1] < 0 or since >= end:
         return 0
     return end[1] - since[1] if end[0] == since[0] else end[1] + 1

@@ -1,4 +1,6 @@
-"""The modes of reading a topic: without a group, in a failover subscription, in a shared or key-shared subscription."""
+"""The modes of reading a topic: without a group, in a failover subscription, or in a shared or key-shared
+subscription.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _BUSY_PAUSE_SECONDS = 0.05
 
 
 class SubscriptionMode(ABC):
-    """A mode of reading partitions. Methods with a deadline may send requests to the broker."""
+    """A way of reading partitions: without a group, or by a type of subscription. Methods with a deadline may send
+    requests to the broker.
+    """
 
     grouped = True
     in_order = False  # whether a group's messages stay in order, whichever member has the partition
@@ -41,47 +45,55 @@ class SubscriptionMode(ABC):
 
     @abstractmethod
     def has_left(self, partition: PulsarPartition) -> str:
-        """Return "" while the partition is assigned, then "revoking" if acks may still succeed, else "lost"."""
+        """Return "" while the partition is assigned to this reader. After that return "revoking" if acknowledgements
+        may still succeed, else "lost".
+        """
 
     @abstractmethod
     def is_due(self, partition: PulsarPartition) -> bool:
         """Return whether the broker has given the partition to this reader, so that it can be assigned."""
 
     def is_undecided(self, partition: PulsarPartition) -> bool:
-        """Return whether the broker has not said yet which member has the partition."""
+        """Return whether the broker has not yet said which member of the group has the partition."""
         return False
 
     @abstractmethod
     def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
-        """Return the position at which a newly assigned partition starts."""
+        """Return the position from which a partition that is being assigned is read."""
 
     def check_kept(self, partition: PulsarPartition, deadline: Deadline) -> None:
-        """Raise `PositionLost` if the broker no longer has the position of a partition whose connection was lost."""
+        """Raise `PositionLost` if the topic no longer has the next position of a partition whose connection was
+        lost.
+        """
 
     @abstractmethod
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
-        """Continue at a position."""
+        """Make `position` the next position to read."""
 
     @abstractmethod
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
-        """Have messages redelivered."""
+        """Have the broker redeliver these messages."""
 
     def seek_to_time(self, partition: PulsarPartition, timestamp: int, deadline: Deadline) -> None:
-        """Continue at the first message with this or a later timestamp; without one, at the present end."""
+        """Read from the first message that has this or a later timestamp. If there is none, read from the present
+        end.
+        """
         last, _ = partition.consumer.progress(deadline.left())
         self.seek(partition, BEGIN, deadline)
         partition.since = timestamp, position_after(last)
 
     def grant_permits(self, partition: PulsarPartition, messages: int) -> None:
-        """Allow the broker to send this many messages. Each poll calls this before it waits."""
+        """Allow the broker to have permits for this many messages. Each poll calls this before it waits for
+        messages.
+        """
 
     def hold(self, partition: PulsarPartition, held: bool) -> None:
-        """Have the broker send nothing while `held`."""
+        """Have the broker send no more messages of the partition if `held`, else let it send them again."""
         partition.consumer.hold(held)
 
 
 class UngroupedMode(SubscriptionMode):
-    """Mode without a group: the broker stores no position, and reading begins at the subscription's `start`."""
+    """Reading without a group. The broker stores no position, so reading begins at the subscription's `start`."""
 
     grouped = False
 
@@ -127,11 +139,12 @@ class UngroupedMode(SubscriptionMode):
         partition.consumer.hold(partition.paused)
 
     def _check_kept(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
-        """Raise `PositionLost` for a position in a ledger that the topic no longer has.
+        """Raise `PositionLost` if a position is in a ledger that the topic no longer has.
 
-        A broker reports neither trimmed ledgers, nor that a topic was deleted and created anew. But it trims whole
-        ledgers, and ledger numbers grow over all topics, so a new topic's ledgers have higher numbers than the deleted
-        topic's. A trimmed ledger's length is not known, so a position after its last entry is lost as well.
+        A broker says neither that ledgers were trimmed, nor that a topic was deleted and created anew. But the ledger
+        of the position is gone if the topic's first ledger has a higher number: a broker trims whole ledgers, and a new
+        topic's ledgers have higher numbers than all earlier ones in the cluster. The length of a trimmed ledger is not
+        known, so a position after its last entry counts as lost, too.
         """
         if position[0] == BEGIN[0]:
             return
@@ -153,7 +166,7 @@ class UngroupedMode(SubscriptionMode):
 
 
 class FailoverMode(SubscriptionMode):
-    """Mode of a group whose partitions have one member at a time and are read in order, by a failover subscription."""
+    """Reading in a group by a failover subscription: each partition has one member at a time, and is read in order."""
 
     in_order = True
 
@@ -200,9 +213,10 @@ class FailoverMode(SubscriptionMode):
             )
 
     def _begin_at(self, topic: str, timestamp: int, deadline: Deadline) -> None:
-        """Set the position of a new group, which has no members and no acknowledgements, to a time.
+        """If a group is new, with no members and no acknowledgements, set its position on a topic to a time. Otherwise
+        do nothing.
 
-        This client holds the subscription exclusively meanwhile, so no member's position changes. Calls may be
+        Meanwhile this client holds the subscription exclusively, so no member's position changes. Calls may be
         repeated.
         """
         try:
@@ -249,13 +263,15 @@ class FailoverMode(SubscriptionMode):
         self._redeliver(partition)
 
     def _redeliver(self, partition: PulsarPartition) -> None:
-        """Have the broker redeliver all unacknowledged messages in order; the reader drops outstanding ones."""
+        """Have the broker redeliver all unacknowledged messages in order. The reader drops those that are
+        outstanding.
+        """
         with suppress(wire.BrokerConnectionLost):  # then the partition's next member receives them
             partition.consumer.redeliver()
 
 
 class SharedMode(FailoverMode):
-    """Mode of a group whose members share each partition, by a shared or key-shared subscription."""
+    """Reading in a group by a shared or key-shared subscription: the members share the messages of each partition."""
 
     in_order = False
 
@@ -300,7 +316,9 @@ class SharedMode(FailoverMode):
 def _last_before(
     consumer: wire.PulsarConsumer, timestamp: int, end: wire.MessageId, deadline: Deadline
 ) -> wire.MessageId | None:
-    """Return the last message before the first one with this or a later timestamp; None if no message is before it."""
+    """Return the id of the last message before the first one that has this or a later timestamp; None if no message
+    comes before that one.
+    """
     passed: wire.MessageId | None = None
     while passed is None or passed[:2] < end[:2]:
         deadline.check("looking for where the group begins")
@@ -313,7 +331,7 @@ def _last_before(
 
 
 def _position_after(id: wire.MessageId) -> wire.MessageId:
-    """Return the message id after this one, whether or not such a message exists."""
+    """Return the id that a message directly after `id` has or would have."""
     if id.batch_index + 1 < id.batch_size:
         return id._replace(batch_index=id.batch_index + 1)
     return wire.MessageId(id.ledger, id.entry + 1)
@@ -322,7 +340,9 @@ def _position_after(id: wire.MessageId) -> wire.MessageId:
 def mode_of(
     client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
 ) -> SubscriptionMode:
-    """Return the mode that serves a subscription's group and sharing."""
+    """Return the mode for a subscription: it depends on whether the subscription has a group, and on how members share
+    messages.
+    """
     if subscription.group is None:
         return UngroupedMode(client, subscription, inbox, connection_key)
     kind = FailoverMode if subscription.sharing == "partition" else SharedMode

@@ -54,14 +54,14 @@ class PulsarSettings:
 
     @property
     def pack(self) -> wire.Compression:
-        """Return the compression of the payloads that this bridge sends."""
+        """Return how this bridge compresses the payloads that it sends."""
         from txnbridge_pulsar import client as wire
 
         return wire.Compression[self.compression.upper()]
 
     @property
     def longest_prepared(self) -> float:
-        """Return the seconds that a transaction which will be prepared may be open."""
+        """Return for how many seconds a transaction that will be prepared may be open."""
         return self.longest_transaction if self.hold is None else self.timeout + self.hold
 
     def log_topic(self, application: str) -> str:
@@ -74,8 +74,10 @@ class PulsarSettings:
 
     @property
     def late_write_canary(self) -> str:
-        """Return the name of the canary topic, which nobody reads. `outcome/late_writes` sends a late message to it to
-        learn whether brokers refuse late messages of the same transaction.
+        """Return the name of the canary topic, which nobody reads.
+
+        `outcome/late_writes` sends a late message of a transaction to this topic. The answer shows whether brokers
+        refuse the transaction's late messages.
         """
         return f"{self.prefix}lamp"
 
@@ -163,7 +165,7 @@ _ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
 
 
 def read(url: Url, options: Mapping[str, Any], context: Context) -> PulsarSettings:
-    """Return the settings in a URL and the backend's options. Raise `InvalidOption` if a value is invalid."""
+    """Read the settings from a URL and the backend's options. Raise `InvalidOption` if a value is invalid."""
     for name in context.client_options:
         raise InvalidOption(f"the Pulsar backend has no option {name!r}: its client has no options of its own")
     settings = PulsarSettings(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timing:
-    """Durations in seconds, limits and sizes that are no options for users. Tests change some of them."""
+    """Durations in seconds, limits and sizes. Users cannot set them by options; tests change some of them."""
 
     # --- writing
     # A presence record serves the transactions that begin within this time. The record states until when any of them

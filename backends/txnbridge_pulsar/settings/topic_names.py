@@ -17,7 +17,7 @@ _PERSISTENT = "persistent://"
 
 
 class Namespace(NamedTuple):
-    """The tenant and namespace of topics that are given by a short name."""
+    """The tenant and namespace to which a short topic name belongs."""
 
     tenant: str
     name: str
@@ -26,7 +26,9 @@ class Namespace(NamedTuple):
         return f"{self.tenant}/{self.name}"
 
     def full_name(self, topic: str) -> str:
-        """Return `persistent://tenant/namespace/orders` for `orders`; keep a full name. Raise `InvalidOption`."""
+        """Return `persistent://tenant/namespace/orders` for `orders`. Return a full name unchanged. Raise
+        `InvalidOption` if the name is invalid.
+        """
         full = topic if topic.startswith(_PERSISTENT) else f"{_PERSISTENT}{self}/{topic}"
         parts = full.removeprefix(_PERSISTENT).split("/")
         if len(parts) != 3 or not all(parts) or not full.isprintable():
@@ -49,7 +51,9 @@ def partitions_of(full: str, count: int) -> tuple[str, ...]:
 
 
 def whole_topic(concrete: str) -> tuple[str, int]:
-    """Return the topic and the partition number of a concrete topic; 0 for a topic without partitions."""
+    """Return the name of the topic to which a concrete topic belongs, and the partition's number. The number is 0 for a
+    topic without partitions.
+    """
     match = _PARTITION.search(concrete)
     if match is None:
         return concrete, 0
@@ -62,10 +66,10 @@ def namespace_of(full: str) -> str:
 
 
 def encoded(text: str) -> str:
-    """Encode any text as part of a topic's name, reversibly: letters, digits, '.', '_', '-', and '=' with two hex
-    digits.
+    """Encode any text as part of a topic's name, so that `decoded` returns the text: letters, digits, '.', '_' and '-'
+    stay, all else becomes '=' and two hex digits.
 
-    A literal `-partition-` would make Pulsar take the topic for a partition of another topic.
+    `-partition-` is encoded, too: Pulsar would take a topic with this in its name for a partition of another topic.
     """
     safe = quote(text, safe="", errors="surrogatepass").replace("~", "%7E").replace("%", "=")
     return safe.replace("-partition-", "=2Dpartition-")

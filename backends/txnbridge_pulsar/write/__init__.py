@@ -1,1 +1,3 @@
-"""The writing side: ownership of transactional ids, transactions, and sending without a transaction."""
+"""Writing: the owner of a transactional id, writers of transactions, and the publisher, which sends without
+transactions.
+"""

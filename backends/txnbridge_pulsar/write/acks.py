@@ -46,7 +46,9 @@ class _PartitionAcks:
 
 
 class PulsarAckContext:
-    """A reader's interface for writers that acknowledge its messages. Thread-safe, also while another thread polls."""
+    """What a writer needs from a reader to acknowledge the reader's messages. Thread-safe, also while another thread
+    polls.
+    """
 
     def __init__(
         self, subscription: str, shared: bool, partitions: Mapping[Partition, PulsarPartition], guard: threading.Lock
@@ -66,11 +68,11 @@ class PulsarAckContext:
     def acknowledge(
         self, txn: wire.TxnId, positions: Mapping[Partition, Sequence[Position]], deadline: Deadline
     ) -> SentAcks:
-        """Send acknowledgements of messages in a transaction. `SentAcks.settle` waits for the answers, and also raises
-        errors of sending.
+        """Send acknowledgements of messages in a transaction, without waiting. `SentAcks.settle` waits for the answers,
+        and also raises errors of sending.
 
-        Raise `Conflict`, with nothing sent, if a message was given back by `nack`, or its partition has left the reader
-        since the message was delivered.
+        Raise `Conflict`, and send nothing, if `nack` has given back one of the messages, or if the reader has lost a
+        message's partition since the message was delivered.
         """
         with self._guard:
             partitions = {self._partition(key): given for key, given in positions.items()}
@@ -110,7 +112,9 @@ class SentAcks:
 
     @property
     def has_lost_partition(self) -> bool:
-        """Return whether the reader has lost a partition of these messages: a likely cause of an unexpected abort."""
+        """Return whether the reader has lost a partition of the acknowledged messages. If the transaction was aborted
+        unexpectedly, this is a likely cause.
+        """
         return any(
             each.partition.assignment is not each.assignment
             or not each.partition.is_assigned
@@ -125,11 +129,11 @@ class SentAcks:
         ]
 
     def drop_rest_of_entries(self) -> None:
-        """Drop the unacknowledged messages of partly acknowledged entries from the reader, if the subscription is
-        shared. The writer calls this before an abort.
+        """On a shared subscription, drop the unacknowledged messages of entries that are partly acknowledged from the
+        reader. The writer calls this before an abort.
 
-        After the abort a shared subscription redelivers these entries whole, perhaps to another member. Brokers do not
-        detect all conflicts between two members that acknowledge different messages of one entry (hazard H56).
+        After the abort the broker redelivers these entries whole, perhaps to another member. Brokers do not detect all
+        conflicts between two members that acknowledge different messages of one entry (hazard H56).
         """
         if not self._shared:
             return
@@ -139,23 +143,28 @@ class SentAcks:
                     each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
 
     def redeliver_rest(self) -> None:
-        """Have the broker redeliver dropped entries, because the writer's abort came after the transaction's end."""
+        """Have the broker redeliver the entries of which `drop_rest_of_entries` has dropped messages. This is needed if
+        the transaction had already ended before the writer's abort: then the abort redelivers nothing.
+        """
         for each in self._sent:
             if each.given_up:
                 with suppress(wire.BrokerConnectionLost):
                     each.partition.consumer.redeliver(each.given_up)
 
     def acks_by_batch_index(self) -> Iterator[tuple[str, wire.MessageId]]:
-        """Yield topic and id of each message that is acknowledged by batch index, on a shared subscription."""
+        """Yield the topic and the id of each message of a batch that is acknowledged without the rest of its batch. On
+        subscriptions that are not shared, yield nothing.
+        """
         if self._shared:
             yield from ((each.partition.topic, id) for each in self._sent for id in each.ids if id.batch_index >= 0)
 
     def settle(self, deadline: Deadline) -> None:
-        """Return when the broker has confirmed all acknowledgements. A repeated call gives the same result.
+        """Wait for the broker's answers to all acknowledgements, also after a refusal. Return if all are confirmed. A
+        repeated call gives the same result.
 
-        Wait for all answers, also after a refusal. Raise `Conflict` if another transaction or member has acknowledged a
-        message, or the connection on which the messages were delivered is lost; raise the translated error for other
-        refusals. After an error the transaction can only abort.
+        Raise `Conflict` if another transaction or member has acknowledged a message, or if the connection on which the
+        messages were delivered is lost; for other refusals raise the translated error. After an error the transaction
+        can only abort.
         """
         if not self._settled:
             self._settled = True
@@ -177,11 +186,11 @@ class SentAcks:
             self._acknowledge_one_by_one(sent, deadline)
 
     def _acknowledge_one_by_one(self, sent: _PartitionAcks, deadline: Deadline) -> None:
-        """Acknowledge the messages again, each by itself, after the broker has refused them together. The transaction
-        can only abort, and its abort then makes the broker redeliver all of them, except those that another transaction
-        holds.
+        """After the broker has refused to acknowledge messages together, acknowledge each message by itself. Otherwise
+        a shared subscription would never redeliver the messages of the refused acknowledgement.
 
-        Without this, a shared subscription never redelivers the messages of an acknowledgement that it has refused.
+        The transaction can only abort. Its abort then makes the broker redeliver all of these messages, except those
+        that another transaction has acknowledged.
         """
         answers = []
         with suppress(wire.PulsarError):  # with the connection lost, everything is redelivered
@@ -201,11 +210,12 @@ class SentAcks:
 
 
 def require_whole_entries(acks: Iterable[SentAcks]) -> None:
-    """Raise `NotSupported` if a transaction that will be prepared acknowledges only part of an entry in a shared group.
+    """Raise `NotSupported` if a transaction that will be prepared acknowledges only some messages of an entry in a
+    shared group.
 
-    Any process may abort a prepared transaction without the group's members hearing of it. The broker then delivers the
-    whole entry to another member, while the first member may still acknowledge the rest of it. Brokers do not detect
-    all conflicts of two such members (hazard H56).
+    Any process may abort a prepared transaction, and the group's members do not hear of it. The broker then delivers
+    the whole entry to another member, while the first member may still acknowledge the rest of the entry. Brokers do
+    not detect all conflicts between two such members (hazard H56).
     """
     counts = Counter(
         (topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.acks_by_batch_index()

@@ -27,12 +27,16 @@ class DroppedAsDuplicate(wire.PulsarError):
 
 
 def not_stored(error: wire.PulsarError) -> DeliveryFailed:
-    """Return the error for an entry that may not be stored; the caller raises it `from` the client's error."""
+    """Return the error for an entry of which it is not certain that it is stored. The caller raises this error `from`
+    the client's error.
+    """
     return DeliveryFailed(f"messages may not be stored: {error}; the transaction is aborted, run it again")
 
 
 class PendingReceipts:
-    """The number of a transaction's entries without a receipt, for each producer, and the first failure."""
+    """A transaction's entries that have no receipt yet, counted for each producer, and the first failure of an
+    entry.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -46,7 +50,7 @@ class PendingReceipts:
             self._out[producer] += 1
 
     def done(self, producer: TransactionProducer, failure: wire.PulsarError | None) -> None:
-        """Count a receipt or failure of an entry. The client's reading thread calls this."""
+        """Note that an entry of a producer has its receipt, or has failed. The client's reading thread calls this."""
         with self._changed:
             self._out[producer] -= 1
             if isinstance(failure, wire.BrokerConnectionLost):
@@ -56,12 +60,14 @@ class PendingReceipts:
             self._changed.notify_all()
 
     def resent(self, producer: TransactionProducer) -> None:
-        """Note that a producer has sent its lost entries again."""
+        """Note that a producer has sent the entries of its lost connection again."""
         with self._changed:
             self.lost.pop(producer, None)
 
     def wait(self, deadline: Deadline, producer: TransactionProducer | None = None) -> bool:
-        """Wait until all sent entries, or one producer's, have a receipt or failure. Return False at the deadline."""
+        """Wait until every sent entry has a receipt or has failed; with a `producer`, only its entries. Return False at
+        the deadline.
+        """
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (any(self._out.values()) if producer is None else self._out[producer]), deadline.left()
@@ -75,11 +81,11 @@ class PendingReceipts:
 
 
 class TransactionProducer:
-    """A writer's producer on one concrete topic, opened at its first use.
+    """A writer's producer on one concrete topic. It is opened when it is first used.
 
-    After a lost connection its entries are sent again only where the broker is known to drop duplicates. Elsewhere the
-    first sending could arrive after the commit, and make all committed messages of the transaction on the topic
-    disappear (hazard H35).
+    After a lost connection, entries without a receipt are sent again only if the broker is known to drop duplicates.
+    Otherwise an entry could arrive twice, and its first copy after the commit, which would make all committed messages
+    of the transaction on the topic disappear (hazard H35).
     """
 
     def __init__(self, cluster: ClusterAccess, concrete: str, connection_key: str) -> None:
@@ -93,7 +99,9 @@ class TransactionProducer:
     def send(
         self, content: wire.Single | wire.MessageBatch, txn: TxnId, receipts: PendingReceipts, deadline: Deadline
     ) -> None:
-        """Send an entry without waiting for its receipt, which `receipts` gets; wait only while the queue is full."""
+        """Send an entry without waiting for its receipt, which is counted in `receipts`. Wait only while the queue is
+        full.
+        """
         while True:
             producer = self.open(deadline)
             try:
@@ -144,12 +152,15 @@ class TransactionProducer:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the producer is open and its connection is not lost, as far as this client knows."""
+        """Return whether the producer is open and, as far as this client knows, still connected."""
         return self._producer is not None and self._producer.lost is None
 
     def ready(self, deadline: Deadline) -> None:
-        """Open the producer, or reopen it after a loss, before its topic is registered with a transaction. A terminated
-        topic refuses producers, and a transaction that is registered with a terminated topic never ends (hazard H54).
+        """Open the producer, or reopen it if its connection is lost. The writer calls this before it registers the
+        topic with a transaction.
+
+        A terminated topic refuses producers, so it is not registered. A transaction with a terminated topic would never
+        end (hazard H54).
         """
         if self.open(deadline).lost is not None:
             self._reopen(deadline)
@@ -175,8 +186,10 @@ class TransactionProducer:
         return None
 
     def recover(self, receipts: PendingReceipts, deadline: Deadline) -> bool:
-        """Reopen the producer after a lost connection, and send its entries without a receipt again. Return False, with
-        nothing sent, if the broker is not known to drop duplicates, and False at the deadline.
+        """Reopen the producer after a lost connection, and send its entries without a receipt again.
+
+        Return False if the broker is not known to drop duplicates, in which case nothing is sent, and False at the
+        deadline.
         """
         producer = self._producer
         if producer is None:
@@ -198,8 +211,10 @@ class TransactionProducer:
         return False
 
     def _drops_duplicates(self, producer: wire.PulsarProducer, deadline: Deadline) -> bool:
-        """Return whether the broker is known to drop repeated entries. After the first receipt, it is if it still has
-        this producer's last sequence id; before, if deduplication is enabled on the topic.
+        """Return whether the broker is known to drop entries that are sent again.
+
+        If an entry has a receipt, this is the case if the broker still has this producer's last sequence id. Before the
+        first receipt, it is the case if deduplication is enabled on the topic.
         """
         if self._stored >= 0:
             return producer.last_sequence_id >= self._stored
@@ -217,8 +232,8 @@ class TransactionProducer:
 class EntryBuffer:
     """The messages that are collected for the next entry of one partition, in order.
 
-    Messages with different keys go into different entries, unless `mixed`: a key-shared subscription assigns a whole
-    entry by the key of its first message.
+    Only messages with the same key share an entry, unless `mixed`: a key-shared subscription delivers a whole entry by
+    the key of its first message.
     """
 
     __slots__ = ("_batch", "_key", "_left", "_mixed", "_plain", "number")
@@ -239,7 +254,7 @@ class EntryBuffer:
         return not self._plain and not self._batch.count
 
     def add_plain(self, value: bytes, size: int) -> bool:
-        """Add a value without key and headers. Return whether the buffer is full."""
+        """Add a value that has neither key nor headers. Return whether the buffer is full afterwards."""
         self._plain.append(value)
         self._left -= size + MESSAGE_OVERHEAD_BYTES
         return self._left < 0
@@ -250,7 +265,9 @@ class EntryBuffer:
         return self._left < 0
 
     def fits(self, key: str | bytes | None, size: int) -> bool:
-        """Return whether a message may join the collected messages. A large message gets an entry of its own."""
+        """Return whether a message of this key and size may be added to the collected messages. A large message gets an
+        entry of its own.
+        """
         if self.is_empty:
             return True
         last = self._key if not self._plain else None
@@ -293,12 +310,12 @@ class EntryBuffer:
 
 
 class NotBareValue(Exception):
-    """The message has a key or is large, so the fast path has not added it, and `PulsarWriter.send` has to send it."""
+    """The message has a key or is large. The fast path has not added it; the caller has to use `PulsarWriter.send`."""
 
 
 class TopicBatcher:
-    """A transaction's unsent messages to one topic. It chooses the partition of each message, and passes full entries
-    to `send_entry`.
+    """A transaction's unsent messages to one topic. The batcher chooses a partition for each message, and passes full
+    entries to `send_entry`.
 
     Messages without a key go to one partition until its entry is full, then to the next partition.
     """
@@ -317,7 +334,9 @@ class TopicBatcher:
         self._current = self.buffer(first_partition % len(concrete))
 
     def buffer(self, number: int | None) -> EntryBuffer:
-        """Return the buffer of a partition; for None, of the partition that messages without a key go to now."""
+        """Return the buffer of a partition. For None, return the buffer to which messages without a key are added
+        now.
+        """
         if number is None:
             return self._current
         buffer = self._buffers.get(number)
@@ -326,7 +345,9 @@ class TopicBatcher:
         return buffer
 
     def take(self, topic: object, value: bytes, key: bytes | None) -> None:
-        """Add a value (fast path). Raise `NotBareValue` for a key or large value, `TypeError` if it has no length."""
+        """Add a value; this is the fast path. Raise `NotBareValue` if there is a key or the value is large, `TypeError`
+        if the value has no length.
+        """
         size = len(value)
         if key is not None or size > ENTRY_BYTES:
             raise NotBareValue
@@ -334,7 +355,9 @@ class TopicBatcher:
             self.send(self._current)
 
     def take_many(self, values: Sequence[bytes]) -> int:
-        """Add values without key and headers, up to the first group that exceeds an entry. Return their number."""
+        """Add values without key and headers, several at a step. Stop at the first step whose values do not fit in an
+        entry. Return how many values were added.
+        """
         done = 0
         while done < len(values):
             some = values[done : done + _VALUES_PER_STEP]
@@ -355,7 +378,7 @@ class TopicBatcher:
             self._send_entry(self.concrete[buffer.number], batch)
 
     def waiting(self) -> list[str]:
-        """Return the concrete topics with unsent messages."""
+        """Return the concrete topics for which there are unsent messages."""
         return [self.concrete[number] for number, buffer in self._buffers.items() if not buffer.is_empty]
 
     def flush(self) -> None:

@@ -1,9 +1,9 @@
-"""The fence topic of a transactional id, to which only the id's newest owner can write.
+"""The fence topic of a transactional id. Only the id's newest owner can write to it.
 
-Opening the id takes the topic from the older owner at once, so the older owner can store no more records. Each
-transaction is named in a record before its first message is sent, so the newer owner finds all transactions that it has
-to end. The broker fences the older owner on this topic only: messages that the older owner still sends to other topics
-belong to transactions that the newer owner ends.
+Whoever opens the id takes the fence topic from the older owner at once, so the older owner can store no more records.
+An owner names each transaction in a record before it sends the transaction's first message, so the next owner finds all
+transactions that it has to end. The broker fences the older owner on this topic only: messages that the older owner
+still sends to other topics belong to transactions that the newer owner ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PARALLEL_READS = 8  # fence topics that are read at once; there may be thousand
 
 
 def fence_prefix(cluster: ClusterAccess) -> str:
-    """Return the prefix of all fence topics' names, after which the encoded transactional id follows."""
+    """Return the prefix of all fence topics' names. The transactional id, encoded, follows the prefix."""
     return f"{cluster.settings.prefix}fence-"
 
 
@@ -48,7 +48,9 @@ def last_fence_record(
 
 
 def at_risk(cluster: ClusterAccess, deadline: Deadline) -> list[AnnouncedTransaction]:
-    """Return the transactions at risk (see `FenceRecord`) of all transactional ids in the namespace, for the doctor."""
+    """Read the fence topics of all transactional ids in the namespace. Return the transactions at risk that they list
+    (see `FenceRecord`), for the doctor.
+    """
     begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
     topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
     with ThreadPoolExecutor(_PARALLEL_READS) as reading:
@@ -65,7 +67,7 @@ def _at_risk(cluster: ClusterAccess, topic: str, deadline: Deadline) -> Sequence
 
 
 class Fence:
-    """Exclusive access of one owner to its fence topic. Thread-safe once `take` has returned."""
+    """One owner's exclusive access to its fence topic. Thread-safe once `take` has returned."""
 
     def __init__(self, cluster: ClusterAccess, name: str, opening: str) -> None:
         self._cluster = cluster
@@ -84,7 +86,9 @@ class Fence:
         self.topic = ""
 
     def take(self, deadline: Deadline) -> FenceRecord | None:
-        """Fence the transactional id's older owner. Return the fence topic's last record; None if there is none."""
+        """Fence the older owners of the transactional id. Return the last record on the fence topic; None if there is
+        none.
+        """
         self.topic = self._cluster.topics.internal(f"{fence_prefix(self._cluster)}{encoded(self._name)}", deadline)
         while True:
             self._fence_older_producer(deadline)
@@ -104,7 +108,8 @@ class Fence:
         return None if last is None else last[1]
 
     def _fence_older_producer(self, deadline: Deadline) -> None:
-        """Open an exclusive producer with fencing, which fences the topic's producer, and close it again.
+        """Fence the producer that the topic has, by opening an exclusive producer with fencing. Then close the new
+        producer.
 
         If two processes do this at once, both succeed: the broker gives both the same epoch and accepts both. If both
         then open an exclusive producer on the free topic, the broker refuses one of them (hazard H39).
@@ -120,11 +125,11 @@ class Fence:
         )
 
     def write(self, make: Callable[[], FenceRecord], deadline: Deadline) -> None:
-        """Store the fence record that `make` returns. `make` is called at the moment of sending, so that of two
-        concurrent writes the record with the newer content is stored last.
+        """Store the fence record that `make` returns. `make` is called at the moment of sending: if two threads write
+        at once, the record with the newer content is stored last.
 
-        Raise `Fenced` if a newer owner exists, and `DeliveryFailed`, with nothing stored, if the record is too large
-        for the broker. After any other error the record may or may not be stored.
+        Raise `Fenced` if a newer owner exists, and `DeliveryFailed` if the record is too large for the broker, which
+        then stores nothing. After any other error the record may or may not be stored.
         """
         while True:
             generation, send = self._send(make, deadline)
@@ -160,8 +165,9 @@ class Fence:
             self._lock.release()
 
     def _stored(self, receipt: wire.Receipt) -> None:
-        """Note that a record is stored, and trim the topic after every `_RECORDS_PER_TRIM` records. Receipts may arrive
-        out of order, so only a record before a stored one is trimmed.
+        """Note that a record is stored. After every `_RECORDS_PER_TRIM` records, trim the topic.
+
+        Receipts may arrive out of order, so only a record before a stored one is trimmed.
         """
         before, id = self._last, receipt.message_id
         self._check_sole_producer(receipt)
@@ -172,7 +178,9 @@ class Fence:
                 self._trim(before)
 
     def _check_sole_producer(self, receipt: wire.Receipt) -> None:
-        """Raise `Fenced` if entry numbers grow faster than sequence ids: another producer writes, too (hazard H39)."""
+        """Raise `Fenced` if the entry numbers on the topic grow faster than this producer's sequence ids, because then
+        another producer writes to the topic, too (hazard H39).
+        """
         gap = receipt.message_id.entry - receipt.sequence_id
         ledger, known = self._gap
         if receipt.message_id.ledger != ledger or gap < known:  # the gap shrinks with each record that was not stored
@@ -182,7 +190,9 @@ class Fence:
             raise self._fresh_copy(self._fenced)
 
     def _reopen(self, generation: int, deadline: Deadline) -> None:
-        """Reopen a lost producer, once for all waiting threads. Raise `Fenced` if another owner has the topic."""
+        """Reopen the producer after a lost connection, once for all threads that wait for it. Raise `Fenced` if another
+        owner has the topic.
+        """
         self._acquire(deadline)
         try:
             if self._fenced is not None:
@@ -226,7 +236,7 @@ class Fence:
             raise self._fenced_by_newer(deadline)
 
     def _fenced_by_newer(self, deadline: Deadline) -> Fenced:
-        """Return the error that names the newer owner's host, if its record can be read.
+        """Return the error that names the newer owner's host, if the newer owner's record can be read.
 
         The error is kept: this owner stays fenced, even if the topic becomes free again.
         """
@@ -248,7 +258,9 @@ class Fence:
         return Fenced(str(fenced), newer=fenced.newer)
 
     def _trim(self, up_to: wire.MessageId) -> None:
-        """Acknowledge records up to a position, so that the broker can delete them. Errors are only logged."""
+        """Acknowledge the records up to a position, so that the broker can delete them. Errors are logged, not
+        raised.
+        """
         deadline = Deadline(1.0)
         try:
             consumer = self._cluster.client.subscribe(self.topic, SUBSCRIPTION, timeout=deadline.left())

@@ -1,9 +1,9 @@
 """Detects that a fence topic was deleted and created anew.
 
-A deleted fence topic takes with it the names of all unresolved transactions, and for a new topic of the same name the
-broker counts epochs from the start, so it does not refuse the older owner. So the first fence record of a transactional
-id gets a random fence id, which all later records and the decision log repeat. A topic that was created anew has no
-fence id, or another one (hazard H43).
+With a fence topic the names of all unresolved transactions are deleted. On a new topic of the same name the broker
+counts epochs from the start, so it does not refuse the older owner. So a transactional id has a random fence id, which
+its first fence record gets, and which all later records and the decision log repeat. A topic that was created anew has
+no fence id, or another one (hazard H43).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger("txnbridge")
 class FenceIdentity:
     """The fence id of one transactional id, as the decision log has it.
 
-    `ledger` holds the id of one fence topic: the same transactional id on another cluster has another ledger.
+    `ledger` belongs to the fence topic on one cluster. On another cluster the same transactional id has another ledger.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:
@@ -30,11 +30,12 @@ class FenceIdentity:
         self._is_disabled = False
 
     def follow(self, before: FenceRecord | None, deadline: Deadline) -> str:
-        """Return the fence id for the newest owner's records: the id used so far, or a new one for a new fence topic.
-        `before` is the fence topic's last record. The owner calls this while it holds the fence topic, so that no other
-        process writes.
+        """Return the fence id that the newest owner has to write: the one in the decision log or in the last fence
+        record, or a new one if there is none. The owner calls this while it holds the fence topic, so that no other
+        process writes to it.
 
-        Raise `EvidenceLost` if the decision log has a fence id, and the fence topic has another one or no record.
+        `before` is the last record on the fence topic. Raise `EvidenceLost` if the decision log has a fence id, and the
+        fence topic has another one or no record.
         """
         known = self._known(deadline)
         recorded_id = "" if before is None else before.fence_id
@@ -44,8 +45,8 @@ class FenceIdentity:
         return known or recorded_id or secrets.token_hex(8)
 
     def record(self, fence_id: str, deadline: Deadline) -> None:
-        """Record the fence id in the decision log. The owner calls this after its first fence record: if the fence id
-        were in the decision log alone, the next opening would fail.
+        """Record the fence id in the decision log. The owner calls this after it has stored its first fence record: if
+        only the decision log had the fence id, the next opening would fail.
 
         Raise `EvidenceLost` if the decision log has another fence id.
         """

@@ -1,6 +1,6 @@
-"""The records on a fence topic: the owner of a transactional id, and its transactions that have not ended.
+"""The records on a fence topic. Each names the owner of a transactional id, and its transactions that have not ended.
 
-Each record lists all of these transactions, so only the last record is read, and earlier ones can be trimmed.
+Each record lists all such transactions, so only the last record is read, and earlier records can be trimmed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ProofLocation:
-    """The location of a transaction's proof message: the proof topic, and the presence record after which the proof
-    message is stored. Tokens and fence records contain this location.
+    """Where to look for a transaction's proof message: the proof topic, and the presence record that precedes the proof
+    message. Tokens and fence records contain this location.
     """
 
     topic: str  # full name
@@ -34,7 +34,9 @@ class ProofLocation:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> ProofLocation:
-        """Parse the location in a record's fields. Raise `KeyError`, `TypeError` or `ValueError` if invalid."""
+        """Parse a location from the fields of a token or fence record. Raise `KeyError`, `TypeError` or `ValueError` if
+        it is invalid.
+        """
         if not isinstance(fields["m"], str) or not isinstance(fields["n"], str):
             raise TypeError("names are text")
         at = _entry_position(fields["p"]) if "p" in fields else None  # records of earlier versions have no position
@@ -43,7 +45,9 @@ class ProofLocation:
 
 @dataclass(frozen=True)
 class AnnouncedTransaction:
-    """A transaction in a fence record, with all that other processes need to end it and to refuse its late messages."""
+    """A transaction in a fence record, with all that another process needs to end the transaction and to have brokers
+    refuse its late messages.
+    """
 
     transaction: str
     txn: TxnId
@@ -102,9 +106,9 @@ class FenceRecord:
     """A record on a fence topic: the owner, the time, and the transactions that have not ended as far as the owner
     knows.
 
-    Transactions `at_risk` were ended by other processes than their writers, and some brokers do not yet refuse a late
-    message of such a writer, which would block its topic for all readers. `fence_id` is the same in all records of a
-    transactional id; see `FenceIdentity`.
+    Transactions `at_risk` were ended by another process than their writer, and some broker does not refuse their late
+    messages yet. If the writer still sends such a message, it blocks its topic for all readers. `fence_id` is the same
+    in all records of a transactional id; see `FenceIdentity`.
     """
 
     opening: str
@@ -128,7 +132,9 @@ class FenceRecord:
 
     @classmethod
     def unpack(cls, data: bytes | None) -> FenceRecord:
-        """Parse a record. Raise `EvidenceLost` if it is invalid: then unresolved transactions are not known."""
+        """Parse a record. Raise `EvidenceLost` if it is invalid, because it is then unknown which transactions are
+        unresolved.
+        """
         try:
             fields = json.loads(data or b"")
             if fields["v"] != VERSION:

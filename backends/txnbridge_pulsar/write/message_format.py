@@ -16,7 +16,9 @@ _CACHED_KEY_HASHES = 10_000
 
 
 def key_on_wire(key: bytes | None) -> str | bytes | None:
-    """Return a message key as it is sent: text if the bytes are UTF-8, like other clients' keys, else bytes."""
+    """Return a message key as it is sent. If its bytes are UTF-8, send text, as other clients do for text keys; else
+    bytes.
+    """
     if key is None:
         return None
     try:
@@ -27,7 +29,9 @@ def key_on_wire(key: bytes | None) -> str | bytes | None:
 
 @lru_cache(_CACHED_KEY_HASHES)
 def key_hash(key: bytes) -> int:
-    """Return a key's hash, as Pulsar's Java client computes it (`String.hashCode`): its remainder is the partition."""
+    """Return the hash that Pulsar's Java client computes for a key (`String.hashCode`). Its remainder modulo the number
+    of partitions is the key's partition.
+    """
     on_wire = key_on_wire(key)
     text = on_wire if isinstance(on_wire, str) else base64.b64encode(key).decode()
     code = 0

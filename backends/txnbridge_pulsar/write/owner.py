@@ -39,11 +39,11 @@ _MIN_RETRY_SECONDS = 0.05  # with fewer seconds left, a request is not repeated
 
 
 class PulsarOwner:
-    """Owner of a transactional id: opens the id, announces its transactions on the fence topic, and detects a newer
+    """Owner of a transactional id. It opens the id, names its transactions on the fence topic, and notices a newer
     owner.
 
-    A bridge without a transactional id has an owner with a random name and no fence topic: no other process can use
-    this name, and transactions that a dead process leaves open time out.
+    The owner of a bridge without a transactional id has a random name and no fence topic: no other process can use this
+    name, and transactions that a dead process leaves open time out.
     """
 
     def __init__(self, cluster: ClusterAccess, identity: Identity, fence_ledger: Ledger) -> None:
@@ -70,7 +70,7 @@ class PulsarOwner:
     # --- opening --------------------------------------------------------------------------------------------------
 
     def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
-        """Fence the id's older owners, end their transactions that are not prepared, and return new writers."""
+        """Fence the older owners of the id, and end their transactions that are not prepared. Return new writers."""
         if self._fence is not None:
             self._open(self._fence, deadline)
         self._cleanup.start()
@@ -103,8 +103,8 @@ class PulsarOwner:
             fence.write(self._fence_record, deadline)
 
     def _refuse_late_writes(self, ended: Sequence[AnnouncedTransaction], deadline: Deadline) -> None:
-        """Have brokers refuse late messages of ended transactions. Their older owner may still send in them, even if
-        the transaction has timed out or the older owner has ended it (hazard H44).
+        """Have brokers refuse late messages of transactions that have ended. Their older owner may still be sending,
+        even if the transaction has timed out or the older owner itself has ended it (hazard H44).
         """
         for announced in ended:
             self.late_write_guard.add(announced, deadline)
@@ -119,10 +119,10 @@ class PulsarOwner:
             return True  # only the order of resolving depends on this result
 
     def _end_left_open(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
-        """End a transaction that an older owner has announced, unless it is prepared.
+        """End a transaction that an older owner has announced, unless the transaction is prepared.
 
-        Return whether the transaction has ended and its outcome is known. Only then may brokers be made to refuse its
-        late messages.
+        Return whether the transaction has ended and its outcome is known. Only then may brokers be made to refuse the
+        transaction's late messages.
         """
         if announced.prepared:
             is_unresolved = bool(coordinator_state(self._cluster, announced.txn, announced.proof, deadline))
@@ -147,8 +147,8 @@ class PulsarOwner:
         return True
 
     def _resolve(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
-        """Find the outcome of a transaction that its coordinator has forgotten, and deliver a commit to all its topics
-        again. Return whether the outcome is known.
+        """Find the outcome of a transaction that its coordinator has forgotten, and return whether the outcome is
+        known. If the transaction was committed, deliver the commit to all its topics again.
         """
         if self.in_doubt.resolve(announced, deadline):
             return True
@@ -166,10 +166,10 @@ class PulsarOwner:
     # --- transactions ---------------------------------------------------------------------------------------------
 
     def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
-        """Begin a transaction at the next coordinator, in round-robin order. If an answer is lost, begin another one:
-        the first stays empty and times out.
+        """Begin a transaction at the next coordinator, in round-robin order. If the answer is lost, begin another
+        transaction; the first one stays empty and times out.
 
-        `seconds` returns the transaction's timeout in seconds. It is called before each request.
+        `seconds` is called before each request, and returns the transaction's timeout in seconds.
         """
         transactions = self._cluster.client.transactions
         with translated("beginning a transaction"):
@@ -188,16 +188,16 @@ class PulsarOwner:
                         raise
 
     def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None:
-        """Raise `BrokerUnavailable` if a transaction in doubt used one of these topics: the end of another transaction
-        there could take back its commit.
+        """Raise `BrokerUnavailable` if a transaction in doubt used one of these topics. If it was committed, the end of
+        another transaction on the topic could take its commit back.
         """
         self._refuse_late_writes(self.in_doubt.require(topics, deadline), deadline)
 
     def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None:
-        """Name a transaction on the fence topic, where the id's next owner finds it. Raise `Fenced` if a newer owner
-        exists.
+        """Name a transaction on the fence topic, so that the next owner of the id finds the transaction. Raise `Fenced`
+        if a newer owner exists.
 
-        Raise `DeliveryFailed`, with nothing announced, if one fence record cannot hold all unresolved transactions.
+        Raise `DeliveryFailed`, and announce nothing, if all unresolved transactions do not fit in one fence record.
         """
         with self._lock:
             before = self._under_way.get(announced.txn)
@@ -233,15 +233,17 @@ class PulsarOwner:
         return FenceRecord(self.opening, self._host, now, under_way, at_risk, self._fence_id)
 
     def mark_not_prepared(self, announced: AnnouncedTransaction) -> None:
-        """List the transaction as not prepared in the next fence record. Its writer calls this when announcing the
-        transaction as prepared has failed, before it aborts the transaction.
+        """List the transaction as not prepared in the next fence record.
+
+        The transaction's writer calls this if it could not announce the transaction as prepared, before it aborts the
+        transaction.
         """
         with self._lock:
             self._under_way[announced.txn] = announced
 
     def forget(self, txn: TxnId) -> None:
-        """Leave an ended transaction out of the next fence record. If the owner dies before this record, the next owner
-        finds the transaction's outcome again, which does no harm.
+        """Leave a transaction that has ended out of the next fence record. If this owner dies before it writes that
+        record, the next owner finds the transaction's outcome again, which does no harm.
         """
         with self._lock:
             self._under_way.pop(txn, None)
@@ -254,7 +256,7 @@ class PulsarOwner:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self, deadline: Deadline) -> None:
-        """Release the transactional id. The next owner finds the prepared transactions on the fence topic."""
+        """Give up the transactional id. The next owner finds the prepared transactions on the fence topic."""
         self.late_write_guard.close(deadline)
         self._cleanup.close()
         deadline = Deadline(min(deadline.left(), _CLOSE_SECONDS))
@@ -275,6 +277,8 @@ class PulsarOwner:
                 self._fence.close(deadline)
 
     def _remove(self, writer: PulsarWriter, deadline: Deadline) -> None:
-        """Delete a proof topic in a bridge without an id, unless only this topic shows the outcome of some token."""
+        """Delete the proof topic of a writer in a bridge without an id, unless a token may need it to find an
+        outcome.
+        """
         if writer.proof is not None and not writer.unknown:
             remove(self._cluster, writer.proof.topic, deadline)

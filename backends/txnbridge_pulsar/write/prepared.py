@@ -30,7 +30,8 @@ _RESOLVE_SECONDS = 10.0
 
 
 class PreparedSlots:
-    """Slots: an owner's numbered proof topics for prepared transactions, one for each. Thread-safe.
+    """The numbers of an owner's proof topics for prepared transactions. Each number is a slot for one transaction.
+    Thread-safe.
 
     A slot is used again once the outcome of its last transaction is known. It is not enough that the coordinator has
     forgotten this transaction: if its commit has not reached the proof topic, the end of the slot's next transaction
@@ -49,18 +50,22 @@ class PreparedSlots:
         self._used = 0  # this owner has used all slots below this number
 
     def keep(self, announced: AnnouncedTransaction) -> None:
-        """Reserve the slot of an unresolved transaction until its outcome is known."""
+        """Let no other transaction use an unresolved transaction's slot, until the outcome of the unresolved one is
+        known.
+        """
         if announced.slot is not None:
             with self._lock:
                 self._unresolved[announced.slot] = announced
 
     def release(self, slot: int) -> None:
-        """Note that no writer uses the slot any more."""
+        """Note that the writer that used the slot has finished with it."""
         with self._lock:
             self._taken.discard(slot)
 
     def take(self, name: str, deadline: Deadline) -> int:
-        """Take a free slot. Raise `DeadlineExceeded` if unresolved transactions occupy all slots until the deadline."""
+        """Take a free slot and return its number. Raise `DeadlineExceeded` if no slot becomes free by the deadline,
+        because all are taken or have unresolved transactions.
+        """
         while True:
             for asked in (0, _RESOLVED_BEFORE_NEW_SLOT):
                 self._resolve(asked, deadline)
@@ -74,7 +79,7 @@ class PreparedSlots:
             time.sleep(_RETRY_SECONDS)
 
     def _free(self, below: int) -> int | None:
-        """Take and return the lowest free slot below a number; None if there is no free one."""
+        """Take the lowest free slot below the number `below`, and return its number. Return None if no slot is free."""
         with self._lock:
             for slot in range(below):
                 if slot not in self._taken and slot not in self._unresolved:
@@ -84,10 +89,11 @@ class PreparedSlots:
         return None
 
     def _resolve(self, most: int, deadline: Deadline) -> None:
-        """Find the outcomes of the `most` oldest unresolved transactions, and free the slots of those that have ended.
+        """Find the outcomes of the `most` oldest unresolved transactions, and free the slots of those transactions
+        whose outcomes are known.
 
-        For a transaction without evidence of its outcome this takes seconds, so a transaction that an earlier call
-        could not resolve is tried again only when all slots are taken.
+        This takes seconds for a transaction without evidence of its outcome. So a transaction that an earlier call
+        could not resolve is tried again only when `most` is the number of all slots.
         """
         with self._lock:
             asked = [announced for slot, announced in self._unresolved.items() if slot not in self._taken]
@@ -125,7 +131,7 @@ class PreparedSlots:
 
 
 class PulsarPreparedWriter(PulsarWriter):
-    """Writer of a single transaction, which is prepared or aborted. Afterwards the writer is closed."""
+    """Writer of a single transaction, which is prepared or aborted. After that the writer is closed."""
 
     def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, slots: PreparedSlots, slot: int) -> None:
         super().__init__(cluster, owner, f"{owner.name}.p{slot}", slot)
@@ -135,7 +141,9 @@ class PulsarPreparedWriter(PulsarWriter):
         self._prepared = False
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
-        """Write a presence record with the transaction's name: others may have used the proof topic before."""
+        """Write a presence record with the transaction's name. Each transaction needs a new one, because other
+        transactions may have used the slot's proof topic before.
+        """
         return self._write_presence(self._begin.transaction, deadline)
 
     def _ttl(self, begin: Begin) -> float:

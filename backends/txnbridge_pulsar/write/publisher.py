@@ -1,5 +1,5 @@
-"""The publisher: sends messages without a transaction, each once and in order; with sequence numbers also across
-crashes.
+"""The publisher: sends messages without a transaction, each once and in order. With sequence numbers this also holds if
+the publisher's process crashes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _DENIED = (wire.NotAuthorized, wire.NotAuthenticated)
 
 
 class PulsarPublisher(Publisher):
-    """Sends each message immediately. After a failure it refuses all further messages.
+    """Sends each message immediately. After a message has failed, it refuses all further messages.
 
-    After a lost connection, messages without a receipt are sent again where the broker is known to drop duplicates.
-    Elsewhere a lost connection is a failure, because the broker may have stored the messages already.
+    After a lost connection, messages without a receipt are sent again if the broker is known to drop duplicates.
+    Otherwise a lost connection is a failure, because the broker may have stored the messages already.
     """
 
     def __init__(self, cluster: ClusterAccess, name: str | None, ledger_of: Callable[[str], Ledger]) -> None:
@@ -134,7 +134,9 @@ class PulsarPublisher(Publisher):
             raise type(self._failed)(str(self._failed)) from self._failed.__cause__
 
     def close(self, deadline: Deadline) -> None:
-        """Flush and close the producers. If the flush fails, drop messages without a receipt and raise its error."""
+        """Flush and close the producers. If the flush fails, drop the messages without a receipt, and raise the flush's
+        error.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -150,7 +152,9 @@ class PulsarPublisher(Publisher):
 
 
 class _SendFailed(Exception):
-    """A message could not be stored, so the publisher refuses all further messages. `cause` is the client's error."""
+    """A message may not have been stored, so the publisher refuses all further messages. `cause` is the client's
+    error.
+    """
 
     def __init__(self, cause: wire.PulsarError) -> None:
         super().__init__(cause)
@@ -158,7 +162,8 @@ class _SendFailed(Exception):
 
 
 class _SequencedTopic:
-    """The producers of a named publisher on one topic. Its sequence numbers count over all partitions.
+    """The producers of a named publisher on one topic. The publisher's sequence numbers count over all partitions of
+    the topic.
 
     The broker keeps the last sequence of each partition. So a message for another partition waits until all earlier
     messages are stored: then every sequence below the highest stored one is stored in some partition.
@@ -176,8 +181,9 @@ class _SequencedTopic:
         self.producers: list[_PartitionProducer] = []
 
     def open_producers(self, deadline: Deadline) -> None:
-        """Open a producer on each partition that has none, also on added partitions. Raise `NotSupported` unless each
-        partition is known to drop duplicates, `EvidenceLost` if the broker has forgotten stored sequences.
+        """Open a producer on each partition that has none, also on partitions that were added. Raise `NotSupported`
+        unless the broker is known to drop duplicates on each partition, `EvidenceLost` if the broker has forgotten
+        sequences that were stored.
         """
         concrete = self._cluster.topics.concrete(self._topic, deadline)
         for name in concrete[len(self.producers) :]:
@@ -203,7 +209,7 @@ class _SequencedTopic:
             self._record.record_stored(self.last_stored, deadline)
 
     def record_first(self, deadline: Deadline) -> None:
-        """Record the highest stored sequence if the decision log has no sequence of this publisher yet."""
+        """Record the highest stored sequence in the decision log, if the log has no sequence of this publisher yet."""
         if self._is_checked and self.last_stored is not None:
             self._record.record_first(self.last_stored, deadline)
 
@@ -224,7 +230,9 @@ class _SequencedTopic:
 
 
 class _PartitionProducer:
-    """A publisher's producer on one partition. It reopens after a lost connection, and resends where that is safe."""
+    """A publisher's producer on one partition. After a lost connection it reopens, and sends messages again if the
+    broker drops duplicates.
+    """
 
     def __init__(self, cluster: ClusterAccess, concrete: str, name: str | None, deadline: Deadline) -> None:
         self._cluster = cluster
@@ -247,7 +255,9 @@ class _PartitionProducer:
         return max(self._stored, self._producer.last_sequence_id)
 
     def send(self, message: wire.Single, sequence: int | None, deadline: Deadline) -> None:
-        """Send without waiting for the receipt; wait only while the queue is full. Raise `_SendFailed`."""
+        """Send a message without waiting for its receipt. Wait only while the queue is full. Raise `_SendFailed` if an
+        earlier message has failed.
+        """
         while True:
             if self._is_interrupted:
                 self._recover(deadline)
@@ -270,7 +280,9 @@ class _PartitionProducer:
                 return
 
     def _note_result(self, send: wire.Send, again: bool) -> None:
-        """Note a receipt or failure, on the client's reading thread; `send` and `settle` handle lost connections."""
+        """Note that a message is stored or has failed; the client's reading thread calls this. A lost connection is
+        left to the next `send` or `settle`.
+        """
         try:
             receipt = send.result(0)
         except wire.BrokerConnectionLost:
@@ -285,7 +297,9 @@ class _PartitionProducer:
         self._stored = max(self._stored, send.highest_sequence_id)
 
     def settle(self, deadline: Deadline) -> None:
-        """Return when all messages are stored. Raise `_SendFailed`, or `DeadlineExceeded` if receipts are missing."""
+        """Wait until all messages are stored. Raise `_SendFailed` if one failed, or `DeadlineExceeded` if receipts are
+        missing at the deadline.
+        """
         while True:
             if self._is_interrupted:
                 self._recover(deadline)
@@ -299,11 +313,15 @@ class _PartitionProducer:
 
     @property
     def _is_interrupted(self) -> bool:
-        """Return whether the connection is lost, or entries of a lost connection have not been sent again."""
+        """Return whether the connection is lost, or messages of an earlier lost connection still have to be sent
+        again.
+        """
         return self._producer.lost is not None or bool(self._producer.unconfirmed)
 
     def _recover(self, deadline: Deadline) -> None:
-        """Reopen the producer, and send messages without a receipt again where the broker drops duplicates."""
+        """Reopen the producer, and send messages without a receipt again. If the broker is not known to drop
+        duplicates, note a failure instead of sending.
+        """
         # A producer that is not lost was reopened by an earlier call. The broker could confuse a second reopening with
         # the first.
         if self._producer.lost is not None:
@@ -325,7 +343,7 @@ class _PartitionProducer:
             return  # the next call finds the connection lost, and resends the rest
 
     def _drops_duplicates(self, deadline: Deadline) -> bool:
-        """Return whether the broker still has this producer's sequence ids, and so drops repeated messages."""
+        """Return whether the broker is known to drop messages that this producer sends again."""
         if self._name is not None:
             return True  # `_SequencedTopic.open_producers` has checked it before the first message
         if self._stored >= 0:

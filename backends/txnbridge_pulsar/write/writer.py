@@ -59,7 +59,7 @@ _MAX_TIMESTAMP = (1 << 63) - 1
 
 
 class TransactionOwner(Protocol):
-    """The methods of a transactional id's owner that its writers call. `PulsarOwner` implements them."""
+    """The methods that writers call on the owner of their transactional id. `PulsarOwner` implements them."""
 
     name: str
     owned: bool
@@ -77,7 +77,7 @@ class TransactionOwner(Protocol):
 
 
 class PulsarWriter(Writer):
-    """Writer of transactions: registers topics with the coordinator, sends messages to them, and requests the commit
+    """Writer of transactions. It registers topics with the coordinator, sends messages to them, and requests the commit
     once the broker has stored all messages.
 
     The broker does not check this order: a message that arrives after the commit makes committed messages disappear
@@ -107,7 +107,7 @@ class PulsarWriter(Writer):
         self._evidence = TokenEvidence(None, None, False)
 
     def _forget(self) -> None:
-        """Clear all fields of the current transaction."""
+        """Clear the fields about the current transaction, so that the writer has none."""
         self._txn: wire.TxnId | None = None
         self._announced: dict[str, None] = {}  # topics named on the fence topic, in order, the proof topic first
         self._registered: set[str] = set()  # announced topics that the coordinator knows
@@ -122,7 +122,9 @@ class PulsarWriter(Writer):
     # --- one transaction ------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
-        """Start a transaction locally: the coordinator begins it before the first entry or acknowledgement."""
+        """Start a transaction in this writer only. The coordinator begins it before the first entry or acknowledgement
+        is sent.
+        """
         self._begin = begin
         self._forget()
         self._evidence = TokenEvidence(None, None, False)
@@ -183,7 +185,9 @@ class PulsarWriter(Writer):
                 self.send(topic, value, key, headers, None, None)
 
     def _batcher(self, topic: str, partition: int | None) -> TopicBatcher:
-        """Return the transaction's batcher for a topic. Raise `NotFound` if the topic or the partition is missing."""
+        """Return the current transaction's batcher for a topic. Raise `NotFound` if the topic or the partition is
+        missing.
+        """
         batcher = self._batchers.get(topic)
         if batcher is None or (partition is not None and not 0 <= partition < len(batcher.concrete)):
             concrete = self._cluster.topics.require(topic, partition, self._begin.deadline)
@@ -211,7 +215,7 @@ class PulsarWriter(Writer):
 
     def _register(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
         """Name topics and subscriptions on the fence topic, then register them with the transaction at the coordinator.
-        The first call also begins the transaction at the coordinator, and sends the proof message.
+        The transaction's first call also begins it at the coordinator, and sends the proof message.
 
         Messages to a topic, and acknowledgements on a subscription, are sent only after this call (hazards H37, H38).
         """
@@ -263,7 +267,7 @@ class PulsarWriter(Writer):
         self._announced.update(dict.fromkeys((self.proof.topic, *topics, *guessed)))
 
     def _ttl(self, begin: Begin) -> float:
-        """Return the seconds after which the coordinator aborts the transaction."""
+        """Return after how many seconds the coordinator is to abort the transaction."""
         return min(begin.deadline.left(), self._cluster.settings.longest_transaction)
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
@@ -301,7 +305,9 @@ class PulsarWriter(Writer):
         return producer
 
     def _recover_lost(self, deadline: Deadline) -> None:
-        """Send entries without a receipt again. Raise `DeliveryFailed` if one was refused, or may be duplicated."""
+        """Send the entries of lost connections again. Raise `DeliveryFailed` if the broker refused an entry, or if an
+        entry that is sent again might be stored twice.
+        """
         if isinstance(self._receipts.failure, wire.NotAllowed) and self._has_ended(deadline):
             raise self._clean_up_after_foreign_end(deadline) from self._receipts.failure
         if self._receipts.failure is not None:
@@ -323,8 +329,11 @@ class PulsarWriter(Writer):
         self._acks.append(context.acknowledge(self._txn, positions, deadline))
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when the broker has stored all messages and acknowledgements sent so far. Raise `DeliveryFailed` if a
-        message cannot be stored, `DeadlineExceeded` if receipts are missing at the deadline.
+        """Send all collected messages. Return when the broker has stored all messages and acknowledgements of the
+        transaction.
+
+        Raise `DeliveryFailed` if a message cannot be stored, `DeadlineExceeded` if receipts are missing at the
+        deadline.
         """
         waiting = [concrete for batcher in self._batchers.values() for concrete in batcher.waiting()]
         if waiting:
@@ -376,8 +385,10 @@ class PulsarWriter(Writer):
         self._finish()
 
     def _participants(self, deadline: Deadline) -> list[Participant]:
-        """Return the topics and subscriptions that the transaction's end has to reach. Before that, wait until the ends
-        of earlier transactions have reached those of them that were unloaded.
+        """Return the topics and subscriptions that the transaction's end has to reach.
+
+        Before that, wait for earlier transactions: if one of these topics was unloaded, their ends have to reach it
+        first.
         """
         if self._txn is None:
             return []
@@ -388,21 +399,23 @@ class PulsarWriter(Writer):
         return participants
 
     def _located_proof(self) -> ProofLocation | None:
-        """Return the proof message's location with its position, which is known once everything is stored."""
+        """Return the location of the proof message, with the message's position. The position is known once everything
+        is stored.
+        """
         proof = self._evidence.proof
         return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
 
     def _ask_proof(self, deadline: Deadline) -> None:
-        """Read the outcome from the proof topic, because the answer to the commit was lost and the coordinator has
-        forgotten the transaction. Raise an error if the transaction was aborted.
+        """Read the outcome of a requested commit from the proof topic, because the answer was lost and the coordinator
+        has forgotten the transaction. Raise an error if the transaction was aborted.
         """
         if self._by_proof(deadline) is Outcome.ABORTED:
             raise self._clean_up_after_foreign_end(deadline)
 
     def _by_proof(self, deadline: Deadline) -> Outcome:
-        """Return the outcome of the transaction whose commit this writer has requested, as its proof message shows it.
+        """Read the outcome of the transaction whose commit this writer has requested from its proof message.
 
-        Raise `OutcomeUnknown` if the proof topic cannot be read, never another error: callers take any other error to
+        If the proof topic cannot be read, raise `OutcomeUnknown` and no other error: callers take any other error to
         mean that the transaction was not committed.
         """
         assert self._txn is not None and self._evidence.proof is not None
@@ -415,7 +428,9 @@ class PulsarWriter(Writer):
             raise OutcomeUnknown(f"the outcome cannot be read: {error}") from error
 
     def _store_or_abort(self, deadline: Deadline) -> None:
-        """Return when all messages and acknowledgements are stored. Otherwise abort, and raise the error."""
+        """Wait until all messages and acknowledgements are stored. If that fails, abort the transaction and raise the
+        error.
+        """
         if deadline.expired and (acks := self._acks):
             self._abort_quietly(deadline)
             # Check this after the abort: a process that was suspended learns only then which partitions it has lost.
@@ -432,8 +447,10 @@ class PulsarWriter(Writer):
             raise DeliveryFailed(str(error)) from (error.__cause__ or error)
 
     def _abort_quietly(self, deadline: Deadline) -> None:
-        """Abort the transaction, and log an error of the abort instead of raising it, so that it does not hide the
-        first error. The commit was never requested, so the transaction cannot be committed.
+        """Abort the transaction after an error. If the abort fails, too, only log that, so that the caller can raise
+        the first error.
+
+        The commit was never requested, so the transaction cannot be committed.
         """
         try:
             self.abort(deadline)
@@ -441,8 +458,8 @@ class PulsarWriter(Writer):
             _log.debug("transaction %s stays open until it times out: %s", self._begin.transaction, error)
 
     def _clean_up_after_foreign_end(self, deadline: Deadline) -> TxnBridgeError:
-        """Clean up after a transaction that ended without a request of this writer. Return the error that names the
-        likely cause: a newer owner, lost partitions, a timeout, or an abort by another process.
+        """Clean up after a transaction whose end this writer has not requested. Return the error that names the likely
+        cause: a newer owner, lost partitions, a timeout, or an abort by another process.
         """
         if deadline.left() < _MIN_ABORT_SECONDS:
             deadline = Deadline(_MIN_ABORT_SECONDS)
@@ -503,7 +520,9 @@ class PulsarWriter(Writer):
             sent.redeliver_rest()
 
     def _settle(self, deadline: Deadline) -> bool:
-        """Wait for receipts and answers. Return whether nothing of the transaction can reach a broker any more."""
+        """Wait for the transaction's receipts, and for the answers to its acknowledgements. Return whether all of them
+        are known, so that nothing of the transaction can still reach a broker.
+        """
         settled = self._receipts.wait(deadline) and self._receipts.settled
         for sent in self._acks:
             try:
@@ -515,7 +534,7 @@ class PulsarWriter(Writer):
         return settled
 
     def _finish(self) -> None:
-        """Leave the ended transaction out of the next fence record, and clear its fields."""
+        """Leave the transaction, which has ended, out of the next fence record. Clear the fields about it."""
         if self._txn is not None:
             self._owner.forget(self._txn)
             self._last = tuple(self._sent)
@@ -543,13 +562,15 @@ class PulsarWriter(Writer):
         self.proof = None  # a new presence record will say that all earlier transactions have ended
 
     def _hang_up(self) -> None:
-        """Close this writer's connections. Messages that were sent before may still arrive at brokers."""
+        """Close this writer's connections. Messages that were already sent may still arrive at brokers."""
         self._owner.end_delivery.wait_for_unload_notices()
         self._cluster.client.hang_up(self._connection_key)
         self._producers.clear()
 
     def close(self) -> None:
-        """Close this writer's connections. An open transaction is aborted at its timeout, or by the id's next owner."""
+        """Close this writer's connections. A transaction that is still open is aborted when it times out, or when the
+        id's next owner opens the id.
+        """
         self._hang_up()
 
 
