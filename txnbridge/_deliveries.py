@@ -324,7 +324,7 @@ class Deliveries:
     # --- back: to be delivered again ------------------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """Mark all messages that are out for redelivery."""
+        """Mark every message for redelivery that was delivered and is not acknowledged."""
         with self.lock:
             self._any_back = True
             for assignment in self.assignments.values():

@@ -16,7 +16,7 @@ from txnbridge.spi import Capability, Limits, RawHeaders, Support, absent
 
 @dataclass(frozen=True)
 class BrokerProfile:
-    """The limits of another broker, and the capabilities that it lacks."""
+    """A broker that the embedded broker imitates (`?like=kafka`): its limits, and the capabilities that it lacks."""
 
     name: str
     limits: Limits

@@ -43,7 +43,7 @@ class AckHistory:
         self.at = position
 
     def rival_behind(self, position: Position, transaction: TokenTransaction) -> bool:
-        """Return whether another transaction than `transaction` has a claim after this position."""
+        """Return whether a transaction other than `transaction` has a claim after `position` in the decision log."""
         rival = self.before if transaction == self.last else self.at
         return rival is not None and rival > position
 

@@ -288,7 +288,7 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 def _module_plugins() -> list[tuple[str, str]]:
-    """Return the names and files of the registered plug-ins that are modules."""
+    """Return name and file of each registered plug-in of txnbridge that is a module, for a child to import."""
     return [_address(plugin) for plugin in plugins.manager.get_plugins() if isinstance(plugin, ModuleType)]
 
 

@@ -160,7 +160,10 @@ class TransactionalProducer:
         del self._client, self.produce, self.poll
 
     def _until_done(self, call: Callable[[float], object], deadline: Deadline) -> KafkaError | None:
-        """Repeat a call of the client while its error is retriable, until the deadline; return the last error."""
+        """Repeat a call of the client until it succeeds, fails with an error that is not retriable, or is late.
+
+        Return None after a success, else the error of the last attempt.
+        """
         while True:
             try:
                 call(_call_seconds(deadline))

@@ -87,7 +87,10 @@ class Hold:
                 raise AssertionError(f"{request} was not answered within {timeout:g} s")
 
     def catch(self, request: Request) -> bool:
-        """Return whether this hold catches a request, and count it. The proxy calls this for each frame."""
+        """Return whether the proxy must hold back this request, and if so count the request as held.
+
+        The proxy calls this for each frame.
+        """
         with self._changed:
             if self._over or request.kind != self._kind or self._left == 0:
                 return False
