@@ -65,11 +65,11 @@ def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline)
 
 
 def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
-    """Commit a transaction on the topics where it is open again, if there is evidence that it was committed. Return a
-    sentence that names the evidence.
+    """Commit a transaction on the topics where it is open again, if there is evidence of its commit. Return a sentence
+    that names the evidence.
 
-    Raise `InvalidState` if there is no such evidence, or if a coordinator knows the transaction; `NotFound` if the
-    transaction is open on no topic; `AccessDenied` if the user is not a superuser.
+    Raise `InvalidState` without such evidence, or if a coordinator knows the transaction; `NotFound` if the transaction
+    is open on no topic; `AccessDenied` if the user is not a superuser.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     where = ", ".join(map(cluster.settings.namespace.short_name, held))
