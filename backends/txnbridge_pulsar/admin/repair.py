@@ -132,7 +132,7 @@ def _end(cluster: ClusterAccess, txn: TxnId, topics: Collection[str], commit: bo
 
 
 def _connect(cluster: ClusterAccess, deadline: Deadline) -> int:
-    """Connect to all coordinators, so that they are loaded: a coordinator that is not loaded denies its transactions.
+    """Connect to all coordinators, so that brokers load them: a coordinator that is not loaded knows no transaction.
     Return the number of coordinators.
     """
     with translated("loading the coordinators"):
