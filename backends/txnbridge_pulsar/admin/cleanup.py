@@ -1,8 +1,8 @@
 """Cleanup of proof topics: drops records that no valid token needs, and deletes topics of dead writers.
 
-A presence record says until when the writer's transactions that follow it can be open. The tokens of these transactions
-are valid for one hour longer. A record is dropped when that time is over; neither the record's own age counts, nor
-whether the writer seems to be alive.
+A presence record says until when the writer's next transactions can be open. The tokens of these transactions are valid
+for one hour longer. Records are dropped only when these tokens are no longer valid. Neither a record's own age counts,
+nor whether the writer seems to be alive.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _find_expired(
     consumer: wire.PulsarConsumer, expired_ms: float, deadline: Deadline
 ) -> tuple[ProofRecord | None, wire.MessageId | None]:
-    """Read a proof topic's entries after the last dropped one, up to the first presence record that has not expired, or
-    to the end of the topic.
+    """Read the entries of a proof topic that have not been dropped, up to the first presence record that has not
+    expired, or to the end of the topic.
 
-    Return the last presence record that was read, and the id of the entry before it. Records up to that entry can be
-    dropped.
+    Return the last presence record that was read, and the id of the entry before this record. Records up to that entry
+    can be dropped.
     """
     newest: ProofRecord | None = None
     passed: wire.MessageId | None = None

@@ -228,8 +228,8 @@ def check_stores(
 
 
 def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: Deadline) -> bool:
-    """Wait until a subscription's pending-ack store is open, up to the deadline `until`. Return whether it is still
-    opening then; False if the store's state is not known.
+    """Wait until a subscription's pending-ack store is open, at most until the deadline `until`. Return whether the
+    store is still opening at that time; False if its state is not known.
     """
     topic, name = group
     path = f"/admin/v3/transactions/pendingAckStats/{path_of(topic)}/{quote(name, safe='')}"
@@ -276,11 +276,11 @@ def _check_expiry(txn: OpenTransaction, now: float, share: float) -> Iterator[Ad
 def check_at_risk(
     cluster: ClusterAccess, transactions: Sequence[ListedTransaction], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Report transactions that were ended for an older owner, while brokers do not yet refuse late messages of them.
+    """Report transactions that were ended for an older owner, and whose late messages brokers do not refuse yet.
 
-    Brokers cannot refuse these messages while an older transaction is open at the same coordinator, so only such
-    transactions are reported. Once the older transaction has ended, the newer owner makes brokers refuse the messages;
-    no other process can see whether it has done so.
+    Brokers cannot refuse these messages while an older transaction is open at the same coordinator, so only
+    transactions behind an older one are reported. Once the older transaction has ended, the newer owner makes brokers
+    refuse the messages; no other process can see whether this has happened.
     """
     oldest: dict[int, ListedTransaction] = {}
     for each in sorted(transactions, key=lambda each: each.txn):

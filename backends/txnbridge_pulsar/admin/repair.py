@@ -65,11 +65,11 @@ def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline)
 
 
 def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
-    """Commit a transaction on the topics where it is open again, if there is evidence that it was committed. Return a
-    sentence that names the evidence.
+    """Commit a transaction on the topics where it is open again, if there is evidence of its commit. Return a sentence
+    that names the evidence.
 
-    Raise `InvalidState` if there is no such evidence, or if a coordinator knows the transaction; `NotFound` if the
-    transaction is open on no topic; `AccessDenied` if the user is not a superuser.
+    Raise `InvalidState` without such evidence, or if a coordinator knows the transaction; `NotFound` if the transaction
+    is open on no topic; `AccessDenied` if the user is not a superuser.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     where = ", ".join(map(cluster.settings.namespace.short_name, held))
@@ -132,7 +132,7 @@ def _end(cluster: ClusterAccess, txn: TxnId, topics: Collection[str], commit: bo
 
 
 def _connect(cluster: ClusterAccess, deadline: Deadline) -> int:
-    """Connect to all coordinators, so that they are loaded: a coordinator that is not loaded denies its transactions.
+    """Connect to all coordinators, so that brokers load them: a coordinator that is not loaded knows no transaction.
     Return the number of coordinators.
     """
     with translated("loading the coordinators"):

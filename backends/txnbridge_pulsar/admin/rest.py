@@ -49,8 +49,8 @@ class Rest:
     """A REST client, which connects at its first call. Each thread sends one request at a time. Paths begin with
     `/admin/`.
 
-    If an address of the `admin_url` does not answer, the request is sent to the next one, unless the request may have
-    changed something.
+    If one address of the `admin_url` does not answer, the request is sent to the next address, unless the request may
+    already have changed something.
     """
 
     def __init__(self, settings: PulsarSettings) -> None:

@@ -79,8 +79,8 @@ class Chunks:
                 del self._dropped[next(iter(self._dropped))]
 
     def _is_of_dropped_message(self, uuid: str, entry: ReceivedEntry) -> bool:
-        """Return whether this is the first chunk to arrive of a message that was dropped. For later chunks return
-        False.
+        """Return whether a chunk's message was dropped earlier. Return True only for the first chunk that arrives after
+        the drop, and make it a faulty entry.
         """
         if hash(uuid) not in self._dropped:
             return False

@@ -40,8 +40,8 @@ _ONE_BYTE = [bytes((number,)) for number in range(128)]
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number that is encoded at an offset, and the offset after it. Raise `IndexError` if bytes are
-    missing.
+    """Return the number that is encoded at offset `at`, and the offset after the number. Raise `IndexError` if bytes
+    are missing.
     """
     byte = data[at]
     if byte < 128:
@@ -162,8 +162,8 @@ def _decode(type: MessageType, data: bytes, depth: int) -> Fields:
 
 
 def _value(data: bytes, at: int, wire_type: int) -> tuple[Any, int]:
-    """Return the value at an offset, which follows the field's tag, and the offset after the value. Raise `IndexError`
-    if bytes are missing.
+    """Return the value at offset `at`, and the offset after the value. The field's tag precedes the value, and has the
+    `wire_type`. Raise `IndexError` if bytes are missing.
     """
     if wire_type == _VARINT:
         return read_varint(data, at)

@@ -37,13 +37,13 @@ _INDIVIDUAL, _CUMULATIVE = 0, 1
 
 
 def _commands(ids: Sequence[Fields], in_transaction: bool) -> list[Sequence[Fields]]:
-    """Divide message ids into ACK commands of up to 5000 ids. In a transaction, each entry of which only some messages
-    are acknowledged gets a command of its own.
+    """Divide message ids into ACK commands of up to 5000 ids. In a transaction, an entry gets a command of its own if
+    only some of its messages are acknowledged.
 
     A broker that loads a topic reads the transactions' ACK commands from the pending-ack log, and skips a whole command
     if the subscription's cursor already has one of the command's positions. The cursor only has entries that are
-    acknowledged whole; the partial acknowledgement of an entry may exist in the log alone. If one command had both, the
-    broker would also skip the partial acknowledgement, and redeliver its messages (hazard H55).
+    acknowledged whole; the partial acknowledgement of an entry may exist in the log alone. If one command had entries
+    of both kinds, the broker would also skip the partial acknowledgement, and redeliver its messages (hazard H55).
     """
     together = [id for id in ids if not (in_transaction and id.get("ack_set"))]
     commands: list[Sequence[Fields]] = [
@@ -242,8 +242,8 @@ class PulsarConsumer:
         return True
 
     def hold(self, held: bool) -> None:
-        """Stop granting permits if `held`, else grant them again. The broker still sends the messages for which it has
-        permits.
+        """Stop granting permits if `held`, else grant them again. The broker still sends as many messages as it already
+        has permits for.
         """
         self._held = held
         self._grant()

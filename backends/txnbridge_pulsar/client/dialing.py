@@ -33,8 +33,8 @@ def dial(address: Address, tls: ssl.SSLContext | None, deadline: ClientDeadline)
 
 
 def _connect_to_any(addresses: list[tuple[str, int]], deadline: ClientDeadline) -> socket.socket:
-    """Connect to the first address that accepts. A host may have IPv6 and IPv4 addresses, and the broker may listen on
-    only one.
+    """Connect to the first of these addresses that accepts. A host may have IPv6 and IPv4 addresses while the broker
+    listens on only one of them.
     """
     for address in addresses[:-1]:
         with suppress(OSError):

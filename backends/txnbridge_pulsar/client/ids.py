@@ -67,8 +67,8 @@ def message_id(fields: Fields) -> MessageId:
 
 
 def position_fields(id: MessageId) -> Fields:
-    """Return the MessageIdData of a position to start at, or to seek to. With a batch index, the position is that
-    message of the batch.
+    """Return the MessageIdData of a position to start at, or to seek to. If the id has a batch index, the position is
+    that message in the batch.
     """
     fields: Fields = {"ledger_id": id.ledger, "entry_id": id.entry}
     if id.partition >= 0:
@@ -84,11 +84,11 @@ def position_fields(id: MessageId) -> Fields:
 
 def individual_ack_fields(ids: Iterable[MessageId]) -> list[Fields]:
     """Return MessageIdData for ACK commands, one for each entry. If only some messages of a batch are acknowledged,
-    bits name the ones that stay unacknowledged.
+    bits name the messages that stay unacknowledged.
 
-    An id that has a batch size and no index means the whole batch. It is sent without bits, but with the batch size,
-    because the broker counts by that size. The bits describe only this acknowledgement, because earlier ones may belong
-    to another transaction.
+    An id that has a batch size and no index means the whole batch. Such an id is sent without bits, but with the batch
+    size, because the broker counts by that size. The bits describe only this acknowledgement, because earlier
+    acknowledgements may belong to another transaction.
     """
     indexes: dict[tuple[int, int], set[int]] = {}
     sizes: dict[tuple[int, int], int] = {}

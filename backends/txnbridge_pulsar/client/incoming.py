@@ -232,8 +232,8 @@ class ReceivedEntry:
         return decompress(kind, self._payload, size, MAX_UNPACKED)
 
     def _alike(self, payload: bytes) -> list[tuple[int, bytes, Fields]]:
-        """Return a batch's messages if all have the same size and no metadata, else an empty list. Most batches are
-        like this, and few steps read a whole one.
+        """Return a batch's messages if all have the same size and no metadata, else an empty list. Most batches are of
+        this kind, and such a batch is read in few steps.
         """
         count, step = self.count, len(payload) // self.count
         if payload[4:5] != b"\x18" or step * count != len(payload):

@@ -46,7 +46,7 @@ class Single:
         return 1
 
     def body(self) -> bytes:
-        """Return the payload before it is compressed."""
+        """Return the payload, not compressed."""
         return self.payload or b""
 
     def metadata(self) -> Fields:

@@ -105,18 +105,18 @@ class PulsarProducer:
 
     @property
     def unconfirmed(self) -> list[Send]:
-        """Return, in order, the sends that had no receipt when their connection was lost: their entries may or may not
-        be stored.
+        """Return, in order, the sends that had no receipt when the connection was lost: their entries may or may not be
+        stored.
         """
         with self._state:
             return list(self._unconfirmed)
 
     def reopen(self, timeout: float) -> None:
-        """Open the producer again with the same name. If it holds the topic exclusively, it keeps its epoch.
+        """Open the producer again with the same name. If the producer holds the topic exclusively, it keeps its epoch.
 
-        Unconfirmed sends stay unconfirmed. Afterwards `last_sequence_id` is the last one that the broker knows for the
-        name, -1 for none. Raise `ProducerFenced` if another producer has taken over the topic, and the errors of
-        `PulsarClient.create_producer`.
+        Unconfirmed sends stay unconfirmed. Afterwards `last_sequence_id` is the last sequence id that the broker knows
+        for the name, -1 for none. Raise `ProducerFenced` if another producer has taken over the topic, and the errors
+        of `PulsarClient.create_producer`.
         """
         if self._epoch >= 0 and isinstance(self._lost, Closed):
             raise Closed(str(self._lost))

@@ -114,11 +114,11 @@ class Transactions:
     def end(self, txn: TxnId, commit: bool, timeout: float) -> None:
         """Commit or abort a transaction. When this returns, all markers are written and all acknowledgements applied.
 
-        The request is sent once. Raise `TransactionNotFound` if the transaction had already ended, by commit or abort;
-        `InvalidTransactionStatus` if it is being ended, with the state in `state`; and `CoordinatorNotFound`. The last
-        is also raised if the coordinator lost its store while it ended the transaction: then the next coordinator
-        carries out what was stored. Raise `BrokerConnectionLost` or `RequestTimedOut` without an answer; their
-        `may_have_had_effect` is True unless nothing was sent.
+        The request is sent once. Raise `TransactionNotFound` if the transaction had already ended, by commit or abort,
+        and `InvalidTransactionStatus` if it is being ended, with the transaction's state in `state`. Raise
+        `CoordinatorNotFound` also if the coordinator lost its store while it ended the transaction: then the next
+        coordinator carries out what was stored. Raise `BrokerConnectionLost` or `RequestTimedOut` without an answer;
+        their `may_have_had_effect` is True unless nothing was sent.
         """
         deadline = ClientDeadline(timeout)
         fields = {**txn.fields, "txn_action": _COMMIT if commit else _ABORT}

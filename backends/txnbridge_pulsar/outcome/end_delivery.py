@@ -1,13 +1,13 @@
 """Makes sure that the end of a transaction reaches every topic and subscription of the transaction.
 
 A coordinator sends the end to the brokers that serve these topics. While a broker unloads a topic, the coordinator
-mistakes "being unloaded" for "deleted", and counts the end as delivered, although it never arrives. Committed messages
-stay hidden on this topic. The end of a later transaction there turns the commit into an abort: messages are lost, and
-acknowledged messages are processed twice (hazard H49).
+mistakes "being unloaded" for "deleted", and counts the end as delivered, although the end never arrives. Committed
+messages stay hidden on this topic. The end of a later transaction there turns the commit into an abort: messages are
+lost, and acknowledged messages are processed twice (hazard H49).
 
 The broker closes each producer and consumer on a topic that it unloads. So an owner remembers each transaction for some
-seconds after its end, and ends it again on every topic whose producer or consumer was closed. This fails if the process
-dies in these seconds, or if another program ends a transaction on the topic first.
+seconds after its end, and ends the transaction again on every topic whose producer or consumer was closed. This fails
+if the process dies in these seconds, or if another program ends a transaction on the topic first.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class EndDelivery:
         self._thread: threading.Thread | None = None
 
     def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
-        """Remember a transaction that has ended. If topics of it are already unloaded, send the end to them again
+        """Remember a transaction that has ended. If some of its topics are already unloaded, send the end to them again
         before returning.
         """
         ended = _EndedTransaction(time.monotonic(), txn, commit)

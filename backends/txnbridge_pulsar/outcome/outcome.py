@@ -1,8 +1,8 @@
 """Ends transactions by their ids, and finds their outcomes: from the coordinator, then from the proof message.
 
 A coordinator forgets a transaction that has ended, and then gives the same answer for committed, aborted, timed-out and
-never begun ones (hazard H46). If an end request is not answered, it is repeated; then only the proof message shows the
-outcome (hazard H48).
+never begun transactions (hazard H46). A request to end a transaction is repeated if no answer comes. After a repeated
+request only the proof message shows the outcome (hazard H48).
 """
 
 from __future__ import annotations
@@ -89,12 +89,14 @@ class TokenEvidence:
 
 
 def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str], deadline: Deadline) -> EndResult:
-    """Request a transaction's commit or abort from its coordinator, and repeat the same request until it is answered.
+    """Request the commit or abort of a transaction from its coordinator. Repeat the same request until the coordinator
+    answers.
 
-    `topics` are the registered topics as far as known: if one is terminated, the coordinator may never answer.
+    `topics` are the transaction's registered topics, as far as known: if one of them is terminated, the coordinator may
+    never answer.
 
-    Raise `OutcomeUnknown` if a request was sent and not answered by the deadline, `BrokerUnavailable` if none could be
-    sent, `AccessDenied` if the bridge's user may not end the transaction.
+    Raise `OutcomeUnknown` if a request was sent and none was answered by the deadline, `BrokerUnavailable` if no
+    request could be sent, `AccessDenied` if the bridge's user may not end the transaction.
     """
     asked = False
     patience = max(deadline.seconds / _ATTEMPTS_PER_DEADLINE, _MIN_ATTEMPT_SECONDS)
@@ -209,11 +211,11 @@ def outcome_by_proof(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, d
 
 
 def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-    """Find the outcome of a transaction that its coordinator has forgotten, and return whether the outcome is known.
-    Until it is, no other transaction may end on the transaction's topics.
+    """Find the outcome of a transaction that its coordinator has forgotten. Return whether the outcome is known: until
+    then no other transaction may end on the same topics.
 
-    If the transaction was committed, deliver the commit to all its topics and subscriptions again: on a topic that the
-    commit has not reached, the end of the next transaction would take it back.
+    If the transaction was committed, deliver the commit to all its topics and subscriptions again. On a topic that the
+    commit has not reached, the end of the next transaction would take the commit back.
     """
     try:
         committed = _committed_by_proof(cluster, ended.proof, ended.txn, deadline)
@@ -291,8 +293,8 @@ def coordinator_state(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, 
 def note_prepared(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
     """Make the coordinator list an open transaction as prepared. Return the transaction's `coordinator_state`.
 
-    The protocol has no field for this, so the proof topic's subscription is registered with the transaction, which
-    never acknowledges on it. Whoever lists the transaction then finds this subscription.
+    The protocol has no field for this, so the proof topic's subscription is registered with the transaction, although
+    the transaction never acknowledges on it. Whoever lists the transaction finds this subscription.
     """
     return _register_again(cluster, txn, deadline, subscriptions=[(proof.topic, SUBSCRIPTION)])
 

@@ -46,9 +46,9 @@ def proof_topic(cluster: ClusterAccess, writer: str, deadline: Deadline) -> str:
 
 @dataclass(frozen=True)
 class ProofRecord:
-    """A record on a proof topic, of one of three kinds. A writer sends `PRESENCE` before its first transaction, and
-    `PROOF` inside each transaction. A process that looks for an outcome sends `PROBE`. On the proof topic of a prepared
-    transaction, `PRESENCE` has the transaction's name.
+    """A record on a proof topic. It is of one of three kinds: a writer sends `PRESENCE` before its first transaction,
+    and `PROOF` inside each transaction; a process that looks for an outcome sends `PROBE`. On the proof topic of a
+    prepared transaction, `PRESENCE` has the transaction's name.
     """
 
     kind: str

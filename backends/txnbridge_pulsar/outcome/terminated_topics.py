@@ -1,8 +1,8 @@
 """Detects topics that were terminated while a transaction was open on them.
 
 Nothing can be stored on a terminated topic, so the coordinator cannot write a control marker there. The coordinator
-ends the transaction on all other topics, retries the terminated one for ever, and never answers the request (hazard
-H54).
+ends the transaction on all other topics, tries the terminated topic again for ever, and never answers the request
+(hazard H54).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PARALLEL_CHECKS = 8
 
 
 def terminated(cluster: ClusterAccess, topics: Sequence[str], deadline: Deadline) -> tuple[str, ...]:
-    """Return those of the concrete topics that are known to be terminated."""
+    """Return which of the given concrete topics are known to be terminated."""
     if not topics:
         return ()
     with ThreadPoolExecutor(min(_PARALLEL_CHECKS, len(topics))) as asking:

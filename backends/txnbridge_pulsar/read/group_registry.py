@@ -62,7 +62,7 @@ class GroupRegistry:
             self._disable_check(error)
 
     def check(self, concrete: str, deadline: Deadline) -> None:
-        """Raise `PositionLost` if the group has no subscription on a partition that it has begun to read."""
+        """Raise `PositionLost` if the group has no subscription on a partition that the group has begun to read."""
         if not self._is_disabled and not self._has_subscription(concrete, deadline):
             raise PositionLost(
                 f"group {self._group!r} has read {concrete}, but its subscription is gone: it was deleted, or not used"

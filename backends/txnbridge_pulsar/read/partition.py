@@ -35,8 +35,8 @@ class AckedMessages:
     """Messages that one call has acknowledged in a transaction. The broker may have been redelivering them at the same
     time.
 
-    If such a message arrives again before the broker's answer to the acknowledgement, it is dropped. If it arrives
-    after the answer, it is returned by `poll`, because the transaction was aborted. `until` is how many entries had
+    A message of these that arrives again before the broker has answered the acknowledgement is dropped. If the message
+    arrives after the answer, `poll` returns it, because the transaction was aborted. `until` is how many entries had
     arrived when the answer came; None before the answer.
     """
 
@@ -102,7 +102,7 @@ class PulsarPartition:
         self.is_assigned = True
 
     def leave(self) -> None:
-        """End the assignment. Messages that were delivered in it can no longer be acknowledged."""
+        """End the assignment. Messages that were delivered in this assignment can no longer be acknowledged."""
         self.is_assigned = False
         self.drop()
         self._outstanding.clear()
@@ -332,7 +332,9 @@ class PulsarPartition:
         return ids, acked
 
     def acknowledged(self, acked: AckedMessages) -> None:
-        """Note that the broker has answered: it keeps these acknowledgements as pending acks of their transaction."""
+        """Note that the broker has confirmed these acknowledgements, and keeps them as pending acks of their
+        transaction.
+        """
         acked.until = self.consumer.arrived
         if not self._waiting and self.consumer.all_taken:
             self._forget(acked)

@@ -259,7 +259,7 @@ class PulsarReader(Reader):
             )
 
     def _finish_work(self, deadline: Deadline) -> None:
-        """Wait until running background work has ended. Otherwise it could change positions during or after the
+        """Wait until running background work has ended. Otherwise the work could change positions during or after the
         caller's seek.
         """
         if self._work is not None and not self._work.join(deadline.left()):

@@ -75,8 +75,8 @@ class SubscriptionMode(ABC):
         """Have the broker redeliver these messages."""
 
     def seek_to_time(self, partition: PulsarPartition, timestamp: int, deadline: Deadline) -> None:
-        """Read from the first message that has this or a later timestamp. If there is none, read from the present
-        end.
+        """Read from the first message that has this or a later timestamp. If there is no such message, read from the
+        present end of the partition.
         """
         last, _ = partition.consumer.progress(deadline.left())
         self.seek(partition, BEGIN, deadline)
@@ -213,8 +213,8 @@ class FailoverMode(SubscriptionMode):
             )
 
     def _begin_at(self, topic: str, timestamp: int, deadline: Deadline) -> None:
-        """If a group is new, with no members and no acknowledgements, set its position on a topic to a time. Otherwise
-        do nothing.
+        """Set the position of a new group on a topic to a time. Do nothing if the group has members or acknowledgements
+        on the topic.
 
         Meanwhile this client holds the subscription exclusively, so no member's position changes. Calls may be
         repeated.
