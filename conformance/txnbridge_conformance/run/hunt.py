@@ -218,6 +218,8 @@ class Hunt:
         return topics.isdisjoint(self._plan.topics)
 
     def _lag(self, bridge: Bridge) -> int:
+        if not bridge.capabilities[Capability.GROUP_ADMIN]:
+            return 1
         try:
             return sum(bridge.admin.group(self._plan.group).lag.values())
         except NotFound:
