@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from txnbridge_conformance.history import Recorder, read_history
 from txnbridge_conformance.run import official
 from txnbridge_conformance.run.client import Client, read_of, text_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
-from txnbridge_conformance.run.plan import PARTITIONS, ROLES, Plan
+from txnbridge_conformance.run.plan import PARTITIONS, Plan
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.sales import Sales
 
@@ -37,8 +38,10 @@ _SETTLING_SECONDS = 90.0
 _LOOK_SECONDS = 3.0
 # The time in which a reader reads a whole topic.
 _READING_SECONDS = 300.0
+# More messages than a topic of a run contains.
+_ALL = 100_000_000
 # Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
-_SOURCES = ("write", "own", "feed", "sell")
+_SOURCES = ("write", "own", "feed", "publish", "sell")
 
 Progress = Callable[[str], None]
 
@@ -66,7 +69,9 @@ class Hunt:
         self.deeds: Counter[str] = Counter()
         self._next_look = 0.0
         self._attacking = False
-        self._tried: dict[str, set[str]] = {role: set() for role in ROLES}  # events at which they killed themselves
+        self._tried: dict[str, set[str]] = {
+            role: set() for role in plan.roles
+        }  # events at which they killed themselves
         self._sells = False  # whether the broker has half messages
 
     # --- work ---------------------------------------------------------------------------------------------------------
@@ -77,10 +82,11 @@ class Hunt:
         with self._client.bridge() as bridge:
             for topic in self._plan.topics:
                 bridge.admin.create_topic(topic, PARTITIONS)
+            bridge.admin.create_topic(self._plan.dead_letters, 1)
             try:
                 yield bridge
             finally:
-                for topic in self._plan.topics:
+                for topic in (*self._plan.topics, self._plan.dead_letters):
                     with suppress(TxnBridgeError):
                         bridge.admin.delete_topic(topic)
 
@@ -105,10 +111,10 @@ class Hunt:
     def _start(self, bridge: Bridge) -> None:
         absent = [each.value for each in Capability if not bridge.capabilities[each]]
         self._recorder.start("declares", absent=absent, broker=bridge.backend).end("ok")
-        self._sells = bool(bridge.capabilities[Capability.HALF_MESSAGES])
+        self._sells = "sell" in self._plan.roles and bool(bridge.capabilities[Capability.HALF_MESSAGES])
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
             self._faults.append(AdminFaults(bridge, self._plan.topics))
-        for role, count in ROLES.items():
+        for role, count in self._plan.roles.items():
             for number in range(count if role != "sell" or self._sells else 0):
                 # With a proxy one process of each role goes through it; the others reach the broker directly.
                 url = self._through if self._through and number == 0 else self._plan.url
@@ -146,7 +152,7 @@ class Hunt:
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def settle(self, bridge: Bridge) -> None:
-        """Stop the processes, and end each transaction that they left open or prepared. The copiers stop last."""
+        """Stop the processes, and end each transaction that they left open or prepared. Members of groups stop last."""
         self._progress("stopping")
         self._stop(_SOURCES)
         self._stop(("finish",))
@@ -154,14 +160,17 @@ class Hunt:
         if self._sells:
             self._publish_sales(bridge)
         self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
-        call = self._recorder.start("drained", group=self._plan.group, topics=[self._plan.topic("source")])
-        drained = self._await(
-            lambda: self._all_copied() or not self._lag(bridge), "the copiers have not read everything"
-        )
-        self._stop(("copy", "watch"))
+        source = self._plan.topic("source")
+        calls = [self._recorder.start("drained", group=group, topics=[source]) for group in self._plan.groups]
+        drained = [
+            self._await(functools.partial(self._is_drained, bridge, group), f"{group} has not read everything")
+            for group in self._plan.groups
+        ]
+        self._stop(("copy", "process", "watch"))
         self._finish_all(bridge)
-        self._await(lambda: self._nothing_open(bridge), "transactions of the copiers are still open")
-        call.end("ok" if drained else "unknown")
+        self._await(lambda: self._nothing_open(bridge), "transactions of groups are still open")
+        for call, all in zip(calls, drained, strict=True):
+            call.end("ok" if all else "unknown")
 
     def _stop(self, roles: tuple[str, ...]) -> None:
         for process in [each for each in self._processes if each.role in roles]:
@@ -197,7 +206,7 @@ class Hunt:
             call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
 
     def _sold(self, bridge: Bridge) -> set[str]:
-        return {text_of(message) for message in bridge.read(self._plan.topic("sold"), 100_000_000)}
+        return {text_of(message) for message in bridge.read(self._plan.topic("sold"), _ALL)}
 
     def _wanted(self, sales: Sales) -> set[str]:
         """Return the values of the half messages that must be published: their local work was done."""
@@ -217,16 +226,19 @@ class Hunt:
         topics = {topic for each in bridge.admin.transactions() for topic, _ in each.partitions}
         return topics.isdisjoint(self._plan.topics)
 
-    def _lag(self, bridge: Bridge) -> int:
-        if not bridge.capabilities[Capability.GROUP_ADMIN]:
-            return 1
-        try:
-            return sum(bridge.admin.group(self._plan.group).lag.values())
-        except NotFound:
-            return 1
+    def _is_drained(self, bridge: Bridge, group: str) -> bool:
+        return self._all_acknowledged(group) or self._has_no_lag(bridge, group)
 
-    def _all_copied(self) -> bool:
-        """Return whether the copiers have acknowledged all messages of their source topic, by the histories.
+    def _has_no_lag(self, bridge: Bridge, group: str) -> bool:
+        if not bridge.capabilities[Capability.GROUP_ADMIN]:
+            return False
+        try:
+            return sum(bridge.admin.group(group).lag.values()) == 0
+        except NotFound:
+            return False
+
+    def _all_acknowledged(self, group: str) -> bool:
+        """Return whether a group has acknowledged all messages of the source topic, by the histories.
 
         The group's lag does not tell this on brokers that count control markers in the lag.
         """
@@ -234,7 +246,9 @@ class Hunt:
             return False
         history = read_history([self._plan.folder])
         results = [operation.result for operation in history.operations]
-        taken = {value for order, _, values in history.acks if results[order] == "ok" for value in values}
+        taken = {
+            value for order, by, values in history.acks if by == group and results[order] == "ok" for value in values
+        }
         source = self._plan.topic("source")
         sent = {
             value
@@ -270,11 +284,11 @@ class Hunt:
     def read_back(self) -> None:
         """Read every topic from the start with a fresh reader, and record all messages."""
         self._progress("reading everything back")
-        for topic in self._plan.topics:
+        for topic in (*self._plan.topics, self._plan.dead_letters):
             call = self._recorder.start("read", topics=[topic])
             try:
                 with self._client.bridge() as bridge:
-                    call.poll([read_of(message) for message in bridge.read(topic, 100_000_000)])
+                    call.poll([read_of(message) for message in bridge.read(topic, _ALL)])
             except TxnBridgeError as error:
                 call.end("unknown", error=type(error).__name__)
             else:

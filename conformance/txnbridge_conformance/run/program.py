@@ -19,7 +19,7 @@ from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance.history import Recorder
 from txnbridge_conformance.run.client import Client, KillAt
 from txnbridge_conformance.run.plan import Plan
-from txnbridge_conformance.run.workloads import WORKLOADS
+from txnbridge_conformance.run.workloads import WORK
 
 
 def main(text: str, role: str, process: str, number: str, tried: str) -> None:
@@ -34,7 +34,7 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
             plugins.register(KillAt(int(number), tried.split(","), recorder, process), "kill-at")
         while not client.stop.is_set():
             try:
-                WORKLOADS[role](client)
+                WORK[role](client)
             except TxnBridgeError:  # fenced, or the broker is away: begin again with a new bridge
                 client.stop.wait(0.2)
 
