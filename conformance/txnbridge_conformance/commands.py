@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -87,6 +88,13 @@ def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) ->
 @click.option(
     "--workload", "workloads", callback=_workloads, metavar="NAMES", help=f"A list of {', '.join(WORKLOADS)}."
 )
+@click.option(
+    "--through",
+    type=click.Choice(["bridge", "raw"]),
+    default="bridge",
+    show_default=True,
+    help="Whether processes use txnbridge, or the plain client of Kafka.",
+)
 @click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
 @_FLOOR
 @json_and_debug
@@ -97,6 +105,7 @@ def run(
     out: str | None,
     faults: frozenset[str] | None,
     workloads: tuple[str, ...],
+    through: str,
     plugins: tuple[str, ...],
     floor: dict[str, int],
     as_json: bool,
@@ -116,12 +125,15 @@ def run(
     starts = url in _BROKERS
     if faults and not starts and faults - {"client"}:
         raise click.BadParameter(f"these faults need a broker that the run starts: {', '.join(sorted(_BROKERS))}")
+    raw = through == "raw"
+    if raw and (urlsplit(url).scheme or url) != "kafka":
+        raise click.BadParameter("only Kafka has a plain Python client with transactions", param_hint="--through")
     kinds = faults or (_FAULTS if starts else frozenset({"client"}))
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     try:
         with _started(url) if starts else nullcontext() as broker:
             address = _url_of(broker) if broker else url
-            plan = Plan(address, name, seed, seconds, str(folder), plugins=plugins, workloads=workloads)
+            plan = Plan(address, name, seed, seconds, str(folder), plugins=plugins, workloads=workloads, raw=raw)
             plan.register_plugins()
             hunt(plan, _progress(), broker, kinds)
     except (RunFailed, TxnBridgeError, ImportError) as error:
@@ -130,6 +142,8 @@ def run(
     command = f"txnbridge conformance run {url} --time {seconds:g} --seed {seed} --faults {','.join(sorted(kinds))}"
     if workloads != tuple(WORKLOADS):
         command += f" --workload {','.join(workloads)}"
+    if raw:
+        command += " --through raw"
     _judge([str(folder)], floor, as_json, folder, command)
 
 

@@ -28,6 +28,7 @@ from txnbridge import (
 )
 from txnbridge.errors import Abort, EvidenceLost, OutcomeUnknown, TransactionAborted, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall, Recorder, Result
+from txnbridge_conformance.run import raw_kafka
 from txnbridge_conformance.run.bodies import Bodies, value_of
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
 
@@ -86,7 +87,8 @@ class Client:
         owner = settings.get("transactional_id")
         self._session = {} if owner is None else {"owner": owner, "session": f"{self.process}/{next(self._numbers)}"}
         call = self.recorder.start("open", **self._session)
-        with txnbridge.connect(self.plan.url, **wanted) as bridge:
+        connect = raw_kafka.connect if self.plan.raw else txnbridge.connect
+        with connect(self.plan.url, **wanted) as bridge:
             call.end("ok")
             self._bodies = Bodies(self.random, bridge)
             yield bridge

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -58,7 +59,7 @@ class Hunt:
         self._clients = clients  # whether processes and their transactions are attacked
         self._random = random.Random(plan.seed)
         self._recorder = Recorder(Path(plan.folder) / "run.jsonl", "run", f"txnbridge {txnbridge.__version__}")
-        self._client = Client(plan, "run", self._recorder, self._random)
+        self._client = Client(replace(plan, raw=False), "run", self._recorder, self._random)
         self._processes: list[Process] = []
         self._faults: list[Faults] = [ClientFaults(self._processes, plan.timeout * 2)] if clients else []
         if proxy:

@@ -28,6 +28,10 @@ WORKLOADS = {
 FLOOR = {"committed": 20, "aborted": 5, "faults": 3, "read": 100}
 
 
+# The roles that can use a broker's plain client instead of txnbridge.
+RAW_ROLES = frozenset({"write", "own", "feed", "copy", "watch"})
+
+
 @dataclass(frozen=True)
 class Plan:
     """The parameters of one run against one broker. All topics and ids of the run begin with `prefix`."""
@@ -40,6 +44,7 @@ class Plan:
     settings: Mapping[str, Any] = field(default_factory=dict)
     plugins: Sequence[str] = ()  # modules that add backends, for those without an entry point
     workloads: Sequence[str] = tuple(WORKLOADS)
+    raw: bool = False  # whether processes use the broker's plain client instead of txnbridge
     # The deadline of calls and transactions: short, so that paused processes resume after it.
     timeout: float = 8.0
     # The time for which prepared transactions wait for a process that finishes them.
@@ -69,7 +74,7 @@ class Plan:
     def roles(self) -> dict[str, int]:
         """The number of processes by role, for the roles of the plan's workloads."""
         wanted = {role for workload in self.workloads for role in WORKLOADS[workload]}
-        return {role: count for role, count in ROLES.items() if role in wanted}
+        return {role: count for role, count in ROLES.items() if role in (wanted & RAW_ROLES if self.raw else wanted)}
 
     @property
     def copiers(self) -> str:

@@ -25,7 +25,8 @@ from txnbridge_conformance.run.workloads import WORK
 def main(text: str, role: str, process: str, number: str, tried: str) -> None:
     plan = Plan.from_json(text)
     plan.register_plugins()
-    recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, f"txnbridge {txnbridge.__version__}")
+    client_name = "confluent_kafka" if plan.raw else f"txnbridge {txnbridge.__version__}"
+    recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, client_name)
     with closing(recorder):
         client = Client(plan, process, recorder, random.Random(f"{plan.seed} {process}"))
         signal.signal(signal.SIGTERM, lambda *_: client.stop.set())
