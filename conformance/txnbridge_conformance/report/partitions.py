@@ -12,7 +12,7 @@ _SPAN = 3
 
 
 @dataclass(frozen=True)
-class Place:
+class PlacedMessage:
     """A message at a position of a partition. `operation` has sent it: the order in the history, None if unknown."""
 
     partition: str
@@ -39,7 +39,7 @@ class Partitions:
             for row, (_, text) in enumerate(placed):
                 self._rows[text].append((key, row))
 
-    def around(self, value: str) -> list[Place]:
+    def around(self, value: str) -> list[PlacedMessage]:
         """Return the messages around each place of a value, in their order, with the value's own message."""
         return [
             self._place(key, row)
@@ -47,6 +47,6 @@ class Partitions:
             for row in range(max(0, row - _SPAN), min(len(self._messages[key]), row + _SPAN + 1))
         ]
 
-    def _place(self, key: Key, row: int) -> Place:
+    def _place(self, key: Key, row: int) -> PlacedMessage:
         position, value = self._messages[key][row]
-        return Place(f"{key[0]}[{key[1]}]", position, value, self._writers.get(value))
+        return PlacedMessage(f"{key[0]}[{key[1]}]", position, value, self._writers.get(value))

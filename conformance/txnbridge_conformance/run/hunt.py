@@ -61,7 +61,7 @@ class Hunt:
         self._recorder = Recorder(Path(plan.folder) / "run.jsonl", "run", f"txnbridge {txnbridge.__version__}")
         self._client = Client(replace(plan, raw=False), "run", self._recorder, self._random)
         self._processes: list[Process] = []
-        self._faults: list[Faults] = [ClientFaults(self._processes, plan.timeout * 2)] if clients else []
+        self._faults: list[Faults] = [ClientFaults(self._processes)] if clients else []
         if proxy:
             self._faults.append(NetworkFaults(proxy, urlsplit(plan.url).scheme))
         if broker:
@@ -119,7 +119,8 @@ class Hunt:
             for number in range(count if role != "sell" or self._sells else 0):
                 # With a proxy one process of each role goes through it; the others reach the broker directly.
                 url = self._through if self._through and number == 0 else self._plan.url
-                self._processes.append(Process(self._plan, role, number, url, self._next_kill))
+                process = Process(self._plan, role, number, url, self._next_kill, self._complain)
+                self._processes.append(process)
 
     def _attack(self, now: float) -> None:
         faults = self._random.choice(self._faults)
@@ -140,6 +141,10 @@ class Hunt:
         for process in self._processes:
             if event := process.replace_dead():
                 self._tried[process.role].add(event)
+
+    def _complain(self, process: str, what: str) -> None:
+        """Record that a process crashed or did not stop."""
+        self._recorder.start("process", name=process).end("fail", error=what)
 
     def _next_kill(self, role: str) -> tuple[int, Collection[str]]:
         """Return the two arguments of `client.KillAt` for a new process of this role.
@@ -175,7 +180,7 @@ class Hunt:
 
     def _stop(self, roles: tuple[str, ...]) -> None:
         for process in [each for each in self._processes if each.role in roles]:
-            process.stop(self._plan.timeout * 2)
+            process.stop()
             self._processes.remove(process)
 
     def _finish_all(self, bridge: Bridge) -> None:

@@ -51,6 +51,11 @@ class Plan:
     hold: float = 60.0
 
     @property
+    def stop_timeout(self) -> float:
+        """The longest time from SIGTERM to the end of a process: a call and the closing, each with its deadline."""
+        return self.timeout * 2 + 10
+
+    @property
     def prefix(self) -> str:
         return f"txnbridge-run-{self.name}"
 

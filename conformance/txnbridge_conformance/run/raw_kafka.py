@@ -20,7 +20,7 @@ from txnbridge_conformance.run.plan import PARTITIONS
 _ids = itertools.count()
 
 
-class _Message(NamedTuple):
+class _RawMessage(NamedTuple):
     topic: str
     partition: int
     position: tuple[int]
@@ -28,7 +28,7 @@ class _Message(NamedTuple):
     key: bytes | None
 
 
-class _Consumer:
+class _RawConsumer:
     """A reader of committed messages, in a group or, without one, of all partitions."""
 
     def __init__(self, settings: dict[str, Any], topics: Sequence[str], group: str | None) -> None:
@@ -47,7 +47,7 @@ class _Consumer:
     def assignment(self) -> list[object]:
         return [(each.topic, each.partition) for each in self.client.assignment()]
 
-    def poll(self, count: int, timeout: float) -> list[_Message]:
+    def poll(self, count: int, timeout: float) -> list[_RawMessage]:
         if self.behind:
             self._back_to_committed()
         found = []
@@ -55,7 +55,7 @@ class _Consumer:
             if error := each.error():
                 raise BrokerUnavailable(str(error))
             place = str(each.topic()), int(each.partition() or 0), (int(each.offset() or 0),)
-            found.append(_Message(*place, each.value(), _bytes(each.key())))
+            found.append(_RawMessage(*place, each.value(), _bytes(each.key())))
         return found
 
     def _back_to_committed(self) -> None:
@@ -70,8 +70,8 @@ class _Consumer:
         self.behind = False
 
 
-class _Transaction:
-    def __init__(self, producer: Any, consumer: _Consumer | None, id: str) -> None:
+class _RawTransaction:
+    def __init__(self, producer: Any, consumer: _RawConsumer | None, id: str) -> None:
         self.id = id
         self._producer = producer
         self._consumer = consumer
@@ -80,7 +80,7 @@ class _Transaction:
         self._producer.produce(topic, body, key, partition)
         self._producer.poll(0)
 
-    def ack(self, messages: Iterable[_Message]) -> None:
+    def ack(self, messages: Iterable[_RawMessage]) -> None:
         from confluent_kafka import TopicPartition
 
         assert self._consumer is not None
@@ -89,7 +89,7 @@ class _Transaction:
         self._producer.send_offsets_to_transaction(offsets, self._consumer.client.consumer_group_metadata())
 
 
-class _Bridge:
+class _RawBridge:
     limits = Limits(message_bytes=1_000_000)
     capabilities = dict.fromkeys(Capability, True)
 
@@ -100,7 +100,7 @@ class _Bridge:
         self._id = transactional_id or f"raw-{time.time_ns()}"
         self._numbers = itertools.count()
         self._producer: Any = None
-        self._consumer: _Consumer | None = None
+        self._consumer: _RawConsumer | None = None
         if self._owned:
             self._open()
 
@@ -116,15 +116,15 @@ class _Bridge:
         self._producer = producer
 
     @contextmanager
-    def consumer(self, topics: str | Sequence[str], group: str | None = None) -> Iterator[_Consumer]:
-        self._consumer = _Consumer(self._settings, [topics] if isinstance(topics, str) else topics, group)
+    def consumer(self, topics: str | Sequence[str], group: str | None = None) -> Iterator[_RawConsumer]:
+        self._consumer = _RawConsumer(self._settings, [topics] if isinstance(topics, str) else topics, group)
         try:
             yield self._consumer
         finally:
             self._consumer.client.close()
 
     @contextmanager
-    def transaction(self, prepare: bool = False) -> Iterator[_Transaction]:
+    def transaction(self, prepare: bool = False) -> Iterator[_RawTransaction]:
         from confluent_kafka import KafkaException
 
         if self._producer is None:
@@ -134,7 +134,7 @@ class _Bridge:
         done = False
         try:
             self._producer.begin_transaction()
-            yield _Transaction(self._producer, self._consumer, f"{self._id}/{next(self._numbers)}")
+            yield _RawTransaction(self._producer, self._consumer, f"{self._id}/{next(self._numbers)}")
             self._commit()
             done = True
         except Abort:
@@ -175,7 +175,7 @@ class _Bridge:
 @contextmanager
 def connect(url: str, *, timeout: float, transactional_id: str | None = None, **_: Any) -> Iterator[Any]:
     """Open a producer of transactions, and consumers, for the broker at a URL of txnbridge."""
-    yield _Bridge(urlsplit(url).netloc, timeout, transactional_id)
+    yield _RawBridge(urlsplit(url).netloc, timeout, transactional_id)
 
 
 def _bytes(key: Any) -> bytes | None:
