@@ -239,9 +239,11 @@ class Hunt:
         if not bridge.capabilities[Capability.GROUP_ADMIN]:
             return False
         try:
-            return sum(bridge.admin.group(group).lag.values()) == 0
+            lag = bridge.admin.group(group).lag
         except NotFound:
             return False
+        # A partition of which the group has acknowledged nothing is missing in its lag.
+        return len(lag) == PARTITIONS and not any(lag.values())
 
     def _all_acknowledged(self, group: str) -> bool:
         """Return whether a group has acknowledged all messages of the source topic, by the histories.
