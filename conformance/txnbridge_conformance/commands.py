@@ -21,7 +21,7 @@ from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import FLOOR, PARTITIONS, WORKLOADS, Plan
+from txnbridge_conformance.run.plan import FLOOR, NEEDS, PARTITIONS, WORKLOADS, Plan
 from txnbridge_conformance.run.processes import RunFailed
 
 # The exit code of a run that could not judge; codes 0 to 2 are those of `Verdict`.
@@ -172,17 +172,18 @@ def plan(url: str, as_json: bool) -> None:
     """Say what a run on the broker at URL creates, needs and risks. This command connects, and changes nothing."""
     planned = Plan(url, "NAME", 0, 60, "FOLDER")
     with connect(url) as bridge:
-        absent = [each.value for each in (Capability.TOPIC_ADMIN, Capability.PREPARE) if not bridge.capabilities[each]]
-        half = bool(bridge.capabilities[Capability.HALF_MESSAGES])
-    roles = {role: count for role, count in planned.roles.items() if half or role != "sell"}
+        absent = [role for role, needed in NEEDS.items() if not bridge.capabilities[needed]]
+        possible = bool(bridge.capabilities[Capability.TOPIC_ADMIN])
+        roles = planned.roles(bridge.capabilities)
     topics = [*planned.topics, planned.dead_letters]
     document = {
         "topics": topics,
         "partitions": PARTITIONS,
-        "groups": [*planned.groups, *([planned.sellers] if half else [])],
+        "groups": [*planned.groups(roles), *([planned.sellers] if "sell" in roles else [])],
         "transactional ids": [planned.owner],
         "processes": roles,
-        "missing": absent,
+        "not tried": absent,
+        "possible": possible,
     }
     lines = [
         f"topics, each with {PARTITIONS} partitions or one, deleted at the end: {', '.join(topics)}",
@@ -192,9 +193,11 @@ def plan(url: str, as_json: bool) -> None:
         "rights: to create and delete these topics, to read and write them, to list and end their transactions",
         "risk: only processes of the run are killed; the broker gets some thousand small messages a minute",
     ]
-    lines += [f"not possible: this broker has no {name}" for name in absent]
+    lines += [f"not tried: {role}, because this broker has no {NEEDS[role].value}" for role in absent]
+    if not possible:
+        lines.append("not possible: this broker has no topic-admin, so that a run cannot create its topics")
     click.echo(json.dumps(document) if as_json else "\n".join(lines))
-    sys.exit(_COULD_NOT_RUN if absent else 0)
+    sys.exit(0 if possible else _COULD_NOT_RUN)
 
 
 @command.command("compare")

@@ -29,13 +29,17 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def environment(project: Path) -> dict[str, str]:
+    """Return an environment in which that project imports the broken brokers, and finds their plug-in."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (project / "site", Path(__file__).parents[2])))}
+
+
 def run(project: Path, *arguments: str) -> str:
     """Return pytest's result in that project."""
-    root = Path(__file__).parents[2]  # from where the project imports the broken brokers
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "--strict-markers", *arguments],
         cwd=project,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (project / "site", root)))},
+        env=environment(project),
         capture_output=True,
         text=True,
     ).stdout
@@ -44,6 +48,15 @@ def run(project: Path, *arguments: str) -> str:
 def test_three_short_files_are_enough(project):
     said = run(project, "-k", "test_a_committed_message_is_read or test_what_was_committed_is_read_by_another_process")
     assert "2 passed" in said, said
+
+
+@pytest.mark.xdist_group("conformance-runs")
+def test_a_run_attacks_an_installed_backend(project):
+    url = f"{broken.scheme_of(broken.Sound)}:{project}/broker.db"
+    floor = ("--floor", "committed=1", "--floor", "aborted=0", "--floor", "read=1")
+    command = (sys.executable, "-m", "txnbridge.cli", "conformance", "run", url, "--time", "4", *floor)
+    done = subprocess.run(command, cwd=project, env=environment(project), capture_output=True, text=True)
+    assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr
 
 
 def test_without_a_url_it_says_what_is_missing(project):

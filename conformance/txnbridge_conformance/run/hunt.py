@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -70,10 +70,8 @@ class Hunt:
         self.deeds: Counter[str] = Counter()
         self._next_look = 0.0
         self._attacking = False
-        self._tried: dict[str, set[str]] = {
-            role: set() for role in plan.roles
-        }  # events at which they killed themselves
-        self._sells = False  # whether the broker has half messages
+        self._tried: dict[str, set[str]] = defaultdict(set)  # by role: events at which processes killed themselves
+        self._roles: dict[str, int] = {}  # with the number of processes
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
@@ -112,11 +110,11 @@ class Hunt:
     def _start(self, bridge: Bridge) -> None:
         absent = [each.value for each in Capability if not bridge.capabilities[each]]
         self._recorder.start("declares", absent=absent, broker=bridge.backend).end("ok")
-        self._sells = "sell" in self._plan.roles and bool(bridge.capabilities[Capability.HALF_MESSAGES])
+        self._roles = self._plan.roles(bridge.capabilities)
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
             self._faults.append(AdminFaults(bridge, self._plan.topics))
-        for role, count in self._plan.roles.items():
-            for number in range(count if role != "sell" or self._sells else 0):
+        for role, count in self._roles.items():
+            for number in range(count):
                 # With a proxy one process of each role goes through it; the others reach the broker directly.
                 url = self._through if self._through and number == 0 else self._plan.url
                 process = Process(self._plan, role, number, url, self._next_kill, self._complain)
@@ -163,14 +161,15 @@ class Hunt:
         self._stop(_SOURCES)
         self._stop(("finish",))
         self._finish_all(bridge)
-        if self._sells:
+        if "sell" in self._roles:
             self._publish_sales(bridge)
         self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
         source = self._plan.topic("source")
-        calls = [self._recorder.start("drained", group=group, topics=[source]) for group in self._plan.groups]
+        groups = self._plan.groups(self._roles)
+        calls = [self._recorder.start("drained", group=group, topics=[source]) for group in groups]
         drained = [
             self._await(functools.partial(self._is_drained, bridge, group), f"{group} has not read everything")
-            for group in self._plan.groups
+            for group in groups
         ]
         self._stop(("copy", "process", "watch"))
         self._finish_all(bridge)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from txnbridge import plugins
+from txnbridge import Capabilities, Capability, plugins
 
 PARTITIONS = 3
 
@@ -27,6 +27,16 @@ WORKLOADS = {
 # Below this a run is too thin: the least number of each, which a minute on a slow broker reaches easily.
 FLOOR = {"committed": 20, "aborted": 5, "faults": 3, "read": 100}
 
+
+# The capability without which a broker cannot have the processes of a role.
+NEEDS = {
+    "own": Capability.FENCING,
+    "publish": Capability.IDEMPOTENT_SEND,
+    "copy": Capability.ATOMIC_ACK,
+    "process": Capability.ATOMIC_ACK,
+    "finish": Capability.PREPARE,
+    "sell": Capability.HALF_MESSAGES,
+}
 
 # The roles that can use a broker's plain client instead of txnbridge.
 RAW_ROLES = frozenset({"write", "own", "feed", "copy", "watch"})
@@ -75,10 +85,10 @@ class Plan:
         """The topic, with one partition, to which the role "process" sends poison messages."""
         return self.topic("dead")
 
-    @property
-    def roles(self) -> dict[str, int]:
-        """The number of processes by role, for the roles of the plan's workloads."""
+    def roles(self, capabilities: Capabilities) -> dict[str, int]:
+        """Return the number of processes by role, for the roles of the plan's workloads that the broker can have."""
         wanted = {role for workload in self.workloads for role in WORKLOADS[workload]}
+        wanted = {role for role in wanted if role not in NEEDS or capabilities[NEEDS[role]]}
         return {role: count for role, count in ROLES.items() if role in (wanted & RAW_ROLES if self.raw else wanted)}
 
     @property
@@ -91,10 +101,9 @@ class Plan:
         """The name of the group of the role "process"."""
         return f"{self.prefix}-processors"
 
-    @property
-    def groups(self) -> list[str]:
-        """The names of the groups that read the topic "source" in this plan."""
-        return [group for role, group in (("copy", self.copiers), ("process", self.processors)) if role in self.roles]
+    def groups(self, roles: Collection[str]) -> list[str]:
+        """Return the names of the groups that read the topic "source" if there are processes of these roles."""
+        return [group for role, group in (("copy", self.copiers), ("process", self.processors)) if role in roles]
 
     @property
     def sellers(self) -> str:

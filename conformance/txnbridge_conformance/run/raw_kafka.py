@@ -7,17 +7,17 @@ is what a careful user of `confluent_kafka` writes by hand.
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from txnbridge import Capability, Limits
 from txnbridge.errors import Abort, BrokerUnavailable, Fenced, OutcomeUnknown, TransactionAborted
 from txnbridge_conformance.run.plan import PARTITIONS
-
-_ids = itertools.count()
 
 
 class _RawMessage(NamedTuple):
@@ -91,13 +91,14 @@ class _RawTransaction:
 
 class _RawBridge:
     limits = Limits(message_bytes=1_000_000)
-    capabilities = dict.fromkeys(Capability, True)
+    capabilities = MappingProxyType({each: each is not Capability.PREPARE for each in Capability})
 
     def __init__(self, servers: str, timeout: float, transactional_id: str | None) -> None:
         self._settings = {"bootstrap.servers": servers, "log_level": 0}
         self._timeout = timeout
         self._owned = transactional_id is not None
-        self._id = transactional_id or f"raw-{time.time_ns()}"
+        self._opening = f"raw-{secrets.token_hex(6)}"
+        self._id = transactional_id or self._opening
         self._numbers = itertools.count()
         self._producer: Any = None
         self._consumer: _RawConsumer | None = None
@@ -134,7 +135,7 @@ class _RawBridge:
         done = False
         try:
             self._producer.begin_transaction()
-            yield _RawTransaction(self._producer, self._consumer, f"{self._id}/{next(self._numbers)}")
+            yield _RawTransaction(self._producer, self._consumer, f"{self._opening}/{next(self._numbers)}")
             self._commit()
             done = True
         except Abort:

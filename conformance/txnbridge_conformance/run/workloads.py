@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 
-from txnbridge import Bridge, Decision, HalfTransaction, Message, Transaction, plugins
+from txnbridge import Bridge, Capability, Decision, HalfTransaction, Message, Transaction, plugins
 from txnbridge.errors import Poison, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall
 from txnbridge_conformance.run.client import Client, read_of, text_of
@@ -34,8 +34,8 @@ def own(client: Client) -> None:
 
 def _one(client: Client, bridge: Bridge) -> bool:
     """Run a transaction that randomly commits, aborts or prepares. Return whether it was committed or prepared."""
-    # A plain client has no prepared transactions.
-    way = client.random.choices(("commit", "abort", "prepare"), (5, 2, 0 if client.plan.raw else 2))[0]
+    prepares = 2 if bridge.capabilities[Capability.PREPARE] else 0
+    way = client.random.choices(("commit", "abort", "prepare"), (5, 2, prepares))[0]
     sends = client.sends(client.plan.topic("left"), client.plan.topic("right"))
     return client.transact(bridge, sends, abort=way == "abort", prepare=way == "prepare")
 
