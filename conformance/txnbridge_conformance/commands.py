@@ -20,6 +20,7 @@ from txnbridge.commands import json_and_debug
 from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
+from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
 from txnbridge_conformance.run.plan import FLOOR, NEEDS, PARTITIONS, WORKLOADS, Plan
 from txnbridge_conformance.run.processes import RunFailed
@@ -70,6 +71,13 @@ def _kinds(ctx: click.Context, param: click.Parameter, given: str | None) -> fro
     return kinds
 
 
+def _targets(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> list[tuple[str, str]]:
+    pairs = [text.partition(":") for text in given]
+    if not all(kind and target for kind, _, target in pairs):
+        raise click.BadParameter("a target is KIND:TARGET, such as kill:node1")
+    return [(kind, target) for kind, _, target in pairs]
+
+
 def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) -> tuple[str, ...]:
     names = tuple(WORKLOADS) if given is None else tuple(given.split(","))
     if not set(names) <= set(WORKLOADS):
@@ -95,6 +103,10 @@ def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) ->
     show_default=True,
     help="Whether processes use txnbridge, or the plain client of Kafka.",
 )
+@click.option("--hook", metavar="COMMAND", help="Calls COMMAND inject KIND TARGET, and later COMMAND heal KIND TARGET.")
+@click.option(
+    "--target", "targets", multiple=True, callback=_targets, metavar="KIND:TARGET", help="A fault that the hook knows."
+)
 @click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
 @_FLOOR
 @json_and_debug
@@ -106,6 +118,8 @@ def run(
     faults: frozenset[str] | None,
     workloads: tuple[str, ...],
     through: str,
+    hook: str | None,
+    targets: list[tuple[str, str]],
     plugins: tuple[str, ...],
     floor: dict[str, int],
     as_json: bool,
@@ -125,6 +139,8 @@ def run(
     starts = url in _BROKERS
     if faults and not starts and faults - {"client"}:
         raise click.BadParameter(f"these faults need a broker that the run starts: {', '.join(sorted(_BROKERS))}")
+    if (hook is None) is bool(targets):
+        raise click.BadParameter("a hook needs a target, and a target a hook", param_hint="--hook")
     raw = through == "raw"
     if raw and (urlsplit(url).scheme or url) != "kafka":
         raise click.BadParameter("only Kafka has a plain Python client with transactions", param_hint="--through")
@@ -135,7 +151,7 @@ def run(
             address = _url_of(broker) if broker else url
             plan = Plan(address, name, seed, seconds, str(folder), plugins=plugins, workloads=workloads, raw=raw)
             plan.register_plugins()
-            hunt(plan, _progress(), broker, kinds)
+            hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
     except (RunFailed, TxnBridgeError, ImportError) as error:
         click.echo(f"the run failed: {error}", err=True)
         sys.exit(_COULD_NOT_RUN)

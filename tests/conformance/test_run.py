@@ -58,6 +58,20 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     assert lost in found.stdout
 
 
+def test_a_hook_heals_each_fault_that_it_has_injected(tmp_path):
+    told = tmp_path / "told"
+    hook = tmp_path / "hook"
+    hook.write_text(f'#!/bin/sh\necho "$@" >> {told}\n')
+    hook.chmod(0o755)
+    more = ("--hook", str(hook), "--target", "kill:node1", "--target", "cut:the net", "--workload", "transactions")
+    done = run(f"embedded:{tmp_path / 'broker.db'}", tmp_path / "out", *more, "--floor", "aborted=0")
+    calls = told.read_text().splitlines()
+    assert calls, done.stdout + done.stderr
+    assert set(calls) <= {"inject kill node1", "heal kill node1", "inject cut the net", "heal cut the net"}
+    for injected, healed in zip(calls[::2], calls[1::2], strict=True):
+        assert healed == injected.replace("inject", "heal")
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 # The page is asked to show the first finding in its timeline, and to tell what it then has.
 CLICK = """<script>document.querySelector("[data-orders]").click();
@@ -155,6 +169,10 @@ def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
         (["run", "embedded:{tmp}/b.db", "--time", "soon"], 2, "no time from 1 second to a week"),
         (["run", "embedded:{tmp}/b.db", "--floor", "wonders=1"], 2, "one of committed"),
         (["run", "embedded:{tmp}/b.db", "--out", "{tmp}"], 2, "exists already"),
+        (["run", "embedded:{tmp}/b.db", "--hook", "true"], 2, "a hook needs a target"),
+        (["run", "embedded:{tmp}/b.db", "--hook", "false", "--target", "a:b", "--out", "{tmp}/out"], 3, "ended with 1"),
+        (["run", "embedded:{tmp}/b.db", "--workload", "dances"], 2, "is not a list of transactions"),
+        (["run", "embedded:{tmp}/b.db", "--through", "raw"], 2, "only Kafka"),
         (["run", "nothing:here", "--out", "{tmp}/out"], 3, "no backend"),
         (["run", "embedded:{tmp}/b.db", "--plugin", "no.such", "--out", "{tmp}/out"], 3, "No module named"),
         (["check", "{tmp}"], 3, "no history"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shlex
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -12,7 +14,10 @@ from txnbridge import Bridge
 from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.faults import Proxy
-from txnbridge_conformance.run.processes import Process
+from txnbridge_conformance.run.processes import Process, RunFailed
+
+# The longest time that a hook command may take, for example to start a broker.
+_HOOK_SECONDS = 120.0
 
 # Requests whose loss or delay decides over transactions, by the scheme of the broker's URL.
 _REQUESTS = {
@@ -181,3 +186,41 @@ class BrokerFaults(Faults):
             else:
                 self._broker.start(node)
         self._busy = False
+
+
+class HookFaults(Faults):
+    """Calls a command of the user's, which begins and heals faults of a system that the run did not start.
+
+    It is called as `COMMAND inject KIND TARGET`, and later as `COMMAND heal KIND TARGET`. `targets` are the pairs of
+    kind and target that the command knows. One fault lasts at a time.
+    """
+
+    def __init__(self, command: str, targets: Sequence[tuple[str, str]]) -> None:
+        self._command = shlex.split(command)
+        self._targets = targets
+        self._busy = False
+
+    def inject(self, chance: random.Random) -> Injected | None:
+        if self._busy or chance.random() < 0.8:
+            return None
+        self._busy = True
+        kind, target = chance.choice(self._targets)
+        try:
+            self._call("inject", kind, target)
+        except RunFailed:
+            self._call("heal", kind, target)  # the command may have done a part
+            raise
+        return Injected(kind, target, chance.uniform(0, 8), lambda: self._heal(kind, target))
+
+    def _heal(self, kind: str, target: str) -> None:
+        self._call("heal", kind, target)
+        self._busy = False
+
+    def _call(self, what: str, kind: str, target: str) -> None:
+        command = [*self._command, what, kind, target]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_HOOK_SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RunFailed(f"the hook did not run: {error}") from error
+        if done.returncode:
+            raise RunFailed(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr.strip()[-300:]}")

@@ -51,7 +51,13 @@ class Hunt:
     """Runs one plan. Call `work`, `settle` and `read_back` in this order, inside of `topics`."""
 
     def __init__(
-        self, plan: Plan, progress: Progress, broker: Broker | None, proxy: Proxy | None, clients: bool
+        self,
+        plan: Plan,
+        progress: Progress,
+        broker: Broker | None,
+        proxy: Proxy | None,
+        clients: bool,
+        more: Collection[Faults] = (),
     ) -> None:
         self._plan = plan
         self._through = plan.at(proxy.url) if proxy else None
@@ -66,6 +72,7 @@ class Hunt:
             self._faults.append(NetworkFaults(proxy, urlsplit(plan.url).scheme))
         if broker:
             self._faults.append(BrokerFaults(broker))
+        self._faults.extend(more)
         self._injected: list[tuple[float, Injected]] = []  # with the time at which each is healed
         self.deeds: Counter[str] = Counter()
         self._next_look = 0.0
@@ -320,22 +327,26 @@ class Hunt:
         recorder.close()
 
     def close(self) -> None:
+        """Heal the faults that last after an error, kill the processes, and close the history."""
+        self._heal(math.inf)
         for process in self._processes:
             process.kill()
         self._recorder.close()
 
 
-def hunt(plan: Plan, progress: Progress, broker: Broker | None, kinds: Collection[str]) -> None:
+def hunt(
+    plan: Plan, progress: Progress, broker: Broker | None, kinds: Collection[str], more: Collection[Faults] = ()
+) -> None:
     """Run a plan to its end. The histories of all processes are then in the folder of the plan.
 
     `kinds` selects the faults. "client" attacks the run's processes and transactions. "network" puts a proxy between
     some processes and the broker. "broker" attacks the broker's nodes. The last two need `broker`, a broker that was
-    started for this run.
+    started for this run. `more` are further sources of faults.
     """
     os.makedirs(plan.folder, exist_ok=True)
     with ExitStack() as stack:
         proxy = stack.enter_context(faults.proxy(broker)) if broker and "network" in kinds else None
-        running = Hunt(plan, progress, broker if "broker" in kinds else None, proxy, "client" in kinds)
+        running = Hunt(plan, progress, broker if "broker" in kinds else None, proxy, "client" in kinds, more)
         stack.callback(running.close)
         bridge = stack.enter_context(running.topics())
         running.work(bridge)
