@@ -71,8 +71,9 @@ class _RawConsumer:
 
 
 class _RawTransaction:
-    def __init__(self, producer: Any, consumer: _RawConsumer | None, id: str) -> None:
+    def __init__(self, producer: Any, consumer: _RawConsumer | None, id: str, timeout: float) -> None:
         self.id = id
+        self._timeout = timeout
         self._producer = producer
         self._consumer = consumer
 
@@ -86,7 +87,8 @@ class _RawTransaction:
         assert self._consumer is not None
         ends = {(each.topic, each.partition): each.position[0] + 1 for each in messages}
         offsets = [TopicPartition(*key, end) for key, end in ends.items()]
-        self._producer.send_offsets_to_transaction(offsets, self._consumer.client.consumer_group_metadata())
+        group = self._consumer.client.consumer_group_metadata()
+        self._producer.send_offsets_to_transaction(offsets, group, self._timeout)
 
 
 class _RawBridge:
@@ -135,7 +137,9 @@ class _RawBridge:
         done = False
         try:
             self._producer.begin_transaction()
-            yield _RawTransaction(self._producer, self._consumer, f"{self._opening}/{next(self._numbers)}")
+            yield _RawTransaction(
+                self._producer, self._consumer, f"{self._opening}/{next(self._numbers)}", self._timeout
+            )
             self._commit()
             done = True
         except Abort:
