@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shlex
 import subprocess
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -130,7 +131,8 @@ class NetworkFaults(Faults):
             return None
         self._busy = True
         kind = chance.choice(self._requests)
-        name = chance.choice(("cut", "cut after", "delay", "hold requests", "hold answers"))
+        name = chance.choice(("cut", "cut after", "delay", "hold requests", "hold answers", "hold and cut"))
+        seconds = chance.uniform(0, 5)
         match name:
             case "cut":
                 self._proxy.cut()
@@ -140,11 +142,15 @@ class NetworkFaults(Faults):
                 self._proxy.delay(chance.uniform(0, 0.5))
             case "hold requests":
                 self._proxy.hold(requests=kind)
+            case "hold and cut":
+                # The client connects again and continues; the request arrives at the end, in a later transaction.
+                self._proxy.hold(requests=kind)
+                threading.Timer(seconds / 3, self._proxy.cut).start()
             case _:
                 self._proxy.hold(answers=kind)
         late = chance.random() < 0.5
         label = f"{name} {kind}" if name.startswith("hold") else name
-        return Injected(label, "network", chance.uniform(0, 5), lambda: self._heal(late))
+        return Injected(label, "network", seconds, lambda: self._heal(late))
 
     def _heal(self, late: bool) -> None:
         if late:
