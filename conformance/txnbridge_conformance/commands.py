@@ -22,7 +22,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import FLOOR, NEEDS, PARTITIONS, WORKLOADS, Plan
+from txnbridge_conformance.run.plan import FLOOR, NEEDS, PARTITIONS, RAW_ROLES, WORKLOADS, Plan
 from txnbridge_conformance.run.processes import RunFailed
 
 # The exit code of a run that could not judge; codes 0 to 2 are those of `Verdict`.
@@ -101,7 +101,7 @@ def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) ->
     type=click.Choice(["bridge", "raw"]),
     default="bridge",
     show_default=True,
-    help="Whether processes use txnbridge, or the plain client of Kafka.",
+    help="Whether processes use txnbridge, or the plain client of Kafka or Pulsar.",
 )
 @click.option("--hook", metavar="COMMAND", help="Calls COMMAND inject KIND TARGET, and later COMMAND heal KIND TARGET.")
 @click.option(
@@ -142,8 +142,8 @@ def run(
     if (hook is None) is bool(targets):
         raise click.BadParameter("a hook needs a target, and a target a hook", param_hint="--hook")
     raw = through == "raw"
-    if raw and (urlsplit(url).scheme or url) != "kafka":
-        raise click.BadParameter("only Kafka has a plain Python client with transactions", param_hint="--through")
+    if raw and (urlsplit(url).scheme or url) not in RAW_ROLES:
+        raise click.BadParameter("plain clients of Kafka and Pulsar alone have transactions", param_hint="--through")
     kinds = faults or (_FAULTS if starts else frozenset({"client"}))
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     try:

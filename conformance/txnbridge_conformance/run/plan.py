@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from txnbridge import Capabilities, Capability, plugins
 
@@ -38,8 +39,8 @@ NEEDS = {
     "sell": Capability.HALF_MESSAGES,
 }
 
-# The roles that can use a broker's plain client instead of txnbridge.
-RAW_ROLES = frozenset({"write", "own", "feed", "copy", "watch"})
+# By scheme of the broker's URL: the roles that can use the broker's plain client instead of txnbridge.
+RAW_ROLES = {"kafka": frozenset({"write", "own", "feed", "copy", "watch"}), "pulsar": frozenset({"write"})}
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ class Plan:
         """Return the number of processes by role, for the roles of the plan's workloads that the broker can have."""
         wanted = {role for workload in self.workloads for role in WORKLOADS[workload]}
         wanted = {role for role in wanted if role not in NEEDS or capabilities[NEEDS[role]]}
-        return {role: count for role, count in ROLES.items() if role in (wanted & RAW_ROLES if self.raw else wanted)}
+        if self.raw:
+            wanted &= RAW_ROLES[urlsplit(self.url).scheme]
+        return {role: count for role, count in ROLES.items() if role in wanted}
 
     @property
     def copiers(self) -> str:

@@ -12,6 +12,7 @@ import signal
 import sys
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import txnbridge
 from txnbridge import plugins
@@ -25,6 +26,10 @@ from txnbridge_conformance.run.workloads import WORK
 def main(text: str, role: str, process: str, number: str, tried: str) -> None:
     plan = Plan.from_json(text)
     plan.register_plugins()
+    if plan.raw and urlsplit(plan.url).scheme == "pulsar":
+        from txnbridge_conformance.run import raw_pulsar  # it imports all that starts brokers
+
+        raw_pulsar.become_java(plan, process)
     client_name = "confluent_kafka" if plan.raw else f"txnbridge {txnbridge.__version__}"
     recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, client_name)
     with closing(recorder):
