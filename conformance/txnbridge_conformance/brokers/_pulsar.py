@@ -111,6 +111,11 @@ def fetch_pulsar(version: str = VERSIONS[0], bar: bool = True) -> Path:
     return fetch(name, wanted, bar, parent=Artifact(GROUP, "pulsar", version))
 
 
+def java_with_pulsar() -> list[str]:
+    """Return the begin of a command that runs a Java program with Pulsar's classes; raise as `fetch_pulsar` does."""
+    return [java(), "-XX:TieredStopAtLevel=1", "-Xmx256m", "-cp", f"{fetch_pulsar()}/*"]
+
+
 class Pulsar(Broker):
     """A real Pulsar for tests, which has started when its transaction coordinators are loaded and answer."""
 
