@@ -22,7 +22,7 @@ from txnbridge_conformance.brokers._container import engine_answers
 from txnbridge_conformance.brokers._kafka import KafkaProcess
 from txnbridge_conformance.brokers._kafka_container import KafkaContainer
 from txnbridge_conformance.brokers._ports import Route
-from txnbridge_conformance.brokers._pulsar import Pulsar
+from txnbridge_conformance.brokers._pulsar import Pulsar, java_with_pulsar
 from txnbridge_conformance.brokers._pulsar_cluster import PulsarCluster
 from txnbridge_conformance.brokers._pulsar_container import PulsarContainer
 from txnbridge_conformance.brokers._rocketmq import RocketMQ
@@ -37,6 +37,7 @@ __all__ = [
     "RocketMQ",
     "Route",
     "ToolMissing",
+    "java_with_pulsar",
     "kafka",
     "pulsar",
     "rocketmq",

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from txnbridge_conformance.brokers._jars import java
-from txnbridge_conformance.brokers._pulsar import fetch_pulsar
+from txnbridge_conformance.brokers import java_with_pulsar
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
 
 _PROGRAM = Path(__file__).with_name("RawPulsar.java")
@@ -18,7 +17,7 @@ _PROGRAM = Path(__file__).with_name("RawPulsar.java")
 
 def become_java(plan: Plan, process: str) -> NoReturn:
     """Replace this process by the Java program that does the work of the role "write"."""
-    command = [java(), "-XX:TieredStopAtLevel=1", "-Xmx256m", "-cp", f"{fetch_pulsar()}/*", str(_PROGRAM)]
+    command = [*java_with_pulsar(), str(_PROGRAM)]
     history = Path(plan.folder) / f"{process}.jsonl"
     address = f"pulsar://{urlsplit(plan.url).netloc}"
     seed = str(zlib.crc32(f"{plan.seed} {process}".encode()))
