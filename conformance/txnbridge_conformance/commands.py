@@ -78,6 +78,9 @@ def _kinds(ctx: click.Context, param: click.Parameter, given: str | None) -> fro
     "--faults", callback=_kinds, metavar="KINDS", help="A list of client, network, broker; else all possible."
 )
 @click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
+@click.option(
+    "--grpc", default="", metavar="HOST:PORT", help="RocketMQ's proxy, for a reader with the official client."
+)
 @_FLOOR
 @json_and_debug
 def run(
@@ -87,6 +90,7 @@ def run(
     out: str | None,
     faults: frozenset[str] | None,
     plugins: tuple[str, ...],
+    grpc: str,
     floor: dict[str, int],
     as_json: bool,
 ) -> None:
@@ -109,7 +113,9 @@ def run(
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     try:
         with _started(url) if starts else nullcontext() as broker:
-            plan = Plan(_url_of(broker) if broker else url, name, seed, seconds, str(folder), plugins=plugins)
+            address = _url_of(broker) if broker else url
+            grpc = broker.grpc_address() if isinstance(broker, brokers.RocketMQ) else grpc
+            plan = Plan(address, name, seed, seconds, str(folder), plugins=plugins, grpc=grpc)
             plan.register_plugins()
             hunt(plan, _progress(), broker, kinds)
     except (RunFailed, TxnBridgeError, ImportError) as error:

@@ -21,7 +21,7 @@ from txnbridge.errors import NotFound, TxnBridgeError
 from txnbridge_conformance import faults
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.faults import Proxy
-from txnbridge_conformance.history import Recorder, read_history
+from txnbridge_conformance.history import History, Recorder, read_history
 from txnbridge_conformance.run import official
 from txnbridge_conformance.run.client import Client, read_of, text_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
@@ -151,12 +151,11 @@ class Hunt:
         self._stop(_SOURCES)
         self._stop(("finish",))
         self._finish_all(bridge)
-        if self._sells:
-            self._publish_sales(bridge)
-        self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
+        with self._answered_check_backs(bridge):
+            self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
         call = self._recorder.start("drained", group=self._plan.group, topics=[self._plan.topic("source")])
         drained = self._await(
-            lambda: self._all_copied() or not self._lag(bridge), "the copiers have not read everything"
+            lambda: self._all_copied(bridge) or not self._lag(bridge), "the copiers have not read everything"
         )
         self._stop(("copy", "watch"))
         self._finish_all(bridge)
@@ -187,17 +186,27 @@ class Hunt:
 
         self._await(finish_left, "transactions have no outcome")
 
-    def _publish_sales(self, bridge: Bridge) -> None:
-        """Answer check-backs until each half message whose local work was done is published. Record all decisions."""
-        sales = Sales(self._plan.sales)
-        with bridge.resolver(self._plan.sellers, check=lambda id, messages: sales.decide(id, Decision.ABORT)):
-            self._await(lambda: self._sold(bridge) >= self._wanted(sales), "half messages are not published")
+    @contextmanager
+    def _answered_check_backs(self, bridge: Bridge) -> Iterator[None]:
+        """Publish each half message whose local work was done, and let check-backs be answered during the block.
+
+        Record at the end what was decided about half messages. RocketMQ asks only a bridge of the same application
+        about a transaction, so a bridge of the owners' application is open meanwhile.
+        """
+        with self._client.bridge(application=self._plan.owner):
+            if not self._sells:
+                yield
+                return
+            sales = Sales(self._plan.sales)
+            with bridge.resolver(self._plan.sellers, check=lambda id, messages: sales.decide(id, Decision.ABORT)):
+                self._await(lambda: self._sold(bridge) >= self._wanted(sales), "half messages are not published")
+                yield
         for transaction, decision in sales.all().items():
             call = self._recorder.start("decided", transaction=transaction)
             call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
 
     def _sold(self, bridge: Bridge) -> set[str]:
-        return {text_of(message) for message in bridge.read(self._plan.topic("sold"), 100_000_000)}
+        return {text_of(message) for topic in self._plan.sold for message in bridge.read(topic, 100_000_000)}
 
     def _wanted(self, sales: Sales) -> set[str]:
         """Return the values of the half messages that must be published: their local work was done."""
@@ -225,25 +234,29 @@ class Hunt:
         except NotFound:
             return 1
 
-    def _all_copied(self) -> bool:
-        """Return whether the copiers have acknowledged all messages of their source topic, by the histories.
+    def _all_copied(self, bridge: Bridge) -> bool:
+        """Return whether committed transactions have acknowledged all messages of the copiers' source topic.
 
-        The group's lag does not tell this on brokers that count control markers in the lag.
+        A copier may be killed before it records that its transaction was committed: then its output can be read. The
+        group's lag does not tell this on brokers that count control markers in the lag.
         """
         if time.monotonic() < self._next_look:
             return False
         history = read_history([self._plan.folder])
         results = [operation.result for operation in history.operations]
-        taken = {value for order, _, values in history.acks if results[order] == "ok" for value in values}
-        source = self._plan.topic("source")
+        source, target = self._plan.topic("source"), self._plan.topic("target")
         sent = {
             value
             for order, (topic, _), values in history.sends
             if topic == source and results[order] == "ok"
             for value in values
         }
+        committed = {order for order, result in enumerate(results) if result == "ok"}
+        if not sent <= _acknowledged_by(committed, history):
+            copied = {text_of(message) for message in bridge.read(target, 100_000_000)}
+            committed.update(order for order, _, values in history.sends if not copied.isdisjoint(values))
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        return sent <= taken
+        return sent <= _acknowledged_by(committed, history)
 
     def _await(self, condition: Callable[[], bool], what: str) -> bool:
         """Wait until a condition is true, for `_SETTLING_SECONDS` at most. Return whether it became true.
@@ -282,13 +295,13 @@ class Hunt:
 
     def read_back_officially(self) -> None:
         """Read every topic in a child process with the broker's official client, if that client is installed."""
-        if (name := official.name_of(self._plan.url)) is None:
+        if (name := official.name_of(self._plan)) is None:
             return
         self._progress(f"reading everything back with {name}")
         recorder = Recorder(Path(self._plan.folder) / "official.jsonl", "official", name)
         for topic in self._plan.topics:
             call = recorder.start("read", topics=[topic])
-            command = [sys.executable, "-m", official.__name__, self._plan.url, topic]
+            command = [sys.executable, "-m", official.__name__, self._plan.to_json(), topic]
             try:
                 done = subprocess.run(command, capture_output=True, timeout=_READING_SECONDS, check=True)
             except subprocess.SubprocessError as error:
@@ -321,6 +334,11 @@ def hunt(plan: Plan, progress: Progress, broker: Broker | None, kinds: Collectio
         running.settle(bridge)
         running.read_back()
         running.read_back_officially()
+
+
+def _acknowledged_by(orders: Collection[int], history: History) -> set[str]:
+    """Return the values that these operations of a history acknowledge."""
+    return {value for order, _, values in history.acks if order in orders for value in values}
 
 
 def _counted(deeds: Counter[str]) -> str:

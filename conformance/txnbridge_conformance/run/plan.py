@@ -31,6 +31,8 @@ class Plan:
     folder: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     plugins: Sequence[str] = ()  # modules that add backends, for those without an entry point
+    # The address of the gRPC proxy through which RocketMQ's official client reads, if there is one.
+    grpc: str = ""
     # The deadline of calls and transactions: short, so that paused processes resume after it.
     timeout: float = 8.0
     # The time for which prepared transactions wait for a process that finishes them.
@@ -45,8 +47,12 @@ class Plan:
 
     @property
     def topics(self) -> list[str]:
-        """The names of the run's topics: two for transactions, the copiers' input and output, one for half messages."""
-        return [self.topic(what) for what in ("left", "right", "source", "target", "sold")]
+        """The names of the run's topics: two for transactions, the copiers' input and output, two for half messages."""
+        return [*(self.topic(what) for what in ("left", "right", "source", "target")), *self.sold]
+
+    @property
+    def sold(self) -> list[str]:
+        return [self.topic("sold"), self.topic("shipped")]
 
     @property
     def group(self) -> str:
