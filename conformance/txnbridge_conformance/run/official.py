@@ -98,8 +98,8 @@ def read_rocketmq(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
             raise TimeoutError(f"{len(found)} of {sum(ends.values())} messages came")
         with suppress(rocketmq.ClientException):  # the proxy fails until it knows the consumer
             for message in consumer.receive(32, _HIDDEN_SECONDS):
-                # Only the receipt handle tells the place: its last fields are queue, offset and commit-log offset.
-                *_, queue, offset, _ = message.receipt_handle.split(" ")
+                # Only the receipt handle tells the place: its seventh and eighth fields are queue and offset.
+                queue, offset = message.receipt_handle.split(" ")[6:8]
                 found[message.topic, int(queue), int(offset)] = message.body.decode(errors="replace")
                 until = time.monotonic() + _STANDSTILL_SECONDS
     yield from ((topic, queue, [offset], value) for (topic, queue, offset), value in sorted(found.items()))
