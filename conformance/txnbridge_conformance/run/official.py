@@ -82,6 +82,7 @@ def read_rocketmq(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as home:
         os.environ["HOME"] = home  # the client writes a log there
         rocketmq: Any = importlib.import_module("rocketmq")
+        errors: Any = importlib.import_module("rocketmq.v5.exception")
 
     group = f"official-{uuid.uuid4().hex}"
     with txnbridge.connect(plan.url) as bridge:
@@ -96,7 +97,7 @@ def read_rocketmq(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
     while len(found) < sum(ends.values()):
         if time.monotonic() > until:
             raise TimeoutError(f"{len(found)} of {sum(ends.values())} messages came")
-        with suppress(rocketmq.ClientException):  # the proxy fails until it knows the consumer
+        with suppress(errors.ClientException):  # the proxy fails until it knows the consumer
             for message in consumer.receive(32, _HIDDEN_SECONDS):
                 # Only the receipt handle tells the place: its seventh and eighth fields are queue and offset.
                 queue, offset = message.receipt_handle.split(" ")[6:8]
