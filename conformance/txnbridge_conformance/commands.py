@@ -108,6 +108,9 @@ def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) ->
     "--target", "targets", multiple=True, callback=_targets, metavar="KIND:TARGET", help="A fault that the hook knows."
 )
 @click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
+@click.option(
+    "--grpc", default="", metavar="HOST:PORT", help="RocketMQ's proxy, for a reader with the official client."
+)
 @_FLOOR
 @json_and_debug
 def run(
@@ -121,6 +124,7 @@ def run(
     hook: str | None,
     targets: list[tuple[str, str]],
     plugins: tuple[str, ...],
+    grpc: str,
     floor: dict[str, int],
     as_json: bool,
 ) -> None:
@@ -149,7 +153,10 @@ def run(
     try:
         with _started(url) if starts else nullcontext() as broker:
             address = _url_of(broker) if broker else url
-            plan = Plan(address, name, seed, seconds, str(folder), plugins=plugins, workloads=workloads, raw=raw)
+            grpc = broker.grpc_address() if isinstance(broker, brokers.RocketMQ) else grpc
+            plan = Plan(
+                address, name, seed, seconds, str(folder), plugins=plugins, workloads=workloads, raw=raw, grpc=grpc
+            )
             plan.register_plugins()
             hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
     except (RunFailed, TxnBridgeError, ImportError) as error:

@@ -370,6 +370,20 @@ def test_a_later_transaction_whose_messages_lie_before_an_earlier_ones_contradic
     assert story.found() == ["G0-realtime"]
 
 
+def test_a_long_transaction_may_lie_before_one_and_behind_a_later_one():
+    story = Story()
+    long = story.begin("a")
+    story.send("a", long, "a0")
+    story.txn("b", "b0")
+    later = story.begin("c")
+    story.send("c", later, "c1", to=T1)
+    story.end("c", later)
+    story.send("a", long, "a1", to=T1)
+    story.end("a", long)
+    story.read("a0", "b0", p1="c1 a1")
+    assert story.found() == []
+
+
 def test_transactions_that_read_from_each_other_are_circular():
     story = Story()
     first, second = story.begin("a"), story.begin("b")

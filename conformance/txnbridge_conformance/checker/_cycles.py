@@ -1,4 +1,4 @@
-"""Checks of isolation: cycles among transactions, by write order, by reads, and by real time.
+"""Checks of isolation: write order against real time, and cycles by write order, by reads, and by real time.
 
 An edge leads from an earlier to a later transaction: `ww` if the later one wrote the next value of a partition, `wr` if
 it received a value of the earlier one, `rt` if it began after the earlier one had ended.
@@ -20,14 +20,18 @@ _Edge = tuple[int, int, str]
 
 
 def check_cycles(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
-    """Find cycles of committed transactions: `G0`, `G1c`, and both with edges of real time (`G0-realtime`, …)."""
+    """Find cycles of committed transactions: `G0`, `G1c`, and `G1c-realtime` with edges of real time.
+
+    Find `G0-realtime` in each partition. A cycle of several partitions would not tell: messages of a long transaction
+    may lie before those of one transaction in one partition, and after those of a later one in another.
+    """
     committed = (fate == COMMITTED) & np.array([each.what == "transaction" for each in tables.operations], bool)
+    _check_real_time(tables, _in_order(tables, committed, rank), findings)
     ww, wr = list(_write_order(tables, committed, rank)), list(_reads_from(tables, committed))
     found: set[frozenset[int]] = set()
     for name, edges, needed, real_time in (
         ("G0", ww, "ww", False),
         ("G1c", [*ww, *wr], "wr", False),
-        ("G0-realtime", ww, "ww", True),
         ("G1c-realtime", [*ww, *wr], "wr", True),
     ):
         for cycle in _cycles(len(committed), edges, _real_time(tables, committed) if real_time else [], needed):
@@ -38,11 +42,38 @@ def check_cycles(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
                 findings.add(name, f"{text} {tables.name(cycle[0][0])}", sorted(nodes))
 
 
-def _write_order(tables: Tables, committed: Numbers, rank: Numbers) -> Iterator[_Edge]:
-    """Yield an edge between the writers of two successive values of a partition."""
+def _in_order(tables: Tables, committed: Numbers, rank: Numbers) -> Numbers:
+    """Return the values of committed transactions, sorted by partition and by their rank in the partition."""
     value = np.flatnonzero((rank != NONE) & (tables.writer != NONE))
     value = value[committed[tables.writer[value]]]
-    rows = value[np.lexsort((rank[value], tables.home[value]))]
+    ordered: Numbers = value[np.lexsort((rank[value], tables.home[value]))]
+    return ordered
+
+
+def _check_real_time(tables: Tables, ordered: Numbers, findings: Findings) -> None:
+    """Find messages that lie before a message of a transaction that had ended before theirs began."""
+    found: set[tuple[int, int]] = set()
+    latest: dict[tuple[int, str], int] = {}  # by partition and host: the value whose transaction began last
+    for value in ordered.tolist():
+        later = latest.setdefault((tables.home[value], _host(tables, tables.writer[value])), value)
+        pair = int(tables.writer[value]), int(tables.writer[later])
+        first, second = (tables.operations[order] for order in pair)
+        ended = None if first.outcome == "prepared" else first.end  # by a later call, if it was prepared
+        if ended is not None and ended < second.start and pair not in found:
+            found.add(pair)
+            text = f"{tables.name(pair[1])} began after {tables.name(pair[0])} had ended, and wrote before it"
+            findings.add("G0-realtime", text, sorted(pair), [tables.value(value), tables.value(later)])
+        elif first.start >= second.start:
+            latest[tables.home[value], _host(tables, pair[0])] = value
+
+
+def _host(tables: Tables, order: int) -> str:
+    return tables.history.processes[tables.operations[order].process].host
+
+
+def _write_order(tables: Tables, committed: Numbers, rank: Numbers) -> Iterator[_Edge]:
+    """Yield an edge between the writers of two successive values of a partition."""
+    rows = _in_order(tables, committed, rank)
     first, second = rows[:-1], rows[1:]
     next_to = (tables.home[first] == tables.home[second]) & (tables.writer[first] != tables.writer[second])
     edges = np.unique(np.stack([tables.writer[first[next_to]], tables.writer[second[next_to]]], axis=1), axis=0)
@@ -69,7 +100,7 @@ def _real_time(tables: Tables, committed: Numbers) -> list[_Edge]:
     hosts: dict[str, list[tuple[int, int, int]]] = {}
     for order in map(int, np.flatnonzero(committed)):
         operation = tables.operations[order]
-        events = hosts.setdefault(tables.history.processes[operation.process].host, [])
+        events = hosts.setdefault(_host(tables, order), [])
         events.append((operation.start, 1, order))
         # Messages of a prepared transaction may be stored when it is committed, in a later call.
         if operation.end is not None and operation.outcome != "prepared":

@@ -23,7 +23,7 @@ from txnbridge.errors import NotFound, TxnBridgeError
 from txnbridge_conformance import faults
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.faults import Proxy
-from txnbridge_conformance.history import Recorder, read_history
+from txnbridge_conformance.history import History, Recorder, read_history
 from txnbridge_conformance.run import official
 from txnbridge_conformance.run.client import Client, read_of, text_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
@@ -168,9 +168,8 @@ class Hunt:
         self._stop(_SOURCES)
         self._stop(("finish",))
         self._finish_all(bridge)
-        if "sell" in self._roles:
-            self._publish_sales(bridge)
-        self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
+        with self._answered_check_backs(bridge):
+            self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
         source = self._plan.topic("source")
         groups = self._plan.groups(self._roles)
         calls = [self._recorder.start("drained", group=group, topics=[source]) for group in groups]
@@ -208,17 +207,27 @@ class Hunt:
 
         self._await(finish_left, "transactions have no outcome")
 
-    def _publish_sales(self, bridge: Bridge) -> None:
-        """Answer check-backs until each half message whose local work was done is published. Record all decisions."""
-        sales = Sales(self._plan.sales)
-        with bridge.resolver(self._plan.sellers, check=lambda id, messages: sales.decide(id, Decision.ABORT)):
-            self._await(lambda: self._sold(bridge) >= self._wanted(sales), "half messages are not published")
+    @contextmanager
+    def _answered_check_backs(self, bridge: Bridge) -> Iterator[None]:
+        """Publish each half message whose local work was done, and let check-backs be answered during the block.
+
+        Record at the end what was decided about half messages. RocketMQ asks only a bridge of the same application
+        about a transaction, so a bridge of the owners' application is open meanwhile.
+        """
+        with self._client.bridge(application=self._plan.owner):
+            if "sell" not in self._roles:
+                yield
+                return
+            sales = Sales(self._plan.sales)
+            with bridge.resolver(self._plan.sellers, check=lambda id, messages: sales.decide(id, Decision.ABORT)):
+                self._await(lambda: self._sold(bridge) >= self._wanted(sales), "half messages are not published")
+                yield
         for transaction, decision in sales.all().items():
             call = self._recorder.start("decided", transaction=transaction)
             call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
 
     def _sold(self, bridge: Bridge) -> set[str]:
-        return {text_of(message) for message in bridge.read(self._plan.topic("sold"), _ALL)}
+        return {text_of(message) for topic in self._plan.sold for message in bridge.read(topic, _ALL)}
 
     def _wanted(self, sales: Sales) -> set[str]:
         """Return the values of the half messages that must be published: their local work was done."""
@@ -239,7 +248,7 @@ class Hunt:
         return topics.isdisjoint(self._plan.topics)
 
     def _is_drained(self, bridge: Bridge, group: str) -> bool:
-        return self._all_acknowledged(group) or self._has_no_lag(bridge, group)
+        return self._all_acknowledged(bridge, group) or self._has_no_lag(bridge, group)
 
     def _has_no_lag(self, bridge: Bridge, group: str) -> bool:
         if not bridge.capabilities[Capability.GROUP_ADMIN]:
@@ -251,18 +260,16 @@ class Hunt:
         # A partition of which the group has acknowledged nothing is missing in its lag.
         return len(lag) == PARTITIONS and not any(lag.values())
 
-    def _all_acknowledged(self, group: str) -> bool:
-        """Return whether a group has acknowledged all messages of the source topic, by the histories.
+    def _all_acknowledged(self, bridge: Bridge, group: str) -> bool:
+        """Return whether committed transactions have acknowledged all messages of the source topic for a group.
 
-        The group's lag does not tell this on brokers that count control markers in the lag.
+        A member may be killed before it records that its transaction was committed: then its output can be read. The
+        group's lag does not tell this on brokers that count control markers in the lag.
         """
         if time.monotonic() < self._next_look:
             return False
         history = read_history([self._plan.folder])
         results = [operation.result for operation in history.operations]
-        taken = {
-            value for order, by, values in history.acks if by == group and results[order] == "ok" for value in values
-        }
         source = self._plan.topic("source")
         sent = {
             value
@@ -270,8 +277,13 @@ class Hunt:
             if topic == source and results[order] == "ok"
             for value in values
         }
+        committed = {order for order, result in enumerate(results) if result == "ok"}
+        if not sent <= _acknowledged_by(committed, history, group):
+            outputs = (self._plan.topic("target"), self._plan.topic("processed"), self._plan.dead_letters)
+            seen = {text_of(message) for topic in outputs for message in bridge.read(topic, _ALL)}
+            committed.update(order for order, _, values in history.sends if not seen.isdisjoint(values))
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        return sent <= taken
+        return sent <= _acknowledged_by(committed, history, group)
 
     def _await(self, condition: Callable[[], bool], what: str) -> bool:
         """Wait until a condition is true, for `_SETTLING_SECONDS` at most. Return whether it became true.
@@ -310,13 +322,13 @@ class Hunt:
 
     def read_back_officially(self) -> None:
         """Read every topic in a child process with the broker's official client, if that client is installed."""
-        if (name := official.name_of(self._plan.url)) is None:
+        if (name := official.name_of(self._plan)) is None:
             return
         self._progress(f"reading everything back with {name}")
         recorder = Recorder(Path(self._plan.folder) / "official.jsonl", "official", name)
         for topic in self._plan.topics:
             call = recorder.start("read", topics=[topic])
-            command = [sys.executable, "-m", official.__name__, self._plan.url, topic]
+            command = [sys.executable, "-m", official.__name__, self._plan.to_json(), topic]
             try:
                 done = subprocess.run(command, capture_output=True, timeout=_READING_SECONDS, check=True)
             except subprocess.SubprocessError as error:
@@ -353,6 +365,11 @@ def hunt(
         running.settle(bridge)
         running.read_back()
         running.read_back_officially()
+
+
+def _acknowledged_by(orders: Collection[int], history: History, group: str) -> set[str]:
+    """Return the values that these operations of a history acknowledge for a group."""
+    return {value for order, by, values in history.acks if by == group and order in orders for value in values}
 
 
 def _counted(deeds: Counter[str]) -> str:

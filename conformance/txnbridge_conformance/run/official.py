@@ -1,4 +1,4 @@
-"""Readers that use the brokers' own clients, to find what our readers may hide. `python -m … URL TOPIC…` is a reader.
+"""Readers that use the brokers' own clients, to find what our readers may hide. `python -m … PLAN TOPIC…` is a reader.
 
 A reader prints one line of JSON for each committed message: topic, partition, position (or null), value. Each reader is
 a process of its own, so that a crash of a client in C does not end the run.
@@ -9,31 +9,44 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import sys
+import tempfile
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+import txnbridge
 from txnbridge_conformance.run.bodies import value_of
-from txnbridge_conformance.run.plan import PARTITIONS
+from txnbridge_conformance.run.plan import PARTITIONS, Plan
 
 Line = tuple[str, int, "list[int] | None", str]
 
 # A reader of Pulsar waits so long for a message that its client has announced.
 _HELD_BACK_MS = 30_000
+# RocketMQ's client waits so long for messages, and gets no message again within the second time. A reader that has
+# received nothing new for the third time gives up.
+_WAIT_SECONDS, _HIDDEN_SECONDS, _STANDSTILL_SECONDS = 5, 3600, 60.0
 
 
-def name_of(url: str) -> str | None:
-    """Return the module name of the official client for the broker at a URL; None if no client is installed."""
-    name = {"kafka": "confluent_kafka", "pulsar": "pulsar"}.get(urlsplit(url).scheme)
+def name_of(plan: Plan) -> str | None:
+    """Return the module name of the official client for the plan's broker; None if none is installed or can connect."""
+    scheme = urlsplit(plan.url).scheme
+    name = {"kafka": "confluent_kafka", "pulsar": "pulsar", "rocketmq": plan.grpc and "rocketmq"}.get(scheme)
     return name if name and importlib.util.find_spec(name) else None
 
 
-def read_kafka(url: str, topics: Sequence[str]) -> Iterator[Line]:
+def read_kafka(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
     from confluent_kafka import Consumer, KafkaError, TopicPartition
 
-    settings = {"bootstrap.servers": urlsplit(url).netloc, "group.id": "official", "isolation.level": "read_committed"}
+    settings = {
+        "bootstrap.servers": urlsplit(plan.url).netloc,
+        "group.id": "official",
+        "isolation.level": "read_committed",
+    }
     consumer = Consumer({**settings, "enable.auto.commit": False, "enable.partition.eof": True, "log_level": 0})
     left = {(topic, number) for topic in topics for number in range(PARTITIONS)}
     consumer.assign([TopicPartition(topic, number, 0) for topic, number in left])
@@ -48,10 +61,10 @@ def read_kafka(url: str, topics: Sequence[str]) -> Iterator[Line]:
     consumer.close()
 
 
-def read_pulsar(url: str, topics: Sequence[str]) -> Iterator[Line]:
+def read_pulsar(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
     pulsar: Any = importlib.import_module("pulsar")
 
-    parts = urlsplit(url)
+    parts = urlsplit(plan.url)
     namespace = parts.path.strip("/") or "public/default"
     client: Any = pulsar.Client(f"pulsar://{parts.netloc}", logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
     for topic in topics:
@@ -66,9 +79,42 @@ def read_pulsar(url: str, topics: Sequence[str]) -> Iterator[Line]:
     client.close()
 
 
-def main(url: str, *topics: str) -> None:
-    read = {"kafka": read_kafka, "pulsar": read_pulsar}[urlsplit(url).scheme]
-    for line in read(url, topics):
+def read_rocketmq(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
+    """Yield all messages, each queue in order. Raise `TimeoutError` if the client does not return all."""
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["HOME"] = home  # the client writes a log there
+        rocketmq: Any = importlib.import_module("rocketmq")
+        errors: Any = importlib.import_module("rocketmq.v5.exception")
+
+    group = f"official-{uuid.uuid4().hex}"
+    with txnbridge.connect(plan.url) as bridge:
+        bridge.consumer(list(topics), group).close()  # creates the group, without which the client reads nothing
+        ends = {partition: end[0] for partition, (_, end) in bridge.admin.bounds(topics).items()}
+    subscription = {topic: rocketmq.FilterExpression("*") for topic in topics}
+    configuration = rocketmq.ClientConfiguration(plan.grpc, rocketmq.Credentials())
+    consumer = rocketmq.SimpleConsumer(configuration, group, subscription, _WAIT_SECONDS)
+    consumer.startup()
+    found: dict[tuple[str, int, int], str] = {}
+    until = time.monotonic() + _STANDSTILL_SECONDS
+    while len(found) < sum(ends.values()):
+        if time.monotonic() > until:
+            raise TimeoutError(f"{len(found)} of {sum(ends.values())} messages came")
+        with suppress(errors.ClientException):  # the proxy fails until it knows the consumer
+            for message in consumer.receive(32, _HIDDEN_SECONDS):
+                # Only the receipt handle tells the place: its seventh and eighth fields are queue and offset.
+                queue, offset = message.receipt_handle.split(" ")[6:8]
+                value = value_of(message.topic, message.body, next(iter(message.keys), ""))
+                found[message.topic, int(queue), int(offset)] = value
+                until = time.monotonic() + _STANDSTILL_SECONDS
+    yield from ((topic, queue, [offset], value) for (topic, queue, offset), value in sorted(found.items()))
+    sys.stdout.flush()
+    os._exit(0)  # threads of the client would go on
+
+
+def main(text: str, *topics: str) -> None:
+    plan = Plan.from_json(text)
+    read = {"kafka": read_kafka, "pulsar": read_pulsar, "rocketmq": read_rocketmq}[urlsplit(plan.url).scheme]
+    for line in read(plan, topics):
         sys.stdout.write(json.dumps(line) + "\n")
 
 

@@ -56,6 +56,8 @@ class Plan:
     plugins: Sequence[str] = ()  # modules that add backends, for those without an entry point
     workloads: Sequence[str] = tuple(WORKLOADS)
     raw: bool = False  # whether processes use the broker's plain client instead of txnbridge
+    # The address of the gRPC proxy through which RocketMQ's official client reads, if there is one.
+    grpc: str = ""
     # The deadline of calls and transactions: short, so that paused processes resume after it.
     timeout: float = 8.0
     # The time for which prepared transactions wait for a process that finishes them.
@@ -75,11 +77,13 @@ class Plan:
 
     @property
     def topics(self) -> list[str]:
-        """The names of the run's topics except `dead_letters`.
+        """The names of the run's topics except `dead_letters`: for transactions, groups and half messages."""
+        return [*(self.topic(what) for what in ("left", "right", "source", "target", "processed")), *self.sold]
 
-        There are two for transactions, the input and the two outputs of groups, and one for half messages.
-        """
-        return [self.topic(what) for what in ("left", "right", "source", "target", "processed", "sold")]
+    @property
+    def sold(self) -> list[str]:
+        """The topics of half messages."""
+        return [self.topic("sold"), self.topic("shipped")]
 
     @property
     def dead_letters(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from txnbridge import Bridge, Capability, Decision, HalfTransaction, Message, Transaction, plugins
 from txnbridge.errors import Poison, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall
-from txnbridge_conformance.run.client import Client, read_of, text_of
+from txnbridge_conformance.run.client import SALE_SECONDS, Client, read_of, text_of
 from txnbridge_conformance.run.processing import ProcessorRecording
 from txnbridge_conformance.run.sales import Sales
 
@@ -138,19 +138,25 @@ def watch(client: Client) -> None:
 
 
 def sell(client: Client) -> None:
-    """Store half messages whose local work commits, aborts, fails or leaves the decision open. Answer check-backs."""
+    """Store half messages whose local work commits, aborts, fails, is late or undecided. Answer most check-backs."""
     sales = Sales(client.plan.sales)
+    chance = client.random.random
 
     def execute(txn: HalfTransaction, call: RecordedCall) -> Decision:
         call.note(transaction=txn.id)
-        way = client.random.random()
-        if way < 0.1:
+        if chance() < 0.1:
             raise RuntimeError("the local work failed")
-        decision = sales.decide(txn.id, Decision.COMMIT if way < 0.7 else Decision.ABORT)
-        return Decision.UNDECIDED if client.random.random() < 0.2 else decision
+        if chance() < 0.02:
+            client.stop.wait(1.5 * SALE_SECONDS)
+        decision = sales.decide(txn.id, Decision.COMMIT if chance() < 0.7 else Decision.ABORT)
+        if chance() < 0.1:
+            raise RuntimeError("the process failed after the local work")
+        return Decision.UNDECIDED if chance() < 0.1 else decision
 
     def check(transaction: str, messages: object) -> Decision:
-        return sales.decide(transaction, Decision.ABORT)
+        if chance() < 0.1:
+            raise RuntimeError("the database is away")
+        return Decision.UNDECIDED if chance() < 0.1 else sales.decide(transaction, Decision.ABORT)
 
     with client.bridge(writers=1) as bridge:
         with bridge.half_messages(client.plan.sellers, execute=execute, check=check) as halves:
