@@ -296,7 +296,12 @@ _TAKERS = {
 
 
 # The fields without which a call says nothing.
-_NEEDED = {"read": ("topics",), "drained": ("group", "topics"), "declares": ("absent",)}
+_NEEDED = {
+    "read": ("topics",),
+    "check": ("transaction", "values"),
+    "drained": ("group", "topics"),
+    "declares": ("absent",),
+}
 
 
 def _fields(line: dict[str, Any]) -> dict[str, Any]:
@@ -307,7 +312,7 @@ def _fields(line: dict[str, Any]) -> dict[str, Any]:
     for name in ("transaction", "outcome", "error", "group", "session", "owner", "wish"):
         if line.get(name) is not None:
             _text(line[name])
-    for name in ("topics", "absent"):
+    for name in ("topics", "absent", "values"):
         if name in line:
             _texts(line[name])
     for name in ("deadline", "hold"):

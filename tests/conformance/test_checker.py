@@ -259,6 +259,15 @@ def test_half_messages_are_published_if_and_only_if_their_local_work_was_done(de
         assert (name in story.found()) is (read != log.split())
 
 
+def test_a_check_back_shows_the_messages_of_its_transaction():
+    for shown, found in ((["2", "1"], []), (["1"], ["checkback-lie"]), (["1", "2", "2"], ["checkback-lie"])):
+        story = Story()
+        call = story.begin("a", "half", transaction="x")
+        story.send("a", call, "1", "2")
+        story.end("b", story.begin("b", "check", transaction="x", values=shown))
+        assert story.found() == found
+
+
 def test_a_call_that_takes_longer_than_its_deadline_hangs_unless_its_process_was_paused():
     for paused in (False, True):
         story = Story()

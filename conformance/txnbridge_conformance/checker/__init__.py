@@ -25,6 +25,7 @@ def check(history: History) -> Findings:
     for read in _messages.full_reads(tables, findings):
         _messages.check_full_read(tables, fate, read, findings)
     _owners.check_owners(tables, findings)
+    _owners.check_check_backs(tables, findings)
     _owners.check_prepared(tables, fate, findings)
     _calls.check_calls(tables, findings)
     _acks.check_acks(tables, fate, findings)

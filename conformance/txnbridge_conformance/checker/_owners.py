@@ -1,4 +1,4 @@
-"""Checks of owners and of prepared transactions, by the order of calls in real time.
+"""Checks of owners, of check-backs, and of prepared transactions, by the order of calls in real time.
 
 Only calls of processes on one host are compared, because monotonic clocks of two hosts are unrelated.
 """
@@ -43,6 +43,20 @@ def check_owners(tables: Tables, findings: Findings) -> None:
                     name = tables.name(transaction.order)
                     text = f"{name} began after a newer owner had opened {owner[0]}, and took effect"
                     findings.add("zombie-write", text, [transaction.order, first.order])
+
+
+def check_check_backs(tables: Tables, findings: Findings) -> None:
+    """Find check-backs that showed other messages than those that their half-message transaction had sent."""
+    halves = {each.transaction: each.order for each in tables.operations if each.what == "half" and each.transaction}
+    sent: dict[int, list[str]] = defaultdict(list)
+    for order, _, values in tables.history.sends:
+        sent[order] += values
+    for operation in tables.operations:
+        half = halves.get(operation.transaction or "") if operation.what == "check" else None
+        if half is not None and sorted(operation.fields["values"]) != sorted(sent[half]):
+            shown = len(operation.fields["values"])
+            text = f"{tables.name(operation.order)} showed {shown} messages, which are not the {len(sent[half])} sent"
+            findings.add("checkback-lie", text, [half, operation.order])
 
 
 def _sessions(tables: Tables) -> dict[tuple[str, str], list[_Session]]:

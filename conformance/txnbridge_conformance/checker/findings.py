@@ -41,6 +41,7 @@ MEANINGS = {
     "lost-prepare": "a prepared transaction was aborted before its hold had passed, and nobody asked for that",
     "outcome-lie": "a transaction's returned outcome is contradicted by what readers read",
     "orphan-half": "a half message whose local work succeeded was not published",
+    "checkback-lie": "a check-back showed other messages than its transaction had stored",
     "phantom-commit": "a half message whose local work was not done was published",
     "hang": "a call took longer than its deadline allows",
     "crash": "a process of the run crashed, or did not stop when it was asked to",

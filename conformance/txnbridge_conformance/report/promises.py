@@ -89,7 +89,7 @@ PROMISES = (
     Promise(
         "half messages",
         "A half message is published if and only if its local work was done.",
-        ("orphan-half", "phantom-commit"),
+        ("orphan-half", "phantom-commit", "checkback-lie"),
         ("half messages",),
         "half-messages",
     ),

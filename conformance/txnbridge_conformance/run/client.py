@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,6 +188,10 @@ class Client:
         else:
             outcome = txn.outcome or Outcome.UNKNOWN
             call.end(_RESULTS[outcome], outcome=outcome.name.lower())
+
+    def note_check(self, transaction: str, messages: Iterable[Message]) -> None:
+        """Record a check-back: the messages that the broker showed of an undecided half-message transaction."""
+        self.recorder.start("check", transaction=transaction, values=[text_of(each) for each in messages]).end("ok")
 
     def finish(self, bridge: Bridge, transaction: str, token: str, wish: str) -> bool:
         """Commit or abort a prepared transaction by its token, or ask for its status, and record the call.

@@ -11,14 +11,14 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import txnbridge
-from txnbridge import Bridge, Capability, Decision
+from txnbridge import Bridge, Capability, Decision, Message
 from txnbridge.errors import NotFound, TxnBridgeError
 from txnbridge_conformance import faults
 from txnbridge_conformance.brokers import Broker
@@ -219,7 +219,12 @@ class Hunt:
                 yield
                 return
             sales = Sales(self._plan.sales)
-            with bridge.resolver(self._plan.sellers, check=lambda id, messages: sales.decide(id, Decision.ABORT)):
+
+            def check(transaction: str, messages: Sequence[Message]) -> Decision:
+                self._client.note_check(transaction, messages)
+                return sales.decide(transaction, Decision.ABORT)
+
+            with bridge.resolver(self._plan.sellers, check=check):
                 self._await(lambda: self._sold(bridge) >= self._wanted(sales), "half messages are not published")
                 yield
         for transaction, decision in sales.all().items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from txnbridge import Bridge, Capability, Decision, HalfTransaction, Message, Transaction, plugins
 from txnbridge.errors import Poison, TxnBridgeError
@@ -153,7 +153,8 @@ def sell(client: Client) -> None:
             raise RuntimeError("the process failed after the local work")
         return Decision.UNDECIDED if chance() < 0.1 else decision
 
-    def check(transaction: str, messages: object) -> Decision:
+    def check(transaction: str, messages: Sequence[Message]) -> Decision:
+        client.note_check(transaction, messages)
         if chance() < 0.1:
             raise RuntimeError("the database is away")
         return Decision.UNDECIDED if chance() < 0.1 else sales.decide(transaction, Decision.ABORT)
