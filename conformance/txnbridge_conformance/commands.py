@@ -6,11 +6,11 @@ import json
 import random
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
@@ -24,6 +24,9 @@ from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
 from txnbridge_conformance.run.plan import FLOOR, NEEDS, PARTITIONS, RAW_ROLES, WORKLOADS, Plan
 from txnbridge_conformance.run.processes import RunFailed
+
+if TYPE_CHECKING:
+    from txnbridge_conformance.contract import ContractResult
 
 # The exit code of a run that could not judge; codes 0 to 2 are those of `Verdict`.
 _COULD_NOT_RUN = 3
@@ -103,6 +106,7 @@ def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) ->
     show_default=True,
     help="Whether processes use txnbridge, or the plain client of Kafka or Pulsar.",
 )
+@click.option("--contract", is_flag=True, help="Run the contract suite first; it takes a minute or more.")
 @click.option("--hook", metavar="COMMAND", help="Calls COMMAND inject KIND TARGET, and later COMMAND heal KIND TARGET.")
 @click.option(
     "--target", "targets", multiple=True, callback=_targets, metavar="KIND:TARGET", help="A fault that the hook knows."
@@ -121,6 +125,7 @@ def run(
     faults: frozenset[str] | None,
     workloads: tuple[str, ...],
     through: str,
+    contract: bool,
     hook: str | None,
     targets: list[tuple[str, str]],
     plugins: tuple[str, ...],
@@ -150,6 +155,7 @@ def run(
         raise click.BadParameter("plain clients of Kafka and Pulsar alone have transactions", param_hint="--through")
     kinds = faults or (_FAULTS if starts else frozenset({"client"}))
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
+    kept: list[ContractResult] = []
     try:
         with _started(url) if starts else nullcontext() as broker:
             address = _url_of(broker) if broker else url
@@ -158,6 +164,8 @@ def run(
                 address, name, seed, seconds, str(folder), plugins=plugins, workloads=workloads, raw=raw, grpc=grpc
             )
             plan.register_plugins()
+            if contract:
+                kept = _contract_results(address)
             hunt(plan, _progress(), broker, kinds, [HookFaults(hook, targets)] if hook else [])
     except (RunFailed, TxnBridgeError, ImportError) as error:
         click.echo(f"the run failed: {error}", err=True)
@@ -167,7 +175,9 @@ def run(
         command += f" --workload {','.join(workloads)}"
     if raw:
         command += " --through raw"
-    _judge([str(folder)], floor, as_json, folder, command)
+    if contract:
+        command += " --contract"
+    _judge([str(folder)], floor, as_json, folder, command, kept)
 
 
 def _started(name: str) -> AbstractContextManager[Broker]:
@@ -263,14 +273,8 @@ def _verdicts(report: dict[str, Any]) -> dict[str, str]:
 @json_and_debug
 def contract(url: str, plugins: tuple[str, ...], only: str, as_json: bool) -> None:
     """Run the contract suite on the broker at URL: one line a promise, kept, broken or declared absent."""
-    from txnbridge_conformance.contract import run_contract
-
     Plan(url, "", 0, 0, "", plugins=plugins).register_plugins()
-    try:
-        promises = run_contract(url, only)
-    except RuntimeError as error:
-        click.echo(f"the suite could not run: {error}", err=True)
-        sys.exit(_COULD_NOT_RUN)
+    promises = _contract_results(url, only)
     if as_json:
         click.echo(json.dumps([asdict(promise) for promise in promises]))
     else:
@@ -282,7 +286,24 @@ def contract(url: str, plugins: tuple[str, ...], only: str, as_json: bool) -> No
     sys.exit(any(promise.verdict == "broken" for promise in promises))
 
 
-def _judge(paths: Any, floor: dict[str, int], as_json: bool, folder: Path | None = None, command: str = "") -> None:
+def _contract_results(url: str, only: str = "") -> list[ContractResult]:
+    from txnbridge_conformance.contract import run_contract  # pytest would double the time of every other command
+
+    try:
+        return run_contract(url, only)
+    except RuntimeError as error:
+        click.echo(f"the suite could not run: {error}", err=True)
+        sys.exit(_COULD_NOT_RUN)
+
+
+def _judge(
+    paths: Any,
+    floor: dict[str, int],
+    as_json: bool,
+    folder: Path | None = None,
+    command: str = "",
+    contract: Sequence[ContractResult] = (),
+) -> None:
     # Imported here, because numpy would double the time of every other command.
     from txnbridge_conformance.checker import check
     from txnbridge_conformance.history import HistoryError, read_history
@@ -296,13 +317,13 @@ def _judge(paths: Any, floor: dict[str, int], as_json: bool, folder: Path | None
         sys.exit(_COULD_NOT_RUN)
     findings = check(history)
     judgement = judge(history, findings, floor)
-    report = Report(history, findings, judgement, command)
+    report = Report(history, findings, judgement, command, contract)
     if folder:
         (folder / "report.txt").write_text(report.text())
         (folder / "report.json").write_text(report.json())
         (folder / "report.html").write_text(report.html())
     click.echo(report.json() if as_json else report.text(), nl=False)
-    sys.exit(judgement.verdict.value)
+    sys.exit(1 if report.broken_contract else judgement.verdict.value)
 
 
 def _progress() -> Callable[[str], None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance.checker import MEANINGS, check
+from txnbridge_conformance.contract import ContractResult
 from txnbridge_conformance.history import History
 from txnbridge_conformance.report import Report
 from txnbridge_conformance.run.verdict import judge
@@ -96,6 +97,8 @@ def test_a_report_names_what_was_broken_and_what_was_not_tested():
     assert (verdicts["durable"], verdicts["half messages"]) == ("not tested", "not tested")
     assert json.loads(report.json()) == document
     assert "Not tested: " in report.text()
+    assert "Contract suite: 0 of 1 capabilities kept; broken: isolation." in report.text()
+    assert "failed: test_an_aborted_message_is_never_seen" in report.html()
     assert "<script>alert" not in report.html()
 
 
@@ -111,7 +114,8 @@ def broken_report() -> Report:
         lines.append({"end": 1, "result": "ok", "mono": 3 * 10**6})
         history.add([json.dumps(line).encode() + b"\n" for line in lines], __file__)
     findings = check(history)
-    return Report(history, findings, judge(history, findings))
+    contract = [ContractResult("isolation", "broken", 3, ("test_an_aborted_message_is_never_seen",))]
+    return Report(history, findings, judge(history, findings), contract=contract)
 
 
 def cut(folder: Path) -> str:

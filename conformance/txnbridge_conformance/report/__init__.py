@@ -10,15 +10,18 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from txnbridge_conformance.checker import MEANINGS, Finding, Findings
 from txnbridge_conformance.history import History, Operation
 from txnbridge_conformance.report.partitions import Partitions
 from txnbridge_conformance.report.promises import Row, rows
 from txnbridge_conformance.run.verdict import Judgement, declared_absent
+
+if TYPE_CHECKING:
+    from txnbridge_conformance.contract import ContractResult
 
 _COLOURS = {"committed": 0, "aborted": 1, "prepared": 2, "unknown": 3}
 _RESULTS = {"ok": "committed", "fail": "aborted", "unknown": "unknown"}
@@ -34,6 +37,12 @@ class Report:
     findings: Findings
     judgement: Judgement
     command: str = ""
+    contract: Sequence[ContractResult] = ()  # verdicts of the contract suite, if the run began with it
+
+    @property
+    def broken_contract(self) -> list[str]:
+        """The names of the capabilities whose tests of the contract suite failed."""
+        return [result.name for result in self.contract if result.verdict == "broken"]
 
     def text(self) -> str:
         """Return the report as text: the verdict, the counts of the run, and each finding with its first cases."""
@@ -42,6 +51,10 @@ class Report:
     def _lines(self) -> Iterator[str]:
         yield self.judgement.sentence
         yield ", ".join(f"{count:,} {name}" for name, count in self.judgement.counts.items())
+        if self.contract:
+            kept = sum(result.verdict == "kept" for result in self.contract)
+            broken = f"; broken: {', '.join(self.broken_contract)}" if self.broken_contract else ""
+            yield f"Contract suite: {kept} of {len(self.contract)} capabilities kept{broken}."
         untested = [row.promise.name for row in self._rows() if row.verdict == "not tested"]
         if untested:
             yield f"Not tested: {', '.join(untested)}."
@@ -83,6 +96,7 @@ class Report:
                 }
                 for row in self._rows()
             ],
+            "contract": [asdict(result) for result in self.contract],
             "findings": [
                 {
                     "name": name,
