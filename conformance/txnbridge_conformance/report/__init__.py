@@ -96,7 +96,7 @@ class Report:
                 }
                 for row in self._rows()
             ],
-            "contract": [asdict(result) for result in self.contract],
+            "contract": [{**asdict(result), "failed": list(result.failed)} for result in self.contract],
             "findings": [
                 {
                     "name": name,
