@@ -359,7 +359,7 @@ class Deliveries:
             return given
 
     def stay(self, positions: Mapping[Partition, Position]) -> None:
-        """Go back to these positions, the ones before a failed seek, which may or may not have moved the reader."""
+        """After a failed seek, which may have moved the reader, have it return to these positions before the seek."""
         with self.lock:
             self._any_back = True
             for partition in positions.keys() & self.assignments.keys():
