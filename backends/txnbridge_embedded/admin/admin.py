@@ -26,7 +26,7 @@ from txnbridge.spi import (
 from txnbridge_embedded.admin import groups
 from txnbridge_embedded.client.headers import unpack_raw
 from txnbridge_embedded.client.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
-from txnbridge_embedded.client.session import SharedConnection
+from txnbridge_embedded.client.shared_connection import SharedConnection
 from txnbridge_embedded.client.store import (
     FileConnection,
     StoredTopic,

@@ -50,7 +50,7 @@ class OrderedReader(GroupReader):
         self._leaving: dict[Partition, Cursor] = {}  # revoked partitions that are not released in the file yet
         super()._open(deadline)
 
-    def _proof(self) -> Mapping[Partition, tuple[int, int]]:
+    def _assignment_epochs(self) -> Mapping[Partition, tuple[int, int]]:
         return {partition: (cursor.id, cursor.epoch) for partition, cursor in self._cursors.items()}
 
     # --- following the assignment -----------------------------------------------------------------------------------

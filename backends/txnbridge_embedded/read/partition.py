@@ -73,7 +73,7 @@ class Cursor:
             self._delivery_counts = {key: count for key, count in self._delivery_counts.items() if key >= offset}
 
     def take(self, connection: sqlite3.Connection, limit: int, room: int, into: list[Message]) -> int:
-        """Append the next messages to a list, those for redelivery first; return their size in bytes.
+        """Append the next messages to the list `into`, those for redelivery first; return their size in bytes.
 
         There may be none even if `ready` is true. Raise `PositionLost` if retention has removed the next message.
         """

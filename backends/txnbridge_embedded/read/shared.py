@@ -38,7 +38,7 @@ class SharedReader(GroupReader):
             self._lease_connection.close()
             raise
 
-    def _proof(self) -> Mapping[Partition, tuple[int, int]]:
+    def _assignment_epochs(self) -> Mapping[Partition, tuple[int, int]]:
         return {partition: (cursor.id, 0) for partition, cursor in self._cursors.items()}
 
     def _reassign(self, connection: FileConnection, now: int) -> None:
