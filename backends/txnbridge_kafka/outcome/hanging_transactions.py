@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from txnbridge.errors import AccessDenied, InvalidState, NotFound, StorageFailed
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.client.responses import COMMITTED, ActiveProducer, TransactionDescription
+from txnbridge_kafka.client.protocol_types import COMMITTED, ActiveProducer, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision, recorded_decisions
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
