@@ -187,8 +187,9 @@ class PulsarClient:
         )
 
     def hang_up(self, connection_key: str) -> None:
-        """Close the connections with one key, and lose their producers and consumers. Frames that were already written
-        may still arrive at the broker.
+        """Close the connections with one key, and lose their producers and consumers, so that nothing more is sent.
+
+        Frames that were already written may still arrive at the broker.
         """
         self._pool.hang_up(connection_key)
 

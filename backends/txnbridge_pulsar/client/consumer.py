@@ -242,8 +242,9 @@ class PulsarConsumer:
         return True
 
     def hold(self, held: bool) -> None:
-        """Stop granting permits if `held`, else grant them again. The broker still sends as many messages as it already
-        has permits for.
+        """Stop granting permits to the broker if `held`, else grant them again.
+
+        The broker still sends as many messages as it already has permits for.
         """
         self._held = held
         self._grant()
