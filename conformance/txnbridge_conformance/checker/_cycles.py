@@ -60,9 +60,11 @@ def _reads_from(tables: Tables, committed: Numbers) -> Iterator[_Edge]:
 
 
 def _real_time(tables: Tables, committed: Numbers) -> list[_Edge]:
-    """Return the `rt` edges. Each end of a transaction is a further node, so edges are few: no edge for each pair.
+    """Return the edges of real time among these transactions.
 
-    Only transactions of one host are compared, because monotonic clocks of two hosts are unrelated.
+    Each end of a transaction is a node of its own, to which and from which edges lead, so that not each pair of
+    transactions needs an edge. Only transactions of one host are compared, because monotonic clocks of two hosts are
+    unrelated.
     """
     edges: list[_Edge] = []
     extra = len(tables.operations)
@@ -104,7 +106,7 @@ def _cycles(nodes: int, edges: list[_Edge], real_time: list[_Edge], needed: str)
 
 
 def _named(graph: rustworkx.PyDiGraph[None, str], cycle: Iterable[int], nodes: int) -> Iterator[tuple[int, str]]:
-    """Yield each transaction on the path `cycle`, with the kind of the edge that leaves the transaction."""
+    """Yield each transaction on the path `cycle`, with the kind of the edge that leads from it to the next one."""
     path = list(cycle)
     for first, second in itertools.pairwise(path):
         if first < nodes:

@@ -11,8 +11,8 @@ from txnbridge_conformance.checker.findings import Findings
 _SLACK_SECONDS = 10.0
 
 
-def check_calls(tables: Tables, findings: Findings) -> None:
-    """Find calls that took longer than their deadline, and conditions for which the run waited in vain.
+def check_deadlines(tables: Tables, findings: Findings) -> None:
+    """Find calls that took longer than their deadlines, and conditions for which the run waited in vain.
 
     The time in which the process of a call was paused does not count.
     """
