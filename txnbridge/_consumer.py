@@ -315,7 +315,7 @@ class Consumer(ConnectionUser):
     # --- before reading on ----------------------------------------------------------------------------------------
 
     def _settle(self, timeout: float) -> None:
-        """Apply late outcomes of transactions to the messages that these acknowledged; rewind the reader."""
+        """Apply transactions' outcomes, once known, to the messages that they acknowledged; rewind the reader."""
         deliveries = self._deliveries
         if deliveries.is_abandoned:
             self._consumers.writers.clear_abandoned(Deadline(timeout))

@@ -166,7 +166,7 @@ class Decisions:
         return _public(self._engine.open(path_of(id), check_data(data or {}), self._deadline(timeout), name))
 
     def begin(self, *, opening: Opening | None = None, timeout: float | Deadline | None = None) -> dict[str, Any]:
-        """Return where the evidence about a transaction that begins now begins; its token carries the result as `log`.
+        """Return the place in the log from which a transaction that begins now has evidence: its token's `log`.
 
         An owner passes its `opening`. Raise `Fenced` if the log has a newer opening of the same id.
         """

@@ -118,7 +118,7 @@ class Engine:
             self._log.close()
 
     def begin(self, under: OpeningRef | None, deadline: Deadline) -> dict[str, Any]:
-        """Return where the evidence about a transaction that begins now begins, as JSON values for its token.
+        """Return the place in the log from which a transaction that begins now has evidence, as JSON for its token.
 
         Raise `Fenced` if the opening `under` is no longer the newest of its id.
         """

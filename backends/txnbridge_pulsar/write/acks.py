@@ -180,10 +180,10 @@ class SentAcks:
             self._acknowledge_one_by_one(sent, deadline)
 
     def _acknowledge_one_by_one(self, sent: _PartitionAcks, deadline: Deadline) -> None:
-        """Acknowledge messages by themselves after the broker has refused to acknowledge them together.
+        """Acknowledge each message by itself after the broker has refused to acknowledge them together.
 
         Otherwise a shared subscription would never redeliver them. The transaction can only abort. Its abort then makes
-        the broker redelivers all of these messages, except those that another transaction has acknowledged.
+        the broker redeliver all of these messages, except those that another transaction has acknowledged.
         """
         answers = []
         with suppress(wire.PulsarError):  # with the connection lost, everything is redelivered

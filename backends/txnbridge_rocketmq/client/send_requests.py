@@ -29,7 +29,7 @@ _NOT_FOR_HALVES = frozenset({"DELAY", "TIMER_DELAY_MS", "TIMER_DELAY_SEC", "TIME
 
 
 class HalfEnd(IntEnum):
-    """How END_TRANSACTION ends a half: commit or abort."""
+    """The two ways in which END_TRANSACTION ends a half."""
 
     COMMIT = SystemFlag.COMMITTED
     ABORT = SystemFlag.ABORTED

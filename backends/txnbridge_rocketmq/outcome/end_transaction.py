@@ -225,7 +225,7 @@ class HalfEnder:
         return True
 
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
-        """Stop a sequence because of an error, unless the request had no effect and may succeed if sent again."""
+        """Commit no more halves of a sequence after an error, unless it had no effect and may succeed if repeated."""
         passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
         passing = passing and type(translate(error, "")) is BrokerUnavailable
         if not passing or deadline.left() <= self._timing.end_pause:
@@ -273,7 +273,7 @@ class HalfEnder:
         return self._unpublished([each for each in missing if each.key in left], deadline)
 
     def _still_missing(self, missing: Sequence[_Expected], deadline: Deadline) -> Sequence[_Expected]:
-        """Return the messages that a look-up does not find. Look up again while other processes publish some."""
+        """Return which of these messages look-ups do not find, repeated while other processes publish some of them."""
         while len(left := self._unpublished(missing, deadline)) < len(missing):
             deadline.check("waiting for another process that publishes the same transaction")
             time.sleep(min(self._timing.index_delay, deadline.left()))
