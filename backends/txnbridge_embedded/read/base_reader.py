@@ -19,8 +19,8 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline, Emitter, Message, Partition, Position, Reader, ReaderListener, Subscription
 from txnbridge_embedded.client.change_notification import ChangeNotification
+from txnbridge_embedded.client.readable_ranges import Bounds
 from txnbridge_embedded.client.store import FileConnection, Store, now_ms, translate
-from txnbridge_embedded.client.visibility import Bounds
 from txnbridge_embedded.outcome.outcome import end_expired
 from txnbridge_embedded.read.partition import Cursor, position_lost
 from txnbridge_embedded.settings import Settings

@@ -8,8 +8,8 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from txnbridge.spi import Deadline, Partition
+from txnbridge_embedded.client.readable_ranges import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.client.store import CLOSING_SECONDS, FileConnection, now_ms
-from txnbridge_embedded.client.visibility import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.read import group_members
 from txnbridge_embedded.read.base_reader import PollingReader
 from txnbridge_embedded.read.partition import Cursor

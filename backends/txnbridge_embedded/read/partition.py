@@ -10,8 +10,8 @@ from txnbridge.errors import PositionLost, StorageFailed
 from txnbridge.spi import NO_HEADERS, Message, Partition
 from txnbridge_embedded.client import headers
 from txnbridge_embedded.client.ranges import Range, merged, without
+from txnbridge_embedded.client.readable_ranges import Bounds
 from txnbridge_embedded.client.store import MAX_OFFSET, OFFSET_BITS
-from txnbridge_embedded.client.visibility import Bounds
 
 # How many rows are fetched first. The sizes of these determine the later fetches, so that memory is not filled.
 _FIRST_ROWS = 4

@@ -14,8 +14,8 @@ from txnbridge.errors import DeadlineExceeded, NotSupported
 from txnbridge.spi import Deadline, Message, Partition, Position
 from txnbridge_embedded.client import headers
 from txnbridge_embedded.client.ranges import ranges_of
+from txnbridge_embedded.client.readable_ranges import Bounds, read_bounds
 from txnbridge_embedded.client.store import OFFSET_BITS, FileConnection, now_ms
-from txnbridge_embedded.client.visibility import Bounds, read_bounds
 from txnbridge_embedded.read import group_members
 from txnbridge_embedded.read.base_reader import POLL_BYTES, SHORT_CALL_SECONDS
 from txnbridge_embedded.read.grouped import GroupReader

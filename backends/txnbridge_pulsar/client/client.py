@@ -17,8 +17,8 @@ from .deadline import ClientDeadline
 from .ids import EARLIEST, LATEST, MessageId
 from .inbox import Inbox
 from .lookup import Lookup
+from .pending_sends import Budget
 from .producer import AccessMode, ProducerOptions, PulsarProducer
-from .sending import Budget
 from .transactions import Transactions
 
 # Limit on the bytes without a receipt over all producers: a slow broker stores as much in some seconds.

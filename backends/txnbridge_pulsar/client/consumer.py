@@ -22,8 +22,8 @@ from .errors import BrokerConnectionLost, Closed, PulsarError
 from .frames import command
 from .ids import EARLIEST, MessageId, TxnId, cumulative_ack_fields, individual_ack_fields, message_id, position_fields
 from .inbox import Inbox
-from .incoming import ReceivedEntry
 from .lookup import Lookup
+from .received_entries import ReceivedEntry
 from .responses import Response
 from .retry import retry
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from .codec import Fields
 from .deadline import ClientDeadline
-from .incoming import ReceivedEntry
+from .received_entries import ReceivedEntry
 
 
 class EntryAcceptor(Protocol):
