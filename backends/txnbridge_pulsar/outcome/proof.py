@@ -173,7 +173,7 @@ def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadlin
 def write_presence(
     cluster: ClusterAccess, topic: str, transaction: str, owned: bool, deadline: Deadline
 ) -> ProofLocation:
-    """Write a presence record, and return its location, which the writer's next transactions give for their proofs.
+    """Write a presence record, which the proof messages of the writer's next transactions follow; return its location.
 
     A writer calls this before its first transaction on the topic, and again after `Timing.presence_seconds`. All
     earlier transactions on the topic must have ended.

@@ -132,7 +132,7 @@ class RocketMQWriter(Writer):
     def _written_topic(self, topic: str, partition: int | None, deadline: Deadline) -> WrittenTopic:
         """Return the transaction's `WrittenTopic` for a topic, after a look-up of the topic at its first message.
 
-        Raise `InvalidOption` if the transaction may take longer than the topic's broker sends check-backs about it.
+        Raise `InvalidOption` if the transaction's timeout is longer than the time for which brokers send check-backs.
         """
         written = self._halves.written.get(topic)
         if written is None or (partition is not None and not 0 <= partition < len(written.queues)):

@@ -62,9 +62,8 @@ def _reads_from(tables: Tables, committed: Numbers) -> Iterator[_Edge]:
 def _real_time(tables: Tables, committed: Numbers) -> list[_Edge]:
     """Return the edges of real time among these transactions.
 
-    Each end of a transaction is a node of its own, to which and from which edges lead, so that not each pair of
-    transactions needs an edge. Only transactions of one host are compared, because monotonic clocks of two hosts are
-    unrelated.
+    The ends of transactions are further nodes, in a chain, so that few edges lead from every earlier transaction to
+    every later one. Only transactions of one host are compared, because monotonic clocks of two hosts are unrelated.
     """
     edges: list[_Edge] = []
     extra = len(tables.operations)
