@@ -1,17 +1,39 @@
-"""A conformance run as a test: the same command that users call, on a broker of the tests or on one of its own."""
+"""A conformance run as a test: the hunt of `txnbridge conformance run`, on a broker of the tests."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import secrets
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
-SECONDS = float(os.environ.get("TXNBRIDGE_CHAOS_SECONDS", "300"))
+from txnbridge_conformance.brokers import Broker
+from txnbridge_conformance.checker import check
+from txnbridge_conformance.history import read_history
+from txnbridge_conformance.report import Report
+from txnbridge_conformance.run.hunt import hunt
+from txnbridge_conformance.run.plan import Plan
+from txnbridge_conformance.run.verdict import Verdict, judge
+
+from tests import chaos
+
+ALL_FAULTS = ("client", "network", "broker")
 
 
-def assert_kept(url: str, folder: Path, seconds: float) -> None:
-    """Run the hunt against a URL, or a broker that it starts; fail with the report unless all promises are kept."""
-    command = [sys.executable, "-m", "txnbridge.cli", "conformance", "run", url, "--out", str(folder / "run")]
-    done = subprocess.run([*command, "--time", str(seconds)], capture_output=True, text=True, timeout=seconds + 900)
-    assert done.returncode == 0, done.stderr + done.stdout
+def assert_kept(
+    broker: Broker, folder: Path, seconds: float = chaos.SECONDS, kinds: Collection[str] = ALL_FAULTS, **settings: Any
+) -> None:
+    """Run the hunt against a broker; fail with the report unless all promises are kept.
+
+    `settings` are those of `txnbridge.connect`. Faults of the kinds "network" and "broker" are only for a broker that
+    no other test uses.
+    """
+    chaos.begin()
+    plan = Plan(broker.url, secrets.token_hex(3), chaos.SEED, seconds, str(folder / "run"), settings)
+    hunt(plan, lambda progress: None, broker, kinds)
+    history = read_history([plan.folder])
+    findings = check(history)
+    judgement = judge(history, findings)
+    report = Report(history, findings, judgement).text()
+    chaos.say(report)
+    assert judgement.verdict is Verdict.KEPT, report

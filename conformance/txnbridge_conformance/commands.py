@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -20,7 +21,7 @@ from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import FLOOR, PARTITIONS, ROLES, Plan
+from txnbridge_conformance.run.plan import FLOOR, PARTITIONS, WORKLOADS, Plan
 from txnbridge_conformance.run.processes import RunFailed
 
 # The exit code of a run that could not judge; codes 0 to 2 are those of `Verdict`.
@@ -69,6 +70,13 @@ def _kinds(ctx: click.Context, param: click.Parameter, given: str | None) -> fro
     return kinds
 
 
+def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) -> tuple[str, ...]:
+    names = tuple(WORKLOADS) if given is None else tuple(given.split(","))
+    if not set(names) <= set(WORKLOADS):
+        raise click.BadParameter(f"{given!r} is not a list of {', '.join(WORKLOADS)}")
+    return names
+
+
 @command.command("run")
 @click.argument("url")
 @click.option("--time", "seconds", type=_Seconds(), default="60", show_default=True, help="How long processes work.")
@@ -76,6 +84,16 @@ def _kinds(ctx: click.Context, param: click.Parameter, given: str | None) -> fro
 @click.option("--out", type=click.Path(file_okay=False), help="Keep histories and report in this new folder.")
 @click.option(
     "--faults", callback=_kinds, metavar="KINDS", help="A list of client, network, broker; else all possible."
+)
+@click.option(
+    "--workload", "workloads", callback=_workloads, metavar="NAMES", help=f"A list of {', '.join(WORKLOADS)}."
+)
+@click.option(
+    "--through",
+    type=click.Choice(["bridge", "raw"]),
+    default="bridge",
+    show_default=True,
+    help="Whether processes use txnbridge, or the plain client of Kafka.",
 )
 @click.option("--plugin", "plugins", multiple=True, metavar="MODULE", help="A module that adds the backend.")
 @_FLOOR
@@ -86,6 +104,8 @@ def run(
     seed: int | None,
     out: str | None,
     faults: frozenset[str] | None,
+    workloads: tuple[str, ...],
+    through: str,
     plugins: tuple[str, ...],
     floor: dict[str, int],
     as_json: bool,
@@ -105,17 +125,25 @@ def run(
     starts = url in _BROKERS
     if faults and not starts and faults - {"client"}:
         raise click.BadParameter(f"these faults need a broker that the run starts: {', '.join(sorted(_BROKERS))}")
+    raw = through == "raw"
+    if raw and (urlsplit(url).scheme or url) != "kafka":
+        raise click.BadParameter("only Kafka has a plain Python client with transactions", param_hint="--through")
     kinds = faults or (_FAULTS if starts else frozenset({"client"}))
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     try:
         with _started(url) if starts else nullcontext() as broker:
-            plan = Plan(_url_of(broker) if broker else url, name, seed, seconds, str(folder), plugins=plugins)
+            address = _url_of(broker) if broker else url
+            plan = Plan(address, name, seed, seconds, str(folder), plugins=plugins, workloads=workloads, raw=raw)
             plan.register_plugins()
             hunt(plan, _progress(), broker, kinds)
     except (RunFailed, TxnBridgeError, ImportError) as error:
         click.echo(f"the run failed: {error}", err=True)
         sys.exit(_COULD_NOT_RUN)
     command = f"txnbridge conformance run {url} --time {seconds:g} --seed {seed} --faults {','.join(sorted(kinds))}"
+    if workloads != tuple(WORKLOADS):
+        command += f" --workload {','.join(workloads)}"
+    if raw:
+        command += " --through raw"
     _judge([str(folder)], floor, as_json, folder, command)
 
 
@@ -146,17 +174,18 @@ def plan(url: str, as_json: bool) -> None:
     with connect(url) as bridge:
         absent = [each.value for each in (Capability.TOPIC_ADMIN, Capability.PREPARE) if not bridge.capabilities[each]]
         half = bool(bridge.capabilities[Capability.HALF_MESSAGES])
-    roles = {role: count for role, count in ROLES.items() if half or role != "sell"}
+    roles = {role: count for role, count in planned.roles.items() if half or role != "sell"}
+    topics = [*planned.topics, planned.dead_letters]
     document = {
-        "topics": planned.topics,
+        "topics": topics,
         "partitions": PARTITIONS,
-        "groups": [planned.group, *([planned.sellers] if half else [])],
+        "groups": [*planned.groups, *([planned.sellers] if half else [])],
         "transactional ids": [planned.owner],
         "processes": roles,
         "missing": absent,
     }
     lines = [
-        f"topics, each with {PARTITIONS} partitions, deleted at the end: {', '.join(planned.topics)}",
+        f"topics, each with {PARTITIONS} partitions or one, deleted at the end: {', '.join(topics)}",
         f"groups, which stay: {', '.join(document['groups'])}",  # type: ignore[arg-type]
         f"transactional ids: {planned.owner}, and made-up ones",
         f"processes on this machine: {', '.join(f'{count} {role}' for role, count in roles.items())}",

@@ -274,6 +274,13 @@ def test_a_call_that_takes_longer_than_its_deadline_hangs_unless_its_process_was
     assert story.found() == ["hang"]
 
 
+def test_a_process_that_ended_by_itself_has_crashed():
+    for result, found in (("ok", []), ("fail", ["crash"])):
+        story = Story()
+        story.end("run", story.begin("run", "process", name="copy0-1"), result)
+        assert story.found() == found
+
+
 def test_a_reading_that_does_not_come_to_the_end_is_stuck_and_proves_nothing_missing():
     story = Story()
     story.txn("a", "1", "2")

@@ -144,7 +144,7 @@ def test_the_contract_says_of_each_promise_whether_it_is_kept(tmp_path):
 def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
     url = f"embedded:{tmp_path / 'broker.db'}"
     done = conformance("plan", url, "--json")
-    assert (done.returncode, len(json.loads(done.stdout)["topics"])) == (0, 5), done.stderr
+    assert (done.returncode, len(json.loads(done.stdout)["topics"])) == (0, 7), done.stderr
     with connect(url) as bridge:
         assert bridge.admin.topics() == []
 

@@ -190,7 +190,7 @@ def test_a_processor_ends_within_its_time_when_the_broker_is_gone(
             processor = own.processor(
                 source, group=group, each=lambda m, txn: txn.send(target, m.value), timeout=60, stop_timeout=20
             )
-            with within(20), pytest.raises(DeadlineExceeded, match="comes again"), processor:
+            with within(20), pytest.raises(DeadlineExceeded, match="will be redelivered"), processor:
                 eventually(lambda: bool(killed), "the broker is gone")
             eventually(lambda: not processor._thread.is_alive(), "its thread ends")  # type: ignore[union-attr]
     finally:

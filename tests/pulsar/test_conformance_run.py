@@ -1,4 +1,4 @@
-"""Conformance runs: faults of clients on the tests' broker, all faults on one that the run starts."""
+"""Conformance runs: faults of clients on the tests' broker, all faults on one of its own."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers.plugin import StartPulsar
 
-from tests.conformance_run import SECONDS, assert_kept
-from tests.pulsar.kit import url_of
+from tests import chaos
+from tests.conformance_run import assert_kept
 
 
-def test_a_run_with_faults_of_clients_finds_nothing(pulsar_broker: brokers.Pulsar, tmp_path: Path) -> None:
-    assert_kept(url_of(pulsar_broker), tmp_path, 15)
+def test_a_run_with_faults_of_clients_finds_nothing(pulsar_broker: brokers.Broker, tmp_path: Path) -> None:
+    assert_kept(pulsar_broker, tmp_path, 15, ("client",), pulsar={"admin_url": pulsar_broker.admin_url})
 
 
 @pytest.mark.full
-@pytest.mark.timeout(SECONDS + 900)
-def test_a_run_with_all_faults_finds_nothing(tmp_path: Path) -> None:
-    assert_kept("pulsar", tmp_path, SECONDS)
+@pytest.mark.timeout(chaos.SECONDS + 900)
+def test_a_run_with_all_faults_finds_nothing(start_pulsar: StartPulsar, tmp_path: Path) -> None:
+    with start_pulsar(settings={"keepAliveIntervalSeconds": "5"}) as broker:
+        assert_kept(broker, tmp_path, pulsar={"admin_url": broker.admin_url})

@@ -1,4 +1,4 @@
-"""Conformance runs: faults of clients on the tests' broker, all faults on one that the run starts."""
+"""Conformance runs: faults of clients on the tests' broker, all faults on one of its own."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers.plugin import StartRocketMQ
 
-from tests.conformance_run import SECONDS, assert_kept
+from tests import chaos
+from tests.conformance_run import assert_kept
 
 
 def test_a_run_with_faults_of_clients_finds_nothing(rocketmq_broker: brokers.Broker, tmp_path: Path) -> None:
-    assert_kept(rocketmq_broker.url, tmp_path, 15)
+    assert_kept(rocketmq_broker, tmp_path, 15, ("client",))
 
 
 @pytest.mark.full
-@pytest.mark.timeout(SECONDS + 900)
-def test_a_run_with_all_faults_finds_nothing(tmp_path: Path) -> None:
-    assert_kept("rocketmq", tmp_path, SECONDS)
+@pytest.mark.timeout(chaos.SECONDS + 900)
+def test_a_run_with_all_faults_finds_nothing(start_rocketmq: StartRocketMQ, tmp_path: Path) -> None:
+    with start_rocketmq() as broker:
+        assert_kept(broker, tmp_path)

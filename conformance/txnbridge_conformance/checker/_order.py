@@ -101,7 +101,7 @@ def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, valu
 
 
 def _reading_spans(tables: Tables) -> Numbers:
-    """Return the span of each row of `Tables.reads`: a number for the assignment, or full read, that it is in."""
+    """Return the span of each row of `Tables.reads`: a number for the assignment, read or poll, that it is in."""
     span = np.zeros(len(tables.reads.key), np.int64)
     starts: dict[tuple[int, int], int] = {}
     held: dict[int, frozenset[Key]] = {}
@@ -109,7 +109,7 @@ def _reading_spans(tables: Tables) -> Numbers:
     changes = iter([*tables.history.assigned, (NONE, len(tables.history.polls), end)])
     change = next(changes)
     row = 0
-    for number, (order, _, messages) in enumerate(tables.history.polls):
+    for number, (order, group, messages) in enumerate(tables.history.polls):
         while change[1] <= number and change[0] != NONE:
             process = tables.operations[change[0]].process
             for gained in change[2] - held.get(process, frozenset()):
@@ -118,10 +118,12 @@ def _reading_spans(tables: Tables) -> Numbers:
             held[process] = change[2]
             change = next(changes)
         operation = tables.operations[order]
+        # A full read begins at the start of each partition, whatever its process has read before. A member of a group
+        # continues where the group is, of which other members are a part; `check_acks` judges what a group reads.
+        by_itself = operation.what == "read" or group is not None
         for topic, partition, *_ in messages:
             key = tables.keys.find((topic, partition))
-            # A full read begins at the start of each partition, whatever its process has read before.
-            span[row] = -order - 1 if operation.what == "read" else starts.get((operation.process, key), 0)
+            span[row] = -order - 1 if by_itself else starts.get((operation.process, key), 0)
             row += 1
     return span
 

@@ -43,6 +43,7 @@ MEANINGS = {
     "orphan-half": "a half message whose local work succeeded was not published",
     "phantom-commit": "a half message whose local work was not done was published",
     "hang": "a call took longer than its deadline allows",
+    "crash": "a process of the run crashed, or did not stop when it was asked to",
     "stuck-reader": "a reader could not read up to the end of a partition in the time it had",
 }
 

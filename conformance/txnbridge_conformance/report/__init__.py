@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from txnbridge_conformance.checker import MEANINGS, Finding, Findings
 from txnbridge_conformance.history import History, Operation
+from txnbridge_conformance.report.partitions import Partitions
 from txnbridge_conformance.report.promises import Row, rows
 from txnbridge_conformance.run.verdict import Judgement, declared_absent
 
@@ -66,6 +67,7 @@ class Report:
 
     def document(self) -> dict[str, Any]:
         """Return the content of the report as dicts, lists and scalars, to be written as JSON."""
+        partitions = Partitions(self.history) if self.findings.cases else None
         return {
             "report": 1,
             "verdict": self.judgement.verdict.name.lower(),
@@ -93,6 +95,7 @@ class Report:
                             "values": list(case.values),
                             "calls": [self._call(order) for order in case.operations],
                             "orders": list(case.operations),
+                            "around": self._around(partitions, case.values),
                         }
                         for case in self._cases(name)
                     ],
@@ -103,6 +106,20 @@ class Report:
             "clients": sorted({process.client for process in self.history.processes}),
             "histories": {Path(p.file).name: _digest(p.file) for p in self.history.processes},
         }
+
+    def _around(self, partitions: Partitions | None, values: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the messages around the first two values of a finding's case, in the order of their partitions."""
+        assert partitions is not None
+        return [
+            {
+                "partition": place.partition,
+                "position": list(place.position),
+                "value": place.value,
+                "by": "unknown" if place.operation is None else self._call(place.operation),
+                "named": place.value in values,
+            }
+            for place in dict.fromkeys(place for value in values[:2] for place in partitions.around(value))
+        ]
 
     def json(self) -> str:
         return json.dumps(self.document(), indent=1) + "\n"

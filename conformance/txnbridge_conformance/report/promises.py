@@ -96,7 +96,7 @@ PROMISES = (
     Promise(
         "bounded",
         "Each call ends by its deadline, and no transaction stays open.",
-        ("hang", "stuck-reader"),
+        ("hang", "crash", "stuck-reader"),
         (),
         "deadline",
     ),

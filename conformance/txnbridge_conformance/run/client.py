@@ -13,9 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import txnbridge
-from txnbridge import Bridge, Consumer, Event, HalfMessages, Message, Outcome, TokenState, Transaction, hookimpl
+from txnbridge import (
+    Bridge,
+    Consumer,
+    Event,
+    HalfMessages,
+    HalfTransaction,
+    Message,
+    Outcome,
+    Publisher,
+    TokenState,
+    Transaction,
+    hookimpl,
+)
 from txnbridge.errors import Abort, EvidenceLost, OutcomeUnknown, TransactionAborted, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall, Recorder, Result
+from txnbridge_conformance.run import raw_kafka
+from txnbridge_conformance.run.bodies import Bodies, value_of
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
 
 Sends = Mapping[tuple[str, int], Sequence[str]]  # values by topic and partition
@@ -61,6 +75,7 @@ class Client:
     stop: threading.Event = field(default_factory=threading.Event)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _session: dict[str, str] = field(default_factory=dict)
+    _bodies: Bodies = field(init=False)
 
     @contextmanager
     def bridge(self, **settings: Any) -> Iterator[Bridge]:
@@ -72,8 +87,10 @@ class Client:
         owner = settings.get("transactional_id")
         self._session = {} if owner is None else {"owner": owner, "session": f"{self.process}/{next(self._numbers)}"}
         call = self.recorder.start("open", **self._session)
-        with txnbridge.connect(self.plan.url, **wanted) as bridge:
+        connect = raw_kafka.connect if self.plan.raw else txnbridge.connect
+        with connect(self.plan.url, **wanted) as bridge:
             call.end("ok")
+            self._bodies = Bodies(self.random, bridge)
             yield bridge
 
     def values(self, count: int) -> list[str]:
@@ -85,6 +102,11 @@ class Client:
         keys = [(topic, partition) for topic in topics for partition in range(PARTITIONS)]
         chosen = self.random.sample(keys, self.random.randint(1, len(keys)))
         return {key: self.values(self.random.choice((1, 1, 2, 5, 20))) for key in chosen}
+
+    def start_transaction(self, **fields: Any) -> RecordedCall:
+        """Record that a transaction begins, with the plan's deadline and the session of the open bridge."""
+        known = {"deadline": self.plan.timeout, "hold": self.plan.hold, **self._session}
+        return self.recorder.start("transaction", **known, **fields)
 
     def transact(
         self,
@@ -100,15 +122,14 @@ class Client:
         The token of a prepared transaction is appended to the file `Plan.tokens`. `ack` is a group, and the messages to
         acknowledge for the group.
         """
-        fields = {"deadline": self.plan.timeout, "hold": self.plan.hold, **self._session}
-        call = self.recorder.start("transaction", **fields)
+        call = self.start_transaction()
         if ack is not None:
             group, messages = ack
             call.poll([read_of(message) for message in messages], group)
         try:
             with bridge.transaction(prepare=prepare) as txn:
                 call.note(transaction=txn.id)
-                self._fill(txn, call, sends)
+                self.send(txn, call, sends)
                 if ack is not None:
                     call.ack(group, [text_of(message) for message in messages])
                     txn.ack(messages)
@@ -129,11 +150,24 @@ class Client:
             return not abort
         return False
 
-    def _fill(self, txn: Transaction, call: RecordedCall, sends: Sends) -> None:
+    def send(self, to: Transaction | HalfTransaction | Publisher, call: RecordedCall, sends: Sends) -> None:
+        """Record values to send, and send each with a body of a random kind."""
         for (topic, partition), values in sends.items():
             call.send(topic, partition, values)
             for value in values:
-                txn.send(topic, value.encode(), partition=partition)
+                body, key = self._bodies.make(value)
+                to.send(topic, body, key=key, partition=partition)
+
+    def publish(self, publisher: Publisher, sends: Sends) -> None:
+        """Send messages without a transaction, wait until they are stored, and record it. Raise the error, if any."""
+        call = self.recorder.start("publish", deadline=self.plan.timeout)
+        try:
+            self.send(publisher, call, sends)
+            publisher.flush()
+        except TxnBridgeError as error:
+            call.end("unknown", error=type(error).__name__)
+            raise
+        call.end("ok")
 
     def _publish_token(self, token: str, transaction: str) -> None:
         with open(self.plan.tokens, "ab", buffering=0) as file:
@@ -144,10 +178,7 @@ class Client:
         call = self.recorder.start("half", deadline=self.plan.timeout)
         try:
             with halves.transaction(call) as txn:
-                for (topic, partition), values in self.sends(self.plan.topic("sold")).items():
-                    call.send(topic, partition, values)
-                    for value in values:
-                        txn.send(topic, value.encode(), partition=partition)
+                self.send(txn, call, self.sends(self.plan.topic("sold")))
         except TransactionAborted as error:
             call.end("fail", error=type(error).__name__)
         except (TxnBridgeError, RuntimeError) as error:  # a check-back decides
@@ -183,8 +214,8 @@ class Client:
 
 
 def text_of(message: Message) -> str:
-    """Return a message's value as text, the form in which a history stores values."""
-    return bytes(message.value or b"").decode(errors="replace")
+    """Return the value by which a history names a message of the run."""
+    return value_of(message.topic, message.value, message.key)
 
 
 def read_of(message: Message) -> tuple[str, int, Sequence[int], str]:

@@ -67,9 +67,8 @@ class Faults(ABC):
 class ClientFaults(Faults):
     """Kills, pauses and restarts processes of the run."""
 
-    def __init__(self, processes: Sequence[Process], stop_timeout: float) -> None:
+    def __init__(self, processes: Sequence[Process]) -> None:
         self._processes = processes
-        self._stop_timeout = stop_timeout
 
     def inject(self, chance: random.Random) -> Injected | None:
         process = chance.choice(self._processes)
@@ -85,7 +84,7 @@ class ClientFaults(Faults):
                 return Injected("pause", process.name, chance.uniform(0, 12), process.resume)
             case _:
                 name = process.name
-                process.stop(self._stop_timeout)
+                process.stop()
                 process.start()
                 return Injected("restart", name, 0, lambda: None)
 

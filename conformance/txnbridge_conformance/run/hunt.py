@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,7 +27,7 @@ from txnbridge_conformance.history import Recorder, read_history
 from txnbridge_conformance.run import official
 from txnbridge_conformance.run.client import Client, read_of, text_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
-from txnbridge_conformance.run.plan import PARTITIONS, ROLES, Plan
+from txnbridge_conformance.run.plan import PARTITIONS, Plan
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.sales import Sales
 
@@ -37,8 +39,10 @@ _SETTLING_SECONDS = 90.0
 _LOOK_SECONDS = 3.0
 # The time in which a reader reads a whole topic.
 _READING_SECONDS = 300.0
+# More messages than a topic of a run contains.
+_ALL = 100_000_000
 # Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
-_SOURCES = ("write", "own", "feed", "sell")
+_SOURCES = ("write", "own", "feed", "publish", "sell")
 
 Progress = Callable[[str], None]
 
@@ -55,9 +59,9 @@ class Hunt:
         self._clients = clients  # whether processes and their transactions are attacked
         self._random = random.Random(plan.seed)
         self._recorder = Recorder(Path(plan.folder) / "run.jsonl", "run", f"txnbridge {txnbridge.__version__}")
-        self._client = Client(plan, "run", self._recorder, self._random)
+        self._client = Client(replace(plan, raw=False), "run", self._recorder, self._random)
         self._processes: list[Process] = []
-        self._faults: list[Faults] = [ClientFaults(self._processes, plan.timeout * 2)] if clients else []
+        self._faults: list[Faults] = [ClientFaults(self._processes)] if clients else []
         if proxy:
             self._faults.append(NetworkFaults(proxy, urlsplit(plan.url).scheme))
         if broker:
@@ -66,7 +70,9 @@ class Hunt:
         self.deeds: Counter[str] = Counter()
         self._next_look = 0.0
         self._attacking = False
-        self._tried: dict[str, set[str]] = {role: set() for role in ROLES}  # events at which they killed themselves
+        self._tried: dict[str, set[str]] = {
+            role: set() for role in plan.roles
+        }  # events at which they killed themselves
         self._sells = False  # whether the broker has half messages
 
     # --- work ---------------------------------------------------------------------------------------------------------
@@ -77,10 +83,11 @@ class Hunt:
         with self._client.bridge() as bridge:
             for topic in self._plan.topics:
                 bridge.admin.create_topic(topic, PARTITIONS)
+            bridge.admin.create_topic(self._plan.dead_letters, 1)
             try:
                 yield bridge
             finally:
-                for topic in self._plan.topics:
+                for topic in (*self._plan.topics, self._plan.dead_letters):
                     with suppress(TxnBridgeError):
                         bridge.admin.delete_topic(topic)
 
@@ -105,14 +112,15 @@ class Hunt:
     def _start(self, bridge: Bridge) -> None:
         absent = [each.value for each in Capability if not bridge.capabilities[each]]
         self._recorder.start("declares", absent=absent, broker=bridge.backend).end("ok")
-        self._sells = bool(bridge.capabilities[Capability.HALF_MESSAGES])
+        self._sells = "sell" in self._plan.roles and bool(bridge.capabilities[Capability.HALF_MESSAGES])
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
             self._faults.append(AdminFaults(bridge, self._plan.topics))
-        for role, count in ROLES.items():
+        for role, count in self._plan.roles.items():
             for number in range(count if role != "sell" or self._sells else 0):
                 # With a proxy one process of each role goes through it; the others reach the broker directly.
                 url = self._through if self._through and number == 0 else self._plan.url
-                self._processes.append(Process(self._plan, role, number, url, self._next_kill))
+                process = Process(self._plan, role, number, url, self._next_kill, self._complain)
+                self._processes.append(process)
 
     def _attack(self, now: float) -> None:
         faults = self._random.choice(self._faults)
@@ -134,6 +142,10 @@ class Hunt:
             if event := process.replace_dead():
                 self._tried[process.role].add(event)
 
+    def _complain(self, process: str, what: str) -> None:
+        """Record that a process crashed or did not stop."""
+        self._recorder.start("process", name=process).end("fail", error=what)
+
     def _next_kill(self, role: str) -> tuple[int, Collection[str]]:
         """Return the two arguments of `client.KillAt` for a new process of this role.
 
@@ -146,7 +158,7 @@ class Hunt:
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def settle(self, bridge: Bridge) -> None:
-        """Stop the processes, and end each transaction that they left open or prepared. The copiers stop last."""
+        """Stop the processes, and end each transaction that they left open or prepared. Members of groups stop last."""
         self._progress("stopping")
         self._stop(_SOURCES)
         self._stop(("finish",))
@@ -154,18 +166,21 @@ class Hunt:
         if self._sells:
             self._publish_sales(bridge)
         self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
-        call = self._recorder.start("drained", group=self._plan.group, topics=[self._plan.topic("source")])
-        drained = self._await(
-            lambda: self._all_copied() or not self._lag(bridge), "the copiers have not read everything"
-        )
-        self._stop(("copy", "watch"))
+        source = self._plan.topic("source")
+        calls = [self._recorder.start("drained", group=group, topics=[source]) for group in self._plan.groups]
+        drained = [
+            self._await(functools.partial(self._is_drained, bridge, group), f"{group} has not read everything")
+            for group in self._plan.groups
+        ]
+        self._stop(("copy", "process", "watch"))
         self._finish_all(bridge)
-        self._await(lambda: self._nothing_open(bridge), "transactions of the copiers are still open")
-        call.end("ok" if drained else "unknown")
+        self._await(lambda: self._nothing_open(bridge), "transactions of groups are still open")
+        for call, all in zip(calls, drained, strict=True):
+            call.end("ok" if all else "unknown")
 
     def _stop(self, roles: tuple[str, ...]) -> None:
         for process in [each for each in self._processes if each.role in roles]:
-            process.stop(self._plan.timeout * 2)
+            process.stop()
             self._processes.remove(process)
 
     def _finish_all(self, bridge: Bridge) -> None:
@@ -197,7 +212,7 @@ class Hunt:
             call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
 
     def _sold(self, bridge: Bridge) -> set[str]:
-        return {text_of(message) for message in bridge.read(self._plan.topic("sold"), 100_000_000)}
+        return {text_of(message) for message in bridge.read(self._plan.topic("sold"), _ALL)}
 
     def _wanted(self, sales: Sales) -> set[str]:
         """Return the values of the half messages that must be published: their local work was done."""
@@ -217,16 +232,21 @@ class Hunt:
         topics = {topic for each in bridge.admin.transactions() for topic, _ in each.partitions}
         return topics.isdisjoint(self._plan.topics)
 
-    def _lag(self, bridge: Bridge) -> int:
-        if not bridge.capabilities[Capability.GROUP_ADMIN]:
-            return 1
-        try:
-            return sum(bridge.admin.group(self._plan.group).lag.values())
-        except NotFound:
-            return 1
+    def _is_drained(self, bridge: Bridge, group: str) -> bool:
+        return self._all_acknowledged(group) or self._has_no_lag(bridge, group)
 
-    def _all_copied(self) -> bool:
-        """Return whether the copiers have acknowledged all messages of their source topic, by the histories.
+    def _has_no_lag(self, bridge: Bridge, group: str) -> bool:
+        if not bridge.capabilities[Capability.GROUP_ADMIN]:
+            return False
+        try:
+            lag = bridge.admin.group(group).lag
+        except NotFound:
+            return False
+        # A partition of which the group has acknowledged nothing is missing in its lag.
+        return len(lag) == PARTITIONS and not any(lag.values())
+
+    def _all_acknowledged(self, group: str) -> bool:
+        """Return whether a group has acknowledged all messages of the source topic, by the histories.
 
         The group's lag does not tell this on brokers that count control markers in the lag.
         """
@@ -234,7 +254,9 @@ class Hunt:
             return False
         history = read_history([self._plan.folder])
         results = [operation.result for operation in history.operations]
-        taken = {value for order, _, values in history.acks if results[order] == "ok" for value in values}
+        taken = {
+            value for order, by, values in history.acks if by == group and results[order] == "ok" for value in values
+        }
         source = self._plan.topic("source")
         sent = {
             value
@@ -270,11 +292,11 @@ class Hunt:
     def read_back(self) -> None:
         """Read every topic from the start with a fresh reader, and record all messages."""
         self._progress("reading everything back")
-        for topic in self._plan.topics:
+        for topic in (*self._plan.topics, self._plan.dead_letters):
             call = self._recorder.start("read", topics=[topic])
             try:
                 with self._client.bridge() as bridge:
-                    call.poll([read_of(message) for message in bridge.read(topic, 100_000_000)])
+                    call.poll([read_of(message) for message in bridge.read(topic, _ALL)])
             except TxnBridgeError as error:
                 call.end("unknown", error=type(error).__name__)
             else:

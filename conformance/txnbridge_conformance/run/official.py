@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from txnbridge_conformance.run.bodies import value_of
 from txnbridge_conformance.run.plan import PARTITIONS
 
 Line = tuple[str, int, "list[int] | None", str]
@@ -40,7 +41,7 @@ def read_kafka(url: str, topics: Sequence[str]) -> Iterator[Line]:
         for message in consumer.consume(10_000, 1):
             error = message.error()
             if error is None:
-                value = (message.value() or b"").decode(errors="replace")
+                value = value_of(str(message.topic()), message.value(), message.key())
                 yield str(message.topic()), int(message.partition() or 0), [int(message.offset() or 0)], value
             elif error.code() == KafkaError._PARTITION_EOF:
                 left.discard((message.topic(), message.partition()))
@@ -59,7 +60,8 @@ def read_pulsar(url: str, topics: Sequence[str]) -> Iterator[Line]:
             reader = client.create_reader(name, pulsar.MessageId.earliest)
             with suppress(pulsar.Timeout):  # an open transaction holds back the rest
                 while reader.has_message_available():
-                    yield topic, number, None, reader.read_next(_HELD_BACK_MS).data().decode(errors="replace")
+                    message = reader.read_next(_HELD_BACK_MS)
+                    yield topic, number, None, value_of(topic, message.data(), message.partition_key())
             reader.close()
     client.close()
 

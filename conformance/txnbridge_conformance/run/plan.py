@@ -14,10 +14,22 @@ from txnbridge import plugins
 PARTITIONS = 3
 
 # The number of processes by role. Two owners share one transactional id, so each takes it over from the other.
-ROLES = {"write": 2, "own": 2, "feed": 1, "copy": 3, "finish": 2, "watch": 1, "sell": 2}
+ROLES = {"write": 2, "own": 2, "feed": 1, "publish": 1, "copy": 3, "process": 2, "finish": 2, "watch": 1, "sell": 2}
+
+# The roles of each workload, which a run may be restricted to.
+WORKLOADS = {
+    "transactions": ("write", "finish", "watch"),
+    "owners": ("own", "finish", "watch"),
+    "groups": ("feed", "publish", "copy", "process"),
+    "half-messages": ("sell",),
+}
 
 # Below this a run is too thin: the least number of each, which a minute on a slow broker reaches easily.
 FLOOR = {"committed": 20, "aborted": 5, "faults": 3, "read": 100}
+
+
+# The roles that can use a broker's plain client instead of txnbridge.
+RAW_ROLES = frozenset({"write", "own", "feed", "copy", "watch"})
 
 
 @dataclass(frozen=True)
@@ -31,10 +43,17 @@ class Plan:
     folder: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     plugins: Sequence[str] = ()  # modules that add backends, for those without an entry point
+    workloads: Sequence[str] = tuple(WORKLOADS)
+    raw: bool = False  # whether processes use the broker's plain client instead of txnbridge
     # The deadline of calls and transactions: short, so that paused processes resume after it.
     timeout: float = 8.0
     # The time for which prepared transactions wait for a process that finishes them.
     hold: float = 60.0
+
+    @property
+    def stop_timeout(self) -> float:
+        """The longest time from SIGTERM to the end of a process: a call and the closing, each with its deadline."""
+        return self.timeout * 2 + 10
 
     @property
     def prefix(self) -> str:
@@ -45,12 +64,37 @@ class Plan:
 
     @property
     def topics(self) -> list[str]:
-        """The names of the run's topics: two for transactions, the copiers' input and output, one for half messages."""
-        return [self.topic(what) for what in ("left", "right", "source", "target", "sold")]
+        """The names of the run's topics except `dead_letters`.
+
+        There are two for transactions, the input and the two outputs of groups, and one for half messages.
+        """
+        return [self.topic(what) for what in ("left", "right", "source", "target", "processed", "sold")]
 
     @property
-    def group(self) -> str:
+    def dead_letters(self) -> str:
+        """The topic, with one partition, to which the role "process" sends poison messages."""
+        return self.topic("dead")
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """The number of processes by role, for the roles of the plan's workloads."""
+        wanted = {role for workload in self.workloads for role in WORKLOADS[workload]}
+        return {role: count for role, count in ROLES.items() if role in (wanted & RAW_ROLES if self.raw else wanted)}
+
+    @property
+    def copiers(self) -> str:
+        """The name of the group of the role "copy"."""
         return f"{self.prefix}-copiers"
+
+    @property
+    def processors(self) -> str:
+        """The name of the group of the role "process"."""
+        return f"{self.prefix}-processors"
+
+    @property
+    def groups(self) -> list[str]:
+        """The names of the groups that read the topic "source" in this plan."""
+        return [group for role, group in (("copy", self.copiers), ("process", self.processors)) if role in self.roles]
 
     @property
     def sellers(self) -> str:

@@ -21,11 +21,18 @@ class Process:
     """A process of the run, which works until `stop` or `kill`.
 
     Each start calls `next_kill(role)` for two arguments of `client.KillAt`, by which the process later kills itself.
-    With the number 0 the process does not kill itself.
+    With the number 0 the process does not kill itself. `complain` is called with the name of a process that crashed or
+    did not stop, and with what happened.
     """
 
     def __init__(
-        self, plan: Plan, role: str, number: int, url: str, next_kill: Callable[[str], tuple[int, Collection[str]]]
+        self,
+        plan: Plan,
+        role: str,
+        number: int,
+        url: str,
+        next_kill: Callable[[str], tuple[int, Collection[str]]],
+        complain: Callable[[str, str], None],
     ) -> None:
         self._plan = plan
         self.role = role
@@ -34,6 +41,7 @@ class Process:
         self._starts = 0
         self.paused = False
         self._next_kill = next_kill
+        self._complain = complain
         self.start()
 
     @property
@@ -51,15 +59,18 @@ class Process:
             self._process = subprocess.Popen(arguments, stderr=errors, stdin=subprocess.DEVNULL)
 
     def replace_dead(self) -> str | None:
-        """Start the process again if it was killed. Return the name of the event at which it killed itself.
+        """Start the process again if it has ended. Return the name of the event at which it killed itself.
 
-        Return None if the process runs, or if another process killed it. Raise `RunFailed` if it ended otherwise.
+        Return None if the process runs, if another process killed it, or if it crashed. Raise `RunFailed` if it ended
+        before it had connected to the broker.
         """
         code = self._process.poll()
         if code is None:
             return None
         if code != -signal.SIGKILL:
-            raise RunFailed(f"process {self.name} ended with {code}: {self._last_lines()}")
+            if not self._has_connected():
+                raise RunFailed(f"process {self.name} ended with {code}: {self._last_lines()}")
+            self._complain(self.name, f"it ended with {code}: {self._last_lines()}")
         event = self._last_event()
         self.start()
         return event
@@ -70,6 +81,11 @@ class Process:
             last = json.loads((Path(self._plan.folder) / f"{self.name}.jsonl").read_bytes().splitlines()[-1])
             return str(last.get("fault", "")).removeprefix("kill at ") or None
         return None
+
+    def _has_connected(self) -> bool:
+        with suppress(OSError):
+            return b'{"end":0,"result":"ok"' in (Path(self._plan.folder) / f"{self.name}.jsonl").read_bytes()
+        return False
 
     def _last_lines(self) -> str:
         return "\n".join(self._errors.read_text(errors="replace").splitlines()[-15:]) or "it said nothing"
@@ -82,13 +98,15 @@ class Process:
         self.paused = False
         self._signal(signal.SIGCONT)
 
-    def stop(self, timeout: float) -> None:
-        """Send SIGTERM and wait for the end; kill the process after `timeout`. A running call then has no end."""
+    def stop(self) -> None:
+        """Send SIGTERM and wait for the end. Kill a process that does not end long after all deadlines of its calls."""
+        timeout = self._plan.stop_timeout
         self.resume()
         self._signal(signal.SIGTERM)
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
+            self._complain(self.name, f"it did not stop within {timeout:g} s of SIGTERM")
             self.kill()
 
     def kill(self) -> None:

@@ -19,13 +19,14 @@ from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance.history import Recorder
 from txnbridge_conformance.run.client import Client, KillAt
 from txnbridge_conformance.run.plan import Plan
-from txnbridge_conformance.run.workloads import WORKLOADS
+from txnbridge_conformance.run.workloads import WORK
 
 
 def main(text: str, role: str, process: str, number: str, tried: str) -> None:
     plan = Plan.from_json(text)
     plan.register_plugins()
-    recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, f"txnbridge {txnbridge.__version__}")
+    client_name = "confluent_kafka" if plan.raw else f"txnbridge {txnbridge.__version__}"
+    recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, client_name)
     with closing(recorder):
         client = Client(plan, process, recorder, random.Random(f"{plan.seed} {process}"))
         signal.signal(signal.SIGTERM, lambda *_: client.stop.set())
@@ -34,7 +35,7 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
             plugins.register(KillAt(int(number), tried.split(","), recorder, process), "kill-at")
         while not client.stop.is_set():
             try:
-                WORKLOADS[role](client)
+                WORK[role](client)
             except TxnBridgeError:  # fenced, or the broker is away: begin again with a new bridge
                 client.stop.wait(0.2)
 

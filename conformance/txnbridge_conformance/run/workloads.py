@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 
-from txnbridge import Bridge, Decision, HalfTransaction
-from txnbridge.errors import TxnBridgeError
+from txnbridge import Bridge, Decision, HalfTransaction, Message, Transaction, plugins
+from txnbridge.errors import Poison, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall
-from txnbridge_conformance.run.client import Client, read_of
+from txnbridge_conformance.run.client import Client, read_of, text_of
+from txnbridge_conformance.run.processing import ProcessorRecording
 from txnbridge_conformance.run.sales import Sales
+
+# One message of so many is poison, and the handler fails for this share of the others.
+_POISON_EVERY = 25
+_FAILURE_SHARE = 0.005
 
 
 def write(client: Client) -> None:
@@ -28,7 +34,8 @@ def own(client: Client) -> None:
 
 def _one(client: Client, bridge: Bridge) -> bool:
     """Run a transaction that randomly commits, aborts or prepares. Return whether it was committed or prepared."""
-    way = client.random.choices(("commit", "abort", "prepare"), (5, 2, 2))[0]
+    # A plain client has no prepared transactions.
+    way = client.random.choices(("commit", "abort", "prepare"), (5, 2, 0 if client.plan.raw else 2))[0]
     sends = client.sends(client.plan.topic("left"), client.plan.topic("right"))
     return client.transact(bridge, sends, abort=way == "abort", prepare=way == "prepare")
 
@@ -40,16 +47,54 @@ def feed(client: Client) -> None:
             client.transact(bridge, client.sends(client.plan.topic("source")))
 
 
+def publish(client: Client) -> None:
+    """Send messages without transactions to the topic that the copiers read."""
+    with client.bridge() as bridge, bridge.publisher() as publisher:
+        while not client.stop.wait(client.random.uniform(0.02, 0.2)):
+            client.publish(publisher, client.sends(client.plan.topic("source")))
+
+
 def copy(client: Client) -> None:
     """Copy messages as a member of a group: acknowledge the input and send the output in one transaction."""
     plan = client.plan
-    with client.bridge(writers=1) as bridge, bridge.consumer(plan.topic("source"), plan.group) as consumer:
+    with client.bridge(writers=1) as bridge, bridge.consumer(plan.topic("source"), plan.copiers) as consumer:
         while not client.stop.is_set():
             if messages := consumer.poll(client.random.choice((1, 5, 50)), timeout=0.2):
                 sends = {(plan.topic("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
                 for message in messages:
                     sends[plan.topic("target"), message.partition] += client.values(1)
-                client.transact(bridge, sends, abort=client.random.random() < 0.2, ack=(plan.group, messages))
+                client.transact(bridge, sends, abort=client.random.random() < 0.2, ack=(plan.copiers, messages))
+
+
+def process(client: Client) -> None:
+    """Run a processor in a group of its own: some messages are poison, and some calls of its handler fail."""
+    plan = client.plan
+
+    def each(message: Message, txn: Transaction) -> None:
+        poison = zlib.crc32(text_of(message).encode()) % _POISON_EVERY == 0
+        call = recording.handle(message, poison)
+        if poison:
+            raise Poison("this message is poison in every attempt")
+        if client.random.random() < _FAILURE_SHARE:
+            raise RuntimeError("the handler failed")
+        client.send(txn, call, {(plan.topic("processed"), message.partition): client.values(1)})
+
+    recording = ProcessorRecording(client, plan.processors, plan.dead_letters)
+    with plugins.registered(recording), client.bridge(writers=1) as bridge:
+        processor = bridge.processor(
+            plan.topic("source"),
+            group=plan.processors,
+            each=each,
+            dead_letter=plan.dead_letters,
+            max_dead_letters_in_a_row=None,
+            max_messages=client.random.choice((1, 10, 100)),
+            max_wait=0.05,
+            backoff=(0.05, 1.0),
+            stop_timeout=plan.timeout,
+        )
+        with processor:
+            while processor.healthy and not client.stop.wait(0.2):
+                pass
 
 
 def finish(client: Client) -> None:
@@ -113,11 +158,13 @@ def sell(client: Client) -> None:
                 client.sell(halves)
 
 
-WORKLOADS: dict[str, Callable[[Client], None]] = {
+WORK: dict[str, Callable[[Client], None]] = {
     "write": write,
     "own": own,
     "feed": feed,
+    "publish": publish,
     "copy": copy,
+    "process": process,
     "finish": finish,
     "watch": watch,
     "sell": sell,

@@ -1,4 +1,4 @@
-"""Checks of calls: each ends within its deadline."""
+"""Checks of calls and processes: each call ends within its deadline, and no process crashes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from txnbridge_conformance.checker.findings import Findings
 _SLACK_SECONDS = 10.0
 
 
-def check_deadlines(tables: Tables, findings: Findings) -> None:
-    """Find calls that took longer than their deadlines, and conditions for which the run waited in vain.
+def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
+    """Find calls that took longer than their deadline, conditions that never came true, and processes that crashed.
 
     The time in which the process of a call was paused does not count.
     """
@@ -22,6 +22,9 @@ def check_deadlines(tables: Tables, findings: Findings) -> None:
             error = operation.fields.get("error")
             text = f"{operation.fields.get('condition')}, long after the work had ended{f' ({error})' if error else ''}"
             findings.add("hang", text, [operation.order])
+        elif operation.what == "process" and operation.result == "fail":
+            text = f"{operation.fields.get('name')}: {operation.fields.get('error')}"
+            findings.add("crash", text, [operation.order])
         elif operation.end is not None and "deadline" in operation.fields:
             taken = (operation.end - operation.start) / 1e9
             process = tables.history.processes[operation.process].name
