@@ -571,7 +571,7 @@ class Bridge:
 
 
 class _OtherBroker:
-    """A `LogProvider` that keeps the decision logs on another broker than the bridge's."""
+    """A `LogProvider` on another broker than the bridge's, given by `connect(decision_log=…)`."""
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge

@@ -37,7 +37,8 @@ class Stoppable(Protocol):
 class Connection:
     """One open connection to one broker, shared by a bridge and all that it opens. Any thread may use it.
 
-    It refers to the bridge, so an open transaction or consumer keeps its bridge from being garbage-collected.
+    The connection refers to its bridge, so an open transaction or consumer keeps the bridge from being
+    garbage-collected.
     """
 
     timing = TIMING
@@ -147,7 +148,7 @@ _parents: list[Broker | None] = []  # brokers of the parent process, kept so tha
 
 
 def exiting() -> bool:
-    """Return whether the interpreter is ending."""
+    """Return whether the interpreter is ending. It then starts no threads."""
     return _exiting.is_set()
 
 

@@ -39,7 +39,7 @@ class Consumer(ConnectionUser):
         self._guard = _OneCall()
         self._guard.of = repr(self)
         self._closed = True  # until the reader is open
-        self._unproven = False  # whether messages were fetched since the last `ack_context()` was taken
+        self._lacks_ack_context = False  # whether messages were fetched since the last `ack_context()` was taken
         ordered = subscription.sharing == "partition"
         individual = bool(connection.capabilities[Capability.INDIVIDUAL_ACK])
         self._deliveries = Deliveries(self, connection, subscription.group, ordered, individual)
@@ -120,7 +120,7 @@ class Consumer(ConnectionUser):
                 yield message
 
     def _fetch(self, most: int, timeout: float, full: bool = False) -> None:
-        """Fetch messages from the reader unless one is fetched already; with `full`, unless `most` are."""
+        """Poll the reader unless a message (with `full`, `most` messages) is ready for the program."""
         if type(most) is not int or most < 1:
             raise InvalidOption(f"max_messages is a whole number from 1, not {most!r}")
         most = min(most, self._connection.timing.unacked_messages)
@@ -133,20 +133,20 @@ class Consumer(ConnectionUser):
                 messages = self._reader.poll(room, Deadline(timeout))
                 self._deliveries.arrived = messages
                 if messages:
-                    self._unproven = True
+                    self._lacks_ack_context = True
                 found["messages"] = len(messages)
             self._deliveries.fetch()
-        if self._unproven:
-            self._prove()
+        if self._lacks_ack_context:
+            self._take_ack_contexts()
 
-    def _prove(self) -> None:
-        """Take the reader's `ack_context()` for each new assignment, before its messages are handed out."""
+    def _take_ack_contexts(self) -> None:
+        """Store the reader's `ack_context()`, which `Writer.ack` needs, in each new assignment of a partition."""
         context: object = None
         for assignment in self._deliveries.assignments.values():
             if assignment.context is None:
                 context = context or self._reader.ack_context()
                 assignment.context = context
-        self._unproven = False
+        self._lacks_ack_context = False
 
     def _hand_out(self, most: int) -> Batch:
         if not self._codecs:
@@ -315,7 +315,7 @@ class Consumer(ConnectionUser):
     # --- before reading on ----------------------------------------------------------------------------------------
 
     def _settle(self, timeout: float) -> None:
-        """Ask for unknown outcomes of transactions that hold messages, and move the reader back for redelivery."""
+        """Apply transactions' outcomes, once known, to the messages that they acknowledged; rewind the reader."""
         deliveries = self._deliveries
         if deliveries.is_abandoned:
             self._consumers.writers.clear_abandoned(Deadline(timeout))
@@ -344,9 +344,9 @@ class Consumer(ConnectionUser):
             self._deliveries.found(transaction, outcome)
 
     def _begin(self, call: str) -> None:
-        """Check that the consumer may be used, and restore its state after an interrupted call.
+        """Raise an error if the consumer cannot be used (any more), and restore its state after an interrupted call.
 
-        The caller must hold `_guard`; `call` is its name for errors.
+        The caller must hold `_guard`; `call` is the caller's name for error texts.
         """
         self._connection.check_process()
         if self._closed:

@@ -114,7 +114,7 @@ class Assignment:
         return bool(self._passed_over)
 
     def without_held(self, messages: list[Message]) -> list[Message]:
-        """Return the given fetched messages without those that a transaction held when the reader went back."""
+        """Return these messages without those that a transaction still holds, and the reader has only read again."""
         if not self._passed_over:
             return messages
         return [message for message in messages if message.position not in self._passed_over]
@@ -359,7 +359,7 @@ class Deliveries:
             return given
 
     def stay(self, positions: Mapping[Partition, Position]) -> None:
-        """Go back to these positions, the ones before a failed seek, which may or may not have moved the reader."""
+        """After a failed seek, which may have moved the reader, have it return to these positions before the seek."""
         with self.lock:
             self._any_back = True
             for partition in positions.keys() & self.assignments.keys():

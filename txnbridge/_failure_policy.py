@@ -78,14 +78,14 @@ class FailurePolicy:
     def ends_loop(self, error: BaseException) -> bool:
         return error is self._ends_loop
 
-    def passes_by_itself(self, error: BaseException) -> bool:
+    def is_temporary(self, error: BaseException) -> bool:
         """Return whether a pass that failed with this error should be retried."""
         if isinstance(error, _FINAL) or error is self._ends_loop:
             return False
         return error is self._of_handler or isinstance(error, _PASSING)
 
     def raise_unless_undecodable(self, poison: Poison) -> None:
-        """Raise the codec's original error if it is no sign of a bad message (a schema registry is down)."""
+        """Raise the codec's original error if it does not show a bad message (say, a schema registry is down)."""
         cause = poison.__cause__
         if isinstance(cause, _NOT_THE_MESSAGES_FAULT):
             self._of_handler = cause
@@ -140,7 +140,7 @@ class FailurePolicy:
         first, longest = backoff
         growing = tenacity.wait_random_exponential(multiplier=first, max=longest)
         return tenacity.Retrying(
-            retry=tenacity.retry_if_exception(self.passes_by_itself),
+            retry=tenacity.retry_if_exception(self.is_temporary),
             wait=lambda state: 0.0 if _is_plain_abort(state) else growing(state),
             stop=tenacity.stop_never if retry_for is None else tenacity.stop_after_delay(retry_for),
             sleep=sleep,

@@ -348,7 +348,7 @@ class Processor(ConnectionUser):
         except BaseException as error:
             if not self._stop.forced:
                 self._consumer.take_back()
-            if self._stop.asked and not self._stop.forced and self._policy.passes_by_itself(error):
+            if self._stop.asked and not self._stop.forced and self._policy.is_temporary(error):
                 self._count_failure(error)
                 _log.warning("%r: %s; stopped: uncommitted messages will be redelivered", self, self._loggable(error))
                 return True

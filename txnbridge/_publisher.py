@@ -17,8 +17,8 @@ class Publisher(ConnectionUser):
     """Sends messages in order and idempotently; readers see each as soon as it is stored. `flush` raises failures.
 
     With a name, and a sequence for each message, a program can resume after a crash: the broker keeps the highest
-    sequence of each topic, and messages up to `last_sequence(topic)` that are sent again are skipped, so that each is
-    stored exactly once. Sequences above it must increase.
+    sequence of each topic, and skips messages up to `last_sequence(topic)` that are sent again, so that each is stored
+    exactly once. New messages need increasing sequences above `last_sequence(topic)`.
     """
 
     def __init__(self, connection: Connection, publisher: spi.Publisher) -> None:

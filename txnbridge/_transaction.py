@@ -565,7 +565,7 @@ class Transaction(ConnectionUser):
         self._begin.deadline.shorten(at)
 
     def _refuse_calls(self) -> None:
-        """Refuse every later call, in the child of a fork, without a check in `send` that would take time."""
+        """Make every later call raise an error, in the child of a fork; `send` needs no check of its own for that."""
         self._turn.clear()
 
     def __del__(self) -> None:

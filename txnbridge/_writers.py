@@ -121,13 +121,16 @@ class Writers:
         taken.place.leave()
 
     def _leave_behind(self, taken: TakenWriter) -> None:
-        """Keep the writer of a garbage-collected transaction. The garbage collector calls this, so it takes no lock."""
+        """Keep the writer of a garbage-collected transaction for `clear_abandoned`.
+
+        The garbage collector calls this, so it takes no lock.
+        """
         left = TakenWriter(self, taken.begin, taken.place)
         left.writer, left.open = taken.writer, taken.open
         self._abandoned.append(left)
 
     def clear_abandoned(self, deadline: Deadline | None = None) -> None:
-        """Abort transactions that were garbage-collected unfinished; the garbage collector may hold locks."""
+        """Abort the garbage-collected transactions of `_leave_behind`. The garbage collector may hold locks."""
         connection = self._connection
         while True:
             try:

@@ -738,7 +738,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
-        """Return where in the log the evidence about a transaction that begins now begins, for its `Evidence.log`.
+        """Return the place in the log from which a transaction that begins now has evidence, for its `Evidence.log`.
 
         Raise `Fenced` if this process has opened the id and another process has opened it since.
         """
@@ -751,8 +751,8 @@ class Ledger(ABC):
     def find(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any] | None = None) -> list[LedgerEntry]:
         """Return the counting records about a transaction, oldest first.
 
-        With `log`, the transaction's `Evidence.log`, only the log's records after that position are read, else the
-        whole log. Raise `EvidenceLost` if some of these records are gone.
+        With `log`, the transaction's `Evidence.log`, only the log's records after that place are read, else the whole
+        log. Raise `EvidenceLost` if some of these records are gone.
         """
 
     @abstractmethod

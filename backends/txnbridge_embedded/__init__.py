@@ -16,7 +16,7 @@ How one file keeps the guarantees:
 
 The path of a message: `write.writer` puts it into `write.staged_messages`, which stores it with a row id made of its
 partition and its offset (`client.schema`). `client.change_notification` wakes `read.base_reader`, which looks up the
-readable range of each partition (`client.visibility`). Its `read.partition` reads the messages there.
+readable range of each partition (`client.readable_ranges`). Its `read.partition` reads the messages there.
 
 `client` opens the file and queues its writers. `backend` reads URLs, `capabilities` has the profiles of other brokers
 for `like=`, `decision_log` and `half_store` store decisions and half messages, and `admin` is for administrators.

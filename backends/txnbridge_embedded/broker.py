@@ -29,7 +29,7 @@ from txnbridge.spi import (
     Writer,
 )
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
-from txnbridge_embedded.client.session import SharedConnection
+from txnbridge_embedded.client.shared_connection import SharedConnection
 from txnbridge_embedded.client.store import CLOSING_SECONDS, FileConnection, Store, now_ms
 from txnbridge_embedded.decision_log import EmbeddedLog
 from txnbridge_embedded.half_store import EmbeddedHalves
@@ -167,7 +167,7 @@ class EmbeddedBroker(Broker):
     def _leave(self, connection: FileConnection, deadline: Deadline) -> None:
         """Delete the rows of closed writers that no token names, and retire the rows of the other closed writers.
 
-        A writer with a retired row commits nothing more.
+        They are rows of the table `writers`. A writer with a retired row commits nothing more.
         """
         if self._closed_rows:
             with self.store.writing(connection, deadline, "closing"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from txnbridge.errors import OutcomeUnknown, PositionLost
 from txnbridge.spi import Deadline, DecisionLog, Position
 from txnbridge_embedded.client.schema import MAX_OFFSET, OFFSET_BITS
-from txnbridge_embedded.client.session import SharedConnection
+from txnbridge_embedded.client.shared_connection import SharedConnection
 from txnbridge_embedded.client.store import CommitUnclear, FileConnection
 
 

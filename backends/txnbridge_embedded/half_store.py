@@ -11,7 +11,7 @@ from typing import Any
 from txnbridge.errors import DeadlineExceeded, NotFound
 from txnbridge.spi import Deadline, Decision, Half, HalfMessage, HalfStore, Outcome
 from txnbridge_embedded.client.headers import pack, unpack_raw
-from txnbridge_embedded.client.session import SharedConnection
+from txnbridge_embedded.client.shared_connection import SharedConnection
 from txnbridge_embedded.client.store import FileConnection, StoredTopic, latest_time, now_ms
 from txnbridge_embedded.write.staged_messages import StagedMessages, store
 
@@ -110,7 +110,7 @@ class EmbeddedHalves(HalfStore):
                 ]
 
     def _check_back(self, connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half | None:
-        """Return a half message for its next check-back; after too many check-backs park it, and return None."""
+        """Return a row's half message, for its next check-back; after too many check-backs park it, and return None."""
         half_id, group, transaction, *_, checks = row
         if checks >= self._session.settings.half_checks:
             with self._session.events.step("half.park", transaction, group=group, checks=checks):

@@ -6,8 +6,8 @@ The parts of Kafka's model on which the guarantees of this backend depend:
   the id (InitProducerId) aborts its open transaction and raises the producer epoch, so older owners are fenced:
   `write.opening`, `write.writer`.
 - A transaction begins at the coordinator with the first partition that is added to it, never earlier. From then on its
-  start time distinguishes it from every other transaction of its id: `client.responses.TransactionDescription`, and the
-  tokens in `outcome.outcome`.
+  start time distinguishes it from every other transaction of its id: `client.protocol_types.TransactionDescription`,
+  and the tokens in `outcome.outcome`.
 - EndTxn makes the decision durable. Then the coordinator writes a control marker to each partition. A reader with
   `read_committed`, as all of ours are, waits in a partition until the marker is written. A broker that is killed before
   it has written a marker may never write it, and the producer's next transaction in that partition would include the

@@ -127,7 +127,7 @@ class KafkaDecisionLog(DecisionLog):
             self._give_back(reader)
 
     def _repeat(self, question: Callable[[float], T], what: str, deadline: Deadline) -> T:
-        """Call the client with a time limit; repeat the call while the broker cannot be reached, until the deadline."""
+        """Return the result of `question`, called with a time limit; repeat while the broker cannot be reached."""
         while True:
             try:
                 return question(min(seconds(deadline), CALL_LIMIT))

@@ -16,8 +16,8 @@ from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, 
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.capabilities import DEFAULT_LONGEST_MS, longest_ms
 from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, refresh_metadata
+from txnbridge_kafka.client.protocol_types import BROKER, DONE, TOPIC, RequestResult
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.client.responses import BROKER, DONE, TOPIC, RequestResult
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import KafkaSettings
 

@@ -84,9 +84,7 @@ class PulsarBroker(Broker):
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
-        """Connect to all coordinators. After a restart of the brokers, no transaction times out before a client
-        connects.
-        """
+        """Connect to all coordinators: after a restart, they time out transactions only once a client has connected."""
         what = f"connecting to {self._settings.service}"
 
         def load() -> None:
@@ -174,8 +172,9 @@ class PulsarBroker(Broker):
 
 
 def _is_deduplication_off(settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> bool:
-    """Return whether brokers are known to store duplicates. The status of an internal topic shows this, because reading
-    the status of other topics might need more rights.
+    """Return whether brokers are known to store duplicates, by the status of an internal topic.
+
+    Reading the status of other topics might need more rights.
     """
     topic = settings.namespace.full_name(settings.cluster_topic)
     try:

@@ -1,6 +1,4 @@
-"""The capabilities and limits of Pulsar through this backend, and the capabilities that a cluster's settings take
-away.
-"""
+"""The capabilities and limits of Pulsar through this backend, and capabilities that a cluster's settings remove."""
 
 from __future__ import annotations
 

@@ -28,10 +28,9 @@ _NOT_STORED = (wire.NotAllowed, wire.NotAuthorized, wire.NotAuthenticated, wire.
 
 
 class PulsarLog(DecisionLog):
-    """A decision log on one topic. A position is (ledger, entry).
+    """A decision log on one topic, which is created if it is missing. A position is (BookKeeper ledger, entry).
 
-    Opening the log creates a missing topic. Raise `AccessDenied` with instructions for an administrator if a right is
-    missing.
+    Raise `AccessDenied` with instructions for an administrator if a right is missing.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class PulsarLog(DecisionLog):
         return None if last.entry < 0 else (last.ledger, last.entry)
 
     def _open_end_reader(self, deadline: Deadline) -> wire.PulsarConsumer:
-        """Return a reader that is only asked for the position of the log's last record; nobody takes its records."""
+        """Return a reader that is only asked for the position of the log's last record, and never for records."""
         with self._lock:
             if self._end_reader is None:
                 self._end_reader = self._client.read(self._topic, timeout=deadline.left(), start=wire.LATEST)
@@ -83,8 +82,10 @@ class PulsarLog(DecisionLog):
         return receipt.message_id.ledger, receipt.message_id.entry
 
     def _start_send(self, record: bytes, deadline: Deadline) -> wire.Send:
-        """Send a record without waiting for the receipt. Raise `OutcomeUnknown` if the connection is lost when the
-        record may already have been sent, else the client's error.
+        """Send a record without waiting for the receipt.
+
+        Raise `OutcomeUnknown` if the connection is lost when the record may already have been sent, else the client's
+        error.
         """
         producer = self._open_producer(deadline)
         try:
@@ -141,8 +142,9 @@ class PulsarLog(DecisionLog):
             expected = position[0], position[1] + 1
 
     def _check_gap(self, expected: Position, position: Position, deadline: Deadline) -> None:
-        """Raise `PositionLost` if records are missing between the position that was expected and the one that was
-        received. Entries in a ledger have no gaps, and brokers drop only whole ledgers from the start of a topic.
+        """Raise `PositionLost` if records are missing between the expected position and the received one.
+
+        Entries in a BookKeeper ledger have no gaps, and brokers drop only whole ledgers from the start of a topic.
         """
         if expected[1] > 0 and position[0] > expected[0] and position[1] == 0:
             before = expected[0], expected[1] - 1
@@ -181,8 +183,7 @@ class PulsarLog(DecisionLog):
     # --- the rest -------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
-        """Allow the broker to drop the records before a position. The broker drops whole ledgers, and only when it
-        begins a new ledger.
+        """Allow the broker to drop the records before a position: whole BookKeeper ledgers, when it begins a new one.
 
         If the broker unloads the topic or dies within milliseconds of its answer, the position is forgotten; the next
         call repeats it. The last record always stays, so that a trimmed log differs from a new one.

@@ -35,8 +35,7 @@ _QUOTA = (wire.ServerErrorCode.QUOTA_EXCEEDED_ERROR, wire.ServerErrorCode.QUOTA_
 
 
 def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
-    """Return the `txnbridge` error for a client error; `what` describes the failed action. The caller raises the
-    returned error `from` the client's error.
+    """Return the core's error for a client error, from which the caller raises it; `what` describes the failed action.
 
     Use this only for reads, and for requests that decide nothing about a transaction.
     """
@@ -101,10 +100,10 @@ def needing(actions: str, scope: str) -> Iterator[None]:
 def retry_translated(
     attempt: Callable[[], T], words: Callable[[wire.PulsarError], TxnBridgeError], deadline: Deadline
 ) -> T:
-    """Call `attempt` until it returns, raises an error that is not temporary, or the deadline passes. Return the
-    result. A repeated call must be harmless.
+    """Call `attempt`, which must be harmless to repeat, until it returns, fails for good, or the deadline passes.
 
-    `words` translates the client's errors. Raise the translated error, or `DeadlineExceeded` at the deadline.
+    Return its result. `words` translates the client's errors. Raise the translated error, or `DeadlineExceeded` at the
+    deadline.
     """
     answer: TxnBridgeError | None = None
     while True:

@@ -37,8 +37,7 @@ class PulsarTopics:
     # --- finding ---------------------------------------------------------------------------------------------------
 
     def concrete(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[str, ...]:
-        """Return the full names of a topic's partitions. A missing topic is created if `create` and the settings allow
-        it.
+        """Return the concrete topics of a topic. Create a missing topic if `create` and the settings allow it.
 
         The names may be up to one second old, but not if there are fewer than `at_least`. Raise `NotFound` if the topic
         does not exist and is not created, `InvalidOption` if the name is invalid.
@@ -51,8 +50,9 @@ class PulsarTopics:
         return names
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[str, ...]:
-        """Return `concrete` for sending a message to a partition, or to any partition if `partition` is None. Raise
-        `NotFound` if the topic or the partition is missing.
+        """Return a topic's concrete topics, to send to one of its partitions (any, if `partition` is None).
+
+        Raise `NotFound` if the topic or the partition is missing.
         """
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
@@ -62,9 +62,7 @@ class PulsarTopics:
         return names
 
     def existing(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
-        """Return the full names of the partitions that a topic has now. If the topic is missing, return none, and do
-        not create it.
-        """
+        """Return the concrete topics that a topic has now; none for a missing topic, which is not created."""
         full = self._settings.namespace.full_name(topic)
         what = f"looking up topic {topic!r}"
 
@@ -80,9 +78,7 @@ class PulsarTopics:
         return (full,) if full in self._client.topics(namespace_of(full), deadline.left()) else ()
 
     def _partitions(self, full: str, deadline: Deadline) -> int:
-        """Return a topic's number of partitions. Return 0 for a topic without partitions and for a missing topic, which
-        brokers do not distinguish.
-        """
+        """Return a topic's number of partitions; 0 for a topic without partitions and for a missing one."""
         try:
             return self._client.partitions(full, deadline.left())
         except wire.TopicNotFound:
@@ -149,8 +145,10 @@ class PulsarTopics:
         return self._changed("PUT", full, partitions, deadline, f"creating topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions until the topic has `partitions`. Raise `NotFound`; `NotSupported` without an `admin_url`;
-        `InvalidOption` if the topic has more partitions already.
+        """Add partitions until the topic has `partitions`.
+
+        Raise `NotFound`, `NotSupported` without an `admin_url`, or `InvalidOption` if the topic has more partitions
+        already.
         """
         names = self.existing(topic, deadline)
         if not names:
@@ -197,7 +195,7 @@ class PulsarTopics:
     # --- internal ---------------------------------------------------------------------------------------------------
 
     def internal(self, name: str, deadline: Deadline) -> str:
-        """Return the full name of an internal topic. If the topic does not exist, create it with its subscription.
+        """Return the full name of an internal topic; create a missing one with its subscription.
 
         The subscription is durable, and is created before the first record. Without such a subscription a broker with
         default settings drops records, and deletes an idle topic (hazard H42). Raise `AccessDenied` with instructions
@@ -214,9 +212,7 @@ class PulsarTopics:
         return full
 
     def keep(self, full: str, deadline: Deadline) -> None:
-        """Create an internal topic and its subscription again, if somebody has deleted them since `internal`
-        returned.
-        """
+        """Create an internal topic and its subscription again, if they were deleted since `internal` returned."""
         what = f"opening the topic {self._settings.namespace.short_name(full)!r}"
         retry_translated(lambda: self._keep(full, deadline), lambda error: translate(error, what), deadline)
 
@@ -248,9 +244,7 @@ class PulsarTopics:
         )
 
     def deduplicates(self, concrete: str, deadline: Deadline) -> bool:
-        """Return whether the broker removes duplicates on a topic. Return False if this is not known, as without an
-        `admin_url`.
-        """
+        """Return whether the broker removes duplicates on a topic; False if this is not known (without `admin_url`)."""
         return self.deduplication(concrete, deadline) == "Enabled"
 
     def deduplication(self, concrete: str, deadline: Deadline) -> str:

@@ -75,7 +75,7 @@ class RocketMQHalfStore(HalfStore):
         return replace(half, how={"log": dict(writer.evidence().log or {})})
 
     def _owner(self, half: Half) -> RocketMQOwner:
-        """Return the owner whose name begins the transaction id of `half`. The name is unique to this process."""
+        """Return the owner, unique to this process, under whose name the transaction of `half` is written."""
         name = half.transaction.rsplit("/", 2)[0]
         with self._changed:
             if name not in self._owners:
@@ -127,7 +127,7 @@ class RocketMQHalfStore(HalfStore):
     def _half_logged(
         self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline
     ) -> Half | None:
-        """Return the result of `_half`. If `_half` fails, log a warning and return None."""
+        """Return the result of `_half`; if it raises an error, log a warning and return None."""
         try:
             return self._half(group, transaction, checks, deadline)
         except TxnBridgeError as error:
@@ -196,9 +196,8 @@ class RocketMQHalfStore(HalfStore):
     def _half(self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline) -> Half | None:
         """Return the half message of a transaction that is undecided, or committed and not completely published.
 
-        Return None for other transactions. A half message that was not completely stored is aborted after
-        its deadline, because the application has done no work for it. If the transaction has ended, the check-backs are
-        about copies of its halves, which are aborted.
+        Return None for other transactions, and abort the halves of these check-backs. A half message that was not
+        completely stored is aborted after its deadline, because the application has done no work for it.
         """
         record = checks[0].record
         origin = origin_of(record)
@@ -281,7 +280,7 @@ class RocketMQHalfStore(HalfStore):
 
 
 class _HalfMessageWriter(RocketMQPreparedWriter):
-    """Writer that stores one half message. The decision on it has no deadline but the broker's retention."""
+    """The writer of one half message. The decision about it has no deadline but the broker's retention."""
 
     def __init__(self, owner: RocketMQOwner, half: Half, group: str) -> None:
         self._half = half

@@ -30,7 +30,7 @@ class ContractResult:
 
 
 class ContractRecorder:
-    """A pytest plug-in that counts the results of the suite's tests by the capabilities that they prove."""
+    """A pytest plug-in that counts results of the suite's tests, by the capabilities that each test proves."""
 
     def __init__(self) -> None:
         self.results: dict[str, Counter[str]] = defaultdict(Counter)

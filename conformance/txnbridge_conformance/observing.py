@@ -36,7 +36,7 @@ def mark(bridge: Bridge, topic: str) -> set[bytes]:
 
 
 def seen(bridge: Bridge, topic: str) -> list[Message]:
-    """Return all messages committed to a topic before this call, without marker messages.
+    """Return all messages committed to a topic before this call, without marker messages (see `mark`).
 
     Raise `AssertionError` if a new marker message cannot be read within `patience()`.
     """

@@ -188,7 +188,7 @@ def group(unique: Callable[[str], str]) -> str:
 
 @pytest.fixture
 def owner(unique: Callable[[str], str]) -> str:
-    """Return a transactional id that has never been opened."""
+    """Return a transactional id that was never opened; a bridge that opens it becomes the id's owner."""
     return unique("owner")
 
 

@@ -35,7 +35,7 @@ class BatchId:
 
     @property
     def batch_path(self) -> tuple[str, str, int]:
-        """Return what the ids of this batch's claims begin with. Each id ends with an attempt's number (0, 1, …)."""
+        """Return the common beginning of the ids of this batch's claims; an attempt's number (0, 1, …) follows."""
         return self.query, self.sink, self.batch
 
     def __str__(self) -> str:

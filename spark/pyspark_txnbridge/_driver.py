@@ -235,7 +235,7 @@ def _claim(
 def _replace(
     session: SinkSession, identity: BatchId, opening: Opening, claim: Claim, dead: list[_Stored], written: list[Written]
 ) -> Claim | None:
-    """Claim a new decision for a batch, in which new transactions replace the lost ones, `dead`.
+    """Claim a new decision for a batch, in which transactions of `written` replace the lost ones, `dead`.
 
     A new transaction must have the same rows as the transaction that it replaces.
     """
@@ -289,7 +289,7 @@ def _check_age(identity: BatchId, part: Written, expires_at: int) -> None:
 
 
 def _check_repetition(session: SinkSession, identity: BatchId) -> _Stored | None:
-    """Return the stored totals of a batch that is done and is repeated; None if the log has no totals of it."""
+    """Return the stored totals of a batch that is done, and that Spark repeats; None if the log has no totals of it."""
     _check_order(session, identity)
     if session.decisions.read(("#skipped", *identity.batch_path)).claim is not None:
         return None  # an operator has checked what was published, and skipped the batch

@@ -54,7 +54,7 @@ class TopicFeed:
     def has(self, wanted: OffsetRange) -> bool:
         """Return whether this connection reads a range's partition.
 
-        Return False if the topic was deleted and created again after the range was planned.
+        Return False also if the topic was deleted and created again after the range was planned.
         """
         is_assigned = (wanted.topic, wanted.partition) in self._consumer.assignment
         return is_assigned and not is_recreated(wanted.topic_id, self._topic_ids.get(wanted.topic))

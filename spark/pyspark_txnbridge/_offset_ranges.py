@@ -57,9 +57,9 @@ _planners: ClientPool[Bridge] = ClientPool()
 
 
 def resolve(name: str, wanted: OffsetsOption, bounds: Bounds) -> Offsets:
-    """Return the positions that an option means.
+    """Return the positions that the option `name` means with the value `wanted`.
 
-    Raise `InvalidOption` if the partitions that the option names are not exactly those that are read.
+    Raise `InvalidOption` if the partitions that the value names are not exactly those that are read.
     """
     positions = dict.fromkeys(bounds, wanted) if isinstance(wanted, str) else dict(wanted)
     if strange := sorted(positions.keys() ^ bounds.keys()):
@@ -75,8 +75,7 @@ def ranges(
 ) -> list[OffsetRange]:
     """Return the ranges between two sets of positions, and report messages in them that the broker has removed.
 
-    A partition that only `end` names has no range, because the reading of the partition begins at its position in
-    `end`.
+    A partition that only `end` names has no range: the next batch begins there, at its position in `end`.
     """
     planned = []
     for (topic, number), stop in end.items():
@@ -149,7 +148,7 @@ def next_offsets(start: Offsets, bounds: Bounds, options: SourceOptions) -> Offs
 
 
 def limit_offsets(start: Offsets, end: Offsets, bounds: Bounds, most: int) -> Offsets:
-    """Limit a batch to `most` positions.
+    """Return the end of a batch limited to `most` positions.
 
     Partitions get equal shares. What one partition cannot use of its share goes to the others.
     """

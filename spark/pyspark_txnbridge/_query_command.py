@@ -65,7 +65,7 @@ def show_status(as_json: bool, **query: Any) -> None:
 @click.option("--clear", is_flag=True, help="Also abort undecided transactions. This fences a running driver.")
 @json_and_debug
 def run_recovery(as_json: bool, skip: int | None, clear: bool, **query: Any) -> None:
-    """Publish every batch that is decided. Safe to repeat, and while the query runs."""
+    """Publish every batch that is decided and not published. Safe to repeat, and while the query runs."""
     from pyspark_txnbridge import _recovery
 
     with _opened(**query) as (session, options, path):

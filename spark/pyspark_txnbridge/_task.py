@@ -45,7 +45,10 @@ def write_partition(
     partition: int,
     holder: str,
 ) -> Written:
-    """Write one partition's rows into a prepared transaction, unless the batch is decided already."""
+    """Write a partition's rows into a prepared transaction, unless the batch is decided; return the report of that.
+
+    `holder` names the task's process to others that want the same transactional id.
+    """
     application = options.application(identity.query)
     key = (options, application)
     with (
@@ -121,7 +124,7 @@ def _times(bridge: Bridge) -> tuple[float, float | None]:
 
 
 def _attempt(identity: BatchId, session: SinkSession) -> int | None:
-    """Return the number of the batch's attempt; None if the batch is decided.
+    """Return the number of the batch's present attempt; None if the batch is decided.
 
     A decided batch that has lost transactions gets another attempt. Raise `TransactionAborted` if the driver has given
     up the attempt.
@@ -140,7 +143,7 @@ def _attempt(identity: BatchId, session: SinkSession) -> int | None:
 
 
 def _is_still_needed(identity: BatchId, session: SinkSession, token: str) -> bool:
-    """Return whether a driver will still end the transaction that this task has just prepared; if not, abort it here.
+    """Return whether a driver will still end the prepared transaction of this task; if not, abort it here.
 
     A newer run, and a driver whose batch is done or given up, end all open transactions of this run's tasks. But they
     may have listed these transactions before this task's transaction began.
@@ -173,7 +176,7 @@ def _now() -> int:
 
 @dataclass
 class _Slot:
-    """A numbered transactional id of a run, with the bridge that this process has opened for it."""
+    """A slot, which is a numbered transactional id of a run, with the bridge that this process has opened for it."""
 
     number: int
     bridge: Bridge

@@ -149,7 +149,7 @@ def _follow(query: StreamingQuery, report: Callable[[Progress], object]) -> Prog
 
 
 def _behind(source: Any) -> int | None:
-    """Return the number of positions between a batch's end and the source's end when the batch was planned."""
+    """Return the number of positions that the last batch, when planned, left unread in its source; None if unknown."""
     try:
         ends, latest = json.loads(source.endOffset), json.loads(source.latestOffset)
         return sum(

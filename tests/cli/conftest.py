@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import txnbridge
-from txnbridge.cli import _extensions, main
+from txnbridge.cli import _plugin_commands, main
 
 Invoke = Callable[..., Result]
 
@@ -16,9 +16,9 @@ Invoke = Callable[..., Result]
 @pytest.fixture(autouse=True)
 def _no_broker_by_accident(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("TXNBRIDGE_URL", raising=False)
-    _extensions.plugin_commands.cache_clear()
+    _plugin_commands.plugin_commands.cache_clear()
     yield
-    _extensions.plugin_commands.cache_clear()
+    _plugin_commands.plugin_commands.cache_clear()
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ NOT_KEPT = {
 
 def is_claimed(name: str, found: Any) -> bool:
     if name.startswith("test_"):
-        return name not in NOT_KEPT and not {"run", "walk"} & inspect.signature(found).parameters.keys()
+        return name not in NOT_KEPT and not {"run", "kill_walk"} & inspect.signature(found).parameters.keys()
     return not name.startswith("_")  # a fixture
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from txnbridge_kafka.broker import KafkaBroker
 from txnbridge_kafka.client.connections import Connections
+from txnbridge_kafka.client.protocol_types import TransactionDescription
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.client.responses import TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.write.producer import TransactionalProducer
 from txnbridge_kafka.write.writer import KafkaWriter

@@ -15,14 +15,14 @@ from pathlib import Path
 import confluent_kafka
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 from txnbridge_kafka.client.librdkafka import GroupMembership
-from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.client.responses import (
+from txnbridge_kafka.client.protocol_types import (
     ActiveProducer,
     EndTxnResult,
     OffsetCommitResult,
     TransactionDescription,
     TransactionListing,
 )
+from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.outcome.transaction_state_log import StateRecord
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded, TxnBridgeError

@@ -22,8 +22,8 @@ from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
 from txnbridge_kafka.admin.admin import KafkaAdmin, owner_of
 from txnbridge_kafka.client.librdkafka import result_of
+from txnbridge_kafka.client.protocol_types import TransactionDescription
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.client.responses import TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.decision_log import KafkaDecisionLog
 from txnbridge_kafka.outcome import hanging_transactions

@@ -11,7 +11,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.observing import send
-from txnbridge_kafka.client.responses import ActiveProducer
+from txnbridge_kafka.client.protocol_types import ActiveProducer
 from txnbridge_kafka.outcome import hanging_transactions
 from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
 from txnbridge_kafka.topics import offsets_partition

@@ -8,7 +8,7 @@ import pytest
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.observing import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, RunChild
-from txnbridge_kafka.client.responses import OPEN
+from txnbridge_kafka.client.protocol_types import OPEN
 
 import txnbridge
 from tests.kafka.kit import describe, flush, writer_of

@@ -26,8 +26,8 @@ from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
 from txnbridge_conformance.observing import take
 from txnbridge_kafka.client import messages, request_runner
+from txnbridge_kafka.client.protocol_types import END_TXN_CODES, EndTxnResult, TransactionDescription
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.client.responses import END_TXN_CODES, EndTxnResult, TransactionDescription
 from txnbridge_kafka.settings import KafkaSettings
 
 import txnbridge

@@ -21,7 +21,7 @@ from txnbridge_pulsar.client import (
     TxnId,
 )
 from txnbridge_pulsar.client.connection import BrokerConnection
-from txnbridge_pulsar.client.sending import Content
+from txnbridge_pulsar.client.pending_sends import Content
 
 # Far more than anything takes, also on a busy machine.
 SOON = 30.0

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_pulsar.client.codec import encode
+from txnbridge_pulsar.client.entry_contents import MessageBatch
 from txnbridge_pulsar.client.errors import CorruptEntry
-from txnbridge_pulsar.client.incoming import ReceivedEntry
-from txnbridge_pulsar.client.outgoing import MessageBatch
+from txnbridge_pulsar.client.received_entries import ReceivedEntry
 
 pytestmark = pytest.mark.offline
 

@@ -24,7 +24,7 @@ from txnbridge_pulsar.client.codec import encode
 from txnbridge_pulsar.client.compression import Compression, compress, decompress
 from txnbridge_pulsar.client.frames import FrameReader, command, parse, send_command, split_entry
 from txnbridge_pulsar.client.ids import ack_set, cumulative_ack_fields, delivered_indexes, individual_ack_fields
-from txnbridge_pulsar.client.sending import Content
+from txnbridge_pulsar.client.pending_sends import Content
 
 pytestmark = pytest.mark.offline
 

@@ -50,7 +50,8 @@ class Completeness:
     def is_foreign(self, record: LogRecord) -> bool:
         """Return whether a record belongs to another log of the same name, and must be ignored.
 
-        If the record's log id differs but this log's own id is not certain, the birth record is refuted instead.
+        If the record's log id differs but this log's own id is not certain, return False, and make the reading
+        incomplete.
         """
         own = self.log if self.complete else self._own_log
         if own is not None and record.log not in (None, own) and not isinstance(record, Birth):
@@ -109,7 +110,7 @@ class Completeness:
 
     @property
     def _recognises_foreign_records(self) -> bool:
-        """True if a record with another log's id leaves this log's own birth record trusted."""
+        """True if this log's id is certain: a record with another id is then foreign."""
         return self._origin is not None or self.renewed is not None
 
     @property

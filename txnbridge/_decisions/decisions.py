@@ -131,12 +131,12 @@ class Decisions:
         self._engine = Engine(log, events, begins, lifetime, tidy_after, clock, host, timing)
         self._closed = threading.Event()
         if log.keeps is not None:
-            threading.Thread(target=self._stay, name="txnbridge-decisions", daemon=True).start()
+            threading.Thread(target=self._write_snapshots_by_age, name="txnbridge-decisions", daemon=True).start()
 
-    def _stay(self) -> None:
+    def _write_snapshots_by_age(self) -> None:
         """Write snapshots in a log whose store drops records by age, even while this process makes no claims.
 
-        This runs in a thread. A process that has only read the log writes no snapshot.
+        The process's thread runs this until `close`. A process that has only read the log writes no snapshot.
         """
         while not self._closed.wait(self._engine.tidy_seconds / _CHECKS_BETWEEN_SNAPSHOTS):
             if not self._engine.has_written:
@@ -166,7 +166,7 @@ class Decisions:
         return _public(self._engine.open(path_of(id), check_data(data or {}), self._deadline(timeout), name))
 
     def begin(self, *, opening: Opening | None = None, timeout: float | Deadline | None = None) -> dict[str, Any]:
-        """Return where the evidence about a transaction that begins now begins; its token carries the result as `log`.
+        """Return the place in the log from which a transaction that begins now has evidence: its token's `log`.
 
         An owner passes its `opening`. Raise `Fenced` if the log has a newer opening of the same id.
         """

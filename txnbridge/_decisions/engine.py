@@ -118,7 +118,7 @@ class Engine:
             self._log.close()
 
     def begin(self, under: OpeningRef | None, deadline: Deadline) -> dict[str, Any]:
-        """Return where the evidence about a transaction that begins now begins, as JSON values for its token.
+        """Return the place in the log from which a transaction that begins now has evidence, as JSON for its token.
 
         Raise `Fenced` if the opening `under` is no longer the newest of its id.
         """
@@ -437,10 +437,7 @@ class Engine:
             self._presence_lock.release()
 
     def _is_far_back(self, presence: EvidenceBegin, state: LogState) -> bool:
-        """Return whether the newest snapshot replaces a presence record.
-
-        A process that begins its reading with this snapshot needs a second follower to find the presence.
-        """
+        """Return whether the newest snapshot replaces a presence record, which a new reading then would not find."""
         return self._log.numbered and state.covered is not None and presence.at < state.covered
 
     def _body(self, body: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:

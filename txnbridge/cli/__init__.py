@@ -10,7 +10,7 @@ import click
 
 import txnbridge
 from txnbridge.cli._common import EXIT_CODES_HELP, Group, guarded
-from txnbridge.cli._extensions import plugin_commands
+from txnbridge.cli._plugin_commands import plugin_commands
 
 # Each command with its line in `txnbridge --help`. Its function is `command` in the module of the same name.
 COMMANDS = {

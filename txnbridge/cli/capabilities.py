@@ -21,9 +21,9 @@ _STYLES = {Level.NATIVE: "green", Level.EMULATED: "yellow", Level.ABSENT: "red"}
 @click.argument("where", metavar="[URL]", required=False)
 @click.option("--all", "every", is_flag=True, help="Compare all installed backends; the default without a URL.")
 def command(cli: Cli, where: str | None, every: bool) -> None:
-    """Say what the broker at URL promises, natively, by emulation or not at all, and why.
+    """Show what the broker at URL promises: natively, by emulation or not at all, and why.
 
-    Without a URL: a table of all backends that are here.
+    Without a URL: a table of all installed backends.
     """
     if not every and (where or cli.url):
         _one(cli, where)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode, exit_code
-from txnbridge.cli._extensions import failed_plugins
+from txnbridge.cli._plugin_commands import failed_plugins
 from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Advice
 

@@ -61,7 +61,10 @@ def command(
 def _batches(
     consumer: txnbridge.Consumer, limit: int | None, follow: bool, joined: Deadline | None
 ) -> Iterator[txnbridge.Batch]:
-    """Yield up to `limit` messages; without `follow` only those readable now. The group must be joined by `joined`."""
+    """Yield batches of up to `limit` messages altogether; without `follow` only messages readable now.
+
+    A group must have assigned partitions to the consumer by the deadline `joined`.
+    """
     left = limit
     while left is None or left > 0:
         batch = consumer.poll(min(_BATCH, left or _BATCH), timeout=_WAIT if joined is None else _GROUP_WAIT)

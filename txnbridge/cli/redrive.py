@@ -20,8 +20,9 @@ from txnbridge.cli._common import Cli, printable, when
 def command(cli: Cli, topic: str, limit: int | None, reason: str | None, dry_run: bool) -> None:
     """Send the dead letters in TOPIC back to the topics they came from, exactly once.
 
-    It takes those that are there when it begins. Killed or failed, it is run again and goes on where it stopped.
-    Every group of the original topic reads what comes back, not only the one that set it aside.
+    Only dead letters that are in TOPIC at the start are sent back. If the command is killed or fails, run it again: it
+    continues where it stopped. Every group of the original topic reads the messages again, not only the one that
+    failed.
     """
     # A mistyped topic name must not create a topic.
     with cli.look() as bridge:

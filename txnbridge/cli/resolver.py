@@ -27,9 +27,9 @@ group_option = click.option("--group", metavar="NAME", required=True, help="The 
 @click.option("--parallel", metavar="N", type=click.IntRange(1), default=4, show_default=True, help="Checks at once.")
 @click.option("--application", metavar="NAME", help="The application whose half messages these are, as in connect().")
 def run(cli: Cli, group: str, check: str, parallel: int, application: str | None) -> None:
-    """Ask the function NAME of MODULE, found from the current folder, until SIGTERM or Ctrl-C.
+    """Answer check-backs by the function NAME of MODULE, found from the current folder, until SIGTERM or Ctrl-C.
 
-    Several may run. It is asked about half messages whose sender did not say how its work went.
+    Several resolvers may run. The function is asked about half messages whose sender did not report its work's outcome.
     """
     found = load(check, callable, "not a function")
     with ExitStack() as stack:

@@ -19,9 +19,8 @@ from txnbridge.cli._object_loading import load, telling
 def command(cli: Cli, target: str, until_idle: bool) -> None:
     """Run the processor NAME of MODULE, found from the current folder.
 
-    NAME is a `Processor`, or a function that is given a bridge to --url and returns one. SIGTERM and Ctrl-C stop it
-    after the transaction that is running, a second one at once. What its group does, and what it waits for, is told on
-    standard error.
+    NAME is a `Processor`, or a function that is given a bridge to --url and returns one. SIGTERM and Ctrl-C stop the
+    processor after its running transaction, a second signal at once. Progress and errors are logged to standard error.
     """
     found = load(target, _makes_processors, "neither a Processor nor a function that makes one")
     with ExitStack() as stack:

@@ -38,7 +38,7 @@ def command(
 ) -> None:
     """Send VALUE, a file, or each line of standard input to TOPIC: all of it in one transaction.
 
-    What goes wrong on the way aborts it: then nothing was sent.
+    Any error aborts the transaction: then nothing was sent.
     """
     if value is not None and file is not None:
         raise click.UsageError("give a value or --file, not both")

@@ -19,9 +19,9 @@ CODES = {
 @_common.command("status")
 @click.argument("token")
 def command(cli: Cli, token: str) -> ExitCode:
-    """Say what became of the transaction that TOKEN names. Changes nothing.
+    """Show the status of the transaction that TOKEN names, without changing it.
 
-    Exit code 0: committed; 1: prepared, nobody has ended it yet; 5: aborted; 4: unknown.
+    Exit code 0: committed; 1: prepared, not ended yet; 5: aborted; 4: unknown.
     """
     parsed = Token.parse(token)
     with cli.look() as bridge:

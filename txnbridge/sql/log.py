@@ -164,7 +164,7 @@ class SqlLogs:
 
 
 class _Asked:
-    """Whether the database was asked to commit. A caller whose deadline passes earlier prevents the commit."""
+    """Says whether a thread has asked the database to commit; the waiting caller can prevent a commit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -178,7 +178,7 @@ class _Asked:
             self.committing = True
 
     def give_up(self) -> bool:
-        """Prevent the commit; return True if the database was asked to commit already."""
+        """Prevent the commit, for a caller whose deadline has passed; return True if the database was asked already."""
         with self._lock:
             self.given_up = True
             return self.committing

@@ -57,7 +57,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Unvisited:
-    """Selects the first event of a process that is not in `visited`, or with `skip` a later one of these events."""
+    """Selects for `StopAt` the first event of a process that is not in `visited`, or with `skip` a later such event."""
 
     visited: Set[Point]
     skip: int = 0

@@ -25,8 +25,9 @@ from txnbridge.spi import (
 )
 from txnbridge_embedded.admin import groups
 from txnbridge_embedded.client.headers import unpack_raw
+from txnbridge_embedded.client.readable_ranges import read_bounds
 from txnbridge_embedded.client.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
-from txnbridge_embedded.client.session import SharedConnection
+from txnbridge_embedded.client.shared_connection import SharedConnection
 from txnbridge_embedded.client.store import (
     FileConnection,
     StoredTopic,
@@ -36,7 +37,6 @@ from txnbridge_embedded.client.store import (
     now_ms,
     read_topic,
 )
-from txnbridge_embedded.client.visibility import read_bounds
 from txnbridge_embedded.outcome import outcome
 from txnbridge_embedded.write import acks, retention
 

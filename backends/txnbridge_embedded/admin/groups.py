@@ -8,8 +8,8 @@ from datetime import datetime
 
 from txnbridge.errors import InvalidState, NotFound
 from txnbridge.spi import Deadline, GroupInfo, GroupMember, Partition, Position
+from txnbridge_embedded.client.readable_ranges import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.client.store import FileConnection, Store, now_ms
-from txnbridge_embedded.client.visibility import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.read import group_members
 from txnbridge_embedded.write import acks
 

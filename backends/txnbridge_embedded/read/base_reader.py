@@ -19,8 +19,8 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline, Emitter, Message, Partition, Position, Reader, ReaderListener, Subscription
 from txnbridge_embedded.client.change_notification import ChangeNotification
+from txnbridge_embedded.client.readable_ranges import Bounds
 from txnbridge_embedded.client.store import FileConnection, Store, now_ms, translate
-from txnbridge_embedded.client.visibility import Bounds
 from txnbridge_embedded.outcome.outcome import end_expired
 from txnbridge_embedded.read.partition import Cursor, position_lost
 from txnbridge_embedded.settings import Settings
@@ -230,7 +230,7 @@ class PollingReader(Reader):
             self._cursors.pop(partition, None)
 
     def _drop_found(self, partitions: Collection[Partition]) -> None:
-        """Drop messages of these partitions that an interrupted poll has read, and not returned."""
+        """Drop messages of these partitions that an interrupted poll had read from the file, and not returned."""
         if self._unreturned:
             self._unreturned = [m for m in self._unreturned if (m.topic, m.partition) not in partitions]
 
@@ -249,7 +249,7 @@ class PollingReader(Reader):
         self._drop_found(positions)
 
     def _check_kept(self, cursor: Cursor, offset: int) -> int:
-        """Return the first offset that retention has not removed. Raise `PositionLost` if `offset` is lower."""
+        """Return the partition's first offset that retention kept. Raise `PositionLost` if `offset` is lower."""
         row = self._connection.execute("SELECT first FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
         kept = 0 if row is None else int(row[0])
         if offset < kept:

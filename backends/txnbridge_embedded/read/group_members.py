@@ -26,8 +26,8 @@ from types import MappingProxyType
 
 from txnbridge.errors import InvalidOption, TxnBridgeError
 from txnbridge.spi import Deadline
+from txnbridge_embedded.client.readable_ranges import read_bounds
 from txnbridge_embedded.client.store import FileConnection, Store, now_ms
-from txnbridge_embedded.client.visibility import read_bounds
 from txnbridge_embedded.read.rebalance import assign
 
 _log = logging.getLogger("txnbridge.embedded")

@@ -8,8 +8,8 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from txnbridge.spi import Deadline, Partition
+from txnbridge_embedded.client.readable_ranges import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.client.store import CLOSING_SECONDS, FileConnection, now_ms
-from txnbridge_embedded.client.visibility import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.read import group_members
 from txnbridge_embedded.read.base_reader import PollingReader
 from txnbridge_embedded.read.partition import Cursor
@@ -63,13 +63,16 @@ class GroupReader(PollingReader):
         """Update the group's members and assignments, in the caller's write transaction."""
 
     @abstractmethod
-    def _proof(self) -> Mapping[Partition, tuple[int, int]]:
-        """Return the id of each partition, and the epoch of the partition's assignment, for `AckContext`."""
+    def _assignment_epochs(self) -> Mapping[Partition, tuple[int, int]]:
+        """Return the id and the assignment's epoch of each partition that this member has, for `AckContext`.
+
+        An acknowledgement is refused if the partition has a newer epoch by then.
+        """
 
     def ack_context(self) -> AckContext:
         if self._context is None:
             sharing = self._subscription.sharing
-            self._context = AckContext(self._group_id, self._group, sharing, self._member, self._proof())
+            self._context = AckContext(self._group_id, self._group, sharing, self._member, self._assignment_epochs())
         return self._context
 
     def _add(self, cursors: Iterable[Cursor]) -> None:
@@ -104,7 +107,10 @@ class GroupReader(PollingReader):
         return f"the position of group {self._group!r}"
 
     def _accept_loss(self, partition_id: int, kept: int, deadline: Deadline) -> None:
-        """After the user's seek, move the group's lost position to the first offset that retention has not removed."""
+        """After the user's seek, move the group's position, whose messages retention has removed, to `kept`.
+
+        `kept` is the partition's first offset that retention has not removed.
+        """
         with self._writing("seek", deadline) as connection:
             acks.skip_to(connection, self._group_id, partition_id, kept)
 

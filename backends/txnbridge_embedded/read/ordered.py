@@ -12,8 +12,8 @@ from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline, Partition, Position
 from txnbridge_embedded.admin import groups
 from txnbridge_embedded.client.ranges import Range, ranges_of, without
+from txnbridge_embedded.client.readable_ranges import Bounds, first_since, read_bounds
 from txnbridge_embedded.client.store import FileConnection, now_ms
-from txnbridge_embedded.client.visibility import Bounds, first_since, read_bounds
 from txnbridge_embedded.read import group_members
 from txnbridge_embedded.read.group_members import PartitionOwner
 from txnbridge_embedded.read.grouped import GroupReader, as_text
@@ -50,7 +50,7 @@ class OrderedReader(GroupReader):
         self._leaving: dict[Partition, Cursor] = {}  # revoked partitions that are not released in the file yet
         super()._open(deadline)
 
-    def _proof(self) -> Mapping[Partition, tuple[int, int]]:
+    def _assignment_epochs(self) -> Mapping[Partition, tuple[int, int]]:
         return {partition: (cursor.id, cursor.epoch) for partition, cursor in self._cursors.items()}
 
     # --- following the assignment -----------------------------------------------------------------------------------

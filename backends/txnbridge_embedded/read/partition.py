@@ -10,8 +10,8 @@ from txnbridge.errors import PositionLost, StorageFailed
 from txnbridge.spi import NO_HEADERS, Message, Partition
 from txnbridge_embedded.client import headers
 from txnbridge_embedded.client.ranges import Range, merged, without
+from txnbridge_embedded.client.readable_ranges import Bounds
 from txnbridge_embedded.client.store import MAX_OFFSET, OFFSET_BITS
-from txnbridge_embedded.client.visibility import Bounds
 
 # How many rows are fetched first. The sizes of these determine the later fetches, so that memory is not filled.
 _FIRST_ROWS = 4
@@ -73,7 +73,7 @@ class Cursor:
             self._delivery_counts = {key: count for key, count in self._delivery_counts.items() if key >= offset}
 
     def take(self, connection: sqlite3.Connection, limit: int, room: int, into: list[Message]) -> int:
-        """Append the next messages to a list, those for redelivery first; return their size in bytes.
+        """Append the next messages to the list `into`, those for redelivery first; return their size in bytes.
 
         There may be none even if `ready` is true. Raise `PositionLost` if retention has removed the next message.
         """

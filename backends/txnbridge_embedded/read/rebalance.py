@@ -54,9 +54,9 @@ class _Shares:
             self.give(partition, min(readers, key=self._count.__getitem__))
 
     def level(self) -> bool:
-        """Move a partition from one member to another with at least two fewer; return False if that is not possible.
+        """Make the numbers of partitions of two members more even; return False if no member has two more than another.
 
-        The move may be a chain of moves: A gives a partition to B, and B gives another partition to C.
+        A partition goes from one member to another, or by a chain: A gives a partition to B, and B gives one to C.
         """
         for member in sorted(self._count, key=self._count.__getitem__, reverse=True):
             chain = self._chain(member)

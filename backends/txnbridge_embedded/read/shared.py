@@ -14,8 +14,8 @@ from txnbridge.errors import DeadlineExceeded, NotSupported
 from txnbridge.spi import Deadline, Message, Partition, Position
 from txnbridge_embedded.client import headers
 from txnbridge_embedded.client.ranges import ranges_of
+from txnbridge_embedded.client.readable_ranges import Bounds, read_bounds
 from txnbridge_embedded.client.store import OFFSET_BITS, FileConnection, now_ms
-from txnbridge_embedded.client.visibility import Bounds, read_bounds
 from txnbridge_embedded.read import group_members
 from txnbridge_embedded.read.base_reader import POLL_BYTES, SHORT_CALL_SECONDS
 from txnbridge_embedded.read.grouped import GroupReader
@@ -38,7 +38,7 @@ class SharedReader(GroupReader):
             self._lease_connection.close()
             raise
 
-    def _proof(self) -> Mapping[Partition, tuple[int, int]]:
+    def _assignment_epochs(self) -> Mapping[Partition, tuple[int, int]]:
         return {partition: (cursor.id, 0) for partition, cursor in self._cursors.items()}
 
     def _reassign(self, connection: FileConnection, now: int) -> None:

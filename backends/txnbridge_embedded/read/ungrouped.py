@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from txnbridge.errors import InvalidState
 from txnbridge.spi import Deadline, Partition, Position
-from txnbridge_embedded.client.visibility import Bounds, count_between, first_since, read_bounds
+from txnbridge_embedded.client.readable_ranges import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.read.base_reader import PollingReader
 from txnbridge_embedded.read.partition import Cursor
 

@@ -25,7 +25,7 @@ NO_EXPIRY = 1 << 62
 
 @dataclass(frozen=True)
 class AckContext:
-    """A group member, with the id and the assignment epoch of each of its partitions when messages were delivered."""
+    """The group member to which messages were delivered, with the id and assignment epoch of each of its partitions."""
 
     group_id: int
     group: str
@@ -193,7 +193,10 @@ class _Acks:
         return row is not None and row[0] >= first
 
     def _gap_before(self, first: int, lowest: int) -> int:
-        """Return the first offset of the gap before a message. Offsets that retention has removed are no gap."""
+        """Return the first of the offsets without messages directly before the message at `first`, or `first` itself.
+
+        Aborted transactions leave such gaps. Offsets below `lowest`, which retention has removed, are no gap.
+        """
         base = self._id << OFFSET_BITS
         (before,) = self._connection.execute(
             "SELECT max(id) FROM messages WHERE id >= ? AND id < ?", (base + lowest, base + first)

@@ -72,7 +72,7 @@ class WriterRow:
             "INSERT INTO writers(id, identity, used_at) VALUES (?, ?, ?)", (self.id, self._owner.name, now_ms())
         )
 
-    def claim(self, connection: sqlite3.Connection) -> None:
+    def record_commit(self, connection: sqlite3.Connection) -> None:
         """Store the next transaction's number as committed, in the write transaction that commits its messages.
 
         If the row is retired or missing, raise `Fenced` if the id has a newer owner, or else `TransactionAborted`.

@@ -199,11 +199,11 @@ class EmbeddedPublisher(Publisher):
                     self._owner.check(self._connection)
                     instance.add(self._connection)
                 try:
-                    instance.claim(self._connection)
+                    instance.record_commit(self._connection)
                 except TransactionAborted:  # the row was deleted by age; no token names it, so a new row replaces it
                     instance = WriterRow(self._owner)
                     instance.add(self._connection)
-                    instance.claim(self._connection)
+                    instance.record_commit(self._connection)
                 self._write(rows, sequences)
         except CommitUnclear:
             self._connection.close()

@@ -58,7 +58,10 @@ def _removable(connection: sqlite3.Connection, topic: StoredTopic, partition: in
 
 
 def _expired_before(connection: sqlite3.Connection, kept_ms: int | None, partition: int, following: int) -> int:
-    """Return the offset before which all messages are older than the topic's retention time."""
+    """Return the offset before which all messages are older than the topic's retention time `kept_ms`.
+
+    `following` is the partition's next offset.
+    """
     if kept_ms is None:
         return 0
     oldest_kept = now_ms() - kept_ms

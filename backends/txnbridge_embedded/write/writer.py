@@ -293,7 +293,7 @@ class PlainWriter(EmbeddedWriter):
     def _write(self) -> None:
         connection = self._connection
         self._check_storable()
-        self.instance.claim(connection)
+        self.instance.record_commit(connection)
         for context, positions in self._acks:
             acks.apply_acks(connection, context, positions)
         now = now_ms()

@@ -34,7 +34,7 @@ from txnbridge.spi import (
 )
 from txnbridge_kafka.admin import doctor
 from txnbridge_kafka.admin.groups import KafkaGroups
-from txnbridge_kafka.client.responses import ABORTED, COMMITTED, OPEN, TransactionDescription
+from txnbridge_kafka.client.protocol_types import ABORTED, COMMITTED, OPEN, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_id
 from txnbridge_kafka.outcome.outcome import end_prepared, status_after_fencing
@@ -52,7 +52,7 @@ _CHECK_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A prepare record in a decision log, and the ledger that contains the record."""
+    """A prepare record, which makes a transaction a prepared one, and the ledger that contains the record."""
 
     entry: LedgerEntry
     ledger: Ledger

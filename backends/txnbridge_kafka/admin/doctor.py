@@ -10,7 +10,7 @@ from confluent_kafka.admin._metadata import TopicMetadata
 
 from txnbridge.spi import Advice, Deadline, OpenTransaction
 from txnbridge_kafka.capabilities import longest_ms
-from txnbridge_kafka.client.responses import EPOCH_BUMPS
+from txnbridge_kafka.client.protocol_types import EPOCH_BUMPS
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.hanging_transactions import listed, survey
 from txnbridge_kafka.outcome.transaction_state_log import STATE_TOPIC

@@ -12,7 +12,7 @@ from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
 from txnbridge.spi import Partition
 from txnbridge_kafka.client import kafka_python, messages
 from txnbridge_kafka.client.kafka_python import event_loop, quiet
-from txnbridge_kafka.client.responses import DONE, EPOCH_BUMPS, NO_LEADER, UNKNOWN_TOPIC, RetryLaterError, check
+from txnbridge_kafka.client.protocol_types import DONE, EPOCH_BUMPS, NO_LEADER, UNKNOWN_TOPIC, RetryLaterError, check
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_kafka.client import kafka_python, messages
 from txnbridge_kafka.client.connections import LONGEST_ATTEMPT, Connections
-from txnbridge_kafka.client.responses import (
+from txnbridge_kafka.client.protocol_types import (
     ENDING,
     TRANSACTIONAL_ID_NOT_FOUND,
     RetryLaterError,

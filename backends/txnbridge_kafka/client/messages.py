@@ -1,4 +1,4 @@
-"""Requests built from kafka-python's classes, and its answers converted to the types in `responses`."""
+"""Requests built from kafka-python's classes, and its answers converted to the types in `protocol_types`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from txnbridge.spi import Partition
 from txnbridge_kafka.client import kafka_python
 from txnbridge_kafka.client.librdkafka import GroupMembership
-from txnbridge_kafka.client.responses import (
+from txnbridge_kafka.client.protocol_types import (
     DONE,
     UNKNOWN_TOPIC,
     ActiveProducer,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.client.protocol_types import EARLIEST, LATEST, CommittedOffset
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.client.responses import EARLIEST, LATEST, CommittedOffset
 
 
 class KafkaOffsets:

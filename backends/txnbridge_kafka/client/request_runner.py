@@ -20,7 +20,7 @@ from txnbridge.spi import Deadline
 from txnbridge_kafka.client import kafka_python
 from txnbridge_kafka.client.connections import LONGEST_ATTEMPT, Connections
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
-from txnbridge_kafka.client.responses import RetryLaterError
+from txnbridge_kafka.client.protocol_types import RetryLaterError
 from txnbridge_kafka.settings import KafkaSettings
 
 T = TypeVar("T")
@@ -55,10 +55,11 @@ class RequestRunner:
         no_listener_for: float = math.inf,
         slow: bool = False,
     ) -> T:
-        """Repeat an attempt until it succeeds or is refused, or the deadline passes.
+        """Repeat an attempt until it succeeds or is refused, or the deadline passes; return its result.
 
-        Raise `BrokerUnavailable` before the deadline if nothing listened at any server for `no_listener_for` seconds. A
-        broker may need long for a `slow` request, so one attempt may take half of the time left.
+        `what` names the request in error texts. Raise `BrokerUnavailable` before the deadline if nothing listened at
+        any server for `no_listener_for` seconds. A broker may need long for a `slow` request, so one attempt may take
+        half of the time left.
         """
         reason, cause = "no time was left to ask", None
         begun, silent = time.monotonic(), 0  # consecutive attempts at addresses without a listener
@@ -100,7 +101,7 @@ class RequestRunner:
         return min(left, LONGEST_ATTEMPT, max(left / 2, _SHORTEST_ATTEMPT) if len(self._servers) > 1 else left)
 
     def _once(self, attempt: Callable[[Connections], Awaitable[T]], seconds: float) -> T:
-        """Make one attempt.
+        """Make one attempt, and return its result.
 
         After an answer the connections return to the pool, except those that a `CoordinatorSession` now uses.
         """

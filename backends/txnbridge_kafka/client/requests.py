@@ -13,8 +13,7 @@ from txnbridge_kafka.client import kafka_python, messages
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 from txnbridge_kafka.client.librdkafka import GroupMembership
-from txnbridge_kafka.client.request_runner import RequestRunner
-from txnbridge_kafka.client.responses import (
+from txnbridge_kafka.client.protocol_types import (
     ACK_RETRY_CODES,
     BROKER,
     COORDINATOR_RETRY_CODES,
@@ -39,6 +38,7 @@ from txnbridge_kafka.client.responses import (
     error_name,
     refused,
 )
+from txnbridge_kafka.client.request_runner import RequestRunner
 from txnbridge_kafka.settings import KafkaSettings
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from txnbridge.errors import AccessDenied, InvalidState, NotFound, StorageFailed
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.client.responses import COMMITTED, ActiveProducer, TransactionDescription
+from txnbridge_kafka.client.protocol_types import COMMITTED, ActiveProducer, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision, recorded_decisions
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
@@ -200,7 +200,7 @@ def _missing_markers(
     open_in: OpenPartitions,
     deadline: Deadline,
 ) -> dict[Partition, tuple[int, bool]]:
-    """Return, by partition, the epoch and the decision of the missing marker, from the coordinator's log.
+    """Return the epoch and decision of each partition's missing marker, from the coordinator's log.
 
     If this user may not read that log, or the log has no decision of the epoch any more, the decision is taken from the
     coordinator's description before the opening, or from the decision log. These two sources are wrong only if other

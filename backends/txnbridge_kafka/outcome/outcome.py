@@ -18,7 +18,7 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
-from txnbridge_kafka.client.responses import ABORTED, COMMITTED, DONE, OPEN, TransactionDescription
+from txnbridge_kafka.client.protocol_types import ABORTED, COMMITTED, DONE, OPEN, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_id
 from txnbridge_kafka.outcome.transaction_state_log import (
@@ -45,8 +45,8 @@ def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], 
 
     All transactions of one opening have the same producer id and epoch. A commit is requested only after every message
     is stored, so the coordinator's last transaction of that epoch is the token's transaction, and not the one before.
-    If a late copy of a request may have begun another transaction afterwards, the token also has the start time (hazard
-    H19).
+    If a late copy of a request may have begun another transaction afterwards, the evidence also has the transaction's
+    start time (hazard H19).
     """
     if how.get("asked") is False:
         # Only the writer commits a plain transaction, and did not. The coordinator may describe the previous one.
@@ -146,7 +146,7 @@ def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledg
 def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSession, deadline: Deadline) -> None:
     """Wait until the coordinator has written a transaction's control markers.
 
-    If the coordinator dies before, write the missing markers in its place.
+    If the coordinator dies before it has, write the missing markers in its place.
     """
     try:
         if session.last_transaction(Deadline(min(deadline.left(), _MARKERS_SECONDS))) is not None:

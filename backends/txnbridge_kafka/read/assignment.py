@@ -98,7 +98,7 @@ class KafkaAssignment:
                 self.context.metadata = metadata
 
     def note_topic(self, assigned: KafkaPartition, topic_id: str | None) -> None:
-        """Store a topic's id.
+        """Store the id that a partition's topic has now.
 
         With the id an acknowledgement notices that the topic was deleted and created again since.
         """

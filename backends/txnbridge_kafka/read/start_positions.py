@@ -107,7 +107,7 @@ class KafkaStartPositions:
         return LostPosition(recreated_text(self.owner(), partition, at), at)
 
     def _refused(self, requests: SeekRequests, deadline: Deadline) -> Mapping[Partition, int | LostPosition]:
-        """Check the offsets that the broker refused. Return each offset if it is valid now, else a lost position."""
+        """Check offsets that brokers refused: return each if it is valid now, else a lost position."""
         refused = {partition: request.refused for partition, request in requests.items() if request.refused is not None}
         begins, ends = self._offsets.begins(refused, deadline), self._offsets.ends(refused, deadline)
         return {

@@ -15,7 +15,7 @@ from typing import Any
 
 from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline
-from txnbridge_kafka.client.responses import OPEN, SETTLED
+from txnbridge_kafka.client.protocol_types import OPEN, SETTLED
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.write.owner import PREPARE, KafkaOwner
 from txnbridge_kafka.write.prepared import is_pool_id
@@ -90,7 +90,7 @@ def _fence(cluster: KafkaCluster, owner: KafkaOwner, id: str, deadline: Deadline
 
 
 def _end_unprepared(cluster: KafkaCluster, owner: KafkaOwner, deadline: Deadline) -> None:
-    """Abort the transactions that earlier owners left open, and not prepared, under ids of the pool (hazard H16)."""
+    """Abort transactions that earlier owners left open and not prepared under ids for prepared ones (hazard H16)."""
     listed = cluster.requests.transactions(deadline, [OPEN])
     described = cluster.requests.describe([each.id for each in listed if is_pool_id(each.id, owner.name)], deadline)
     if not any(last.state == OPEN for last in described.values()):

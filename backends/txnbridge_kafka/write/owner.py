@@ -99,7 +99,10 @@ class KafkaOwner:
 
 
 def evidence_key(id: str, pid: int, mark: str) -> str:
-    """Return the ledger key of an outcome. `mark` is a plain transaction's epoch, or a prepared one's start time."""
+    """Return the key under which the ledger has a transaction's outcome.
+
+    `mark` distinguishes the transactions of a producer id: a plain one's epoch, or a prepared one's start time.
+    """
     return f"{id}/{pid}/{mark}"
 
 

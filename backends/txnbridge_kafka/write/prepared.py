@@ -1,6 +1,6 @@
 """Prepared transactions, and the pool of transactional ids for them.
 
-Until a prepared transaction is resolved, no other transaction uses its id. Then the id is opened again for the next.
+Until a prepared transaction is ended, no other transaction uses its id. Then the id is opened again for the next.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from txnbridge.errors import DeadlineExceeded, Fenced, InvalidState, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Begin, Deadline, Evidence, LedgerEntry, Token
-from txnbridge_kafka.client.responses import COMMITTED, OPEN, TransactionDescription
+from txnbridge_kafka.client.protocol_types import COMMITTED, OPEN, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.write.owner import PREPARE, KafkaOwner, evidence_key
 from txnbridge_kafka.write.writer import KafkaWriter

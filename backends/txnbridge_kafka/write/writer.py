@@ -40,7 +40,7 @@ from txnbridge.spi import (
     encode_item,
 )
 from txnbridge_kafka.client.librdkafka import milliseconds, too_large
-from txnbridge_kafka.client.responses import TransactionDescription
+from txnbridge_kafka.client.protocol_types import TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.outcome.outcome import plain_status
@@ -112,7 +112,7 @@ class KafkaWriter(Writer):
             self._check_group(group, deadline)
 
     def _end_leftover(self, deadline: Deadline) -> None:
-        """Abort the id's open transaction.
+        """Abort the transaction that an earlier owner, or this writer before a failure, left open under the id.
 
         Record the outcome of the id's last transaction if a token of that transaction may exist (hazard H18).
         """
@@ -363,7 +363,7 @@ class KafkaWriter(Writer):
             raise
 
     def _store(self, deadline: Deadline) -> None:
-        """Store messages, then acknowledgements. Abort after `TransactionAborted` or `Fenced`, and raise the error."""
+        """Flush the messages, then send the acknowledgements. Abort after `TransactionAborted` or `Fenced`."""
         deadline.check("the transaction")
         try:
             # Not in parallel, because the coordinator adds new partitions and groups one at a time.

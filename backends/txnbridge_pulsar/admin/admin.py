@@ -106,9 +106,7 @@ class PulsarAdmin(Admin):
         return name.startswith(self._settings.prefix) or any(own in name for own in _SYSTEM_TOPIC_NAMES)
 
     def _retention_of(self, name: str, deadline: Deadline) -> tuple[float | None, int | None]:
-        """Return how long and up to how many bytes a topic keeps messages. None means no limit, or that it is not
-        known.
-        """
+        """Return for how long, and up to how many bytes, a topic keeps messages; None for no limit or if not known."""
         if self._cluster.rest is None or self._is_internal(name):
             return None, None
         path = f"/admin/v2/persistent/{path_of(self._settings.namespace.full_name(name))}/retention?applied=true"
@@ -176,7 +174,7 @@ class PulsarAdmin(Admin):
         return str(info.get("creationDate") or "")
 
     def _bounds(self, concrete: str, deadline: Deadline) -> tuple[Position, Position]:
-        """Return the position of a concrete topic's first message, and the position after its last message."""
+        """Return the position of a concrete topic's first message, and the position after its last readable message."""
         what = f"asking where {concrete} begins and ends"
 
         def ask() -> tuple[wire.MessageId, wire.MessageId | None]:
@@ -191,8 +189,9 @@ class PulsarAdmin(Admin):
         return first, max(first, _position_after(last), self._max_read_position(concrete, deadline))
 
     def _max_read_position(self, concrete: str, deadline: Deadline) -> Position:
-        """Return the position after the topic's max read position, or (0, 0, 0) if it is not known. The max read
-        position is after aborted messages at the end of the topic, about which the binary protocol says nothing.
+        """Return the position after the topic's max read position, or (0, 0, 0) if it is not known.
+
+        It is also after aborted messages at the topic's end, about which the binary protocol says nothing.
         """
         if self._cluster.rest is None:
             return (0, 0, 0)

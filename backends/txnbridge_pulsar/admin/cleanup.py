@@ -31,11 +31,10 @@ _TOPIC_SECONDS = 30.0
 
 
 def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadline) -> None:
-    """Drop expired records from a proof topic (its full name). Delete the topic if no other record is left and its
-    writer has no transactional id.
+    """Drop expired records from a proof topic (given by its full name), until the deadline; the next cleanup continues.
 
-    Raise `NotFound` if the topic does not exist. A topic that has a producer is not deleted. The work stops at the
-    deadline; the next cleanup continues.
+    If no other record is left and the topic's writer has no transactional id, delete the topic, unless it has a
+    producer. Raise `NotFound` if the topic does not exist.
     """
     expired_ms = now_ms - cluster.settings.timing.token_valid_seconds * 1000
     with translated(f"cleaning up {topic}"):
@@ -72,8 +71,7 @@ def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _find_expired(
     consumer: wire.PulsarConsumer, expired_ms: float, deadline: Deadline
 ) -> tuple[ProofRecord | None, wire.MessageId | None]:
-    """Read the entries of a proof topic that have not been dropped, up to the first presence record that has not
-    expired, or to the end of the topic.
+    """Read a proof topic up to the first presence record that has not expired; return where its kept part begins.
 
     Return the last presence record that was read, and the id of the entry before this record. Records up to that entry
     can be dropped.
@@ -102,9 +100,7 @@ def _entries(consumer: wire.PulsarConsumer, deadline: Deadline) -> Iterator[wire
 
 
 class ProofTopicCleanup:
-    """A thread that regularly cleans up all proof topics of one owner, and a few random proof topics of other
-    owners.
-    """
+    """A thread that regularly cleans up all proof topics of one owner, and a few random ones of other owners."""
 
     def __init__(self, cluster: ClusterAccess, name: str) -> None:
         self._cluster = cluster
@@ -138,5 +134,5 @@ class ProofTopicCleanup:
                 _log.debug("%s is not cleaned up: %s", topic, error)
 
     def close(self) -> None:
-        """Tell the thread to stop. A cleanup that is running ends when the client is closed."""
+        """Tell the thread to stop. A running cleanup ends when the client is closed."""
         self._stop.set()

@@ -193,9 +193,7 @@ def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
 
 
 def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
-    """Return the names of a topic's durable subscriptions, which keep its messages. If they are not known, return
-    `{_UNKNOWN_SUBSCRIPTION}`.
-    """
+    """Return a topic's durable subscriptions, which keep its messages; `{_UNKNOWN_SUBSCRIPTION}` if not known."""
     try:
         subscriptions = rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)["subscriptions"]
     except RestRefused:
@@ -228,8 +226,9 @@ def check_stores(
 
 
 def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: Deadline) -> bool:
-    """Wait until a subscription's pending-ack store is open, at most until the deadline `until`. Return whether the
-    store is still opening at that time; False if its state is not known.
+    """Wait for a subscription's pending-ack store until the deadline `until`; return whether it is still opening then.
+
+    Return False if its state is not known.
     """
     topic, name = group
     path = f"/admin/v3/transactions/pendingAckStats/{path_of(topic)}/{quote(name, safe='')}"
@@ -299,9 +298,7 @@ def check_at_risk(
 
 
 def check_held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[Advice]:
-    """Report topics whose readers wait for a transaction that no coordinator knows. Such a transaction never ends by
-    itself.
-    """
+    """Report topics whose readers wait for a transaction that no coordinator knows, and that therefore never ends."""
     for topic, txn in held_back(cluster, rest, deadline):
         yield Advice(
             "problem",

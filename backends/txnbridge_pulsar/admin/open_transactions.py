@@ -46,9 +46,7 @@ class ListingBlocked(BrokerUnavailable):
 
 @dataclass(frozen=True)
 class ListedTransaction:
-    """A transaction that has not ended, as its coordinator lists it, with details from the fence topic and proof
-    topic.
-    """
+    """A transaction that has not ended, listed by its coordinator, with details from its fence and proof topics."""
 
     txn: TxnId
     status: str
@@ -76,8 +74,9 @@ class ListedTransaction:
 
 
 def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransaction]:
-    """Return the open transactions of all programs in the cluster. Raise `NotSupported` without an `admin_url`, and
-    `ListingBlocked`.
+    """Return the open transactions of all programs in the cluster.
+
+    Raise `NotSupported` without an `admin_url`, `ListingBlocked` if the coordinators list none.
     """
     listed = [_as_listed(cluster, number, about) for number, about in _listed(cluster, deadline).items()]
     owners = {transaction.owner for transaction in listed if transaction.owner}
@@ -116,8 +115,9 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
 
 
 def _load_all(cluster: ClusterAccess, deadline: Deadline) -> None:
-    """Have brokers load all topics of the namespace. A listing is not answered while a topic of an open transaction is
-    not loaded, and the broker does not say which topic that is.
+    """Have brokers load all topics of the namespace, because coordinators list nothing while one topic is not loaded.
+
+    It is a topic of an open transaction, and the broker does not say which.
     """
     with ThreadPoolExecutor(_PARALLEL_REQUESTS) as loading:
         for loaded in [
@@ -163,8 +163,9 @@ def _pairs(acked: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _under_way(cluster: ClusterAccess, owner: str, deadline: Deadline) -> tuple[AnnouncedTransaction, ...]:
-    """Return the transactions that the newest owner of the transactional id `owner` has announced as not ended. Return
-    none if the id has no fence topic.
+    """Return the unended transactions that the newest owner of the transactional id `owner` has announced.
+
+    Return none if the id has no fence topic.
     """
     name = f"{fence_prefix(cluster)}{encoded(owner)}"
     if not cluster.topics.existing(name, deadline):
@@ -195,7 +196,7 @@ def _with_details(
 
 
 def token_of(cluster: ClusterAccess, listed: ListedTransaction) -> Token | None:
-    """Return the token of a prepared transaction, or None if the transaction is not prepared."""
+    """Return the token of a prepared transaction; None if the transaction is not prepared."""
     if not listed.prepared or listed.proof is None:
         return None
     return Token(
@@ -214,7 +215,7 @@ def token_of(cluster: ClusterAccess, listed: ListedTransaction) -> Token | None:
 def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline) -> Outcome:
     """Abort a transaction of another process, and have brokers refuse its late messages.
 
-    Return the actual outcome: the process may have committed the transaction before.
+    Return the true outcome: the process may have committed the transaction before.
     """
     ended = end(cluster, listed.txn, False, listed.topics, deadline)
     if ended is EndResult.ABORTED:
@@ -233,7 +234,7 @@ def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline)
 
 
 def _have_late_writes_refused(cluster: ClusterAccess, aborted: AnnouncedTransaction, deadline: Deadline) -> None:
-    """Have brokers refuse the late messages of an aborted transaction. Log a warning if they do not do so in time."""
+    """Have brokers refuse the late messages of an aborted transaction; log a warning if they do not in time."""
     reason = "an older transaction is open"
     until = Deadline(min(deadline.left(), _LATE_WRITES_SECONDS))
     while not until.expired:

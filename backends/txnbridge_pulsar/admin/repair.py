@@ -39,8 +39,7 @@ def is_txn_id(transaction: str) -> bool:
 
 
 def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[tuple[str, TxnId]]:
-    """Yield each concrete topic whose readers wait for a transaction that no coordinator knows, with the transaction's
-    id.
+    """Yield each concrete topic whose readers wait for a transaction that no coordinator knows, and its id.
 
     Topics that no broker has loaded are left out, because they have no readers.
     """
@@ -65,8 +64,7 @@ def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline)
 
 
 def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
-    """Commit a transaction on the topics where it is open again, if there is evidence of its commit. Return a sentence
-    that names the evidence.
+    """Commit a transaction on topics where it is open again, if evidence shows its commit; return this as a sentence.
 
     Raise `InvalidState` without such evidence, or if a coordinator knows the transaction; `NotFound` if the transaction
     is open on no topic; `AccessDenied` if the user is not a superuser.
@@ -85,10 +83,9 @@ def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadl
 
 
 def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bool, deadline: Deadline) -> Outcome:
-    """End a transaction on the topics where it is open again, with the outcome that an administrator gives. If there is
-    evidence that the transaction was committed, commit it in any case.
+    """End a transaction on topics where it is open again, as an administrator decides, or by evidence of its commit.
 
-    Return the actual outcome. Raise the errors of `repair`, except for missing evidence.
+    Return the true outcome. Raise the errors of `repair`, except for missing evidence.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     committed = commit or proof_of_commit(cluster, rest, txn, held, deadline) is not None
@@ -99,9 +96,7 @@ def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bo
 def _find_held(
     cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline
 ) -> tuple[TxnId, dict[str, tuple[int, int]]]:
-    """Return the id of a transaction that no coordinator knows, and the topics on which the transaction is open, each
-    with the position of the transaction's first message there.
-    """
+    """Return the id of a transaction that no coordinator knows, and the position of its first message by open topic."""
     number = _TXN_ID.fullmatch(transaction)
     if number is None:
         raise InvalidOption(f"{transaction!r} is not a transaction's id as the doctor shows it, such as 0:15")
@@ -132,9 +127,7 @@ def _end(cluster: ClusterAccess, txn: TxnId, topics: Collection[str], commit: bo
 
 
 def _connect(cluster: ClusterAccess, deadline: Deadline) -> int:
-    """Connect to all coordinators, so that brokers load them: a coordinator that is not loaded knows no transaction.
-    Return the number of coordinators.
-    """
+    """Connect to all coordinators, because one that is not loaded knows no transaction; return their number."""
     with translated("loading the coordinators"):
         return cluster.client.transactions.connect(deadline.left())
 
@@ -169,8 +162,9 @@ def _oldest_open(rest: Rest, topic: str, deadline: Deadline) -> TxnId | None:
 
 
 def _position_after(position: tuple[int, int], sizes: Mapping[int, int]) -> tuple[int, int]:
-    """Return the position of the entry after `position`, perhaps in a later ledger. Raise `KeyError` if there is no
-    such entry.
+    """Return the position of the entry after `position`, perhaps in a later BookKeeper ledger.
+
+    `sizes` has the topic's ledgers with their numbers of entries. Raise `KeyError` if there is no such entry.
     """
     ledger, entry = position
     if entry + 1 < sizes.get(ledger, 0):

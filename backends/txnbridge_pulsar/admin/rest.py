@@ -1,6 +1,4 @@
-"""A client of the brokers' REST admin API, for requests that the binary protocol does not have. It needs an
-`admin_url`.
-"""
+"""`Rest`: a client of the brokers' REST admin API at `admin_url`, for requests that the binary protocol lacks."""
 
 from __future__ import annotations
 
@@ -46,11 +44,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class Rest:
-    """A REST client, which connects at its first call. Each thread sends one request at a time. Paths begin with
-    `/admin/`.
+    """A REST client, which connects at its first call. Each thread sends one request at a time.
 
-    If one address of the `admin_url` does not answer, the request is sent to the next address, unless the request may
-    already have changed something.
+    Paths begin with `/admin/`. If one address of the `admin_url` does not answer, the request is sent to the next
+    address, unless the request may already have changed something.
     """
 
     def __init__(self, settings: PulsarSettings) -> None:
@@ -64,14 +61,13 @@ class Rest:
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, path: str, deadline: Deadline) -> Any:
-        """Return the JSON answer to GET. Raise `RestRefused`, `AccessDenied`, or, if no broker answers,
-        `BrokerUnavailable`.
-        """
+        """Return the JSON answer to GET. Raise `RestRefused`, `AccessDenied` or `BrokerUnavailable`."""
         return self.ask("GET", path, deadline)
 
     def ask(self, method: str, path: str, deadline: Deadline, body: Any = None) -> Any:
-        """Send a request and return its JSON answer; None if the answer is empty. If no answer arrives, the broker may
-        still have made the change.
+        """Send a request and return its JSON answer; None if it is empty.
+
+        If no answer arrives, the broker may still have made the change.
         """
         _, answer = self.exchange(method, path, deadline, body)
         return json.loads(answer) if answer else None
@@ -137,9 +133,7 @@ def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> RestRefus
 
 
 def _reason(body: bytes) -> str:
-    """Return the reason that a broker gives in the body of an error answer, without a stack trace. An HTML page gives
-    "".
-    """
+    """Return the reason in the body of an error answer, without a stack trace; "" for an HTML page."""
     try:
         text = str(json.loads(body)["reason"])
     except (ValueError, TypeError, KeyError):
@@ -156,7 +150,7 @@ def _was_refused(error: Exception) -> bool:
 
 
 def unavailable(refused: RestRefused, what: str) -> BrokerUnavailable:
-    """Return the error for a refusal that the caller cannot explain. The caller raises the error `from` the refusal."""
+    """Return the error for a refusal that the caller cannot explain; the caller raises it `from` the refusal."""
     kind = DeadlineExceeded if refused.status == 504 else BrokerUnavailable
     return kind(f"{what}: {refused}")
 

@@ -30,6 +30,7 @@ from .authentication import (
 from .client import PulsarClient
 from .compression import Compression
 from .consumer import PulsarConsumer, SubscriptionType
+from .entry_contents import MessageBatch, Single
 from .errors import (
     BrokerConnectionLost,
     Closed,
@@ -61,11 +62,10 @@ from .errors import (
 )
 from .ids import EARLIEST, LATEST, MessageId, TxnId
 from .inbox import Inbox
-from .incoming import ReceivedEntry, ReceivedMessage
-from .outgoing import MessageBatch, Single
+from .pending_sends import Receipt, Send
 from .producer import AccessMode, PulsarProducer
+from .received_entries import ReceivedEntry, ReceivedMessage
 from .responses import Response
-from .sending import Receipt, Send
 from .transactions import Transactions
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from .incoming import ReceivedEntry
+from .received_entries import ReceivedEntry
 
 # The most incomplete messages that are kept: a dead sender leaves its message incomplete.
 MAX_INCOMPLETE_MESSAGES = 16

@@ -17,8 +17,8 @@ from .deadline import ClientDeadline
 from .ids import EARLIEST, LATEST, MessageId
 from .inbox import Inbox
 from .lookup import Lookup
+from .pending_sends import Budget
 from .producer import AccessMode, ProducerOptions, PulsarProducer
-from .sending import Budget
 from .transactions import Transactions
 
 # Limit on the bytes without a receipt over all producers: a slow broker stores as much in some seconds.
@@ -187,8 +187,9 @@ class PulsarClient:
         )
 
     def hang_up(self, connection_key: str) -> None:
-        """Close the connections with one key, and lose their producers and consumers. Frames that were already written
-        may still arrive at the broker.
+        """Close the connections with one key, and lose their producers and consumers, so that nothing more is sent.
+
+        Frames that were already written may still arrive at the broker.
         """
         self._pool.hang_up(connection_key)
 

@@ -22,8 +22,8 @@ from .errors import BrokerConnectionLost, Closed, PulsarError
 from .frames import command
 from .ids import EARLIEST, MessageId, TxnId, cumulative_ack_fields, individual_ack_fields, message_id, position_fields
 from .inbox import Inbox
-from .incoming import ReceivedEntry
 from .lookup import Lookup
+from .received_entries import ReceivedEntry
 from .responses import Response
 from .retry import retry
 
@@ -242,8 +242,9 @@ class PulsarConsumer:
         return True
 
     def hold(self, held: bool) -> None:
-        """Stop granting permits if `held`, else grant them again. The broker still sends as many messages as it already
-        has permits for.
+        """Stop granting permits to the broker if `held`, else grant them again.
+
+        The broker still sends as many messages as it already has permits for.
         """
         self._held = held
         self._grant()

@@ -27,11 +27,10 @@ class TxnId(NamedTuple):
 
 
 class MessageId(NamedTuple):
-    """The position of a message in a topic. A message of a batch has a `batch_index` and `batch_size`, others have -1
-    and 0.
+    """The position of a message in a topic: BookKeeper ledger, entry, and its index in a batch.
 
-    Ids are ordered as messages are stored in a partition. `first_chunk` is the (ledger, entry) of a chunked message's
-    first chunk.
+    A message of a batch has a `batch_index` and `batch_size`, others have -1 and 0. Ids are ordered as messages are
+    stored in a partition. `first_chunk` is the (ledger, entry) of a chunked message's first chunk.
     """
 
     ledger: int

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from .codec import Fields
 from .deadline import ClientDeadline
-from .incoming import ReceivedEntry
+from .received_entries import ReceivedEntry
 
 
 class EntryAcceptor(Protocol):
@@ -71,7 +71,7 @@ class Inbox:
             self._consumers.add(id(consumer))
 
     def leave(self, consumer: EntryAcceptor) -> None:
-        """Remove a consumer and its waiting entries."""
+        """Remove a consumer, which takes no more entries, and its waiting entries."""
         with self._changed:
             self._consumers.discard(id(consumer))
         self.drop(consumer)

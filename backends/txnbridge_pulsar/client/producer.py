@@ -33,8 +33,8 @@ from .errors import (
 from .frames import command, send_command
 from .ids import MessageId, TxnId, message_id
 from .lookup import Lookup
+from .pending_sends import Budget, Content, Receipt, Send
 from .retry import retry
-from .sending import Budget, Content, Receipt, Send
 
 
 def ignore_result(send: Send) -> None:

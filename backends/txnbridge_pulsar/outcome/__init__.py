@@ -1,3 +1,1 @@
-"""Ends of transactions: requesting them, finding out later how a transaction has ended, and delivering its end to all
-topics.
-"""
+"""Ends of transactions: requesting them, finding out later how a transaction has ended, and delivering its end."""

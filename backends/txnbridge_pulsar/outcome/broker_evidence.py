@@ -30,9 +30,7 @@ _SEARCH_WINDOW_MS = 3 * 3600 * 1000
 
 
 def topics_but_canary(cluster: ClusterAccess, deadline: Deadline) -> list[str]:
-    """Return all concrete topics of the namespace except the canary topic, to which the bridge itself sends late
-    messages.
-    """
+    """Return the namespace's concrete topics, but not the canary topic, which gets late messages on purpose."""
     canary = cluster.settings.namespace.full_name(cluster.settings.late_write_canary)
     return [topic for topic in cluster.topics.all_concrete(deadline) if topic != canary]
 
@@ -57,7 +55,7 @@ def parse_position(text: str) -> tuple[int, int]:
 
 
 def ledger_sizes(rest: Rest, topic: str, deadline: Deadline) -> dict[int, int]:
-    """Return the ledgers of a topic with their numbers of entries."""
+    """Return the numbers of entries of a topic's BookKeeper ledgers, by ledger."""
     stats = rest.get(f"/admin/v2/persistent/{path_of(topic)}/internalStats", deadline)
     sizes = {int(each["ledgerId"]): int(each["entries"]) for each in stats["ledgers"]}
     sizes[max(sizes)] = int(stats["currentLedgerEntries"])  # the list has no size of the ledger that is being written
@@ -80,8 +78,7 @@ def _positions_before(position: tuple[int, int], sizes: Mapping[int, int]) -> It
 def proof_of_commit(
     cluster: ClusterAccess, rest: Rest, txn: TxnId, held: Mapping[str, tuple[int, int]], deadline: Deadline
 ) -> str | None:
-    """Look for evidence that a transaction was committed. Return a sentence that names the evidence; None if there is
-    none.
+    """Look for evidence that a transaction was committed; return a sentence that names it, None if there is none.
 
     `held` has the topics on which the transaction is open, each with the position of the transaction's first message
     there. An abort cannot be proven: brokers also write an abort marker when they drop messages that a commit has not
@@ -127,9 +124,7 @@ def had_committed(
 
 
 def _has_commit_marker(rest: Rest, topic: str, txn: TxnId, first: tuple[int, int], deadline: Deadline) -> bool:
-    """Return whether the transaction's commit marker is among the last entries before `first`, the position of the
-    transaction's late message.
-    """
+    """Return whether the transaction's commit marker is shortly before its late message, at the position `first`."""
     with suppress(RestRefused, DeadlineExceeded):
         for position in islice(_positions_before(first, ledger_sizes(rest, topic, deadline)), _MAX_ENTRIES_SEARCHED):
             headers = entry_headers(rest, topic, position, deadline)
@@ -149,9 +144,7 @@ def _publish_time(rest: Rest, topic: str, position: tuple[int, int], deadline: D
 
 
 def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, about: int, deadline: Deadline) -> bool:
-    """Return whether readers see a message of the transaction on a topic. Only messages published around the time
-    `about` are searched.
-    """
+    """Return whether readers see a message of the transaction on a topic, published around the time `about`."""
     what = f"reading {topic}"
     first = rest.get(f"/admin/v2/persistent/{path_of(topic)}/messageid/{about - _SEARCH_WINDOW_MS}", deadline)
     start = wire.MessageId(first["ledgerId"], first["entryId"])

@@ -37,5 +37,5 @@ class CoordinatorKeepalive:
                 _log.debug("the transaction coordinators do not answer: %s", error)
 
     def close(self) -> None:
-        """Tell the thread to stop. A request that is running ends when the client is closed."""
+        """Tell the thread to stop. A running request ends when the client is closed."""
         self._stop.set()

@@ -1,9 +1,9 @@
-"""Makes sure that the end of a transaction reaches every topic and subscription of the transaction.
+"""Makes sure that the end of a transaction reaches each of its participants: its topics and subscriptions.
 
-A coordinator sends the end to the brokers that serve these topics. While a broker unloads a topic, the coordinator
-mistakes "being unloaded" for "deleted", and counts the end as delivered, although the end never arrives. Committed
-messages stay hidden on this topic. The end of a later transaction there turns the commit into an abort: messages are
-lost, and acknowledged messages are processed twice (hazard H49).
+A coordinator sends the end, a commit or an abort, to the brokers that serve the participants. While a broker unloads a
+topic, to have another broker serve it, the coordinator mistakes "being unloaded" for "deleted", and counts the end as
+delivered, although the end never arrives. Committed messages stay hidden on this topic. The end of a later transaction
+there turns the commit into an abort: messages are lost, and acknowledged messages are processed twice (hazard H49).
 
 The broker closes each producer and consumer on a topic that it unloads. So an owner remembers each transaction for some
 seconds after its end, and ends the transaction again on every topic whose producer or consumer was closed. This fails
@@ -43,9 +43,7 @@ _PARALLEL_DELIVERIES = 8
 
 
 class Participant(NamedTuple):
-    """A topic or subscription of a transaction, with our producer or consumer on the topic. When the topic is unloaded,
-    the broker closes that producer or consumer.
-    """
+    """A transaction's topic or subscription, with our producer or consumer there, which an unload closes."""
 
     topic: str
     subscription: str | None
@@ -63,17 +61,13 @@ class Participant(NamedTuple):
 
 @dataclass(frozen=True)
 class Participants:
-    """The names of a transaction's topics and subscriptions, for processes that have no producers and consumers on
-    them.
-    """
+    """The names of a transaction's participants, for processes that have no producers and consumers there."""
 
     topics: tuple[str, ...] = ()
     subscriptions: tuple[tuple[str, str], ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """Return the names as fields of a token, with the partitions of each topic as a bit set. If the fields are too
-        long for a token, return none.
-        """
+        """Return the names as fields of a token, a bit set of partitions for each topic; none if they are too long."""
         groups: dict[str, list[str]] = {}
         for topic, name in self.subscriptions:
             groups.setdefault(name, []).append(topic)
@@ -113,8 +107,7 @@ def _unpacked(sets: Mapping[str, str]) -> Iterator[str]:
 def deliver_everywhere(
     cluster: ClusterAccess, txn: TxnId, commit: bool, participants: Participants, deadline: Deadline
 ) -> None:
-    """End a transaction again on each of its topics and subscriptions, because some topics may have been unloaded
-    during the first end.
+    """End a transaction again on each participant, for topics that were unloaded during the first end.
 
     Errors are logged, not raised, because the outcome is decided. If authorization is on, only a superuser may do this.
     """
@@ -151,16 +144,15 @@ class _EndedTransaction(NamedTuple):
 
 
 def participant_of(topic: str, subscription: str | None, via: wire.PulsarProducer | wire.PulsarConsumer) -> Participant:
-    """Return the topic, or the subscription, with the producer or consumer `via` as a participant. Call this before the
-    end is requested, so that a later unload is noticed.
+    """Return the topic (or, if given, the subscription on it) with the producer or consumer `via` as a participant.
+
+    Call this before the transaction's end is requested, so that a later unload is noticed.
     """
     return Participant(topic, subscription, via, via.generation)
 
 
 class EndDelivery:
-    """Sends the ends of one owner's transactions again to topics that were unloaded while a transaction ended.
-    Thread-safe.
-    """
+    """Sends the ends of one owner's transactions again to participants that were unloaded meanwhile. Thread-safe."""
 
     def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
@@ -172,9 +164,7 @@ class EndDelivery:
         self._thread: threading.Thread | None = None
 
     def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
-        """Remember a transaction that has ended. If some of its topics are already unloaded, send the end to them again
-        before returning.
-        """
+        """Remember a transaction that has ended. Send its end again to participants that are unloaded already."""
         ended = _EndedTransaction(time.monotonic(), txn, commit)
         with self._changed:
             for each in participants:
@@ -186,8 +176,7 @@ class EndDelivery:
         self.settle({each.topic for each in participants}, deadline)
 
     def settle(self, topics: Set[str], deadline: Deadline) -> None:
-        """Send the remembered ends again to those of `topics` that were unloaded. Return when the ends have arrived, or
-        at the deadline.
+        """Send remembered ends again to unloaded ones of these topics; return at the deadline, or when all arrived.
 
         Call this before another transaction ends on these topics, because its end would drop messages whose commit has
         not arrived.
@@ -202,9 +191,7 @@ class EndDelivery:
             return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
 
     def _deliver_again(self, missed: Participant, deadline: Deadline) -> None:
-        """Send the remembered ends to one participant whose topic was unloaded. Keep the ends that fail for another
-        attempt.
-        """
+        """Send the remembered ends to a participant that was unloaded; keep the ends that fail for another attempt."""
         with self._changed:
             ended = self._recent.pop(missed, None)
             if ended is None:
@@ -268,7 +255,7 @@ class EndDelivery:
         time.sleep(max(0.0, self._last_at + seconds - time.monotonic()))
 
     def close(self, deadline: Deadline) -> None:
-        """Stop the thread, and deliver ends to unloaded topics once more."""
+        """Stop the thread, after sending ends to unloaded participants once more."""
         self._stop.set()
         for each in self._moved():
             self._deliver_again(each, deadline)

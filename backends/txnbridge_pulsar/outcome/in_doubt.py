@@ -1,5 +1,4 @@
-"""The transactions in doubt of an owner: their coordinators have forgotten them, and their proof topics do not show the
-outcomes yet.
+"""The transactions in doubt of an owner: their coordinators have forgotten them, and no proof shows their outcomes yet.
 
 If a commit has not reached a topic, the end of any later transaction on that topic takes the commit back. So the owner
 ends no transaction on a topic that a transaction in doubt has used, and meanwhile uses other proof topics (hazard H50).
@@ -19,8 +18,9 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
 
 
 class InDoubt:
-    """The transactions of one owner that it tried to end without learning the outcome. They are kept until the outcome
-    is known. Thread-safe.
+    """One owner's transactions that it tried to end without learning the outcome, until the outcomes are known.
+
+    Thread-safe.
     """
 
     def __init__(self, cluster: ClusterAccess) -> None:
@@ -29,8 +29,7 @@ class InDoubt:
         self._transactions: dict[TxnId, AnnouncedTransaction] = {}
 
     def resolve(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-        """Find a transaction's outcome on its proof topic. If it was committed, deliver the commit to all its topics
-        again.
+        """Find a transaction's outcome on its proof topic; deliver a commit to all its participants again.
 
         Return whether the outcome is known. If it is not, keep the transaction as one in doubt; else no longer keep it.
         """
@@ -43,7 +42,7 @@ class InDoubt:
         return clear
 
     def touching(self, topics: Iterable[str]) -> list[AnnouncedTransaction]:
-        """Return the kept transactions that sent to one of these topics, or acknowledged on one of them."""
+        """Return the kept transactions that have sent to one of these topics, or acknowledged on it."""
         if not self._transactions:
             return []
         wanted = set(topics)

@@ -35,7 +35,7 @@ _ATTEMPT_SECONDS = 10.0
 
 
 def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-    """End an empty transaction on the topics of `ended`. Return whether brokers now refuse late messages of `ended`.
+    """End an empty transaction on the topics of `ended`; return whether brokers now refuse late messages of it.
 
     Terminated topics are left out: they accept no late messages, and the empty transaction would never end.
     """
@@ -63,9 +63,7 @@ def _release_late_acks(
 
 
 def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: Deadline) -> bool:
-    """Send a late message of a transaction to the canary topic, where it harms nobody. Return whether the broker
-    refuses it.
-    """
+    """Send a late message of a transaction to the canary topic, where it harms nobody; return whether it is refused."""
     what = f"checking whether late messages of {txn} are refused"
     with translated(what):
         producer = cluster.client.create_producer(canary, timeout=deadline.left())
@@ -81,9 +79,7 @@ def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: 
 
 
 class LateWriteGuard:
-    """Makes brokers refuse the late messages of ended transactions. If this does not succeed at once, a background
-    thread goes on trying. Thread-safe.
-    """
+    """Makes brokers refuse late messages of ended transactions, at once or by a background thread. Thread-safe."""
 
     def __init__(self, cluster: ClusterAccess, end_delivery: EndDelivery, in_doubt: InDoubt) -> None:
         self._cluster = cluster
@@ -100,9 +96,7 @@ class LateWriteGuard:
             return tuple(self._at_risk)
 
     def add(self, ended: AnnouncedTransaction, deadline: Deadline) -> None:
-        """Try to make brokers refuse late messages of an ended transaction. If this fails, a background thread tries
-        again.
-        """
+        """Make brokers refuse an ended transaction's late messages; if that fails, a background thread tries again."""
         if self._try(ended, deadline):
             return
         with self._lock:

@@ -45,7 +45,7 @@ _ABORTING = {"ABORTING", "ABORTED"}
 
 
 class EndResult(Enum):
-    """What became of a request to end a transaction."""
+    """The result of requesting a transaction's end from its coordinator."""
 
     COMMITTED = "it is committed"
     ABORTED = "it is aborted"
@@ -89,14 +89,11 @@ class TokenEvidence:
 
 
 def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str], deadline: Deadline) -> EndResult:
-    """Request the commit or abort of a transaction from its coordinator. Repeat the same request until the coordinator
-    answers.
+    """Request the commit or abort of a transaction from its coordinator, repeatedly until the coordinator answers.
 
     `topics` are the transaction's registered topics, as far as known: if one of them is terminated, the coordinator may
-    never answer.
-
-    Raise `OutcomeUnknown` if a request was sent and none was answered by the deadline, `BrokerUnavailable` if no
-    request could be sent, `AccessDenied` if the bridge's user may not end the transaction.
+    never answer. Raise `OutcomeUnknown` if a request was sent and none was answered by the deadline,
+    `BrokerUnavailable` if no request could be sent, `AccessDenied` if the bridge's user may not end the transaction.
     """
     asked = False
     patience = max(deadline.seconds / _ATTEMPTS_PER_DEADLINE, _MIN_ATTEMPT_SECONDS)
@@ -127,14 +124,13 @@ def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str],
 
 
 def _is_stuck_abort(cluster: ClusterAccess, txn: TxnId, topics: Sequence[str], deadline: Deadline) -> bool:
-    """Return whether a transaction is certainly aborted, although its coordinator never answers because one of the
-    transaction's topics was terminated.
+    """Return whether a transaction is aborted, though its coordinator never answers because a topic was terminated.
 
     The coordinator has stored that it has begun the abort, so nobody can turn it into a commit. Messages on the
     terminated topic would only become visible by a commit marker, and no marker can be stored there. To all other
     topics and to all subscriptions the coordinator has sent the abort at the same time, and it keeps sending the abort,
     so late messages are aborted, too. The terminated topic's subscriptions are also reached, because their pending-ack
-    logs are ledgers of their own.
+    logs are BookKeeper ledgers of their own.
 
     Raise `OutcomeUnknown` for a commit that is stuck: it has not arrived everywhere and cannot be taken back. The
     transaction's messages on the terminated topic are lost, which only a user may accept.
@@ -174,9 +170,7 @@ def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError
 
 
 def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction by its token. Return the actual outcome, because another process may have ended the
-    transaction before.
-    """
+    """End a prepared transaction by its token; return the true outcome, which another process may have decided."""
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
         raise InvalidToken("this token is damaged: it has no id of the prepared transaction")
@@ -211,11 +205,11 @@ def outcome_by_proof(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, d
 
 
 def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-    """Find the outcome of a transaction that its coordinator has forgotten. Return whether the outcome is known: until
-    then no other transaction may end on the same topics.
+    """Find by its proof the outcome of a transaction that its coordinator has forgotten; return whether it is known.
 
-    If the transaction was committed, deliver the commit to all its topics and subscriptions again. On a topic that the
-    commit has not reached, the end of the next transaction would take the commit back.
+    Until then no other transaction may end on the same topics. If the transaction was committed, deliver the commit to
+    all its participants again. On a topic that the commit has not reached, the end of the next transaction would take
+    the commit back.
     """
     try:
         committed = _committed_by_proof(cluster, ended.proof, ended.txn, deadline)
@@ -230,9 +224,7 @@ def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadli
 
 
 def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """Return the status of the transaction that a token names, whether it is prepared or not. The transaction is not
-    changed.
-    """
+    """Return the status of a token's transaction, prepared or not, without changing the transaction."""
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
         state = TokenState.COMMITTED if evidence.asked else TokenState.ABORTED
@@ -258,9 +250,7 @@ def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: De
 
 
 def _committed_by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
-    """Return what `was_committed` says about a transaction. Repeat the request while no broker serves the proof
-    topic.
-    """
+    """Return the result of `was_committed`, repeated while no broker serves the proof topic."""
     while True:
         try:
             return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _PROOF_SECONDS)))
@@ -271,9 +261,7 @@ def _committed_by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId
 
 
 def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Return the transaction's `coordinator_state`. While the coordinator is ending the transaction, wait up to
-    `_ENDING_SECONDS`.
-    """
+    """Return the `coordinator_state` of a transaction, after up to `_ENDING_SECONDS` if it is being ended."""
     until = Deadline(min(_ENDING_SECONDS, deadline.left()))
     while (state := coordinator_state(cluster, txn, proof, deadline)) not in ("", "OPEN") and not until.expired:
         time.sleep(_RETRY_PAUSE_SECONDS)
@@ -281,8 +269,7 @@ def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, dead
 
 
 def coordinator_state(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Return a transaction's state at its coordinator, such as "OPEN"; "" if the coordinator has forgotten the
-    transaction.
+    """Return a transaction's state at its coordinator, such as "OPEN"; "" if the coordinator has forgotten it.
 
     The protocol has no request for the state, so the proof topic is registered with the transaction again. This changes
     nothing. If the transaction is not open, the coordinator refuses the registration and names the state.
@@ -291,10 +278,10 @@ def coordinator_state(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, 
 
 
 def note_prepared(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Make the coordinator list an open transaction as prepared. Return the transaction's `coordinator_state`.
+    """Make the coordinator list an open transaction as prepared; return the transaction's `coordinator_state`.
 
     The protocol has no field for this, so the proof topic's subscription is registered with the transaction, although
-    the transaction never acknowledges on it. Whoever lists the transaction finds this subscription.
+    the transaction never acknowledges on it. A process that lists the transaction finds this subscription.
     """
     return _register_again(cluster, txn, deadline, subscriptions=[(proof.topic, SUBSCRIPTION)])
 

@@ -1,5 +1,4 @@
-"""Proof topics: each transaction sends a proof message to such a topic. Readers see the message once the transaction is
-committed.
+"""Proof topics: each transaction sends a proof message to one, which readers see once the transaction is committed.
 
 A missing proof message means an abort only if a later record, sent outside any transaction, can be read: an open
 transaction hides everything after its first message. So each writer has its own proof topic, with one open transaction
@@ -46,9 +45,10 @@ def proof_topic(cluster: ClusterAccess, writer: str, deadline: Deadline) -> str:
 
 @dataclass(frozen=True)
 class ProofRecord:
-    """A record on a proof topic. It is of one of three kinds: a writer sends `PRESENCE` before its first transaction,
-    and `PROOF` inside each transaction; a process that looks for an outcome sends `PROBE`. On the proof topic of a
-    prepared transaction, `PRESENCE` has the transaction's name.
+    """A record on a proof topic, of one of three kinds.
+
+    A writer sends `PRESENCE` before its first transaction, and `PROOF` inside each transaction; a process that looks
+    for an outcome sends `PROBE`. On the proof topic of a prepared transaction, `PRESENCE` has the transaction's name.
     """
 
     kind: str
@@ -100,8 +100,7 @@ def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tup
 
 
 def was_committed(cluster: ClusterAccess, proof: ProofLocation, txn: wire.TxnId, deadline: Deadline) -> bool | None:
-    """Return whether a transaction was committed, as its proof message shows; None if an open transaction hides the
-    place where the message would be.
+    """Return whether a transaction was committed, by its proof message; None if an open transaction hides the message.
 
     Call this only after the coordinator has forgotten the transaction. Raise `EvidenceLost` if the topic has lost
     records.
@@ -174,8 +173,7 @@ def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadlin
 def write_presence(
     cluster: ClusterAccess, topic: str, transaction: str, owned: bool, deadline: Deadline
 ) -> ProofLocation:
-    """Write a presence record, and return its location. The proof messages of the writer's next transactions follow
-    this record.
+    """Write a presence record, which the proof messages of the writer's next transactions follow; return its location.
 
     A writer calls this before its first transaction on the topic, and again after `Timing.presence_seconds`. All
     earlier transactions on the topic must have ended.
@@ -188,9 +186,7 @@ def write_presence(
 
 
 def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
-    """Delete a proof topic that is no longer needed. Without REST delete its subscription, so that the broker deletes
-    the topic.
-    """
+    """Delete an unneeded proof topic, by REST or by its subscription, without which the broker deletes it."""
     if cluster.rest is not None:
         cluster.topics.delete(topic, deadline)
         return
@@ -202,9 +198,7 @@ def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _reading(
     cluster: ClusterAccess, topic: str, since: tuple[int, int], deadline: Deadline
 ) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
-    """Provide the block with an iterator of a topic's entries from the position `since` on. If no entry arrives for a
-    while, the iterator yields None.
-    """
+    """Yield an iterator of a topic's entries from the position `since` on, which yields None while no entry arrives."""
     start = start_before(wire.MessageId(*since))
     reader = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
     try:

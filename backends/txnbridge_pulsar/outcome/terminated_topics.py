@@ -40,9 +40,7 @@ def _is_terminated(cluster: ClusterAccess, topic: str, deadline: Deadline) -> bo
 
 
 def repair_hint(topics: Sequence[str]) -> str:
-    """Return the text for an error about a commit that cannot finish: which messages are lost, and how an administrator
-    ends the commit.
-    """
+    """Return the error text about a commit that terminated topics keep from finishing: the loss, and the remedy."""
     names = ", ".join(topics)
     return (
         f"{names} was terminated while the transaction was open, so its coordinator commits it on all other topics and"

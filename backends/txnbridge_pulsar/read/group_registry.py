@@ -1,5 +1,4 @@
-"""Detects that a group has lost its subscription on a partition, and that open transactions have acknowledged messages
-of a group.
+"""Detects that a group has lost its subscription on a partition, or that open transactions have acknowledged for it.
 
 Brokers can be configured to drop unused subscriptions, and administrators may delete some. A member that subscribes
 again creates a new subscription, and would read all messages again, or skip some. So the decision log records, for each
@@ -23,8 +22,9 @@ _log = logging.getLogger("txnbridge")
 
 
 class GroupRegistry:
-    """The partitions that one group has begun to read, as the decision log records them, and what REST says about the
-    group's subscriptions on them. Thread-safe.
+    """The partitions that one group has begun to read, by the decision log, and its subscriptions there, by REST.
+
+    Thread-safe.
     """
 
     def __init__(self, rest: Rest | None, group: str | None, context: Context, timing: Timing) -> None:
@@ -36,9 +36,7 @@ class GroupRegistry:
         self._no_rest_until = 0.0
 
     def partitions(self, topic: str, deadline: Deadline) -> int:
-        """Return how many of a topic's partitions the group has begun to read, as far as recorded; 0 for a new
-        group.
-        """
+        """Return how many of a topic's partitions the group is recorded to have begun to read; 0 for a new group."""
         if self._is_disabled:
             return 0
         try:
@@ -49,9 +47,7 @@ class GroupRegistry:
         return 0 if value is None else int(value["partitions"])
 
     def record(self, topic: str, count: int, deadline: Deadline) -> None:
-        """Record that the group has begun to read the first `count` partitions of a topic. A higher recorded number
-        stays.
-        """
+        """Record that the group has begun to read a topic's first `count` partitions, unless more are recorded."""
         if self._is_disabled:
             return
         try:
@@ -72,9 +68,7 @@ class GroupRegistry:
             )
 
     def has_pending_acks(self, concrete: str, deadline: Deadline) -> bool:
-        """Return whether a transaction that is still open has acknowledged messages of the group on a partition. Return
-        False if this is not known.
-        """
+        """Return whether an open transaction has acknowledged messages of the group on a partition, if known."""
         if self._rest is None:
             return False
         path = f"/admin/v3/transactions/pendingAckStats/{path_of(concrete)}/{quote(self._group, safe='')}"
@@ -99,9 +93,7 @@ class GroupRegistry:
         return True
 
     def _ask(self, rest: Rest, path: str, deadline: Deadline) -> Any:
-        """Return the answer to `Rest.get`. For a while after a timeout, raise `BrokerUnavailable` without sending the
-        request.
-        """
+        """Return the answer of `Rest.get`. For a while after a timeout, raise `BrokerUnavailable` without a request."""
         if time.monotonic() < self._no_rest_until:
             raise BrokerUnavailable("REST did not answer a moment ago")
         try:

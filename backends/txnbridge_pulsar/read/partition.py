@@ -21,23 +21,22 @@ _Bits = dict[_EntryId, int]  # batch indexes as bits, by entry
 
 
 def position_of(id: wire.MessageId) -> Position:
-    """Return a message's position: ledger, entry, batch index."""
+    """Return a message's position: its BookKeeper ledger, entry and batch index."""
     return id.ledger, id.entry, max(id.batch_index, 0)
 
 
 def position_after(id: wire.MessageId) -> Position:
-    """Return the position after an entry. For a topic without entries, whose last id has no ledger, return `BEGIN`."""
+    """Return the position after an entry; `BEGIN` for the last id of a topic without entries, which names no ledger."""
     return BEGIN if id.ledger < 0 else (id.ledger, id.entry + 1, 0)
 
 
 @dataclass(eq=False)
 class AckedMessages:
-    """Messages that one call has acknowledged in a transaction. The broker may have been redelivering them at the same
-    time.
+    """Messages acknowledged by one call in a transaction, while the broker may have been redelivering them.
 
-    A message of these that arrives again before the broker has answered the acknowledgement is dropped. If the message
-    arrives after the answer, `poll` returns it, because the transaction was aborted. `until` is how many entries had
-    arrived when the answer came; None before the answer.
+    Such a message that arrives again before the broker's answer to the acknowledgement is dropped. If it arrives after
+    the answer, `poll` returns it, because the transaction was aborted. `until` is how many entries had arrived when the
+    answer came; None before the answer.
     """
 
     bits: _Bits
@@ -270,9 +269,7 @@ class PulsarPartition:
         return sum(bits.bit_count() for bits in self._outstanding.values())
 
     def check_outstanding(self, positions: Sequence[Position]) -> None:
-        """Raise `Conflict` if a message is not outstanding, because `nack` gave it back, or because it was delivered
-        before this assignment.
-        """
+        """Raise `Conflict` if a message was given back by `nack`, or delivered before this assignment."""
         for ledger, entry, index in positions:
             if not self._outstanding.get((ledger, entry), 0) >> index & 1:
                 topic, number = self.key
@@ -282,16 +279,13 @@ class PulsarPartition:
                 )
 
     def give_back(self, positions: Sequence[Position]) -> Sequence[Position]:
-        """Mark messages as no longer outstanding. Return the positions of the messages that were outstanding until
-        then.
-        """
+        """Mark messages as no longer outstanding; return the positions of those that were."""
         held = [(a, b, index) for a, b, index in positions if self._outstanding.get((a, b), 0) >> index & 1]
         self.release(held)
         return held
 
     def give_up(self, entry_ids: Iterable[_EntryId], delivered_again: bool) -> list[wire.MessageId]:
-        """Forget all messages of the given entries, also received ones that `poll` has not returned. Return the ids of
-        the entries of which messages were forgotten.
+        """Forget all messages of entries, also ones that `poll` has not returned; return the affected entries' ids.
 
         `delivered_again` says that the broker is about to redeliver these entries. Then earlier deliveries of them that
         arrive late are dropped.
@@ -319,9 +313,7 @@ class PulsarPartition:
         return [id for entry_id, indexes in self._by_entry(positions) for id in self._release_entry(entry_id, indexes)]
 
     def acknowledge(self, positions: Sequence[Position]) -> tuple[list[wire.MessageId], AckedMessages]:
-        """Mark messages as acknowledged in a transaction. Return their ids for an ACK command, and an `AckedMessages`
-        for them.
-        """
+        """Mark messages as acknowledged in a transaction; return their ids for an ACK command, and a record of them."""
         entry_ids = {(ledger, entry) for ledger, entry, _ in positions}
         before = {entry_id: self._outstanding[entry_id] for entry_id in entry_ids}
         ids = self.release(positions)
@@ -332,9 +324,7 @@ class PulsarPartition:
         return ids, acked
 
     def acknowledged(self, acked: AckedMessages) -> None:
-        """Note that the broker has confirmed these acknowledgements, and keeps them as pending acks of their
-        transaction.
-        """
+        """Note that the broker has confirmed these acknowledgements as pending acks of their transaction."""
         acked.until = self.consumer.arrived
         if not self._waiting and self.consumer.all_taken:
             self._forget(acked)
@@ -377,9 +367,7 @@ class PulsarPartition:
         return [wire.MessageId(*entry_id, -1, index, size) for index in indexes]
 
     def go_to(self, position: Position) -> None:
-        """Make `position` the next position to read. Messages from there on are delivered again; messages before it are
-        skipped.
-        """
+        """Make `position` the next position to read: deliver messages from there on again, and skip the ones before."""
         self.drop()
         self.since = None
         if self._grouped:

@@ -59,18 +59,14 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class _BackgroundResult:
-    """What one run of a reader's background work has found: partitions to assign, with their start positions, and
-    partitions that were added to the topics.
-    """
+    """The result of a reader's background work: partitions to assign, with start positions, and added partitions."""
 
     starting: Mapping[PulsarPartition, Position] = field(default_factory=dict)
     added: Sequence[PulsarPartition] = ()
 
 
 class PulsarReader(Reader):
-    """Reader that has one consumer for each partition, all on one connection. A background thread sends the slow
-    requests.
-    """
+    """Reads by one consumer for each partition, all on one connection. A background thread sends the slow requests."""
 
     def __init__(
         self,
@@ -197,9 +193,7 @@ class PulsarReader(Reader):
         return messages
 
     def _rotated_partitions(self) -> list[PulsarPartition]:
-        """Return all partitions. Each call starts with another partition, so that a busy one does not delay the
-        others.
-        """
+        """Return all partitions, at each call beginning with another one, so that a busy partition delays no other."""
         partitions = list(self._partitions.values())
         if len(partitions) > 1:
             self._first_partition = (self._first_partition + 1) % len(partitions)
@@ -214,9 +208,7 @@ class PulsarReader(Reader):
     # --- assignments ---------------------------------------------------------------------------------------------
 
     def _update_assignments(self) -> None:
-        """Tell the listener which partitions were gained or lost, and start background work if there is any. Each poll
-        calls this.
-        """
+        """Report gained and lost partitions to the listener, and start background work if any is due, in each poll."""
         for partition in list(self._partitions.values()):
             if partition.is_assigned and (departure := self._mode.has_left(partition)):
                 self._leave(partition, departure)
@@ -259,9 +251,7 @@ class PulsarReader(Reader):
             )
 
     def _finish_work(self, deadline: Deadline) -> None:
-        """Wait until running background work has ended. Otherwise the work could change positions during or after the
-        caller's seek.
-        """
+        """Wait for the end of running background work, which could otherwise change positions after a seek."""
         if self._work is not None and not self._work.join(deadline.left()):
             deadline.check("waiting for a broker")
         with suppress(PositionLost):  # the caller is about to set a position
@@ -290,9 +280,7 @@ class PulsarReader(Reader):
                 self._cluster.client.hang_up(self._connection_key)
 
     def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
-        """Return the concrete topics of each topic. For a group, a missing topic is created where that is allowed;
-        without a group it never is.
-        """
+        """Return the concrete topics of each topic. For a group, create a missing topic where that is allowed."""
         create, topics = self._subscription.group is not None, self._cluster.topics
         return {topic: topics.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
 
@@ -309,9 +297,7 @@ class PulsarReader(Reader):
         return time.monotonic() < partition.waits_until
 
     def _check_exists(self, partition: PulsarPartition, deadline: Deadline) -> None:
-        """Raise `NotFound` if the partition's topic was deleted. Otherwise subscribing again would create an empty
-        topic.
-        """
+        """Raise `NotFound` if the partition's topic was deleted: subscribing again would create an empty topic."""
         sure_at = time.monotonic() + _DELETED_TOPIC_SECONDS
         while partition.topic not in self._cluster.topics.existing(partition.key[0], deadline):
             if time.monotonic() > sure_at:
@@ -363,8 +349,9 @@ class PulsarReader(Reader):
 
     @contextmanager
     def _replacing_consumer(self, partition: PulsarPartition) -> Iterator[None]:
-        """Let the block set another consumer on the partition, and list the partition under the new consumer
-        afterwards.
+        """During the block, which may replace the partition's consumer, let no other thread use the reader's consumers.
+
+        Afterwards entries of the new consumer are taken as the partition's.
         """
         with self._guard:
             del self._by_consumer[partition.consumer]
@@ -405,9 +392,7 @@ class PulsarReader(Reader):
             return {key: self._lag_of(each, deadline) for key, each in self._partitions.items() if each.is_assigned}
 
     def _lag_of(self, partition: PulsarPartition, deadline: Deadline) -> int:
-        """Return how far the reader is from the end of a partition: the number of received messages that are not
-        processed, plus the number of entries that have not been received.
-        """
+        """Return a partition's lag: received messages that are not processed, plus entries that are not received."""
         last, acknowledged = partition.consumer.progress(deadline.left())
         end = last.ledger, last.entry
         done = (-1, -1) if acknowledged is None or not self._mode.grouped else (acknowledged.ledger, acknowledged.entry)
@@ -434,8 +419,9 @@ class PulsarReader(Reader):
 
 
 def _entries(since: tuple[int, int], end: tuple[int, int]) -> int:
-    """Return the number of entries from `since` to `end`. If the two are in different ledgers, count only those in the
-    ledger of `end`, because the lengths of the other ledgers are not known.
+    """Return the number of entries from `since` to `end`, each a (BookKeeper ledger, entry).
+
+    If these are different ledgers, count only the entries of the later one: the lengths of the others are not known.
     """
     if end[1] < 0 or since >= end:
         return 0

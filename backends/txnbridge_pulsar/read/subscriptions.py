@@ -1,6 +1,4 @@
-"""The modes of reading a topic: without a group, in a failover subscription, or in a shared or key-shared
-subscription.
-"""
+"""How partitions are read: without a group, or by a failover, shared or key-shared subscription."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ _BUSY_PAUSE_SECONDS = 0.05
 
 
 class SubscriptionMode(ABC):
-    """A way of reading partitions: without a group, or by a type of subscription. Methods with a deadline may send
-    requests to the broker.
-    """
+    """A way of reading partitions. Methods with a deadline may send requests to the broker."""
 
     grouped = True
     in_order = False  # whether a group's messages stay in order, whichever member has the partition
@@ -45,8 +41,9 @@ class SubscriptionMode(ABC):
 
     @abstractmethod
     def has_left(self, partition: PulsarPartition) -> str:
-        """Return "" while the partition is assigned to this reader. After that return "revoking" if acknowledgements
-        may still succeed, else "lost".
+        """Return "" while the partition is assigned to this reader, then "revoking" or "lost".
+
+        "revoking" means that acknowledgements of its delivered messages may still succeed.
         """
 
     @abstractmethod
@@ -62,9 +59,7 @@ class SubscriptionMode(ABC):
         """Return the position from which a partition that is being assigned is read."""
 
     def check_kept(self, partition: PulsarPartition, deadline: Deadline) -> None:
-        """Raise `PositionLost` if the topic no longer has the next position of a partition whose connection was
-        lost.
-        """
+        """Raise `PositionLost` if retention has removed a partition's next message while its connection was lost."""
 
     @abstractmethod
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
@@ -75,17 +70,13 @@ class SubscriptionMode(ABC):
         """Have the broker redeliver these messages."""
 
     def seek_to_time(self, partition: PulsarPartition, timestamp: int, deadline: Deadline) -> None:
-        """Read from the first message that has this or a later timestamp. If there is no such message, read from the
-        present end of the partition.
-        """
+        """Read on from the first message with this or a later timestamp, or else from the partition's present end."""
         last, _ = partition.consumer.progress(deadline.left())
         self.seek(partition, BEGIN, deadline)
         partition.since = timestamp, position_after(last)
 
     def grant_permits(self, partition: PulsarPartition, messages: int) -> None:
-        """Allow the broker to have permits for this many messages. Each poll calls this before it waits for
-        messages.
-        """
+        """Grant the broker permits for this many messages of a partition. Each poll calls this before it waits."""
 
     def hold(self, partition: PulsarPartition, held: bool) -> None:
         """Have the broker send no more messages of the partition if `held`, else let it send them again."""
@@ -139,7 +130,7 @@ class UngroupedMode(SubscriptionMode):
         partition.consumer.hold(partition.paused)
 
     def _check_kept(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
-        """Raise `PositionLost` if a position is in a ledger that the topic no longer has.
+        """Raise `PositionLost` if a position is in a BookKeeper ledger that the topic no longer has.
 
         A broker says neither that ledgers were trimmed, nor that a topic was deleted and created anew. But the ledger
         of the position is gone if the topic's first ledger has a higher number: a broker trims whole ledgers, and a new
@@ -213,8 +204,7 @@ class FailoverMode(SubscriptionMode):
             )
 
     def _begin_at(self, topic: str, timestamp: int, deadline: Deadline) -> None:
-        """Set the position of a new group on a topic to a time. Do nothing if the group has members or acknowledgements
-        on the topic.
+        """Set a new group's position on a topic to a time; do nothing if it has members or acknowledgements there.
 
         Meanwhile this client holds the subscription exclusively, so no member's position changes. Calls may be
         repeated.
@@ -263,9 +253,7 @@ class FailoverMode(SubscriptionMode):
         self._redeliver(partition)
 
     def _redeliver(self, partition: PulsarPartition) -> None:
-        """Have the broker redeliver all unacknowledged messages in order. The reader drops those that are
-        outstanding.
-        """
+        """Have the broker redeliver all unacknowledged messages in order; the reader drops outstanding ones."""
         with suppress(wire.BrokerConnectionLost):  # then the partition's next member receives them
             partition.consumer.redeliver()
 
@@ -316,9 +304,7 @@ class SharedMode(FailoverMode):
 def _last_before(
     consumer: wire.PulsarConsumer, timestamp: int, end: wire.MessageId, deadline: Deadline
 ) -> wire.MessageId | None:
-    """Return the id of the last message before the first one that has this or a later timestamp; None if no message
-    comes before that one.
-    """
+    """Return the id of the last message before the first one with this or a later timestamp; None if there is none."""
     passed: wire.MessageId | None = None
     while passed is None or passed[:2] < end[:2]:
         deadline.check("looking for where the group begins")
@@ -331,7 +317,7 @@ def _last_before(
 
 
 def _position_after(id: wire.MessageId) -> wire.MessageId:
-    """Return the id that a message directly after `id` has or would have."""
+    """Return the id that a message directly after `id` has or would have, where a subscription continues."""
     if id.batch_index + 1 < id.batch_size:
         return id._replace(batch_index=id.batch_index + 1)
     return wire.MessageId(id.ledger, id.entry + 1)
@@ -340,9 +326,7 @@ def _position_after(id: wire.MessageId) -> wire.MessageId:
 def mode_of(
     client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
 ) -> SubscriptionMode:
-    """Return the mode for a subscription: it depends on whether the subscription has a group, and on how members share
-    messages.
-    """
+    """Return the mode for a subscription, by its group and by how the group's members share messages."""
     if subscription.group is None:
         return UngroupedMode(client, subscription, inbox, connection_key)
     kind = FailoverMode if subscription.sharing == "partition" else SharedMode

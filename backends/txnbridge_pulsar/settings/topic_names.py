@@ -26,8 +26,9 @@ class Namespace(NamedTuple):
         return f"{self.tenant}/{self.name}"
 
     def full_name(self, topic: str) -> str:
-        """Return `persistent://tenant/namespace/orders` for `orders`. Return a full name unchanged. Raise
-        `InvalidOption` if the name is invalid.
+        """Return `persistent://tenant/namespace/orders` for `orders`, and a full name unchanged.
+
+        Raise `InvalidOption` if the name is invalid.
         """
         full = topic if topic.startswith(_PERSISTENT) else f"{_PERSISTENT}{self}/{topic}"
         parts = full.removeprefix(_PERSISTENT).split("/")
@@ -51,9 +52,7 @@ def partitions_of(full: str, count: int) -> tuple[str, ...]:
 
 
 def whole_topic(concrete: str) -> tuple[str, int]:
-    """Return the name of the topic to which a concrete topic belongs, and the partition's number. The number is 0 for a
-    topic without partitions.
-    """
+    """Return the name of a concrete topic's whole topic, and the partition's number; 0 without partitions."""
     match = _PARTITION.search(concrete)
     if match is None:
         return concrete, 0
@@ -66,10 +65,10 @@ def namespace_of(full: str) -> str:
 
 
 def encoded(text: str) -> str:
-    """Encode any text as part of a topic's name, so that `decoded` returns the text: letters, digits, '.', '_' and '-'
-    stay, all else becomes '=' and two hex digits.
+    """Encode any text as part of a topic's name: letters, digits, '.', '_' and '-' stay, all else becomes hex digits.
 
-    `-partition-` is encoded, too: Pulsar would take a topic with this in its name for a partition of another topic.
+    `decoded` returns the text. `-partition-` is encoded, too: Pulsar would take a topic with this in its name for a
+    partition of another topic.
     """
     safe = quote(text, safe="", errors="surrogatepass").replace("~", "%7E").replace("%", "=")
     return safe.replace("-partition-", "=2Dpartition-")

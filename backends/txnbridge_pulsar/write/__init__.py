@@ -1,3 +1,1 @@
-"""Writing: the owner of a transactional id, writers of transactions, and the publisher, which sends without
-transactions.
-"""
+"""Writing: the owner of a transactional id, writers of transactions, and the publisher without transactions."""

@@ -46,9 +46,7 @@ class _PartitionAcks:
 
 
 class PulsarAckContext:
-    """What a writer needs from a reader to acknowledge the reader's messages. Thread-safe, also while another thread
-    polls.
-    """
+    """The reader's part in acknowledging its messages, given to a writer. Thread-safe, also while the reader polls."""
 
     def __init__(
         self, subscription: str, shared: bool, partitions: Mapping[Partition, PulsarPartition], guard: threading.Lock
@@ -59,8 +57,9 @@ class PulsarAckContext:
         self._guard = guard
 
     def subscriptions(self, partitions: Iterable[Partition]) -> list[tuple[str, str]]:
-        """Return the (topic, subscription) pairs that a writer registers with its transaction before it acknowledges
-        messages of these partitions. Raise `Conflict` if the reader has lost one of the partitions.
+        """Return the (topic, subscription) pairs of partitions, which the writer registers before it acknowledges.
+
+        Raise `Conflict` if the reader has lost one of the partitions.
         """
         with self._guard:
             return [(self._partition(key).topic, self._subscription) for key in partitions]
@@ -68,11 +67,10 @@ class PulsarAckContext:
     def acknowledge(
         self, txn: wire.TxnId, positions: Mapping[Partition, Sequence[Position]], deadline: Deadline
     ) -> SentAcks:
-        """Send acknowledgements of messages in a transaction, without waiting. `SentAcks.settle` waits for the answers,
-        and also raises errors of sending.
+        """Send acknowledgements of messages in a transaction, without waiting for the answers: `SentAcks.settle` does.
 
         Raise `Conflict`, and send nothing, if `nack` has given back one of the messages, or if the reader has lost a
-        message's partition since the message was delivered.
+        message's partition since the message was delivered. `settle` also raises errors of sending.
         """
         with self._guard:
             partitions = {self._partition(key): given for key, given in positions.items()}
@@ -112,9 +110,7 @@ class SentAcks:
 
     @property
     def has_lost_partition(self) -> bool:
-        """Return whether the reader has lost a partition of the acknowledged messages. If the transaction was aborted
-        unexpectedly, this is a likely cause.
-        """
+        """Return whether the reader has lost a partition of these messages, a likely cause of an unexpected abort."""
         return any(
             each.partition.assignment is not each.assignment
             or not each.partition.is_assigned
@@ -129,11 +125,11 @@ class SentAcks:
         ]
 
     def drop_rest_of_entries(self) -> None:
-        """On a shared subscription, drop the unacknowledged messages of entries that are partly acknowledged from the
-        reader. The writer calls this before an abort.
+        """On a shared subscription, drop the reader's unacknowledged messages of entries that are partly acknowledged.
 
-        After the abort the broker redelivers these entries whole, perhaps to another member. Brokers do not detect all
-        conflicts between two members that acknowledge different messages of one entry (hazard H56).
+        The writer calls this before an abort, after which the broker redelivers these entries whole, perhaps to another
+        member. Brokers do not detect all conflicts between two members that acknowledge different messages of one entry
+        (hazard H56).
         """
         if not self._shared:
             return
@@ -143,8 +139,9 @@ class SentAcks:
                     each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
 
     def redeliver_rest(self) -> None:
-        """Have the broker redeliver the entries of which `drop_rest_of_entries` has dropped messages. This is needed if
-        the transaction had already ended before the writer's abort: then the abort redelivers nothing.
+        """Have the broker redeliver the entries of which `drop_rest_of_entries` has dropped messages.
+
+        This is needed if the transaction had already ended before the writer's abort, which then redelivers nothing.
         """
         for each in self._sent:
             if each.given_up:
@@ -152,15 +149,12 @@ class SentAcks:
                     each.partition.consumer.redeliver(each.given_up)
 
     def acks_by_batch_index(self) -> Iterator[tuple[str, wire.MessageId]]:
-        """Yield the topic and the id of each message of a batch that is acknowledged without the rest of its batch. On
-        subscriptions that are not shared, yield nothing.
-        """
+        """Yield topic and id of each message acknowledged without the rest of its batch; none if it is not shared."""
         if self._shared:
             yield from ((each.partition.topic, id) for each in self._sent for id in each.ids if id.batch_index >= 0)
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait for the broker's answers to all acknowledgements, also after a refusal. Return if all are confirmed. A
-        repeated call gives the same result.
+        """Wait for the broker's answers to all acknowledgements; return if all are confirmed. Calls may be repeated.
 
         Raise `Conflict` if another transaction or member has acknowledged a message, or if the connection on which the
         messages were delivered is lost; for other refusals raise the translated error. After an error the transaction
@@ -186,11 +180,10 @@ class SentAcks:
             self._acknowledge_one_by_one(sent, deadline)
 
     def _acknowledge_one_by_one(self, sent: _PartitionAcks, deadline: Deadline) -> None:
-        """After the broker has refused to acknowledge messages together, acknowledge each message by itself. Otherwise
-        a shared subscription would never redeliver the messages of the refused acknowledgement.
+        """Acknowledge each message by itself after the broker has refused to acknowledge them together.
 
-        The transaction can only abort. Its abort then makes the broker redeliver all of these messages, except those
-        that another transaction has acknowledged.
+        Otherwise a shared subscription would never redeliver them. The transaction can only abort. Its abort then makes
+        the broker redeliver all of these messages, except those that another transaction has acknowledged.
         """
         answers = []
         with suppress(wire.PulsarError):  # with the connection lost, everything is redelivered
@@ -210,8 +203,7 @@ class SentAcks:
 
 
 def require_whole_entries(acks: Iterable[SentAcks]) -> None:
-    """Raise `NotSupported` if a transaction that will be prepared acknowledges only some messages of an entry in a
-    shared group.
+    """Raise `NotSupported` if a transaction to be prepared acknowledges only a part of an entry in a shared group.
 
     Any process may abort a prepared transaction, and the group's members do not hear of it. The broker then delivers
     the whole entry to another member, while the first member may still acknowledge the rest of the entry. Brokers do

@@ -27,16 +27,12 @@ class DroppedAsDuplicate(wire.PulsarError):
 
 
 def not_stored(error: wire.PulsarError) -> DeliveryFailed:
-    """Return the error for an entry of which it is not certain that it is stored. The caller raises this error `from`
-    the client's error.
-    """
+    """Return the error for an entry that may not be stored. The caller raises it `from` the client's error."""
     return DeliveryFailed(f"messages may not be stored: {error}; the transaction is aborted, run it again")
 
 
 class PendingReceipts:
-    """A transaction's entries that have no receipt yet, counted for each producer, and the first failure of an
-    entry.
-    """
+    """A transaction's entries without a receipt, counted for each producer, and the first failure of an entry."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -65,9 +61,7 @@ class PendingReceipts:
             self.lost.pop(producer, None)
 
     def wait(self, deadline: Deadline, producer: TransactionProducer | None = None) -> bool:
-        """Wait until every sent entry has a receipt or has failed; with a `producer`, only its entries. Return False at
-        the deadline.
-        """
+        """Wait until each sent entry (of `producer`, if given) has a receipt or has failed; return False if late."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (any(self._out.values()) if producer is None else self._out[producer]), deadline.left()
@@ -99,9 +93,7 @@ class TransactionProducer:
     def send(
         self, content: wire.Single | wire.MessageBatch, txn: TxnId, receipts: PendingReceipts, deadline: Deadline
     ) -> None:
-        """Send an entry without waiting for its receipt, which is counted in `receipts`. Wait only while the queue is
-        full.
-        """
+        """Send an entry, whose receipt is counted in `receipts`. Wait only while the queue is full."""
         while True:
             producer = self.open(deadline)
             try:
@@ -132,8 +124,9 @@ class TransactionProducer:
             raise not_stored(error) from error
 
     def open(self, deadline: Deadline) -> wire.PulsarProducer:
-        """Return the producer; open it at the first call. The writer calls this before it registers the topic with a
-        transaction: brokers may be unable to list open transactions while a registered topic is not loaded.
+        """Return the producer; open it at the first call, which is before the topic is registered with a transaction.
+
+        Brokers may be unable to list open transactions while a registered topic is not loaded.
         """
         if self._producer is None:
             try:
@@ -156,8 +149,7 @@ class TransactionProducer:
         return self._producer is not None and self._producer.lost is None
 
     def ready(self, deadline: Deadline) -> None:
-        """Open the producer, or reopen it if its connection is lost. The writer calls this before it registers the
-        topic with a transaction.
+        """Open the producer, or reopen it, before the writer registers its topic with a transaction.
 
         A terminated topic refuses producers, so it is not registered. A transaction with a terminated topic would never
         end (hazard H54).
@@ -188,8 +180,7 @@ class TransactionProducer:
     def recover(self, receipts: PendingReceipts, deadline: Deadline) -> bool:
         """Reopen the producer after a lost connection, and send its entries without a receipt again.
 
-        Return False if the broker is not known to drop duplicates, in which case nothing is sent, and False at the
-        deadline.
+        Return False at the deadline, and, without sending, if the broker is not known to drop duplicates.
         """
         producer = self._producer
         if producer is None:
@@ -265,9 +256,7 @@ class EntryBuffer:
         return self._left < 0
 
     def fits(self, key: str | bytes | None, size: int) -> bool:
-        """Return whether a message of this key and size may be added to the collected messages. A large message gets an
-        entry of its own.
-        """
+        """Return whether a message of this key and size may join the collected ones. A large one gets its own entry."""
         if self.is_empty:
             return True
         last = self._key if not self._plain else None
@@ -310,12 +299,11 @@ class EntryBuffer:
 
 
 class NotBareValue(Exception):
-    """The message has a key or is large. The fast path has not added it; the caller has to use `PulsarWriter.send`."""
+    """Raised if a message has a key or is large: the fast path has not added it, and `PulsarWriter.send` must."""
 
 
 class TopicBatcher:
-    """A transaction's unsent messages to one topic. The batcher chooses a partition for each message, and passes full
-    entries to `send_entry`.
+    """A transaction's unsent messages to one topic: chooses their partitions, and passes full entries to `send_entry`.
 
     Messages without a key go to one partition until its entry is full, then to the next partition.
     """
@@ -334,9 +322,7 @@ class TopicBatcher:
         self._current = self.buffer(first_partition % len(concrete))
 
     def buffer(self, number: int | None) -> EntryBuffer:
-        """Return the buffer of a partition. For None, return the buffer to which messages without a key are added
-        now.
-        """
+        """Return a partition's buffer; for None, the one to which messages without a key are added now."""
         if number is None:
             return self._current
         buffer = self._buffers.get(number)
@@ -345,9 +331,7 @@ class TopicBatcher:
         return buffer
 
     def take(self, topic: object, value: bytes, key: bytes | None) -> None:
-        """Add a value; this is the fast path. Raise `NotBareValue` if there is a key or the value is large, `TypeError`
-        if the value has no length.
-        """
+        """Add a value on the fast path. Raise `NotBareValue` for a key or a large value, `TypeError` for no bytes."""
         size = len(value)
         if key is not None or size > ENTRY_BYTES:
             raise NotBareValue
@@ -355,9 +339,7 @@ class TopicBatcher:
             self.send(self._current)
 
     def take_many(self, values: Sequence[bytes]) -> int:
-        """Add values without key and headers, several at a step. Stop at the first step whose values do not fit in an
-        entry. Return how many values were added.
-        """
+        """Add values without key and headers, several at a step; return how many fitted into entries."""
         done = 0
         while done < len(values):
             some = values[done : done + _VALUES_PER_STEP]

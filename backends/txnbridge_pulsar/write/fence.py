@@ -42,15 +42,13 @@ def fence_prefix(cluster: ClusterAccess) -> str:
 def last_fence_record(
     cluster: ClusterAccess, topic: str, deadline: Deadline
 ) -> tuple[wire.MessageId, FenceRecord] | None:
-    """Return the last record of a fence topic (its full name) with its position; None if there is none."""
+    """Return the last record of a fence topic (given by its full name) with its position; None if there is none."""
     last = last_entry(cluster, topic, deadline)
     return None if last is None else (last.id, FenceRecord.unpack(last.messages()[0].value))
 
 
 def at_risk(cluster: ClusterAccess, deadline: Deadline) -> list[AnnouncedTransaction]:
-    """Read the fence topics of all transactional ids in the namespace. Return the transactions at risk that they list
-    (see `FenceRecord`), for the doctor.
-    """
+    """Return the transactions at risk (see `FenceRecord`) that the namespace's fence topics list, for the doctor."""
     begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
     topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
     with ThreadPoolExecutor(_PARALLEL_READS) as reading:
@@ -86,9 +84,7 @@ class Fence:
         self.topic = ""
 
     def take(self, deadline: Deadline) -> FenceRecord | None:
-        """Fence the older owners of the transactional id. Return the last record on the fence topic; None if there is
-        none.
-        """
+        """Fence older owners of the transactional id; return the fence topic's last record, None if there is none."""
         self.topic = self._cluster.topics.internal(f"{fence_prefix(self._cluster)}{encoded(self._name)}", deadline)
         while True:
             self._fence_older_producer(deadline)
@@ -108,8 +104,7 @@ class Fence:
         return None if last is None else last[1]
 
     def _fence_older_producer(self, deadline: Deadline) -> None:
-        """Fence the producer that the topic has, by opening an exclusive producer with fencing. Then close the new
-        producer.
+        """Fence the topic's producer by opening an exclusive producer with fencing, and close the new producer.
 
         If two processes do this at once, both succeed: the broker gives both the same epoch and accepts both. If both
         then open an exclusive producer on the free topic, the broker refuses one of them (hazard H39).
@@ -125,11 +120,11 @@ class Fence:
         )
 
     def write(self, make: Callable[[], FenceRecord], deadline: Deadline) -> None:
-        """Store the fence record that `make` returns. `make` is called at the moment of sending: if two threads write
-        at once, the record with the newer content is stored last.
+        """Store the fence record that `make` returns, called at the moment of sending.
 
-        Raise `Fenced` if a newer owner exists, and `DeliveryFailed` if the record is too large for the broker, which
-        then stores nothing. After any other error the record may or may not be stored.
+        So if two threads write at once, the record with the newer content is stored last. Raise `Fenced` if a newer
+        owner exists, and `DeliveryFailed` if the record is too large for the broker, which then stores nothing. After
+        any other error the record may or may not be stored.
         """
         while True:
             generation, send = self._send(make, deadline)
@@ -178,8 +173,9 @@ class Fence:
                 self._trim(before)
 
     def _check_sole_producer(self, receipt: wire.Receipt) -> None:
-        """Raise `Fenced` if the entry numbers on the topic grow faster than this producer's sequence ids, because then
-        another producer writes to the topic, too (hazard H39).
+        """Raise `Fenced` if another producer writes to the topic, too (hazard H39).
+
+        Then the topic's entry numbers grow faster than this producer's sequence ids.
         """
         gap = receipt.message_id.entry - receipt.sequence_id
         ledger, known = self._gap
@@ -190,9 +186,7 @@ class Fence:
             raise self._fresh_copy(self._fenced)
 
     def _reopen(self, generation: int, deadline: Deadline) -> None:
-        """Reopen the producer after a lost connection, once for all threads that wait for it. Raise `Fenced` if another
-        owner has the topic.
-        """
+        """Reopen the producer after a lost connection, once for all threads. Raise `Fenced` for a newer owner."""
         self._acquire(deadline)
         try:
             if self._fenced is not None:
@@ -258,9 +252,7 @@ class Fence:
         return Fenced(str(fenced), newer=fenced.newer)
 
     def _trim(self, up_to: wire.MessageId) -> None:
-        """Acknowledge the records up to a position, so that the broker can delete them. Errors are logged, not
-        raised.
-        """
+        """Acknowledge the records up to a position, so that the broker can delete them. Errors are only logged."""
         deadline = Deadline(1.0)
         try:
             consumer = self._cluster.client.subscribe(self.topic, SUBSCRIPTION, timeout=deadline.left())

@@ -21,7 +21,7 @@ _log = logging.getLogger("txnbridge")
 class FenceIdentity:
     """The fence id of one transactional id, as the decision log has it.
 
-    `ledger` belongs to the fence topic on one cluster. On another cluster the same transactional id has another ledger.
+    `ledger` is the decision log's ledger for the id's fence topic on one cluster; each cluster has its own.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:
@@ -30,12 +30,10 @@ class FenceIdentity:
         self._is_disabled = False
 
     def follow(self, before: FenceRecord | None, deadline: Deadline) -> str:
-        """Return the fence id that the newest owner has to write: the one in the decision log or in the last fence
-        record, or a new one if there is none. The owner calls this while it holds the fence topic, so that no other
-        process writes to it.
+        """Return the fence id for the newest owner's records, called while this owner holds the fence topic.
 
-        `before` is the last record on the fence topic. Raise `EvidenceLost` if the decision log has a fence id, and the
-        fence topic has another one or no record.
+        It is the one in the decision log or in `before`, the fence topic's last record, or a new one if there is none.
+        Raise `EvidenceLost` if the decision log has a fence id, and the fence topic has another one or no record.
         """
         known = self._known(deadline)
         recorded_id = "" if before is None else before.fence_id
@@ -45,10 +43,10 @@ class FenceIdentity:
         return known or recorded_id or secrets.token_hex(8)
 
     def record(self, fence_id: str, deadline: Deadline) -> None:
-        """Record the fence id in the decision log. The owner calls this after it has stored its first fence record: if
-        only the decision log had the fence id, the next opening would fail.
+        """Record the fence id in the decision log, after this owner's first fence record.
 
-        Raise `EvidenceLost` if the decision log has another fence id.
+        If only the decision log had it, the next opening would fail. Raise `EvidenceLost` if the log has another fence
+        id.
         """
         if self._is_disabled:
             return

@@ -19,8 +19,9 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ProofLocation:
-    """Where to look for a transaction's proof message: the proof topic, and the presence record that precedes the proof
-    message. Tokens and fence records contain this location.
+    """The location of a transaction's proof message: its proof topic, and the presence record before the message.
+
+    Tokens and fence records contain this location.
     """
 
     topic: str  # full name
@@ -34,9 +35,7 @@ class ProofLocation:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> ProofLocation:
-        """Parse a location from the fields of a token or fence record. Raise `KeyError`, `TypeError` or `ValueError` if
-        it is invalid.
-        """
+        """Return the location in a token's or fence record's fields. Raise `KeyError`, `TypeError` or `ValueError`."""
         if not isinstance(fields["m"], str) or not isinstance(fields["n"], str):
             raise TypeError("names are text")
         at = _entry_position(fields["p"]) if "p" in fields else None  # records of earlier versions have no position
@@ -45,9 +44,7 @@ class ProofLocation:
 
 @dataclass(frozen=True)
 class AnnouncedTransaction:
-    """A transaction in a fence record, with all that another process needs to end the transaction and to have brokers
-    refuse its late messages.
-    """
+    """A transaction in a fence record, with all that another process needs to end it and refuse its late messages."""
 
     transaction: str
     txn: TxnId
@@ -103,8 +100,7 @@ class AnnouncedTransaction:
 
 @dataclass(frozen=True)
 class FenceRecord:
-    """A record on a fence topic: the owner, the time, and the transactions that have not ended as far as the owner
-    knows.
+    """A record on a fence topic: the owner, the time, and the transactions that the owner does not know to have ended.
 
     Transactions `at_risk` were ended by another process than their writer, and some broker does not refuse their late
     messages yet. If the writer still sends such a message, it blocks its topic for all readers. `fence_id` is the same
@@ -132,9 +128,7 @@ class FenceRecord:
 
     @classmethod
     def unpack(cls, data: bytes | None) -> FenceRecord:
-        """Parse a record. Raise `EvidenceLost` if it is invalid, because it is then unknown which transactions are
-        unresolved.
-        """
+        """Parse a record. Raise `EvidenceLost` if it is invalid, because its transactions are then unknown."""
         try:
             fields = json.loads(data or b"")
             if fields["v"] != VERSION:

@@ -16,9 +16,7 @@ _CACHED_KEY_HASHES = 10_000
 
 
 def key_on_wire(key: bytes | None) -> str | bytes | None:
-    """Return a message key as it is sent. If its bytes are UTF-8, send text, as other clients do for text keys; else
-    bytes.
-    """
+    """Return a message key as it is sent: as text if its bytes are UTF-8, as other clients send text keys."""
     if key is None:
         return None
     try:
@@ -29,9 +27,7 @@ def key_on_wire(key: bytes | None) -> str | bytes | None:
 
 @lru_cache(_CACHED_KEY_HASHES)
 def key_hash(key: bytes) -> int:
-    """Return the hash that Pulsar's Java client computes for a key (`String.hashCode`). Its remainder modulo the number
-    of partitions is the key's partition.
-    """
+    """Return the hash of a key by Pulsar's Java client (`String.hashCode`), which chooses the key's partition."""
     on_wire = key_on_wire(key)
     text = on_wire if isinstance(on_wire, str) else base64.b64encode(key).decode()
     code = 0

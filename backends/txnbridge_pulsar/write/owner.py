@@ -39,8 +39,7 @@ _MIN_RETRY_SECONDS = 0.05  # with fewer seconds left, a request is not repeated
 
 
 class PulsarOwner:
-    """Owner of a transactional id. It opens the id, names its transactions on the fence topic, and notices a newer
-    owner.
+    """Owner of a transactional id: opens the id, names its transactions on the fence topic, notices a newer owner.
 
     The owner of a bridge without a transactional id has a random name and no fence topic: no other process can use this
     name, and transactions that a dead process leaves open time out.
@@ -103,8 +102,9 @@ class PulsarOwner:
             fence.write(self._fence_record, deadline)
 
     def _refuse_late_writes(self, ended: Sequence[AnnouncedTransaction], deadline: Deadline) -> None:
-        """Have brokers refuse late messages of transactions that have ended. Their older owner may still be sending,
-        even if the transaction has timed out or the older owner itself has ended it (hazard H44).
+        """Have brokers refuse late messages of ended transactions, as their older owner may still send (hazard H44).
+
+        It may even if the transaction has timed out, or if the older owner itself has ended it.
         """
         for announced in ended:
             self.late_write_guard.add(announced, deadline)
@@ -147,8 +147,9 @@ class PulsarOwner:
         return True
 
     def _resolve(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
-        """Find the outcome of a transaction that its coordinator has forgotten, and return whether the outcome is
-        known. If the transaction was committed, deliver the commit to all its topics again.
+        """Find the outcome of a transaction that its coordinator has forgotten; return whether the outcome is known.
+
+        If the transaction was committed, deliver the commit to all its participants again.
         """
         if self.in_doubt.resolve(announced, deadline):
             return True
@@ -160,14 +161,13 @@ class PulsarOwner:
         return False
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
-        """Return a writer for one prepared transaction. Raise `DeadlineExceeded` while all slots are occupied."""
+        """Return a writer for one prepared transaction. Raise `DeadlineExceeded` if no prepared slot gets free."""
         return PulsarPreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
 
     # --- transactions ---------------------------------------------------------------------------------------------
 
     def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
-        """Begin a transaction at the next coordinator, in round-robin order. If the answer is lost, begin another
-        transaction; the first one stays empty and times out.
+        """Begin a transaction at the next coordinator, and another one if the answer is lost; the first then times out.
 
         `seconds` is called before each request, and returns the transaction's timeout in seconds.
         """
@@ -188,14 +188,14 @@ class PulsarOwner:
                         raise
 
     def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None:
-        """Raise `BrokerUnavailable` if a transaction in doubt used one of these topics. If it was committed, the end of
-        another transaction on the topic could take its commit back.
+        """Raise `BrokerUnavailable` if a transaction in doubt used one of these topics.
+
+        If it was committed, the end of another transaction on the topic could take its commit back.
         """
         self._refuse_late_writes(self.in_doubt.require(topics, deadline), deadline)
 
     def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None:
-        """Name a transaction on the fence topic, so that the next owner of the id finds the transaction. Raise `Fenced`
-        if a newer owner exists.
+        """Name a transaction on the fence topic, where the next owner finds it. Raise `Fenced` for a newer owner.
 
         Raise `DeliveryFailed`, and announce nothing, if all unresolved transactions do not fit in one fence record.
         """
@@ -233,17 +233,17 @@ class PulsarOwner:
         return FenceRecord(self.opening, self._host, now, under_way, at_risk, self._fence_id)
 
     def mark_not_prepared(self, announced: AnnouncedTransaction) -> None:
-        """List the transaction as not prepared in the next fence record.
+        """List a transaction as not prepared in the next fence record, before its writer aborts it.
 
-        The transaction's writer calls this if it could not announce the transaction as prepared, before it aborts the
-        transaction.
+        The writer calls this if it could not announce the transaction as prepared.
         """
         with self._lock:
             self._under_way[announced.txn] = announced
 
     def forget(self, txn: TxnId) -> None:
-        """Leave a transaction that has ended out of the next fence record. If this owner dies before it writes that
-        record, the next owner finds the transaction's outcome again, which does no harm.
+        """Leave a transaction that has ended out of the next fence record.
+
+        If this owner dies before it writes that record, the next owner finds the outcome again, which does no harm.
         """
         with self._lock:
             self._under_way.pop(txn, None)
@@ -277,8 +277,6 @@ class PulsarOwner:
                 self._fence.close(deadline)
 
     def _remove(self, writer: PulsarWriter, deadline: Deadline) -> None:
-        """Delete the proof topic of a writer in a bridge without an id, unless a token may need it to find an
-        outcome.
-        """
+        """In a bridge without an id, delete a writer's proof topic, unless a token may need it to find an outcome."""
         if writer.proof is not None and not writer.unknown:
             remove(self._cluster, writer.proof.topic, deadline)

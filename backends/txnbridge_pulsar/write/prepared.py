@@ -30,8 +30,7 @@ _RESOLVE_SECONDS = 10.0
 
 
 class PreparedSlots:
-    """The numbers of an owner's proof topics for prepared transactions. Each number is a slot for one transaction.
-    Thread-safe.
+    """The numbers (slots) of an owner's proof topics for prepared transactions, one transaction in each. Thread-safe.
 
     A slot is used again once the outcome of its last transaction is known. It is not enough that the coordinator has
     forgotten this transaction: if its commit has not reached the proof topic, the end of the slot's next transaction
@@ -50,9 +49,7 @@ class PreparedSlots:
         self._used = 0  # this owner has used all slots below this number
 
     def keep(self, announced: AnnouncedTransaction) -> None:
-        """Let no other transaction use an unresolved transaction's slot, until the outcome of the unresolved one is
-        known.
-        """
+        """Let no other transaction use an unresolved transaction's slot, until the outcome of this one is known."""
         if announced.slot is not None:
             with self._lock:
                 self._unresolved[announced.slot] = announced
@@ -63,9 +60,7 @@ class PreparedSlots:
             self._taken.discard(slot)
 
     def take(self, name: str, deadline: Deadline) -> int:
-        """Take a free slot and return its number. Raise `DeadlineExceeded` if no slot becomes free by the deadline,
-        because all are taken or have unresolved transactions.
-        """
+        """Take a free slot and return its number. Raise `DeadlineExceeded` if none becomes free in time."""
         while True:
             for asked in (0, _RESOLVED_BEFORE_NEW_SLOT):
                 self._resolve(asked, deadline)
@@ -79,7 +74,7 @@ class PreparedSlots:
             time.sleep(_RETRY_SECONDS)
 
     def _free(self, below: int) -> int | None:
-        """Take the lowest free slot below the number `below`, and return its number. Return None if no slot is free."""
+        """Take the lowest free slot below the number `below`, and return its number; None if none is free."""
         with self._lock:
             for slot in range(below):
                 if slot not in self._taken and slot not in self._unresolved:
@@ -89,8 +84,7 @@ class PreparedSlots:
         return None
 
     def _resolve(self, most: int, deadline: Deadline) -> None:
-        """Find the outcomes of the `most` oldest unresolved transactions, and free the slots of those transactions
-        whose outcomes are known.
+        """Find the outcomes of the `most` oldest unresolved transactions, and free the slots of those that are known.
 
         This takes seconds for a transaction without evidence of its outcome. So a transaction that an earlier call
         could not resolve is tried again only when `most` is the number of all slots.
@@ -141,9 +135,7 @@ class PulsarPreparedWriter(PulsarWriter):
         self._prepared = False
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
-        """Write a presence record with the transaction's name. Each transaction needs a new one, because other
-        transactions may have used the slot's proof topic before.
-        """
+        """Write a presence record with the transaction's name: earlier transactions may have used the proof topic."""
         return self._write_presence(self._begin.transaction, deadline)
 
     def _ttl(self, begin: Begin) -> float:

@@ -1,6 +1,4 @@
-"""The publisher: sends messages without a transaction, each once and in order. With sequence numbers this also holds if
-the publisher's process crashes.
-"""
+"""The publisher: sends without a transaction, each message once and in order; with sequences also over a crash."""
 
 from __future__ import annotations
 
@@ -134,9 +132,7 @@ class PulsarPublisher(Publisher):
             raise type(self._failed)(str(self._failed)) from self._failed.__cause__
 
     def close(self, deadline: Deadline) -> None:
-        """Flush and close the producers. If the flush fails, drop the messages without a receipt, and raise the flush's
-        error.
-        """
+        """Flush and close the producers. If the flush fails, drop messages without a receipt, and raise its error."""
         with self._lock:
             if self._closed:
                 return
@@ -152,9 +148,7 @@ class PulsarPublisher(Publisher):
 
 
 class _SendFailed(Exception):
-    """A message may not have been stored, so the publisher refuses all further messages. `cause` is the client's
-    error.
-    """
+    """A message may not have been stored, so the publisher refuses all further ones. `cause` is the client's error."""
 
     def __init__(self, cause: wire.PulsarError) -> None:
         super().__init__(cause)
@@ -162,8 +156,7 @@ class _SendFailed(Exception):
 
 
 class _SequencedTopic:
-    """The producers of a named publisher on one topic. The publisher's sequence numbers count over all partitions of
-    the topic.
+    """The producers of a named publisher on one topic, over all of whose partitions its sequences count.
 
     The broker keeps the last sequence of each partition. So a message for another partition waits until all earlier
     messages are stored: then every sequence below the highest stored one is stored in some partition.
@@ -181,9 +174,10 @@ class _SequencedTopic:
         self.producers: list[_PartitionProducer] = []
 
     def open_producers(self, deadline: Deadline) -> None:
-        """Open a producer on each partition that has none, also on partitions that were added. Raise `NotSupported`
-        unless the broker is known to drop duplicates on each partition, `EvidenceLost` if the broker has forgotten
-        sequences that were stored.
+        """Open a producer on each partition that has none, also on added partitions.
+
+        Raise `NotSupported` unless the broker is known to drop duplicates on each partition, `EvidenceLost` if the
+        broker has forgotten sequences that were stored.
         """
         concrete = self._cluster.topics.concrete(self._topic, deadline)
         for name in concrete[len(self.producers) :]:
@@ -230,8 +224,9 @@ class _SequencedTopic:
 
 
 class _PartitionProducer:
-    """A publisher's producer on one partition. After a lost connection it reopens, and sends messages again if the
-    broker drops duplicates.
+    """A publisher's producer on one partition, which reopens after a lost connection.
+
+    It then sends unconfirmed messages again if the broker drops duplicates.
     """
 
     def __init__(self, cluster: ClusterAccess, concrete: str, name: str | None, deadline: Deadline) -> None:
@@ -255,9 +250,7 @@ class _PartitionProducer:
         return max(self._stored, self._producer.last_sequence_id)
 
     def send(self, message: wire.Single, sequence: int | None, deadline: Deadline) -> None:
-        """Send a message without waiting for its receipt. Wait only while the queue is full. Raise `_SendFailed` if an
-        earlier message has failed.
-        """
+        """Send a message; wait only while the queue is full. Raise `_SendFailed` if an earlier message has failed."""
         while True:
             if self._is_interrupted:
                 self._recover(deadline)
@@ -280,8 +273,9 @@ class _PartitionProducer:
                 return
 
     def _note_result(self, send: wire.Send, again: bool) -> None:
-        """Note that a message is stored or has failed; the client's reading thread calls this. A lost connection is
-        left to the next `send` or `settle`.
+        """Note that a message is stored or has failed. A lost connection is left to the next `send` or `settle`.
+
+        The client's reading thread calls this.
         """
         try:
             receipt = send.result(0)
@@ -297,9 +291,7 @@ class _PartitionProducer:
         self._stored = max(self._stored, send.highest_sequence_id)
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait until all messages are stored. Raise `_SendFailed` if one failed, or `DeadlineExceeded` if receipts are
-        missing at the deadline.
-        """
+        """Wait until all messages are stored. Raise `_SendFailed` if one failed, `DeadlineExceeded` at the deadline."""
         while True:
             if self._is_interrupted:
                 self._recover(deadline)
@@ -313,15 +305,11 @@ class _PartitionProducer:
 
     @property
     def _is_interrupted(self) -> bool:
-        """Return whether the connection is lost, or messages of an earlier lost connection still have to be sent
-        again.
-        """
+        """Return whether the connection is lost, or messages of a lost connection still have to be sent again."""
         return self._producer.lost is not None or bool(self._producer.unconfirmed)
 
     def _recover(self, deadline: Deadline) -> None:
-        """Reopen the producer, and send messages without a receipt again. If the broker is not known to drop
-        duplicates, note a failure instead of sending.
-        """
+        """Reopen the producer, and send messages without a receipt again; fail if the broker may keep duplicates."""
         # A producer that is not lost was reopened by an earlier call. The broker could confuse a second reopening with
         # the first.
         if self._producer.lost is not None:

@@ -20,8 +20,9 @@ _RECORD_SECONDS = 3.0
 
 
 class SequenceRecord:
-    """The highest sequence in the decision log for one publisher's name and one topic. The broker may have stored
-    higher ones, if the publisher died before it recorded them.
+    """The highest sequence in the decision log for one publisher's name and one topic.
+
+    The broker may have stored higher ones, if the publisher died before it recorded them.
     """
 
     def __init__(self, name: str, topic: str, ledger: Ledger) -> None:
@@ -32,9 +33,7 @@ class SequenceRecord:
         self._is_disabled = False
 
     def check(self, stored: int, deadline: Deadline) -> None:
-        """Read the recorded sequence. Raise `EvidenceLost` if `stored`, the broker's last sequence (-1 for none), is
-        lower.
-        """
+        """Raise `EvidenceLost` if the broker's last sequence `stored` (-1 for none) is below the recorded one."""
         try:
             value = self._value.read(deadline)
             self._last = -1 if value is None else int(value["stored"])
@@ -50,8 +49,9 @@ class SequenceRecord:
             )
 
     def record_stored(self, stored: int, deadline: Deadline) -> None:
-        """Record that all messages up to sequence `stored` are stored. Errors are only logged, because the next
-        publisher with this name records the sequence as well.
+        """Record that all messages up to sequence `stored` are stored; log errors.
+
+        The next publisher with this name records its sequence as well.
         """
         deadline = Deadline(min(_RECORD_SECONDS, deadline.left()))
         try:
@@ -62,9 +62,7 @@ class SequenceRecord:
             _log.debug("the last sequence of publisher %r on %s is not recorded: %s", self._name, self._topic, error)
 
     def record_first(self, stored: int, deadline: Deadline) -> None:
-        """Record sequence `stored` if the decision log has no sequence yet. Without a record, `check` could not notice
-        that the broker has forgotten the name.
-        """
+        """Record sequence `stored` if none is recorded, so that `check` notices if the broker forgets the name."""
         if self._last < 0:
             self.record_stored(stored, deadline)
 

@@ -77,8 +77,7 @@ class TransactionOwner(Protocol):
 
 
 class PulsarWriter(Writer):
-    """Writer of transactions. It registers topics with the coordinator, sends messages to them, and requests the commit
-    once the broker has stored all messages.
+    """Writer of transactions: registers topics, sends messages, and requests the commit once all of them are stored.
 
     The broker does not check this order: a message that arrives after the commit makes committed messages disappear
     (hazard H34).
@@ -122,9 +121,7 @@ class PulsarWriter(Writer):
     # --- one transaction ------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
-        """Start a transaction in this writer only. The coordinator begins it before the first entry or acknowledgement
-        is sent.
-        """
+        """Start a transaction in this writer only; the coordinator begins it before its first entry or ack is sent."""
         self._begin = begin
         self._forget()
         self._evidence = TokenEvidence(None, None, False)
@@ -185,9 +182,7 @@ class PulsarWriter(Writer):
                 self.send(topic, value, key, headers, None, None)
 
     def _batcher(self, topic: str, partition: int | None) -> TopicBatcher:
-        """Return the current transaction's batcher for a topic. Raise `NotFound` if the topic or the partition is
-        missing.
-        """
+        """Return the transaction's batcher for a topic. Raise `NotFound` if the topic or the partition is missing."""
         batcher = self._batchers.get(topic)
         if batcher is None or (partition is not None and not 0 <= partition < len(batcher.concrete)):
             concrete = self._cluster.topics.require(topic, partition, self._begin.deadline)
@@ -215,9 +210,9 @@ class PulsarWriter(Writer):
 
     def _register(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
         """Name topics and subscriptions on the fence topic, then register them with the transaction at the coordinator.
-        The transaction's first call also begins it at the coordinator, and sends the proof message.
 
-        Messages to a topic, and acknowledgements on a subscription, are sent only after this call (hazards H37, H38).
+        The transaction's first call also begins it at the coordinator, and sends the proof message. Messages to a
+        topic, and acknowledgements on a subscription, are sent only after this call (hazards H37, H38).
         """
         if self._txn is None:
             self._open(topics, deadline)
@@ -267,7 +262,7 @@ class PulsarWriter(Writer):
         self._announced.update(dict.fromkeys((self.proof.topic, *topics, *guessed)))
 
     def _ttl(self, begin: Begin) -> float:
-        """Return after how many seconds the coordinator is to abort the transaction."""
+        """Return the seconds after which the coordinator is to abort the transaction."""
         return min(begin.deadline.left(), self._cluster.settings.longest_transaction)
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
@@ -305,8 +300,9 @@ class PulsarWriter(Writer):
         return producer
 
     def _recover_lost(self, deadline: Deadline) -> None:
-        """Send the entries of lost connections again. Raise `DeliveryFailed` if the broker refused an entry, or if an
-        entry that is sent again might be stored twice.
+        """Send the entries of lost connections again.
+
+        Raise `DeliveryFailed` if the broker refused an entry, or might store one twice.
         """
         if isinstance(self._receipts.failure, wire.NotAllowed) and self._has_ended(deadline):
             raise self._clean_up_after_foreign_end(deadline) from self._receipts.failure
@@ -329,8 +325,7 @@ class PulsarWriter(Writer):
         self._acks.append(context.acknowledge(self._txn, positions, deadline))
 
     def flush(self, deadline: Deadline) -> None:
-        """Send all collected messages. Return when the broker has stored all messages and acknowledgements of the
-        transaction.
+        """Send all collected messages, and wait until the transaction's messages and acknowledgements are stored.
 
         Raise `DeliveryFailed` if a message cannot be stored, `DeadlineExceeded` if receipts are missing at the
         deadline.
@@ -387,8 +382,7 @@ class PulsarWriter(Writer):
     def _participants(self, deadline: Deadline) -> list[Participant]:
         """Return the topics and subscriptions that the transaction's end has to reach.
 
-        Before that, wait for earlier transactions: if one of these topics was unloaded, their ends have to reach it
-        first.
+        First wait for the ends of earlier transactions, which have to reach unloaded topics before.
         """
         if self._txn is None:
             return []
@@ -399,21 +393,17 @@ class PulsarWriter(Writer):
         return participants
 
     def _located_proof(self) -> ProofLocation | None:
-        """Return the location of the proof message, with the message's position. The position is known once everything
-        is stored.
-        """
+        """Return the proof message's location with its position, which is known once everything is stored."""
         proof = self._evidence.proof
         return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
 
     def _ask_proof(self, deadline: Deadline) -> None:
-        """Read the outcome of a requested commit from the proof topic, because the answer was lost and the coordinator
-        has forgotten the transaction. Raise an error if the transaction was aborted.
-        """
+        """Find the outcome of a commit whose answer was lost, on the proof topic; raise an error if it is ABORTED."""
         if self._by_proof(deadline) is Outcome.ABORTED:
             raise self._clean_up_after_foreign_end(deadline)
 
     def _by_proof(self, deadline: Deadline) -> Outcome:
-        """Read the outcome of the transaction whose commit this writer has requested from its proof message.
+        """Return the outcome of the requested commit by the transaction's proof message.
 
         If the proof topic cannot be read, raise `OutcomeUnknown` and no other error: callers take any other error to
         mean that the transaction was not committed.
@@ -428,9 +418,7 @@ class PulsarWriter(Writer):
             raise OutcomeUnknown(f"the outcome cannot be read: {error}") from error
 
     def _store_or_abort(self, deadline: Deadline) -> None:
-        """Wait until all messages and acknowledgements are stored. If that fails, abort the transaction and raise the
-        error.
-        """
+        """Wait until all messages and acknowledgements are stored; if that fails, abort, and raise the error."""
         if deadline.expired and (acks := self._acks):
             self._abort_quietly(deadline)
             # Check this after the abort: a process that was suspended learns only then which partitions it has lost.
@@ -447,8 +435,7 @@ class PulsarWriter(Writer):
             raise DeliveryFailed(str(error)) from (error.__cause__ or error)
 
     def _abort_quietly(self, deadline: Deadline) -> None:
-        """Abort the transaction after an error. If the abort fails, too, only log that, so that the caller can raise
-        the first error.
+        """Abort after an error, and only log an error of the abort, so that the caller can raise the first one.
 
         The commit was never requested, so the transaction cannot be committed.
         """
@@ -458,8 +445,10 @@ class PulsarWriter(Writer):
             _log.debug("transaction %s stays open until it times out: %s", self._begin.transaction, error)
 
     def _clean_up_after_foreign_end(self, deadline: Deadline) -> TxnBridgeError:
-        """Clean up after a transaction whose end this writer has not requested. Return the error that names the likely
-        cause: a newer owner, lost partitions, a timeout, or an abort by another process.
+        """Clean up after a transaction whose end another process or the coordinator has requested.
+
+        Return the error that names the likely cause: a newer owner, lost partitions, a timeout, or an abort by another
+        process.
         """
         if deadline.left() < _MIN_ABORT_SECONDS:
             deadline = Deadline(_MIN_ABORT_SECONDS)
@@ -520,8 +509,9 @@ class PulsarWriter(Writer):
             sent.redeliver_rest()
 
     def _settle(self, deadline: Deadline) -> bool:
-        """Wait for the transaction's receipts, and for the answers to its acknowledgements. Return whether all of them
-        are known, so that nothing of the transaction can still reach a broker.
+        """Wait for the receipts and for the answers to acknowledgements; return whether all are known.
+
+        Then nothing of the transaction can still reach a broker.
         """
         settled = self._receipts.wait(deadline) and self._receipts.settled
         for sent in self._acks:
@@ -534,7 +524,7 @@ class PulsarWriter(Writer):
         return settled
 
     def _finish(self) -> None:
-        """Leave the transaction, which has ended, out of the next fence record. Clear the fields about it."""
+        """Clear the fields about the ended transaction, and leave it out of the next fence record."""
         if self._txn is not None:
             self._owner.forget(self._txn)
             self._last = tuple(self._sent)
@@ -568,9 +558,7 @@ class PulsarWriter(Writer):
         self._producers.clear()
 
     def close(self) -> None:
-        """Close this writer's connections. A transaction that is still open is aborted when it times out, or when the
-        id's next owner opens the id.
-        """
+        """Close this writer's connections. An open transaction times out, or is aborted by the id's next owner."""
         self._hang_up()
 
 

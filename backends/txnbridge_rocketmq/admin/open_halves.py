@@ -47,7 +47,7 @@ _COPY_POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class PendingHalf:
-    """The last record of an open half, or the record of a discarded half (`discarded`)."""
+    """An open or a discarded half: the last record of it at a broker."""
 
     broker: str
     record: MessageExt
@@ -108,7 +108,7 @@ def _name_of(half: PendingHalf) -> str:
 
 
 def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
-    """Return only the last record of each half, which the half's next check-back is about."""
+    """Return the last record of each half, without the earlier copies that rounds of check-backs have made."""
     by_key = {(each.record.unique_key, each.partition): each for each in halves}
     return list(by_key.values())
 
@@ -189,7 +189,7 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
 
 
 def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
-    """Return a decided transaction with the state "ending".
+    """Return a decided transaction with the state "ending"; `claim` is the decision.
 
     Return None if it was decided only seconds ago, or if it is aborted and its halves are discarded already.
     """
@@ -304,7 +304,7 @@ def _end_unprepared(
 
 
 def _known_topics(listed: OpenHalves) -> list[HalfCount]:
-    """Return the number of halves in each topic: one more than the highest number of a listed half."""
+    """Return the number of the transaction's halves by topic: one more than the highest number of a listed half."""
     counts: dict[tuple[str, str], int] = {}
     for half in listed.halves:
         slot = slot_of(half.record)

@@ -1,4 +1,7 @@
-"""Requests that administrate a broker: its topics, groups, settings, producers and discarded halves."""
+"""Requests that administrate a broker: its topics, groups, settings, producers and discarded halves.
+
+Each function returns the request; `RemotingClient.call` sends it and returns the result.
+"""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class RemotingClient:
         return addresses[broker]
 
     def _forget(self, broker: str, address: str) -> None:
-        """Drop the cached address of a broker, because another broker may have become its master."""
+        """Drop the cached address of a broker's master, because another machine may have become the master."""
         with self._lock:
             if self._masters.get(broker) == address:
                 del self._masters[broker]

@@ -47,7 +47,7 @@ class ConnectionSettings:
 
 
 class Call(Generic[T]):
-    """A request in flight and its outcome. Safe for use by several threads."""
+    """A request in flight, and later its response or error. Safe for use by several threads."""
 
     def __init__(self, connection: RemotingConnection, request: RpcRequest[T], opaque: int, until: float) -> None:
         self.request = request
@@ -278,5 +278,5 @@ class RemotingConnection:
 
 
 def _copy(reason: RemotingError, action: str) -> RemotingError:
-    """Return a copy of an error, for each call that it ends: an exception object has only one traceback."""
+    """Return a copy of an error that ends several calls, because an exception object has only one traceback."""
     return type(reason)(f"{action}: {reason}", may_have_had_effect=True)

@@ -1,4 +1,7 @@
-"""Requests about groups: their members, their offsets, and the broker's short locks on queues."""
+"""Requests about groups: their members, their offsets, and the broker's short locks on queues.
+
+Each function returns the request; `RemotingClient.call` sends it and returns the result.
+"""
 
 from __future__ import annotations
 

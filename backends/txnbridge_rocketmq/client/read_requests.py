@@ -1,4 +1,7 @@
-"""Requests that read: the messages and bounds of a queue, offsets by time, and messages by key or address."""
+"""Requests that read: the messages and bounds of a queue, offsets by time, and messages by key or address.
+
+Each function returns the request; `RemotingClient.call` sends it and returns the result.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,7 @@ def offset_at(topic: str, queue: int, timestamp: int) -> RpcRequest[int]:
 
 
 def log_offset_at(topic: str, queue: int, offset: int) -> RpcRequest[int | None]:
-    """Return the commit log offset of the message at a queue offset; None if the queue has no message there."""
+    """Return the commit log offset of the message at an offset of a queue; None if the queue has no message there."""
     action = f"looking up offset {offset} of queue {queue} of topic {topic}"
 
     def read(answer: RemotingCommand) -> int | None:

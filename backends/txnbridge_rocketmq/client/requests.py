@@ -1,4 +1,4 @@
-"""Requests as values: each contains its encoded fields and the function that decodes its response."""
+"""`RpcRequest`: a request as a value, with its encoded fields and the function that decodes its response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OR_ABSENT = frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.SYSTEM_ERROR)
 
 @dataclass(frozen=True)
 class RpcRequest(Generic[T]):
-    """One request. `action` names the request in errors. `read` decodes responses whose code is in `accepted`."""
+    """One request. `action` names it in errors; `read` decodes a response whose code is in `accepted` to the result."""
 
     action: str
     code: int
@@ -77,4 +77,4 @@ def is_absent(answer: RemotingCommand, words: str, action: str) -> bool:
 
 
 def nothing(answer: RemotingCommand) -> None:
-    """Decode a response that has only a code."""
+    """Decode a response without contents: the `read` of requests that only succeed or fail."""

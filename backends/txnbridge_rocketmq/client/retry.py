@@ -93,7 +93,7 @@ def look_up_by_key(
 def _look_further(
     client: RemotingClient, wanted: tuple[str, str, str], action: str, deadline: Deadline, body: bool
 ) -> MessageExt | None:
-    """Look up one message among more and more index entries, because the newest entries are of other keys."""
+    """Return one message, looked up among ever more index entries: the newest entries were of other keys."""
     broker, topic, key = wanted
     count = 1
     while count < read_requests.MOST_LOOKED_UP:

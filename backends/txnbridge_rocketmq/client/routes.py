@@ -1,4 +1,4 @@
-"""Requests to name servers: the routes of topics, and the brokers of the cluster."""
+"""Requests to name servers for the routes of topics, and the brokers of the cluster. A client sends them."""
 
 from __future__ import annotations
 

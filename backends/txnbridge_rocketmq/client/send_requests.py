@@ -29,7 +29,7 @@ _NOT_FOR_HALVES = frozenset({"DELAY", "TIMER_DELAY_MS", "TIMER_DELAY_SEC", "TIME
 
 
 class HalfEnd(IntEnum):
-    """The outcome of a half message."""
+    """The two ways in which END_TRANSACTION ends a half."""
 
     COMMIT = SystemFlag.COMMITTED
     ABORT = SystemFlag.ABORTED
@@ -113,7 +113,7 @@ def half_address(topic: str, group: str, stored: SendResult) -> HalfAddress:
 
 
 def end(half: HalfAddress, how: HalfEnd, from_check: bool = False) -> RpcRequest[None]:
-    """Commit or abort one half. Set `from_check` in response to a check-back, or after the immunity time.
+    """Return the request that commits or aborts one half. Set `from_check` after a check-back or the immunity time.
 
     The request is not idempotent: a second commit publishes the message twice, and a commit after an abort publishes.
     """

@@ -89,7 +89,7 @@ class CheckBackHandler:
                     self._ender.drop(copies, deadline)
 
     def _settle_quietly(self, transaction: str, halves: Sequence[MessageExt]) -> bool:
-        """Publish a transaction if it is committed, and log errors. Return whether these halves may be aborted.
+        """Publish a transaction if it is committed, and log errors. Return whether the given halves may be aborted.
 
         They may if the transaction is aborted, or if every message that it publishes is published already.
         """
@@ -201,7 +201,7 @@ class CheckBackHandler:
 
 
 def _is_decided_half(topics: Sequence[HalfCount], half: MessageExt) -> bool:
-    """Return whether a half belongs to its transaction, by the counts of halves (`topics`) in the COMMIT claim."""
+    """Return whether a half is one of those that the COMMIT claim counted: `topics` has their number by topic."""
     slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
     return any(slot is not None and each.topic == topic and slot.number < each.count for each in topics)
 

@@ -85,7 +85,7 @@ class HalfEnder:
 
     @contextmanager
     def exclusively(self, transaction: str, deadline: Deadline) -> Iterator[LockHolder]:
-        """Try to lock a transaction during the block, so that only one thread of one process ends its halves."""
+        """Try to lock a transaction during the block; yield the holder of the lock, who alone ends its halves."""
         with self._lock:
             mine = transaction not in self._being_ended
             self._being_ended.add(transaction)
@@ -102,7 +102,7 @@ class HalfEnder:
 
     @contextmanager
     def as_owner(self, transaction: str) -> Iterator[None]:
-        """During the block, answer no check-backs about a transaction, because its owner is publishing it."""
+        """Keep this process's other threads from ending a transaction in the block, which publishes it."""
         with self._lock:
             self._being_ended.add(transaction)
         try:
@@ -225,7 +225,7 @@ class HalfEnder:
         return True
 
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
-        """Stop a sequence because of an error, unless the request had no effect and may succeed if sent again."""
+        """Commit no more halves of a sequence after an error, unless it had no effect and may succeed if repeated."""
         passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
         passing = passing and type(translate(error, "")) is BrokerUnavailable
         if not passing or deadline.left() <= self._timing.end_pause:
@@ -259,7 +259,7 @@ class HalfEnder:
                 deadline.check("publishing a transaction")
 
     def _publish_some(self, missing: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
-        """Look some messages up, commit their halves, and return the messages that are still not published."""
+        """Look some messages up, commit the halves of unpublished ones, and return the messages still not published."""
         sequences = self._sequences(missing, deadline)
         looked = time.monotonic()
         left = {each.key for each in self._still_missing(missing, deadline)}
@@ -273,7 +273,7 @@ class HalfEnder:
         return self._unpublished([each for each in missing if each.key in left], deadline)
 
     def _still_missing(self, missing: Sequence[_Expected], deadline: Deadline) -> Sequence[_Expected]:
-        """Return the messages that a look-up does not find. Look up again while other processes publish some."""
+        """Return which of these messages look-ups do not find, repeated while other processes publish some of them."""
         while len(left := self._unpublished(missing, deadline)) < len(missing):
             deadline.check("waiting for another process that publishes the same transaction")
             time.sleep(min(self._timing.index_delay, deadline.left()))
@@ -281,7 +281,7 @@ class HalfEnder:
         return left
 
     def missing(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> int:
-        """Return how many messages of the transaction a look-up does not find in their topics."""
+        """Return how many of a transaction's messages are not found by a look-up in their topics."""
         return len(self._unpublished(_expected(transaction, topics), deadline))
 
     def unpublished(self, transaction: str, topics: Sequence[HalfCount], age: float, deadline: Deadline) -> int:
@@ -300,7 +300,7 @@ class HalfEnder:
         return len(waiting)
 
     def withdraw(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
-        """Abort every half of an aborted transaction, on the brokers that are up."""
+        """Abort every half of an aborted transaction on the brokers that are up."""
         copies = self._copies(_expected(transaction, topics), deadline)
         self.drop([(each.broker, address_of_copy(record)) for each, record in copies], deadline)
 
@@ -409,7 +409,7 @@ def _expected(transaction: str, topics: Sequence[HalfCount]) -> list[_Expected]:
 
 
 def address_of_copy(record: MessageExt) -> HalfAddress:
-    """Return the address of a half, given the record of the half from a half topic."""
+    """Return the address of a half from a copy of it, a record that was read from a broker's half topic."""
     return HalfAddress(
         record.properties.get(Property.REAL_TOPIC, record.topic),
         record.properties.get(Property.GROUP, ""),

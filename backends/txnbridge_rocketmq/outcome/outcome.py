@@ -80,7 +80,7 @@ def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Led
 
 @contextmanager
 def _as_decided(token: Token, outcome: str) -> Iterator[None]:
-    """Run a block after a decision. Its errors then say that the transaction is decided and that any bridge ends it."""
+    """Run a block after a decision, and let its errors say that any bridge of the application can carry it out."""
     prefix = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield

@@ -100,13 +100,13 @@ class QueueReader:
         return self._delivered_end
 
     def position_at(self, end: int) -> VerifiableOffset:
-        """Return the position at `end`, to be acknowledged. Its reference record is the last message before `end`."""
+        """Return the position at the offset `end`, to acknowledge it; the message before is its reference record."""
         references = self._references
         at = bisect_left(references, ReferenceRecord(end, 0))
         return VerifiableOffset(end, references[at - 1] if at else self.reference)
 
     def unsettle(self, target: SeekTarget) -> None:
-        """Set where to continue, and hand out no message until `continue_at` is called with the resolved position."""
+        """Hand out no message until `continue_at` is called with the position that a task resolves from `target`."""
         self.target = target
         if target.chosen:
             self.reference = None
@@ -125,7 +125,7 @@ class QueueReader:
         self.continue_at(VerifiableOffset(at, self.reference))
 
     def continue_at(self, position: VerifiableOffset) -> None:
-        """Continue at a position, and drop all records that were read ahead."""
+        """Continue at a position, and drop all records that were read ahead of the polls."""
         at = position.next
         self._pulls.clear()
         self._ready.clear()
@@ -322,7 +322,7 @@ class QueueReader:
         return refused
 
     def _count(self, offset: int) -> int:
-        """Return how many times the message at this offset was delivered, including this redelivery."""
+        """Return how many times the message at this offset was delivered, including the present delivery."""
         count = self._deliveries[offset] = self._deliveries.get(offset, 1) + 1
         if len(self._deliveries) > _MOST_DELIVERY_COUNTS:
             # The lowest offsets were returned longest ago, or are acknowledged by now.

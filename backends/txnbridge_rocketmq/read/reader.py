@@ -50,14 +50,15 @@ _CLOSE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _RefreshResult:
-    """The result of a reader's background task: queues, the assignment of partitions, and resolved positions.
+    """The result of a reader's background task: queues, the assignment of partitions, and positions to continue at.
 
-    `moves` has `QueueReader.moves` at the begin of the task. If a partition was moved since, its `found` is not used.
+    `moves` has each `QueueReader.moves` at the begin of the task. If a seek moved a partition since, the partition's
+    position in `positions` is out of date, and not used.
     """
 
     queues: Mapping[Partition, Queue]
     assignment: QueueAssignment | None = None
-    found: ResolvedPositions = field(default_factory=ResolvedPositions)
+    positions: ResolvedPositions = field(default_factory=ResolvedPositions)
     moves: Mapping[QueueReader, int] = field(default_factory=dict)
 
 
@@ -164,7 +165,7 @@ class RocketMQReader(Reader):
         return messages
 
     def _rotated_readers(self) -> list[QueueReader]:
-        """Return the readers of all partitions. Each call begins with the next one, so that no partition waits long."""
+        """Return the partitions' readers. Each call begins with another one, so that no partition waits long."""
         readers = list(self._readers.values())
         if len(readers) > 1:
             self._rotation = (self._rotation + 1) % len(readers)
@@ -231,7 +232,7 @@ class RocketMQReader(Reader):
         for queue in {queue.broker: queue for queue in queues.values()}.values():
             self._offsets.end(queue, deadline)  # check that the broker responds again
         first = {partition: self._starts.first(partition, queue, deadline) for partition, queue in new.items()}
-        return _RefreshResult(queues, found=ResolvedPositions(first))
+        return _RefreshResult(queues, positions=ResolvedPositions(first))
 
     def _refresh_queues(self) -> dict[Partition, Queue]:
         """Return all queues of the topics, with new ones. Keep queues that are missing now: a broker may be down."""
@@ -251,10 +252,10 @@ class RocketMQReader(Reader):
             self._remove(
                 [each for each in self._readers if each not in result.assignment.mine], self._listener.revoking
             )
-        for partition in (*result.found.known, *result.found.lost):
+        for partition in (*result.positions.known, *result.positions.lost):
             reader = self._readers.get(partition) or self._add(partition, result.queues[partition])
             if result.moves.get(reader, reader.moves) == reader.moves:
-                self._settle(reader, result.found)
+                self._settle(reader, result.positions)
 
     def _settle(self, reader: QueueReader, resolved: ResolvedPositions) -> None:
         with self._guard:

@@ -47,7 +47,7 @@ class RocketMQSettings:
 
     @property
     def cluster_topic(self) -> str:
-        """The topic whose first record is the cluster's id. Names of topics that repeat the id begin with this name."""
+        """The topic whose first record is the cluster's id. Empty topics whose names repeat the id begin with it."""
         return f"{self.prefix}cluster"
 
     def broker_topic(self, broker: str) -> str:

@@ -68,13 +68,13 @@ class _HalfInFlight:
 
 
 def immunity(settings: BrokerConfig) -> int:
-    """Return the immunity time of a half in seconds. During this time only the owner ends the half."""
+    """Return the immunity time of a half in seconds: until then no check-back comes, and only the owner ends it."""
     return max(1, math.ceil(settings.transaction_timeout))
 
 
 @dataclass
-class HalfTarget:
-    """A topic that a transaction writes to: its queues, its broker's settings, and the number of halves so far."""
+class WrittenTopic:
+    """A topic to which a transaction writes: its queues, its broker's settings, and the number of halves so far."""
 
     queues: Sequence[Queue]
     settings: BrokerConfig
@@ -87,7 +87,7 @@ class HalfBatch:
 
     client: RemotingClient
     group: str
-    targets: dict[str, HalfTarget] = field(default_factory=dict)
+    written: dict[str, WrittenTopic] = field(default_factory=dict)
     _held: list[_HalfInFlight] = field(default_factory=list)
     _held_bytes: int = 0
     _sent: list[_HalfInFlight] = field(default_factory=list)
@@ -95,23 +95,26 @@ class HalfBatch:
     @property
     def topics(self) -> list[HalfCount]:
         return [
-            HalfCount(topic, target.queues[0].broker, target.count)
-            for topic, target in self.targets.items()
-            if target.count
+            HalfCount(topic, written.queues[0].broker, written.count)
+            for topic, written in self.written.items()
+            if written.count
         ]
 
-    def take(self, target: HalfTarget, queue: Queue, message: WireMessage, deadline: Deadline) -> None:
-        """Buffer a message, and send the buffer if it is full. Raise `InvalidOption` if the message is too large."""
-        if len(message.body) > target.settings.message_bytes:
+    def take(self, written: WrittenTopic, queue: Queue, message: WireMessage, deadline: Deadline) -> None:
+        """Buffer a message, which has the next number in its topic `written`; send the buffer if it is full.
+
+        Raise `InvalidOption` if the message is too large for the topic's broker.
+        """
+        if len(message.body) > written.settings.message_bytes:
             raise InvalidOption(
                 f"a message to {message.topic} has {len(message.body)} bytes; the broker takes"
-                f" {target.settings.message_bytes}"
+                f" {written.settings.message_bytes}"
             )
         self._held.append(
-            _HalfInFlight(message.topic, queue, send_half(message, self.group, queue.queue, immunity(target.settings)))
+            _HalfInFlight(message.topic, queue, send_half(message, self.group, queue.queue, immunity(written.settings)))
         )
         self._held_bytes += len(message.body)
-        target.count += 1
+        written.count += 1
         if len(self._held) >= _MOST_BUFFERED or self._held_bytes >= _MOST_BUFFERED_BYTES:
             self._send_held(deadline)
 

@@ -64,7 +64,7 @@ def is_over(deadline: int, clocks_differ: float) -> bool:
 
 
 def properties(slot: TransactionSlot, origin: HalfOrigin) -> dict[str, str]:
-    """Return the properties for a half, which `slot_of` and `origin_of` decode."""
+    """Return a half's properties that name its transaction and decision log (see `slot_of`, `origin_of`)."""
     return {
         _TRANSACTION: slot.transaction,
         _NUMBER: str(slot.number),

@@ -42,7 +42,7 @@ from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, PublishedMessageMissing
 from txnbridge_rocketmq.outcome.outcome import publish_exclusively
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
-from txnbridge_rocketmq.write.half_batch import HalfBatch, HalfCount, HalfTarget, halves_as_json, halves_from_json
+from txnbridge_rocketmq.write.half_batch import HalfBatch, HalfCount, WrittenTopic, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.message_format import partition_of, to_wire
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
@@ -100,7 +100,7 @@ class RocketMQWriter(Writer):
         self._origin = HalfOrigin(self._owner.ledger.begin(begin.deadline), self._expires_at, self._owner.opening)
 
     def _lifetime(self, begin: Begin) -> float:
-        """Return the number of seconds from now in which no other process may abort the transaction."""
+        """Return the seconds from now in which no other process may abort the transaction."""
         return begin.deadline.left()
 
     def send(
@@ -118,23 +118,26 @@ class RocketMQWriter(Writer):
             )
         deadline = self._begun.deadline
         deadline.check("the transaction")
-        target = self._target(topic, partition, deadline)
-        slot = TransactionSlot(self._begun.transaction, target.count)
+        written = self._written_topic(topic, partition, deadline)
+        slot = TransactionSlot(self._begun.transaction, written.count)
         own = properties(slot, self._origin)
         message = to_wire(topic, value, key, headers, timestamp, own=own, unique_key=unique_key(topic, slot))
-        number = partition if partition is not None else self._queue_number(key, len(target.queues))
-        self._halves.take(target, target.queues[number], message, deadline)
+        number = partition if partition is not None else self._queue_number(key, len(written.queues))
+        self._halves.take(written, written.queues[number], message, deadline)
         self.messages += 1
 
     def _queue_number(self, key: bytes | None, count: int) -> int:
         return next(self._round_robin) % count if key is None else partition_of(key, count)
 
-    def _target(self, topic: str, partition: int | None, deadline: Deadline) -> HalfTarget:
-        """Return a topic's `HalfTarget`, looked up at the first call. Raise `InvalidOption` for a too long timeout."""
-        target = self._halves.targets.get(topic)
-        if target is None or (partition is not None and not 0 <= partition < len(target.queues)):
+    def _written_topic(self, topic: str, partition: int | None, deadline: Deadline) -> WrittenTopic:
+        """Return the transaction's `WrittenTopic` for a topic, after a look-up of the topic at its first message.
+
+        Raise `InvalidOption` if the transaction's timeout is longer than the time for which brokers send check-backs.
+        """
+        written = self._halves.written.get(topic)
+        if written is None or (partition is not None and not 0 <= partition < len(written.queues)):
             queues = self._cluster.topics.require(topic, partition, deadline)
-            if target is None:
+            if written is None:
                 settings = self._cluster.brokers.config(queues[0].broker, deadline)
                 if self._seconds > settings.longest_transaction:
                     raise InvalidOption(
@@ -143,9 +146,9 @@ class RocketMQWriter(Writer):
                         f" after {settings.discarded_after:g} s (transactionCheckMax x transactionCheckInterval),"
                         " and must send check-backs before. Use a shorter timeout, or change the broker's settings"
                     )
-                target = self._halves.targets[topic] = HalfTarget(queues, settings)
-            target.queues = queues
-        return target
+                written = self._halves.written[topic] = WrittenTopic(queues, settings)
+            written.queues = queues
+        return written
 
     def send_many(self, topic: str, items: Iterable[Item]) -> None:
         for item in items:
@@ -182,7 +185,10 @@ class RocketMQWriter(Writer):
             self._publish_after_look_up(deadline)
 
     def _decide_and_publish(self, deadline: Deadline) -> bool:
-        """Claim the commit in the decision log and publish the halves. Return whether all messages are published."""
+        """Claim the commit in the decision log, and have the brokers publish the halves.
+
+        Return whether all messages are published; otherwise the caller looks up which are.
+        """
         try:
             claim = self._claim(Decision.COMMIT, deadline, self._all_acks())
         except (Conflict, Fenced):
@@ -281,9 +287,9 @@ class RocketMQWriter(Writer):
         self._forget()
 
     def _settle(self, deadline: Deadline) -> None:
-        """Decide the previous transaction by an ABORT claim, and have its outcome carried out.
+        """Decide the previous transaction by an ABORT claim, and carry out the claim that counts.
 
-        If the COMMIT claim is in the log already, that claim counts. If it is written later, it does not (hazard H73).
+        Its own COMMIT claim counts if it is in the log already. If it is written later, it does not (hazard H73).
         """
         if not (self.messages or self._acks):
             return

@@ -179,7 +179,7 @@ class ProcessBroker(Broker):
         self._processes.detach(control)
 
     def _open(self) -> None:
-        """Prepare and start all nodes, or remove everything if that fails. Call this last in the constructor."""
+        """Prepare and start all nodes; remove everything if that fails. A subclass's constructor ends with this."""
         try:
             self._prepare()
             self.start()

@@ -189,7 +189,7 @@ def new_id() -> str:
 
 
 def check(nodes: int, version: str, transaction_version: int | None) -> None:
-    """Raise `InvalidOption` for a combination that this package does not start."""
+    """Raise `InvalidOption` for options that this package does not start together."""
     check_known("nodes", nodes, NODES)
     check_known("version", version, VERSIONS)
     if transaction_version is not None:

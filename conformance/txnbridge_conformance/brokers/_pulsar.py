@@ -263,7 +263,7 @@ def addresses(bind: str, port: int, web: int, route: Route) -> dict[str, str]:
 
 
 def check(version: str, store: str, nodes: int = 1) -> None:
-    """Raise `InvalidOption` for a combination that this package does not start."""
+    """Raise `InvalidOption` for options that this package does not start together."""
     check_known("nodes", nodes, NODES)
     check_known("version", version, VERSIONS)
     if nodes > 1 and store != STORES[0]:

@@ -228,7 +228,7 @@ class RocketMQ(ProcessBroker):
 
 
 def check(nodes: int, version: str) -> None:
-    """Raise `InvalidOption` for a combination that this package does not start."""
+    """Raise `InvalidOption` for options that this package does not start together."""
     check_known("nodes", nodes, NODES)
     check_known("version", version, VERSIONS)
 

@@ -91,9 +91,10 @@ def _reads_from(tables: Tables, committed: Numbers) -> Iterator[_Edge]:
 
 
 def _real_time(tables: Tables, committed: Numbers) -> list[_Edge]:
-    """Return the `rt` edges. Each end of a transaction is a further node, so edges are few: no edge for each pair.
+    """Return the edges of real time among these transactions.
 
-    Only transactions of one host are compared, because monotonic clocks of two hosts are unrelated.
+    The ends of transactions are further nodes, in a chain, so that few edges lead from every earlier transaction to
+    every later one. Only transactions of one host are compared, because monotonic clocks of two hosts are unrelated.
     """
     edges: list[_Edge] = []
     extra = len(tables.operations)
@@ -135,7 +136,7 @@ def _cycles(nodes: int, edges: list[_Edge], real_time: list[_Edge], needed: str)
 
 
 def _named(graph: rustworkx.PyDiGraph[None, str], cycle: Iterable[int], nodes: int) -> Iterator[tuple[int, str]]:
-    """Yield each transaction on the path `cycle`, with the kind of the edge that leaves the transaction."""
+    """Yield each transaction on the path `cycle`, with the kind of the edge that leads from it to the next one."""
     path = list(cycle)
     for first, second in itertools.pairwise(path):
         if first < nodes:

@@ -1,4 +1,4 @@
-"""The fate of each transaction: its outcome according to all calls of the history that returned an outcome."""
+"""The fate of each transaction: COMMITTED, ABORTED or UNKNOWN, by all calls of the history that returned an outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OUTCOMES = {"committed": COMMITTED, "aborted": ABORTED}
 
 
 def fates(operations: list[Operation], findings: Findings) -> Numbers:
-    """Return for each operation the fate of the messages that it sent: UNKNOWN, COMMITTED or ABORTED.
+    """Return, for each operation, the fate of the messages that it sent: UNKNOWN, COMMITTED or ABORTED.
 
     Add the finding "split-decision" for a transaction about which calls returned different outcomes.
     """
@@ -44,7 +44,7 @@ def fates(operations: list[Operation], findings: Findings) -> Numbers:
 
 
 def _told_by(operation: Operation) -> Iterator[int]:
-    """Yield COMMITTED or ABORTED if the operation returned this outcome, or yield nothing."""
+    """Yield the fate, COMMITTED or ABORTED, that the operation returned; nothing if it returned neither."""
     if operation.outcome in _OUTCOMES:
         yield _OUTCOMES[operation.outcome]
     elif operation.what in WRITES and operation.outcome is None and operation.result != "unknown":

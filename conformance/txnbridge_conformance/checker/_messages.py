@@ -128,7 +128,7 @@ def _find_missing(tables: Tables, read: FullRead, rows: Numbers, findings: Findi
 
 
 def _lowest_places(tables: Tables) -> Numbers:
-    """Return the lowest known place of each value (see `Placed`), or `NONE`."""
+    """Return, for each value, the lowest known place of its message in the partition (see `Placed`), or `NONE`."""
     unknown = np.iinfo(np.int64).max
     place = np.full(len(tables.values), unknown)
     read = (tables.reads.value != NONE) & (tables.reads.place != NONE)

@@ -40,7 +40,7 @@ def ranks(tables: Tables, fate: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class _Steps:
-    """One row for each two values that a process sent, or received, one after the other in a partition."""
+    """A table of pairs of values that a process sent, or received, one directly after the other in a partition."""
 
     before: Numbers
     after: Numbers
@@ -63,9 +63,9 @@ def check_order(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings
 
 def _check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
     reads = tables.reads
-    stay = _stays(tables)
+    span = _reading_spans(tables)
     counted = reads.value != NONE
-    steps = _steps(tables, rank, reads.operation[counted], reads.key[counted], reads.value[counted], stay[counted])
+    steps = _steps(tables, rank, reads.operation[counted], reads.key[counted], reads.value[counted], span[counted])
     inside = steps.inside
     _report(tables, steps, inside & (steps.delta > 1), "int-poll-skip", "received", findings)
     _report(tables, steps, inside & (steps.delta < 1), "int-nonmonotonic-poll", "received", findings)
@@ -88,21 +88,21 @@ def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
     _report(tables, steps, ~steps.inside & (steps.delta < 1), "nonmonotonic-send", "sent", findings)
 
 
-def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, value: Numbers, stay: Numbers) -> _Steps:
-    """Return the steps among these messages, which are in the order of time; a step has one process, key and stay."""
+def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, value: Numbers, span: Numbers) -> _Steps:
+    """Return the steps among these messages, in the order of time: within a process, a partition (`key`) and a span."""
     process = np.array([each.process for each in tables.operations], np.int64)[operation]
-    rows = np.lexsort((np.arange(len(key)), stay, key, process))
+    rows = np.lexsort((np.arange(len(key)), span, key, process))
     first, second = rows[:-1], rows[1:]
-    same = (process[first] == process[second]) & (key[first] == key[second]) & (stay[first] == stay[second])
+    same = (process[first] == process[second]) & (key[first] == key[second]) & (span[first] == span[second])
     first, second = first[same], second[same]
     before, after = rank[value[first]], rank[value[second]]
     delta = np.where((before == NONE) | (after == NONE), 1, after - before)
     return _Steps(value[first], value[second], operation[first], operation[second], key[first], delta)
 
 
-def _stays(tables: Tables) -> Numbers:
-    """Return the stay of each row of `Tables.reads`: a number for the assignment, or full read, that it is part of."""
-    stay = np.zeros(len(tables.reads.key), np.int64)
+def _reading_spans(tables: Tables) -> Numbers:
+    """Return the span of each row of `Tables.reads`: a number for the assignment, read or poll, that it is in."""
+    span = np.zeros(len(tables.reads.key), np.int64)
     starts: dict[tuple[int, int], int] = {}
     held: dict[int, frozenset[Key]] = {}
     end: frozenset[Key] = frozenset()
@@ -123,9 +123,9 @@ def _stays(tables: Tables) -> Numbers:
         by_itself = operation.what == "read" or group is not None
         for topic, partition, *_ in messages:
             key = tables.keys.find((topic, partition))
-            stay[row] = -order - 1 if by_itself else starts.get((operation.process, key), 0)
+            span[row] = -order - 1 if by_itself else starts.get((operation.process, key), 0)
             row += 1
-    return stay
+    return span
 
 
 def _report(tables: Tables, steps: _Steps, rows: Flags, name: str, verb: str, findings: Findings) -> None:

@@ -18,7 +18,7 @@ from txnbridge_conformance.history import Operation
 
 @dataclass
 class _Session:
-    """One opening of a transactional id: bounds of the time at which it took effect, and its transactions."""
+    """One opening of a transactional id: between which times it took effect, and the transactions under it."""
 
     opened_after: int  # the begin of its opening
     opened_before: int | None  # the end of its first transaction that took effect; None if none did

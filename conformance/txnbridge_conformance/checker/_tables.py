@@ -17,7 +17,7 @@ NONE = -1
 
 
 class Names:
-    """Gives each distinct value, or each distinct key (topic and partition), a number, from 0 in order of first use."""
+    """Numbers distinct values, or distinct keys (topic and partition), from 0 in the order of first use."""
 
     def __init__(self) -> None:
         self.texts: list[object] = []
@@ -47,7 +47,10 @@ class Sends:
 
 @dataclass(frozen=True)
 class Placed:
-    """One row for each message at a position. `place` is the rank of the position in the partition `key`, or `NONE`."""
+    """One row for each message whose position in its partition is known.
+
+    `place` is the rank of the position among the known ones of the partition `key`, or `NONE`.
+    """
 
     key: Numbers
     value: Numbers
@@ -157,6 +160,6 @@ def _places(keys: Numbers, positions: Sequence[Sequence[int] | None]) -> Numbers
 
 
 def _first_of_each(keys: Numbers, ranks: Numbers) -> Numbers:
-    """Return for each row the rank of the first row with the same key. The rows are sorted by key."""
+    """Return, for each row, the rank in the first row with the same key. The rows are sorted by key."""
     begins = np.concatenate(([True], keys[1:] != keys[:-1]))
     return ranks[np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))]

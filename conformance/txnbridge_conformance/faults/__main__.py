@@ -19,7 +19,7 @@ _NOT_REACHED = 3
 
 
 def main(how: str, where: str, program: str, *arguments: str) -> None:
-    """Run a program in this process, after registering the kill or pause (`how`) at the event `where`."""
+    """Run a program in this process, which is killed or paused (`how`) at the event `where`."""
     plugins.register(StopAt(where, "kill" if how == "kill" else "pause"))
     if program == "-m":
         program, *rest = arguments

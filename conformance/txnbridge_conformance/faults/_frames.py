@@ -96,7 +96,7 @@ class FrameSplitter:
 
 
 class Conversation(Protocol):
-    """Matches answers with requests on one connection. The methods get the heads of requests and answers in order."""
+    """Matches answers with requests on one connection, by their heads, which its methods get in order."""
 
     kinds: ClassVar[Mapping[str, int]]
     """The kinds of requests that a test can hold by name."""

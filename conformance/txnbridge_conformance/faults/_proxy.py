@@ -37,10 +37,10 @@ _CONVERSATIONS: dict[str, type[Conversation]] = {
 
 
 class Hold:
-    """Holds back requests or answers of one kind, and all later bytes on their connections, until `release`.
+    """One order of a test to the proxy: hold back requests or answers of one kind until `release` or `drop`.
 
-    If the client of a held request disconnects, the connection to the broker stays open, so that the request can still
-    arrive at the broker.
+    All later bytes on their connections are held back, too. If the client of a held request disconnects, the connection
+    to the broker stays open, so that the request can still arrive at the broker.
     """
 
     def __init__(self, kind: int, count: int | None) -> None:
@@ -53,7 +53,7 @@ class Hold:
         self.dropped = False
 
     def wait(self, timeout: float = 30) -> Request:
-        """Wait until a frame is held, and return the first held request, or the request of the first held answer.
+        """Wait until a frame is held; return the first held request, or the request of the first held answer.
 
         Raise `AssertionError` if no frame was held within `timeout` seconds.
         """
@@ -63,13 +63,13 @@ class Hold:
             return self._caught[0]
 
     def release(self) -> None:
-        """Forward the held frames, and hold no more."""
+        """Forward the held frames, and hold back no more."""
         with self._changed:
             self._over = True
         self.gate.set()
 
     def drop(self) -> None:
-        """Discard the held frames, and hold no more. Later frames on the same connections are forwarded."""
+        """Discard the held frames, and hold back no more. Later frames on the same connections are forwarded."""
         self.dropped = True
         self.release()
 
@@ -87,10 +87,7 @@ class Hold:
                 raise AssertionError(f"{request} was not answered within {timeout:g} s")
 
     def catch(self, request: Request) -> bool:
-        """Return whether the proxy must hold back this request, and if so count the request as held.
-
-        The proxy calls this for each frame.
-        """
+        """Return whether to hold back a request (or its answer), and if so count it. The proxy asks for each frame."""
         with self._changed:
             if self._over or request.kind != self._kind or self._left == 0:
                 return False
@@ -149,10 +146,11 @@ class Proxy:
     def hold(
         self, *, requests: str | int | None = None, answers: str | int | None = None, count: int | None = 1
     ) -> Hold:
-        """Hold the next `count` requests of one kind, or answers to such requests; with None hold all.
+        """Hold back the next `count` requests of one kind, or answers to such requests; with None all of them.
 
-        A kind is a name ("EndTxn", "END_TXN") or a number of the broker's protocol. Raise `InvalidOption` for another
-        name, for both or neither direction, or if the proxy has no protocol.
+        A kind is a name ("EndTxn", "END_TXN") or a number of the broker's protocol. Return the `Hold`, by which the
+        test waits for them and releases them. Raise `InvalidOption` for another name, for both or neither direction, or
+        if the proxy has no protocol.
         """
         if self._new_conversation is None:
             raise InvalidOption("this proxy knows no protocol, so it cannot hold requests or answers")
@@ -165,7 +163,7 @@ class Proxy:
         return hold
 
     def release(self) -> None:
-        """Release all holds: forward the held frames, and hold no more."""
+        """Release all holds: forward the held frames, and hold back no more."""
         with self._lock:
             holds = [*self._holds["requests"], *self._holds["answers"]]
             self._holds = {"requests": [], "answers": []}
@@ -265,15 +263,15 @@ class Proxy:
             frame = frame.replace(f'"{_HOST}:{route.upstream}"'.encode(), f'"{_HOST}:{port}"'.encode())
         return struct.pack(">i", len(frame) - 4) + frame[4:]
 
-    def matching_hold(self, direction: str, request: Request | None) -> Hold | None:
-        """Return the hold that catches this request or its answer, or None."""
+    def catch_by_hold(self, direction: str, request: Request | None) -> Hold | None:
+        """Return the `Hold` that holds back this request, or for the direction "answers" its answer; else None."""
         if request is None:
             return None
         with self._lock:
             return next((hold for hold in self._holds[direction] if hold.catch(request)), None)
 
     def take_allowance(self, direction: str, size: int) -> tuple[int, bool]:
-        """Return how many of `size` bytes pass, and whether the connection is cut after them."""
+        """Return how many of `size` bytes `cut_after` lets pass now, and whether the connection is cut after them."""
         with self._lock:
             left = self._bytes_left[direction]
             if left is None:
@@ -308,11 +306,11 @@ class _Connection:
         return not self._open_directions
 
     def add_hold(self, hold: Hold) -> None:
-        """Record that a hold has caught a request of this connection."""
+        """Note that `hold` has held back a request of this connection."""
         self._holds.append(hold)
 
     def keeps_broker(self) -> bool:
-        """Return whether the connection to the broker stays open if the client disconnects: a request was held."""
+        """Return whether the broker's side stays open if the client disconnects, because a request was held back."""
         return bool(self._holds)
 
     def cut(self) -> None:
@@ -336,7 +334,7 @@ class _Connection:
 
 
 class _Direction:
-    """One direction of a connection. One thread reads and finds the holds; another waits for holds and sends."""
+    """One direction of a connection. One thread reads frames and finds their holds; another waits and sends."""
 
     def __init__(
         self,
@@ -373,7 +371,7 @@ class _Direction:
         for data, head in pieces:
             if head is not None and self._parse is not None:
                 request = self._parse(head)
-                self._hold = self._proxy.matching_hold(self._name, request)
+                self._hold = self._proxy.catch_by_hold(self._name, request)
                 if self._hold and self._name == "requests":
                     self._connection.add_hold(self._hold)
                 self._rewritten = b"" if request and request.kind in self._rewritten_kinds else None

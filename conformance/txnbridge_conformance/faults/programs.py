@@ -46,7 +46,7 @@ class Case:
     memory: str
 
     def remember(self, text: str) -> None:
-        """Replace the content of the file `memory` atomically."""
+        """Replace the text in the case's file `memory` atomically, for a later run of the program."""
         path = Path(self.memory)
         path.with_suffix(".new").write_text(text)
         os.replace(path.with_suffix(".new"), path)

@@ -42,7 +42,7 @@ _FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 
 
 class KillAt:
-    """A plug-in that kills its process at the n-th event of txnbridge, not counting events named in `tried`.
+    """A plug-in that kills its process at the n-th of its events, not counting events named in `tried`.
 
     Before the kill, the plug-in records it as a fault. An event's name is for example "commit/before".
     """

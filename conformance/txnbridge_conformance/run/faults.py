@@ -54,7 +54,7 @@ _REQUESTS = {
 
 
 class Injected(NamedTuple):
-    """A fault that has begun: its kind, its target, and the function `heal`, to be called after `seconds`."""
+    """A fault that has begun: its kind and target, and the function `heal` that ends it after `seconds`."""
 
     kind: str
     target: str

@@ -76,7 +76,7 @@ class Process:
         return event
 
     def _last_event(self) -> str | None:
-        """Return the event at which the process killed itself, by the last line of its history, or None."""
+        """Return the event at which the process killed itself, by its history's last line; None if it did not."""
         with suppress(OSError, ValueError, IndexError):
             last = json.loads((Path(self._plan.folder) / f"{self.name}.jsonl").read_bytes().splitlines()[-1])
             return str(last.get("fault", "")).removeprefix("kill at ") or None

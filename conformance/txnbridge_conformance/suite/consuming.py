@@ -99,7 +99,7 @@ def _expect_all_or_an_error(consumer: Consumer) -> None:
 
 
 def _behind_the_old_ones(consumer: Consumer) -> list[Message]:
-    """Poll until the recreated topic's first message arrives: messages of the old topic may arrive before."""
+    """Poll until the recreated topic's first message arrives, perhaps after the old topic's; return its batch."""
     while True:
         messages = take(consumer, 1)
         if messages[0].value in _OF_THE_NEW_ONE:

@@ -114,7 +114,7 @@ def test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later
 
 
 def has_opened(racer: Child) -> bool:
-    """Return whether a process has opened the id and is paused now. False if it ended, fenced while opening."""
+    """Return whether a child process has opened the id, and is paused now; False if it was fenced and has ended."""
     try:
         racer.stopped()
     except AssertionError:

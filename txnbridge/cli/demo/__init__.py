@@ -1,4 +1,4 @@
-"""The command `txnbridge demo`: a demonstration with real processes, in which every claim is checked."""
+"""The command `txnbridge demo`: a demonstration with real processes, which checks every statement that it makes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _log = logging.getLogger("txnbridge")
 def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCode:
     """Show what txnbridge promises: a short story with real processes.
 
-    It plays on a temporary embedded broker; with BROKER (kafka, pulsar, rocketmq) on a real one that is started for
-    it; with --url on yours. Exit code 0 only if every claim was checked and held.
+    It plays on a temporary embedded broker; with BROKER (kafka, pulsar, rocketmq) on a real broker that is started for
+    the story; with --url on your broker. Exit code 0 only if every claim was checked and held.
     """
     from txnbridge.cli.demo.actors import Shop
     from txnbridge.cli.demo.stage import Stage
@@ -57,13 +57,13 @@ def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCo
         else:
             stage.broken(fault)
     if cli.json:
-        claims = [{"claim": claim.text, "how": claim.how} for claim in stage.claims]
-        cli.document({"held": claims, "broken": fault, "seconds": round(seconds, 3), "url": url if keep else None})
+        held = [{"claim": statement.text, "how": statement.how} for statement in stage.statements]
+        cli.document({"held": held, "broken": fault, "seconds": round(seconds, 3), "url": url if keep else None})
     return ExitCode.OK if fault is None else ExitCode.FAILED
 
 
 def _opened(broker: str | None, url: str | None, keep: bool) -> AbstractContextManager[str]:
-    """Yield the URL of the broker for the demonstration, and stop the broker afterwards if it was started for it."""
+    """Yield the URL of the broker for the demonstration; stop the broker afterwards if it was started for this."""
     if url is not None:
         return contextlib.nullcontext(url)
     if broker is None:
@@ -124,7 +124,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _play(stage: Stage, clean: bool) -> str | None:
-    """Run all scenes of the demonstration; return the error that ended it as text, or None."""
+    """Run all scenes of the demonstration; return the text of the error that ended it early, or None."""
     from txnbridge.cli.demo.scenes import STORY
 
     stage.begin()

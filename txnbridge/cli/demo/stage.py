@@ -1,4 +1,4 @@
-"""`Stage`: shows the text and code of `txnbridge demo`, checks its claims, and runs its processes."""
+"""`Stage`: shows the text and code of `txnbridge demo`, checks the demo's statements, and runs its processes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COLORS = {"shop": "cyan", "reader": "magenta"}
 
 
-class ClaimBroken(AssertionError):
-    """Raised if a claim of the demo turned out false."""
+class StatementRefuted(AssertionError):
+    """Raised if a statement of the demo about txnbridge turned out false."""
 
 
 @dataclass(frozen=True)
-class CheckedClaim:
-    """One claim of the demo that was checked and found true."""
+class CheckedStatement:
+    """One statement of the demo that was checked and found true, with a text about how."""
 
     text: str
     how: str
@@ -50,7 +50,7 @@ class Stage:
     def __init__(self, console: Console, url: str, shop: Shop) -> None:
         self.url = url
         self.shop = shop
-        self.claims: list[CheckedClaim] = []
+        self.statements: list[CheckedStatement] = []
         self._console = console
         self._actors: list[Child] = []
         self._ok, self._bad = ("✓", "✗") if console.encoding.startswith("utf") else ("ok", "FAILED")
@@ -83,19 +83,19 @@ class Stage:
         line.add_row(Text(f"{who:<16}", _COLORS.get(who, "yellow")), Text(text))
         self._show(Padding(line, (0, 0, 0, 2)), _LOOKING)
 
-    def check(self, claim: str, how: str, *, seen: object, expected: object, later: bool = False) -> None:
-        """Check that `seen`, as a reader or process observed it, equals `expected`; show the claim with a check mark.
+    def check(self, statement: str, how: str, *, seen: object, expected: object, later: bool = False) -> None:
+        """Check that `seen`, observed by a reader or process, equals `expected`; show the statement with a check mark.
 
-        `seen` may be a function, which is called again until the claim holds: committed messages may become readable a
-        moment later. On the embedded broker this is so only for commits of other processes (`later`).
+        `seen` may be a function, which is called again until its result is as expected: committed messages may become
+        readable a moment later. On the embedded broker this is so only for commits of other processes (`later`).
         """
         if inspect.isfunction(seen):
             at_once = self.url.startswith("embedded:") and not later
             seen = _until(seen, expected, 0 if at_once else PATIENCE)
         if seen != expected:
-            raise ClaimBroken(f"{claim}: expected {expected!r}, but it is {seen!r}")
-        self.claims.append(CheckedClaim(claim, how))
-        self._show(Text(f"  {self._ok} {claim}", "bold green"), _LOOKING)
+            raise StatementRefuted(f"{statement}: expected {expected!r}, but it is {seen!r}")
+        self.statements.append(CheckedStatement(statement, how))
+        self._show(Text(f"  {self._ok} {statement}", "bold green"), _LOOKING)
 
     def _show(self, what: RenderableType, seconds: float) -> None:
         self._console.print(what)
@@ -109,10 +109,11 @@ class Stage:
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("claim")
         table.add_column("how it was checked", style="dim")
-        for claim in self.claims:
-            table.add_row(Text(f"{self._ok} {claim.text}", "green"), Text(claim.how))
+        for statement in self.statements:
+            table.add_row(Text(f"{self._ok} {statement.text}", "green"), Text(statement.how))
         self._console.print()
-        self._console.print(Rule(Text(f"{len(self.claims)} claims checked in {seconds:.1f} s", "bold"), align="left"))
+        heading = f"{len(self.statements)} claims checked in {seconds:.1f} s"
+        self._console.print(Rule(Text(heading, "bold"), align="left"))
         self._console.print(table)
 
     def outlook(self, url: str | None) -> None:

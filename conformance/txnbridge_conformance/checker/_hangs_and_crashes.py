@@ -11,7 +11,7 @@ from txnbridge_conformance.checker.findings import Findings
 _SLACK_SECONDS = 10.0
 
 
-def check_calls(tables: Tables, findings: Findings) -> None:
+def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
     """Find calls that took longer than their deadline, conditions that never came true, and processes that crashed.
 
     The time in which the process of a call was paused does not count.

@@ -1,4 +1,4 @@
-"""The error codes and states in brokers' answers with their meaning, and the types for converted answers."""
+"""Kafka's error codes and transaction states, and the types to which brokers' answers are converted."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class EndTxnResult:
 
 @dataclass(frozen=True)
 class OffsetCommitResult:
-    """The final error code of an acknowledgement.
+    """The final error code of a TxnOffsetCommit request, which acknowledges messages in a transaction.
 
     `answer_lost` is true if the answer to an earlier copy of the request was lost: that copy may still be carried out.
     """
@@ -133,7 +133,7 @@ class ActiveProducer:
 
 
 class RequestResult(NamedTuple):
-    """A broker's error code, 0 for success, and the error's text."""
+    """A broker's error code for one request (0 for success), and the error's text."""
 
     code: int
     text: str

@@ -37,7 +37,7 @@ class Receipt(NamedTuple):
 
 
 class Budget:
-    """The limit on the bytes of entries that were sent and have no receipt, for all producers of a client together."""
+    """Limits the bytes of entries that were sent and have no receipt, for all producers of a client together."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
