@@ -13,6 +13,7 @@ import pytest
 
 from tests.conformance.mutants import VARIABLE
 from tests.conformance.mutants.kafka import KAFKA
+from tests.conformance.mutants.rocketmq import ROCKETMQ
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +31,7 @@ def findings(url: str, folder: Path, *more: str, **environment: str) -> set[str]
     return {finding["name"] for finding in report["findings"]}
 
 
-LIVE = {"kafka": KAFKA}
+LIVE = {"kafka": KAFKA, "rocketmq": ROCKETMQ}
 
 
 @pytest.mark.full

@@ -15,7 +15,6 @@ from txnbridge_embedded.half_store import EmbeddedHalves
 
 import txnbridge
 from tests.embedded.kit import rows
-from tests.half_chaos import attack
 from txnbridge import (
     Abort,
     Bridge,
@@ -498,18 +497,3 @@ def test_work_and_messages_agree_wherever_a_process_dies(tmp_path: Path) -> None
 
     killed_at = {point.event for point in crash_everywhere(keep_shop, check_shop, fresh=fresh, at_once=4)}
     assert {"half.store/after", "step:work/before", "step:work/after", "half.end/before", "half.end/after"} <= killed_at
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-def test_work_and_messages_agree_whatever_happens_at_once(tmp_path: Path) -> None:
-    url = f"embedded:{tmp_path}/chaos.db?{SOON}&half_checks=100000"
-    with txnbridge.connect(url) as bridge:
-        bridge.ensure_topics("one", "other")
-        attack(
-            url,
-            tmp_path,
-            ["one", "other"],
-            published=lambda topic: [message.value for message in bridge.read(topic, 10**6)],
-            left=lambda: stored(bridge, "SELECT 1 FROM halves WHERE ended_at IS NULL"),
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ from txnbridge_rocketmq.admin import open_halves
 from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.settings import RocketMQSettings
 
-from tests.half_chaos import attack
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import cluster_of
-from txnbridge import Bridge, Decision, TxnBridgeError
+from txnbridge import Bridge, Decision
 from txnbridge.spi import Deadline
 from txnbridge.testing import tell
 
@@ -229,24 +227,3 @@ def test_what_was_decided_before_it_was_put_aside_is_published_by_the_next_resol
     with_timing(discarded_retry=1.0)
     with open_bridge().resolver(group, check=says(Decision.UNDECIDED)):
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "both are published")
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_work_and_messages_agree_whatever_happens_at_once(
-    rocketmq_broker: brokers.RocketMQ,
-    kill_broker: Callable[[], object],
-    open_bridge: OpenBridge,
-    client: Any,
-    tmp_path: Path,
-) -> None:
-    topics = [new_topic(client, 1), new_topic(client, 1)]
-    admin = open_bridge(application="observers").admin
-
-    def left() -> list[object]:
-        try:
-            return [each for each in admin.transactions() if each.transaction.startswith("half-chaos")]
-        except TxnBridgeError as error:
-            return [error]
-
-    attack(rocketmq_broker.url, tmp_path, topics, lambda topic: bodies(client, topic), left, kill_broker)

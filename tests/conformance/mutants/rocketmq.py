@@ -1,0 +1,137 @@
+"""Mutants of the RocketMQ backend. Each replaces a function or two; the docstring names what is then wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from txnbridge_rocketmq.half_store import RocketMQHalfStore
+from txnbridge_rocketmq.outcome import check_back, end_transaction, outcome
+from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
+from txnbridge_rocketmq.read.reader import RocketMQReader
+from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json
+from txnbridge_rocketmq.write.writer import RocketMQWriter
+
+from tests.conformance.mutants import Mutants
+from txnbridge._decisions.token_fold import TokenFold
+from txnbridge.spi import Ack, Deadline, Decision, Half, Ledger, LedgerClaim, Outcome
+
+ROCKETMQ = Mutants()
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a function of a class or module by the function that `make` returns, given the original."""
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+@ROCKETMQ.mutant("early-read", "G1a")
+def publishes_at_once() -> None:
+    """Halves are published as soon as all are stored, before the decision."""
+
+    def make(store: Callable[[RocketMQWriter, Deadline], None]) -> Any:
+        def store_and_publish(self: RocketMQWriter, deadline: Deadline) -> None:
+            store(self, deadline)
+            self._owner.ender.publish_fresh(self._halves.stored(deadline), deadline)
+
+        return store_and_publish
+
+    replace(RocketMQWriter, "_store", make)
+
+
+@ROCKETMQ.mutant("unseen", "lost-write")
+def aborts_what_is_undecided() -> None:
+    """The answer to a check-back is ABORT if the decision log has no decision yet (hazard H66)."""
+
+    def make(settle: Callable[..., bool]) -> Any:
+        def answer(self: CheckBackHandler, transaction: str, halves: Sequence[Any], deadline: Deadline) -> bool:
+            return self._decided(transaction, halves[0], deadline) is None or settle(
+                self, transaction, halves, deadline
+            )
+
+        return answer
+
+    replace(CheckBackHandler, "_settle", make)
+
+
+@ROCKETMQ.mutant("duplicate")
+def publishes_without_a_look() -> None:
+    """Halves are committed without a look-up that shows which messages are published already (hazard H62)."""
+
+    def publish(
+        self: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
+    ) -> None:
+        halves = self._sequences(end_transaction._expected(transaction, topics), deadline)
+        self._commit_halves(halves, True, deadline)
+
+    replace(HalfEnder, "publish", lambda _: publish)
+
+
+@ROCKETMQ.mutant("torn-transaction", "unseen", "outcome-lie", "G1a")
+def commits_without_a_record() -> None:
+    """A commit of a transaction without acknowledgements is not written to the decision log (hazard H66)."""
+
+    def make(claim: Callable[..., LedgerClaim]) -> Any:
+        def claim_aborts_and_acks(
+            self: RocketMQWriter, decision: Decision, deadline: Deadline, acks: Sequence[Ack] = ()
+        ) -> LedgerClaim:
+            if decision is Decision.COMMIT and not acks:
+                return LedgerClaim(decision, halves_as_json(self._halves.topics), None)
+            return claim(self, decision, deadline, acks)
+
+        return claim_aborts_and_acks
+
+    replace(RocketMQWriter, "_claim", make)
+
+
+@ROCKETMQ.mutant("lost-prepare")
+def aborts_what_an_older_owner_prepared() -> None:
+    """A newer opening of the transactional id aborts prepared transactions, too (hazard H72)."""
+
+    def is_abandoned(ledger: Ledger, transaction: str, origin: Any, deadline: Deadline) -> bool:
+        newest = ledger.newest_opening(deadline)
+        return origin.opening is not None and newest is not None and newest[0] != origin.opening
+
+    replace(check_back, "_is_abandoned", lambda _: is_abandoned)
+
+
+@ROCKETMQ.mutant("zombie-write")
+def lets_zombies_decide() -> None:
+    """The claim of a fenced owner counts (hazard H72)."""
+    replace(TokenFold, "_is_shut_out", lambda _: lambda *_: False)
+
+
+@ROCKETMQ.mutant("split-decision")
+def says_what_it_was_asked() -> None:
+    """The outcome of a token is what the call asked for, although an earlier call decided otherwise."""
+
+    def make(end: Callable[..., Outcome]) -> Any:
+        def end_and_agree(ender: Any, token: Any, decision: Decision, *more: Any) -> Outcome:
+            end(ender, token, decision, *more)
+            return Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
+
+        return end_and_agree
+
+    replace(outcome, "end_prepared", make)
+
+
+@ROCKETMQ.mutant("half-ack", "hang")
+def skips_what_was_aborted() -> None:
+    """A reader does not go back after an abort: the next acknowledgement passes the messages."""
+    replace(RocketMQReader, "rewind", lambda _: lambda *_: None)
+
+
+@ROCKETMQ.mutant("phantom-commit")
+def publishes_undecided_halves() -> None:
+    """A half message whose local work is undecided is published."""
+
+    def make(end: Callable[..., Outcome]) -> Any:
+        def end_decided(self: RocketMQHalfStore, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+            return end(self, half, Decision.COMMIT if decision is Decision.UNDECIDED else decision, deadline)
+
+        return end_decided
+
+    replace(RocketMQHalfStore, "end", make)
+
+
+ROCKETMQ.apply_chosen()

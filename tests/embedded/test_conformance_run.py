@@ -1,0 +1,15 @@
+"""A conformance run for minutes, with faults of its processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance_run import SECONDS, assert_kept
+
+
+@pytest.mark.full
+@pytest.mark.timeout(SECONDS + 900)
+def test_a_run_with_faults_of_clients_finds_nothing(tmp_path: Path) -> None:
+    assert_kept(f"embedded:{tmp_path / 'broker.db'}", tmp_path, SECONDS)
