@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from txnbridge_conformance.brokers import Broker
+from txnbridge_conformance.brokers import Broker, RocketMQ
 from txnbridge_conformance.checker import check
 from txnbridge_conformance.history import read_history
 from txnbridge_conformance.report import Report
@@ -21,16 +21,22 @@ ALL_FAULTS = ("client", "network", "broker")
 
 
 def assert_kept(
-    broker: Broker, folder: Path, seconds: float = chaos.SECONDS, kinds: Collection[str] = ALL_FAULTS, **settings: Any
+    broker: Broker | str,
+    folder: Path,
+    seconds: float = chaos.SECONDS,
+    kinds: Collection[str] = ALL_FAULTS,
+    **settings: Any,
 ) -> None:
-    """Run the hunt against a broker; fail with the report unless all promises are kept.
+    """Run the hunt against a broker, or a URL; fail with the report unless all promises are kept.
 
     `settings` are those of `txnbridge.connect`. Faults of the kinds "network" and "broker" are only for a broker that
     no other test uses.
     """
     chaos.begin()
-    plan = Plan(broker.url, secrets.token_hex(3), chaos.SEED, seconds, str(folder / "run"), settings)
-    hunt(plan, lambda progress: None, broker, kinds)
+    url, started = (broker, None) if isinstance(broker, str) else (broker.url, broker)
+    grpc = broker.grpc_address() if isinstance(broker, RocketMQ) else ""  # by which its official client reads
+    plan = Plan(url, secrets.token_hex(3), chaos.SEED, seconds, str(folder / "run"), settings, grpc=grpc)
+    hunt(plan, lambda progress: None, started, kinds)
     history = read_history([plan.folder])
     findings = check(history)
     judgement = judge(history, findings)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance_run import SECONDS, assert_kept
+from tests import chaos
+from tests.conformance_run import assert_kept
 
 
 @pytest.mark.full
-@pytest.mark.timeout(SECONDS + 900)
+@pytest.mark.timeout(chaos.SECONDS + 900)
 def test_a_run_with_faults_of_clients_finds_nothing(tmp_path: Path) -> None:
-    assert_kept(f"embedded:{tmp_path / 'broker.db'}", tmp_path, SECONDS)
+    assert_kept(f"embedded:{tmp_path / 'broker.db'}", tmp_path, chaos.SECONDS)
