@@ -50,6 +50,8 @@ class Report:
 
     def _lines(self) -> Iterator[str]:
         yield self.judgement.sentence
+        if senders := self._senders():
+            yield f"Sent through {', '.join(senders)}."
         yield ", ".join(f"{count:,} {name}" for name, count in self.judgement.counts.items())
         if self.contract:
             kept = sum(result.verdict == "kept" for result in self.contract)
@@ -96,6 +98,7 @@ class Report:
                 }
                 for row in self._rows()
             ],
+            "broker": list(self._broker()),
             "contract": [{**asdict(result), "failed": list(result.failed)} for result in self.contract],
             "findings": [
                 {
@@ -117,6 +120,7 @@ class Report:
                 for name in self.findings.names
             ],
             "python": platform.python_version(),
+            "senders": self._senders(),
             "clients": sorted({process.client for process in self.history.processes}),
             "histories": {Path(p.file).name: _digest(p.file) for p in self.history.processes},
         }
@@ -134,6 +138,17 @@ class Report:
             }
             for place in dict.fromkeys(place for value in values[:2] for place in partitions.around(value))
         ]
+
+    def _senders(self) -> list[str]:
+        """Return the clients by which messages were sent: a finding is about the broker, or about one of them."""
+        processes = {self.history.operations[order].process for order, _, _ in self.history.sends}
+        return sorted({self.history.processes[process].client for process in processes})
+
+    def _broker(self) -> Iterator[str]:
+        """Yield the broker's version and settings, as `txnbridge doctor` tells them at the begin of a run."""
+        for operation in self.history.operations:
+            if operation.what == "declares":
+                yield from operation.fields.get("settings", ())
 
     def json(self) -> str:
         return json.dumps(self.document(), indent=1) + "\n"

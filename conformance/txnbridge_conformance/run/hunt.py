@@ -116,7 +116,10 @@ class Hunt:
 
     def _start(self, bridge: Bridge) -> None:
         absent = [each.value for each in Capability if not bridge.capabilities[each]]
-        self._recorder.start("declares", absent=absent, broker=bridge.backend).end("ok")
+        settings: list[str] = []
+        with suppress(TxnBridgeError):  # a right may be missing
+            settings = [f"{each.subject}: {each.text}" for each in bridge.admin.check()]
+        self._recorder.start("declares", absent=absent, broker=bridge.backend, settings=settings).end("ok")
         self._roles = self._plan.roles(bridge.capabilities)
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
             self._faults.append(AdminFaults(bridge, self._plan.topics))
