@@ -207,7 +207,7 @@ class HookFaults(Faults):
         self._busy = False
 
     def inject(self, chance: random.Random) -> Injected | None:
-        if self._busy or chance.random() < 0.8:
+        if self._busy:
             return None
         self._busy = True
         kind, target = chance.choice(self._targets)

@@ -131,8 +131,8 @@ class Hunt:
                 self._processes.append(process)
 
     def _attack(self, now: float) -> None:
-        faults = self._random.choice(self._faults)
-        if injected := faults.inject(self._random):
+        self._faults.append(self._faults.pop(0))  # each source of faults has its turn
+        if injected := self._faults[0].inject(self._random):
             self._recorder.fault(injected.kind, injected.target, "begin")
             self.deeds[injected.kind] += 1
             self._injected.append((now + injected.seconds, injected))
