@@ -70,7 +70,8 @@ class Process:
         if code != -signal.SIGKILL:
             if not self._has_connected():
                 raise RunFailed(f"process {self.name} ended with {code}: {self._last_lines()}")
-            self._complain(self.name, f"it ended with {code}: {self._last_lines()}")
+            last = self._last_lines().splitlines()[-1]
+            self._complain(self.name, f"it ended with {code}, and {self._errors.name} ends with: {last[:200]}")
         event = self._last_event()
         self.start()
         return event
