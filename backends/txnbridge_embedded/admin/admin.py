@@ -249,7 +249,7 @@ class EmbeddedAdmin(Admin):
             ended = outcome.end_expired(self._store, connection, deadline, self._session.events)
             self._remove_deleted(connection, deadline)
             with self._store.reading(connection, deadline):
-                names = [name for (name,) in connection.execute("SELECT name FROM topics")]
+                names = [name for (name,) in connection.execute("SELECT name FROM topics").fetchall()]
                 topics = [self._store.topic(connection, name) for name in names]
             for topic in topics:
                 while not retention.trim(self._store, connection, topic, deadline):
@@ -309,7 +309,7 @@ class EmbeddedAdmin(Admin):
         connection.set_progress_handler(lambda: deadline.expired, self._store.timing.check_instructions)
         try:
             with self._store.reading(connection, deadline):
-                found = [line for (line,) in connection.execute("PRAGMA quick_check(5)")]
+                found = [line for (line,) in connection.execute("PRAGMA quick_check(5)").fetchall()]
                 found += _damaged_headers(connection) if found == ["ok"] else []
         except StorageFailed as error:
             found = [str(error)]

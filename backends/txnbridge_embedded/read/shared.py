@@ -182,7 +182,7 @@ class SharedReader(GroupReader):
             for id, at, key, text, value in self._connection.execute(
                 "SELECT id, timestamp, key, headers, value FROM messages WHERE id BETWEEN ? AND ? ORDER BY id",
                 (base + first, base + last),
-            )
+            ).fetchall()
         ]
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
