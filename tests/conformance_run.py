@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from txnbridge_conformance.checker import check
 from txnbridge_conformance.history import read_history
 from txnbridge_conformance.report import Report
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import Plan
+from txnbridge_conformance.run.plan import FLOOR, Plan
 from txnbridge_conformance.run.verdict import Verdict, judge
 
 from tests import chaos
@@ -25,11 +25,12 @@ def assert_kept(
     folder: Path,
     seconds: float = chaos.SECONDS,
     kinds: Collection[str] = ALL_FAULTS,
+    floor: Mapping[str, int] = FLOOR,
     **settings: Any,
 ) -> None:
     """Run the hunt against a broker, or a URL; fail with the report unless all promises are kept.
 
-    `settings` are those of `txnbridge.connect`. Faults of the kinds "network" and "broker" are only for a broker that
+    It fails also if less was tried than `floor` asks for. `settings` are those of `txnbridge.connect`. Faults of the kinds "network" and "broker" are only for a broker that
     no other test uses.
     """
     chaos.begin()
@@ -39,7 +40,7 @@ def assert_kept(
     hunt(plan, lambda progress: None, started, kinds)
     history = read_history([plan.folder])
     findings = check(history)
-    judgement = judge(history, findings)
+    judgement = judge(history, findings, floor)
     report = Report(history, findings, judgement).text()
     chaos.say(report)
     assert judgement.verdict is Verdict.KEPT, report
