@@ -30,8 +30,8 @@ def assert_kept(
 ) -> None:
     """Run the hunt against a broker, or a URL; fail with the report unless all promises are kept.
 
-    It fails also if less was tried than `floor` asks for. `settings` are those of `txnbridge.connect`. Faults of the kinds "network" and "broker" are only for a broker that
-    no other test uses.
+    It fails also if less was tried than `floor` asks for. `settings` are those of `txnbridge.connect`. Faults of the
+    kinds "network" and "broker" are only for a broker that no other test uses.
     """
     chaos.begin()
     url, started = (broker, None) if isinstance(broker, str) else (broker.url, broker)
