@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class Client:
     stop: threading.Event = field(default_factory=threading.Event)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _session: dict[str, str] = field(default_factory=dict)
+    _assignments: dict[tuple[str, int], object] = field(default_factory=dict)  # by partition, of the last messages
 
     @contextmanager
     def bridge(self, **settings: Any) -> Iterator[Bridge]:
@@ -94,26 +96,31 @@ class Client:
         abort: bool = False,
         prepare: bool = False,
         ack: tuple[str, Sequence[Message]] | None = None,
-    ) -> bool:
-        """Run one transaction and record it. Return whether the transaction was committed or prepared.
+        timeout: float | None = None,
+        pause: float = 0.0,
+    ) -> Transaction | None:
+        """Run one transaction and record it. Return the transaction if it was committed or prepared, else None.
 
         The token of a prepared transaction is appended to the file `Plan.tokens`. `ack` is a group, and the messages to
-        acknowledge for the group.
+        acknowledge for the group. The commit or prepare is requested `pause` seconds after the last message.
         """
-        fields = {"deadline": self.plan.timeout, "hold": self.plan.hold, **self._session}
+        fields = {"deadline": timeout or self.plan.timeout, "hold": self.plan.hold, **self._session}
         call = self.recorder.start("transaction", **fields)
         if ack is not None:
             group, messages = ack
+            self._note_assignments(call, messages)
             call.poll([read_of(message) for message in messages], group)
         try:
-            with bridge.transaction(prepare=prepare) as txn:
-                call.note(transaction=txn.id)
+            with bridge.transaction(prepare=prepare, timeout=timeout) as txn:
+                call.note(transaction=txn.id, begun=time.monotonic_ns())
                 self._fill(txn, call, sends)
                 if ack is not None:
                     call.ack(group, [text_of(message) for message in messages])
                     txn.ack(messages)
                 if abort:
                     raise Abort
+                self.stop.wait(pause)
+                call.note(ending=time.monotonic_ns())
         except OutcomeUnknown as error:
             call.end("unknown", error="OutcomeUnknown", token=error.token and str(error.token))
         except TxnBridgeError as error:
@@ -124,10 +131,19 @@ class Client:
             elif prepare:
                 call.end("ok", outcome="prepared", token=str(txn.token))
                 self._publish_token(str(txn.token), txn.id)
+                return txn
             else:
                 call.end("ok", outcome="committed")
-            return not abort
-        return False
+                return txn
+        return None
+
+    def _note_assignments(self, call: RecordedCall, messages: Sequence[Message]) -> None:
+        """Record the partitions of received messages as assigned anew if their assignment is a new one."""
+        now = {(message.topic, message.partition): message.source for message in messages}
+        if new := {key for key, source in now.items() if self._assignments.get(key) is not source}:
+            call.assign(self._assignments.keys() - new)
+            self._assignments |= now
+            call.assign(self._assignments.keys())
 
     def _fill(self, txn: Transaction, call: RecordedCall, sends: Sends) -> None:
         for (topic, partition), values in sends.items():

@@ -38,7 +38,7 @@ _LOOK_SECONDS = 3.0
 # The time in which a reader reads a whole topic.
 _READING_SECONDS = 300.0
 # Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
-_SOURCES = ("write", "own", "feed", "sell")
+_SOURCES = ("write", "own", "oversleep", "decide", "feed", "sell")
 
 Progress = Callable[[str], None]
 
@@ -153,6 +153,7 @@ class Hunt:
         self._finish_all(bridge)
         if self._sells:
             self._publish_sales(bridge)
+        self._await(lambda: not self._open_of_ended(bridge), "transactions that were aborted are still open", 20.0)
         self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
         call = self._recorder.start("drained", group=self._plan.group, topics=[self._plan.topic("source")])
         drained = self._await(
@@ -217,6 +218,16 @@ class Hunt:
         topics = {topic for each in bridge.admin.transactions() for topic, _ in each.partitions}
         return topics.isdisjoint(self._plan.topics)
 
+    def _open_of_ended(self, bridge: Bridge) -> set[str]:
+        """Return the transactions that the broker lists as open, although their processes were told that they ended."""
+        if not bridge.capabilities[Capability.LIST_OPEN]:
+            return set()
+        history = read_history([self._plan.folder])
+        ended = {
+            each.transaction for each in history.operations if each.what == "transaction" and each.result == "fail"
+        }
+        return {each.transaction for each in bridge.admin.transactions() if each.transaction in ended}
+
     def _lag(self, bridge: Bridge) -> int:
         if not bridge.capabilities[Capability.GROUP_ADMIN]:
             return 1
@@ -245,13 +256,13 @@ class Hunt:
         self._next_look = time.monotonic() + _LOOK_SECONDS
         return sent <= taken
 
-    def _await(self, condition: Callable[[], bool], what: str) -> bool:
-        """Wait until a condition is true, for `_SETTLING_SECONDS` at most. Return whether it became true.
+    def _await(self, condition: Callable[[], bool], what: str, seconds: float = _SETTLING_SECONDS) -> bool:
+        """Wait until a condition is true, for `seconds` at most. Return whether it became true.
 
         Record the wait and its result in the history, with the text `what` for a condition that stays false.
         """
         call = self._recorder.start("settle", condition=what)
-        until = time.monotonic() + _SETTLING_SECONDS
+        until = time.monotonic() + seconds
         failure = ""
         while time.monotonic() < until:
             self._replace_dead()

@@ -14,7 +14,7 @@ from txnbridge import plugins
 PARTITIONS = 3
 
 # The number of processes by role. Two owners share one transactional id, so each takes it over from the other.
-ROLES = {"write": 2, "own": 2, "feed": 1, "copy": 3, "finish": 2, "watch": 1, "sell": 2}
+ROLES = {"write": 2, "own": 2, "oversleep": 1, "decide": 2, "feed": 1, "copy": 3, "finish": 2, "watch": 1, "sell": 2}
 
 # Below this a run is too thin: the least number of each, which a minute on a slow broker reaches easily.
 FLOOR = {"committed": 20, "aborted": 5, "faults": 3, "read": 100}
