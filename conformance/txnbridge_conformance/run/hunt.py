@@ -39,6 +39,10 @@ _LOOK_SECONDS = 3.0
 _READING_SECONDS = 300.0
 # Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
 _SOURCES = ("write", "own", "oversleep", "decide", "feed", "sell")
+# The errors with which a call is recorded whose process has aborted its transaction, and got no error of the broker.
+_ABORTED_BY_PROCESS = ("Abort", "InvalidState")
+# The time in which the broker ends a transaction that its process has aborted.
+_ABORTING_SECONDS = 20.0
 
 Progress = Callable[[str], None]
 
@@ -153,7 +157,7 @@ class Hunt:
         self._finish_all(bridge)
         if self._sells:
             self._publish_sales(bridge)
-        self._await(lambda: not self._open_of_ended(bridge), "transactions that were aborted are still open", 20.0)
+        self._await(lambda: not self._open_of_ended(bridge), "aborted transactions are still open", _ABORTING_SECONDS)
         self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
         call = self._recorder.start("drained", group=self._plan.group, topics=[self._plan.topic("source")])
         drained = self._await(
@@ -218,8 +222,8 @@ class Hunt:
         topics = {topic for each in bridge.admin.transactions() for topic, _ in each.partitions}
         return topics.isdisjoint(self._plan.topics)
 
-    def _open_of_ended(self, bridge: Bridge) -> set[str]:
-        """Return the transactions that the broker lists as open, although their processes were told that they ended."""
+    def _open_of_ended(self, bridge: Bridge) -> set[str | None]:
+        """Return the transactions that the broker lists as open, although their processes have aborted them."""
         if not bridge.capabilities[Capability.LIST_OPEN]:
             return set()
         history = read_history([self._plan.folder])
