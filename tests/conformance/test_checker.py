@@ -465,6 +465,8 @@ def test_a_prepared_transaction_that_is_aborted_though_nobody_asked_was_lost(wis
         story._write("run", fault="administrator's abort", target=target, phase="begin", mono=mono, wall=0)
     call = story.begin("b", "finish", transaction="x", wish=wish)
     story.end("b", call, outcome="aborted")
+    # Whoever asks for an abort afterwards is not the reason.
+    story.end("b", story.begin("b", "finish", transaction="x", wish="abort"), outcome="aborted")
     assert story.found() == (["lost-prepare"] if lost else [])
 
 

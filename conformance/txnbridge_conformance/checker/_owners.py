@@ -81,13 +81,20 @@ def check_prepared(tables: Tables, fate: Numbers, findings: Findings) -> None:
     others = [by_admin[name] for name in by_admin.keys() - {operation.transaction for operation in tables.operations}]
     for operation in prepared:
         calls = asked[operation.transaction or ""]
-        answers = [call.start for call in calls if call.outcome == "aborted"]
-        wished = any(call.fields.get("wish") == "abort" for call in calls) or operation.transaction in by_admin
-        if fate[operation.order] != ABORTED or wished or not answers or operation.end is None:
+        answers = [call for call in calls if call.outcome == "aborted" and call.end is not None]
+        if (
+            fate[operation.order] != ABORTED
+            or not answers
+            or operation.end is None
+            or operation.transaction in by_admin
+        ):
             continue
+        known = min(call.end for call in answers if call.end is not None)
+        if any(call.fields.get("wish") == "abort" and call.start < known for call in calls):
+            continue  # a call for an abort that began later changed nothing
         if any(operation.start < at < operation.end + _LISTED_BEFORE for at in others):
             continue
-        if min(answers) < operation.end + operation.fields.get("hold", 0) * 1e9:
+        if min(call.start for call in answers) < operation.end + operation.fields.get("hold", 0) * 1e9:
             text = f"{tables.name(operation.order)} was prepared and is aborted, which nobody asked for"
             findings.add("lost-prepare", text, [operation.order, *(call.order for call in calls)])
 

@@ -227,10 +227,8 @@ class Hunt:
         if not bridge.capabilities[Capability.LIST_OPEN]:
             return set()
         history = read_history([self._plan.folder])
-        ended = {
-            each.transaction for each in history.operations if each.what == "transaction" and each.result == "fail"
-        }
-        return {each.transaction for each in bridge.admin.transactions() if each.transaction in ended}
+        ended = {each.transaction for each in history.operations if each.fields.get("error") in _ABORTED_BY_PROCESS}
+        return ended & {each.transaction for each in bridge.admin.transactions()}
 
     def _lag(self, bridge: Bridge) -> int:
         if not bridge.capabilities[Capability.GROUP_ADMIN]:

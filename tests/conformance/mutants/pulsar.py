@@ -34,9 +34,12 @@ def sends_outside() -> None:
     before = replace(PulsarProducer, "send", send)
 
 
-@PULSAR.mutant("half-ack")
+@PULSAR.mutant("half-ack", "hang")
 def acks_outside() -> None:
-    """Acknowledgements are sent without the transaction's number."""
+    """Acknowledgements are sent without the transaction's number.
+
+    Where no administrator can read the group's lag, the run waits in vain for the messages that never come again.
+    """
 
     def start(consumer: Any, ids: Any, txn: Any = None, **options: Any) -> Any:
         return before(consumer, ids, None, **options)
