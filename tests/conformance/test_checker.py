@@ -290,6 +290,14 @@ def test_a_process_that_ended_by_itself_has_crashed():
         assert story.found() == found
 
 
+def test_a_transaction_whose_end_is_requested_behind_its_deadline_must_not_take_effect():
+    for seconds, result, found in ((7, "ok", []), (9, "ok", ["hang"]), (9, "fail", [])):
+        story = Story()
+        call = story.begin("a", deadline=8, begun=0, ending=seconds * 10**9)
+        story.end("a", call, result)
+        assert story.found() == found
+
+
 def test_a_reading_that_does_not_come_to_the_end_is_stuck_and_proves_nothing_missing():
     story = Story()
     story.txn("a", "1", "2")
@@ -441,6 +449,18 @@ def test_what_an_owner_does_after_a_newer_one_has_opened_the_id_is_a_zombie_writ
     assert owners(("a", "ok"), ("b", "unknown"), ("a", "ok")) == []  # perhaps b never opened it
 
 
+def test_an_owner_that_asks_for_the_end_behind_a_newer_opening_is_a_zombie_also_if_it_began_before():
+    for ending, found in ((5, []), (99, ["zombie-write"])):
+        story = Story()
+        for process in ("a", "b"):
+            story.end(process, story.begin(process, "open", owner="x", session=process))
+            story.end(process, story.begin(process, owner="x", session=process))
+            if process == "a":
+                began_before = story.begin("a", owner="x", session="a", ending=ending)
+        story.end("a", began_before, outcome="prepared")
+        assert story.found() == found
+
+
 def prepared_story() -> Story:
     story = Story()
     call = story.begin("a", transaction="x", hold=60)
@@ -459,14 +479,24 @@ def test_a_prepared_message_that_is_read_before_anybody_commits_it_is_an_early_r
 
 
 @pytest.mark.parametrize(
-    ("wish", "asked_by_admin", "lost"), [("commit", False, True), ("abort", False, False), ("commit", True, False)]
+    ("wish", "by_admin", "lost"),
+    [
+        ("commit", None, True),
+        ("abort", None, False),
+        ("commit", ("x", 9), False),
+        ("commit", ("another name", 2 * 10**9), False),  # listed before it was prepared, under the name of its writer
+        ("commit", ("another name", 9 * 10**9), True),
+    ],
 )
-def test_a_prepared_transaction_that_is_aborted_though_nobody_asked_was_lost(wish, asked_by_admin, lost):
+def test_a_prepared_transaction_that_is_aborted_though_nobody_asked_was_lost(wish, by_admin, lost):
     story = prepared_story()
-    if asked_by_admin:
-        story._write("run", fault="administrator's abort", target="x", phase="begin", mono=5, wall=0)
+    if by_admin:
+        target, mono = by_admin
+        story._write("run", fault="administrator's abort", target=target, phase="begin", mono=mono, wall=0)
     call = story.begin("b", "finish", transaction="x", wish=wish)
     story.end("b", call, outcome="aborted")
+    # Whoever asks for an abort afterwards is not the reason.
+    story.end("b", story.begin("b", "finish", transaction="x", wish="abort"), outcome="aborted")
     assert story.found() == (["lost-prepare"] if lost else [])
 
 

@@ -6,48 +6,125 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from txnbridge_conformance.brokers import RocketMQ
 
-from tests.conformance.mutants import VARIABLE
+from tests.conformance import broken
+from tests.conformance.broken import Broken, scheme_of
+from tests.conformance.mutants import VARIABLE, Mutants
 from tests.conformance.mutants.kafka import KAFKA
+from tests.conformance.mutants.pulsar import PULSAR
 from tests.conformance.mutants.rocketmq import ROCKETMQ
 
 ROOT = Path(__file__).parents[2]
 
 # A run has a dozen processes, so that two at once would only slow each other down.
-pytestmark = [pytest.mark.xdist_group("conformance-runs")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("conformance-runs")]
+
+LIVE: dict[str, Mutants] = {"kafka": KAFKA, "pulsar": PULSAR, "rocketmq": ROCKETMQ}
 
 
-def findings(url: str, folder: Path, *more: str, **environment: str) -> set[str]:
-    """Run the hunt, and return the names of its findings."""
-    command = [sys.executable, "-m", "txnbridge.cli", "conformance", "run", url, "--out", str(folder), *more]
-    given = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=given)
-    assert done.returncode in (0, 1, 2), done.stderr + done.stdout
-    report = json.loads((folder / "report.json").read_text())
-    return {finding["name"] for finding in report["findings"]}
+def assert_found(
+    expected: frozenset[str], seeds: tuple[int, ...], folder: Path, url: str, *more: str, **env: str
+) -> None:
+    """Run the hunt with one seed after the other until it finds one of the expected names."""
+    found: dict[int, set[str]] = {}
+    for seed in seeds:
+        out = folder / str(seed)
+        command = [sys.executable, "-m", "txnbridge.cli", "conformance", "run", url, "--out", str(out), *more]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+        done = subprocess.run(
+            [*command, "--seed", str(seed)], capture_output=True, text=True, timeout=300, env=environment
+        )
+        assert done.returncode in (0, 1, 2), done.stderr + done.stdout
+        report = json.loads((out / "report.json").read_text())
+        found[seed] = {finding["name"] for finding in report["findings"]}
+        if found[seed] & expected:
+            return
+    pytest.fail(f"no run found one of {sorted(expected)}: {found}")
 
 
-LIVE = {"kafka": KAFKA, "rocketmq": ROCKETMQ}
+# --- embedded ---------------------------------------------------------------------------------------------------------
+
+# Leases and check-backs shorter than the pauses of a run.
+OPTIONS = "lease_seconds=1&half_check_seconds=0.5"
+
+QUICK: dict[type[Broken], set[str]] = {
+    broken.AcknowledgesOutsideTheTransaction: {"half-ack"},
+    broken.StoresTwice: {"duplicate"},
+}
+EMBEDDED: dict[type[Broken], set[str]] = {
+    broken.ShowsWhatIsAborted: {"G1a"},
+    broken.SaysAbortedOfWhatIsCommitted: {"G1a"},
+    broken.SaysCommittedTooEarly: {"unseen", "outcome-lie", "G0-realtime"},
+    broken.CommitsInTwoSteps: {"torn-transaction"},
+    broken.ShowsWhatIsOpen: {"duplicate"},
+    broken.LosesTheFirstMessage: {"unseen"},
+    broken.KnowsNoDeadline: {"hang"},
+    broken.Reorders: {"int-nonmonotonic-send"},
+    broken.ShufflesForEachReader: {"int-nonmonotonic-poll"},
+    broken.ChoosesThePartitionItself: {"poll-skip"},
+    broken.FencesNobody: {"zombie-write"},
+    broken.LetsZombiesWrite: {"zombie-write"},
+    broken.LetsZombiesPrepare: {"zombie-write"},
+    broken.LetsZombiesTakeTheIdBack: {"zombie-write"},
+    broken.AbortsWhatIsPreparedWhenItOpens: {"lost-prepare"},
+    broken.AbortsWhatIsPreparedWhenItCloses: {"lost-prepare"},
+    broken.KeepsWhatIsPreparedInItsProcess: {"lost-prepare"},
+    broken.ForgetsOlderPreparedOnes: {"lost-prepare"},
+    broken.AbortsWhenAsked: {"lost-prepare"},
+    broken.PreparesTheFirstTopic: {"unseen"},
+    broken.PreparesWhatFailed: {"hang"},
+    broken.CommitsWhatIsAbortedByToken: {"early-read"},
+    broken.SaysWhatItWasAsked: {"split-decision"},
+    broken.LosesTheDecision: {"split-decision"},
+    broken.SaysThatAllIsCommitted: {"split-decision"},
+    broken.HasALogForEachBridge: {"split-decision"},
+    broken.ForgetsAcknowledgements: {"replay-duplicate"},
+    broken.ForgetsAcknowledgementsOfPreparedOnes: {"replay-duplicate"},
+    broken.AcknowledgesTheFirstOfABatch: {"replay-duplicate"},
+    broken.GivesEveryMemberEverything: {"replay-duplicate"},
+    broken.KnowsNoConflict: {"replay-duplicate"},
+    broken.DeliversTwice: {"int-nonmonotonic-poll"},
+    broken.PublishesHalvesAtOnce: {"phantom-commit"},
+    broken.AsksAboutNoHalf: {"orphan-half"},
+    broken.AsksOnce: {"orphan-half"},
+}
+
+
+@pytest.mark.parametrize(
+    ("broker", "finds", "seconds"),
+    [pytest.param(broker, finds, 5, id=broker.__name__) for broker, finds in QUICK.items()]
+    + [
+        pytest.param(broker, finds, 12, id=broker.__name__, marks=pytest.mark.full)
+        for broker, finds in EMBEDDED.items()
+    ],
+)
+def test_a_broken_embedded_broker_is_found_under_its_name(
+    broker: type[Broken], finds: set[str], seconds: int, tmp_path: Path
+) -> None:
+    url = f"{scheme_of(broker)}:{tmp_path / 'broker.db'}?{OPTIONS}"
+    more = ("--time", str(seconds), "--plugin", "tests.conformance.broken")
+    assert_found(frozenset(finds), (1, 2, 3), tmp_path, url, *more)
+
+
+# --- Kafka, Pulsar and RocketMQ ------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
 @pytest.mark.live
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("backend", "name"), [(backend, name) for backend, mutants in LIVE.items() for name in mutants.by_name]
 )
-def test_a_mutant_is_found_under_a_right_name(backend: str, name: str, tmp_path: Path) -> None:
+def test_a_mutant_is_found_under_its_name(
+    backend: str, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    broker = request.getfixturevalue(f"{backend}_broker")
+    url = f"{broker.url}?admin_url={broker.admin_url}" if broker.admin_url else broker.url
     mutant = LIVE[backend].by_name[name]
-    plugin = ("--plugin", f"tests.conformance.mutants.{backend}")
-    found: Mapping[int, set[str]] = {}
-    for seed in mutant.seeds:
-        more = ("--time", str(mutant.seconds), "--seed", str(seed), *plugin)
-        names = findings(backend, tmp_path / str(seed), *more, **{VARIABLE: name})
-        if names & mutant.finds:
-            return
-        found = {**found, seed: names}
-    pytest.fail(f"no run found one of {sorted(mutant.finds)}: {found}")
+    more = ["--time", str(mutant.seconds), "--plugin", f"tests.conformance.mutants.{backend}"]
+    if isinstance(broker, RocketMQ):
+        more += ["--grpc", broker.grpc_address()]
+    assert_found(mutant.finds, mutant.seeds, tmp_path, url, *more, **{VARIABLE: name})

@@ -19,7 +19,7 @@ from txnbridge_conformance.report import Report
 from txnbridge_conformance.run.verdict import judge
 
 from tests.conformance import broken
-from tests.conformance.broken import Broken, scheme_of
+from tests.conformance.broken import scheme_of
 from txnbridge import connect
 
 ROOT = Path(__file__).parents[2]
@@ -126,24 +126,6 @@ def cut(folder: Path) -> str:
     *_, value = last["messages"].pop()
     history.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(value)
-
-
-# Each is found in a few seconds; the full table is in docs/conformance.md.
-QUICK = {
-    broken.SaysCommittedTooEarly: {"unseen", "outcome-lie", "G0-realtime", "nonmonotonic-send"},
-    broken.AcknowledgesOutsideTheTransaction: {"half-ack"},
-    broken.StoresTwice: {"duplicate"},
-}
-
-
-@pytest.mark.parametrize("broker", QUICK, ids=lambda broker: broker.__name__)
-def test_a_broken_broker_is_found_under_its_name(broker: type[Broken], tmp_path):
-    url = f"{scheme_of(broker)}:{tmp_path / 'broker.db'}"
-    done = run(url, tmp_path / "out", "--plugin", "tests.conformance.broken")
-    assert done.returncode == 1, done.stdout + done.stderr
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    found = {finding["name"] for finding in report["findings"]}
-    assert found & QUICK[broker], done.stdout
 
 
 def test_the_contract_says_of_each_promise_whether_it_is_kept(tmp_path):

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from txnbridge_conformance.checker._tables import Tables
 from txnbridge_conformance.checker.findings import Findings
+from txnbridge_conformance.history import Operation
 
 # A call may take this much longer than its deadline, because a loaded machine may let its process wait so long.
 _SLACK_SECONDS = 10.0
@@ -35,6 +36,15 @@ def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
             if taken - paused / 1e9 > deadline + _SLACK_SECONDS:
                 text = f"{tables.name(operation.order)} took {taken:.1f} s, its deadline is {deadline:g} s"
                 findings.add("hang", text, [operation.order])
+            elif operation.result == "ok" and _asked_after(operation) > deadline:
+                text = f"{tables.name(operation.order)} took effect, although its end was requested after its deadline"
+                findings.add("hang", f"{text} of {deadline:g} s", [operation.order])
+
+
+def _asked_after(operation: Operation) -> float:
+    """Return the seconds between the begin of a transaction and the request for its end; 0 if they are not known."""
+    begun, ending = operation.fields.get("begun", 0), operation.fields.get("ending", 0)
+    return float(ending - begun) / 1e9
 
 
 def _pauses(tables: Tables) -> dict[str, list[tuple[int, int]]]:

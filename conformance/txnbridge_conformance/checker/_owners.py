@@ -15,6 +15,9 @@ from txnbridge_conformance.checker._tables import NONE, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import Operation
 
+# An administrator may abort a transaction that was prepared since it was listed: so many nanoseconds before, at most.
+_LISTED_BEFORE = 5 * 10**9
+
 
 @dataclass
 class _Session:
@@ -26,7 +29,10 @@ class _Session:
 
 
 def check_owners(tables: Tables, findings: Findings) -> None:
-    """Find transactions that took effect although they began after a newer owner had opened their transactional id."""
+    """Find transactions that took effect although a newer owner had opened their id before their end was requested.
+
+    A history that does not tell when the end was requested shows only transactions that began after the opening.
+    """
     for owner, sessions in _sessions(tables).items():
         for session in sessions:
             for transaction in session.transactions:
@@ -36,12 +42,12 @@ def check_owners(tables: Tables, findings: Findings) -> None:
                     if session.opened_before is not None
                     and other.opened_before is not None
                     and session.opened_before < other.opened_after
-                    and other.opened_before < transaction.start
+                    and other.opened_before < transaction.fields.get("ending", transaction.start)
                 ]
                 if newer and transaction.result == "ok":
                     first = newer[0].transactions[0]
                     name = tables.name(transaction.order)
-                    text = f"{name} began after a newer owner had opened {owner[0]}, and took effect"
+                    text = f"{name} took effect, although a newer owner had opened {owner[0]} before"
                     findings.add("zombie-write", text, [transaction.order, first.order])
 
 
@@ -84,18 +90,25 @@ def check_prepared(tables: Tables, fate: Numbers, findings: Findings) -> None:
             asked[operation.transaction].append(operation)
     prepared = [each for each in tables.operations if each.outcome == "prepared" and each.transaction]
     _check_early_reads(tables, prepared, asked, findings)
-    # Administrators may name a transaction otherwise than its process does.
-    by_admin = {fault.target for fault in tables.history.faults if fault.kind.startswith("administrator")}
-    known = {operation.transaction for operation in tables.operations}
-    if not by_admin <= known:
-        return
+    by_admin = {f.target: f.mono for f in tables.history.faults if f.kind.startswith("administrator")}
+    # Administrators may name a transaction that is not prepared yet otherwise than its process does.
+    others = [by_admin[name] for name in by_admin.keys() - {operation.transaction for operation in tables.operations}]
     for operation in prepared:
         calls = asked[operation.transaction or ""]
-        answers = [call.start for call in calls if call.outcome == "aborted"]
-        wished = any(call.fields.get("wish") == "abort" for call in calls) or operation.transaction in by_admin
-        if fate[operation.order] != ABORTED or wished or not answers or operation.end is None:
+        answers = [call for call in calls if call.outcome == "aborted" and call.end is not None]
+        if (
+            fate[operation.order] != ABORTED
+            or not answers
+            or operation.end is None
+            or operation.transaction in by_admin
+        ):
             continue
-        if min(answers) < operation.end + operation.fields.get("hold", 0) * 1e9:
+        known = min(call.end for call in answers if call.end is not None)
+        if any(call.fields.get("wish") == "abort" and call.start < known for call in calls):
+            continue  # a call for an abort that began later changed nothing
+        if any(operation.start < at < operation.end + _LISTED_BEFORE for at in others):
+            continue
+        if min(call.start for call in answers) < operation.end + operation.fields.get("hold", 0) * 1e9:
             text = f"{tables.name(operation.order)} was prepared and is aborted, which nobody asked for"
             findings.add("lost-prepare", text, [operation.order, *(call.order for call in calls)])
 

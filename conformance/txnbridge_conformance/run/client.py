@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,25 +119,29 @@ class Client:
         abort: bool = False,
         prepare: bool = False,
         ack: tuple[str, Sequence[Message]] | None = None,
-    ) -> bool:
-        """Run one transaction and record it. Return whether the transaction was committed or prepared.
+        timeout: float | None = None,
+        pause: float = 0.0,
+    ) -> Transaction | None:
+        """Run one transaction and record it. Return the transaction if it was committed or prepared, else None.
 
         The token of a prepared transaction is appended to the file `Plan.tokens`. `ack` is a group, and the messages to
-        acknowledge for the group.
+        acknowledge for the group. The commit or prepare is requested `pause` seconds after the last message.
         """
-        call = self.start_transaction()
+        call = self.start_transaction(**({"deadline": timeout} if timeout else {}))
         if ack is not None:
             group, messages = ack
             call.poll([read_of(message) for message in messages], group)
         try:
-            with bridge.transaction(prepare=prepare) as txn:
-                call.note(transaction=txn.id)
+            with bridge.transaction(prepare=prepare, timeout=timeout) as txn:
+                call.note(transaction=txn.id, begun=time.monotonic_ns())
                 self.send(txn, call, sends)
                 if ack is not None:
                     call.ack(group, [text_of(message) for message in messages])
                     txn.ack(messages)
                 if abort:
                     raise Abort
+                self.stop.wait(pause)
+                call.note(ending=time.monotonic_ns())
         except OutcomeUnknown as error:
             call.end("unknown", error="OutcomeUnknown", token=error.token and str(error.token))
         except TxnBridgeError as error:
@@ -147,10 +152,11 @@ class Client:
             elif prepare:
                 call.end("ok", outcome="prepared", token=str(txn.token))
                 self._publish_token(str(txn.token), txn.id)
+                return txn
             else:
                 call.end("ok", outcome="committed")
-            return not abort
-        return False
+                return txn
+        return None
 
     def send(self, to: Transaction | HalfTransaction | Publisher, call: RecordedCall, sends: Sends) -> None:
         """Record values to send, and send each with a body of a random kind."""

@@ -42,7 +42,11 @@ _READING_SECONDS = 300.0
 # More messages than a topic of a run contains.
 _ALL = 100_000_000
 # Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
-_SOURCES = ("write", "own", "feed", "publish", "sell")
+_SOURCES = ("write", "own", "oversleep", "decide", "feed", "publish", "sell")
+# The errors with which a call is recorded whose process has aborted its transaction, and got no error of the broker.
+_ABORTED_BY_PROCESS = ("Abort", "InvalidState")
+# The time in which the broker ends a transaction that its process has aborted.
+_ABORTING_SECONDS = 20.0
 
 Progress = Callable[[str], None]
 
@@ -172,6 +176,9 @@ class Hunt:
         self._stop(("finish",))
         self._finish_all(bridge)
         with self._answered_check_backs(bridge):
+            self._await(
+                lambda: not self._open_of_ended(bridge), "aborted transactions are still open", _ABORTING_SECONDS
+            )
             self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
         source = self._plan.topic("source")
         groups = self._plan.groups(self._roles)
@@ -255,6 +262,14 @@ class Hunt:
         topics = {topic for each in bridge.admin.transactions() for topic, _ in each.partitions}
         return topics.isdisjoint(self._plan.topics)
 
+    def _open_of_ended(self, bridge: Bridge) -> set[str | None]:
+        """Return the transactions that the broker lists as open, although their processes have aborted them."""
+        if not bridge.capabilities[Capability.LIST_OPEN]:
+            return set()
+        history = read_history([self._plan.folder])
+        ended = {each.transaction for each in history.operations if each.fields.get("error") in _ABORTED_BY_PROCESS}
+        return ended & {each.transaction for each in bridge.admin.transactions()}
+
     def _is_drained(self, bridge: Bridge, group: str) -> bool:
         return self._all_acknowledged(bridge, group) or self._has_no_lag(bridge, group)
 
@@ -293,13 +308,13 @@ class Hunt:
         self._next_look = time.monotonic() + _LOOK_SECONDS
         return sent <= _acknowledged_by(committed, history, group)
 
-    def _await(self, condition: Callable[[], bool], what: str) -> bool:
-        """Wait until a condition is true, for `_SETTLING_SECONDS` at most. Return whether it became true.
+    def _await(self, condition: Callable[[], bool], what: str, seconds: float = _SETTLING_SECONDS) -> bool:
+        """Wait until a condition is true, for `seconds` at most. Return whether it became true.
 
         Record the wait and its result in the history, with the text `what` for a condition that stays false.
         """
         call = self._recorder.start("settle", condition=what)
-        until = time.monotonic() + _SETTLING_SECONDS
+        until = time.monotonic() + seconds
         failure = ""
         while time.monotonic() < until:
             self._replace_dead()

@@ -15,13 +15,26 @@ from txnbridge import Capabilities, Capability, plugins
 PARTITIONS = 3
 
 # The number of processes by role. Two owners share one transactional id, so each takes it over from the other.
-ROLES = {"write": 2, "own": 2, "feed": 1, "publish": 1, "copy": 3, "process": 2, "finish": 2, "watch": 1, "sell": 2}
+ROLES = {
+    "write": 2,
+    "own": 2,
+    "oversleep": 1,
+    "decide": 2,
+    "feed": 1,
+    "publish": 1,
+    "copy": 3,
+    "process": 2,
+    "finish": 2,
+    "watch": 1,
+    "sell": 2,
+}
 
 # The roles of each workload, which a run may be restricted to.
 WORKLOADS = {
-    "transactions": ("write", "finish", "watch"),
+    "transactions": ("write", "oversleep", "finish", "watch"),
     "owners": ("own", "finish", "watch"),
     "groups": ("feed", "publish", "copy", "process"),
+    "decisions": ("decide",),
     "half-messages": ("sell",),
 }
 
@@ -32,6 +45,8 @@ FLOOR = {"committed": 20, "aborted": 5, "faults": 3, "read": 100}
 # The capability without which a broker cannot have the processes of a role.
 NEEDS = {
     "own": Capability.FENCING,
+    "oversleep": Capability.DEADLINE,
+    "decide": Capability.DECISION_LOG,
     "publish": Capability.IDEMPOTENT_SEND,
     "copy": Capability.ATOMIC_ACK,
     "process": Capability.ATOMIC_ACK,

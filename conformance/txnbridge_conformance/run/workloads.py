@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-from txnbridge import Bridge, Capability, Decision, HalfTransaction, Message, Transaction, plugins
+from txnbridge import Bridge, Capability, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
 from txnbridge.errors import Poison, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall
 from txnbridge_conformance.run.client import SALE_SECONDS, Client, read_of, text_of
@@ -15,6 +16,8 @@ from txnbridge_conformance.run.sales import Sales
 # One message of so many is poison, and the handler fails for this share of the others.
 _POISON_EVERY = 25
 _FAILURE_SHARE = 0.005
+# The deadline of transactions that oversleep it, in seconds.
+_SHORT_DEADLINE = 1.0
 
 
 def write(client: Client) -> None:
@@ -28,16 +31,49 @@ def own(client: Client) -> None:
     """Run random transactions under a transactional id that two processes share. Return to open the id again."""
     with client.bridge(transactional_id=client.plan.owner, writers=1) as bridge:
         while not client.stop.wait(client.random.uniform(0, 0.05)):
-            if not _one(client, bridge) and client.random.random() < 0.2:
+            # In a pause the other owner may open the id: what is then prepared or committed must not take effect.
+            if not _one(client, bridge, longest_pause=0.7) and client.random.random() < 0.2:
                 return  # open the id again
 
 
-def _one(client: Client, bridge: Bridge) -> bool:
-    """Run a transaction that randomly commits, aborts or prepares. Return whether it was committed or prepared."""
-    prepares = 2 if bridge.capabilities[Capability.PREPARE] else 0
-    way = client.random.choices(("commit", "abort", "prepare"), (5, 2, prepares))[0]
+def _one(client: Client, bridge: Bridge, longest_pause: float = 0.0) -> bool:
+    """Run a transaction that randomly commits, aborts, prepares or fails before it is prepared.
+
+    Return whether it was committed or prepared.
+    """
+    can_prepare = bool(bridge.capabilities[Capability.PREPARE])
+    ways = ("commit", "abort", "prepare", "fail")
+    way = client.random.choices(ways, (5, 2, 2, 1) if can_prepare else (5, 2, 0, 0))[0]
     sends = client.sends(client.plan.topic("left"), client.plan.topic("right"))
-    return client.transact(bridge, sends, abort=way == "abort", prepare=way == "prepare")
+    abort, prepare = way in ("abort", "fail"), way in ("prepare", "fail")
+    pause = client.random.choice((0, 0, client.random.uniform(0, longest_pause)))
+    return client.transact(bridge, sends, abort=abort, prepare=prepare, pause=pause) is not None
+
+
+def oversleep(client: Client) -> None:
+    """Run transactions with a short deadline, and request their end after it: they must not take effect."""
+    with client.bridge(writers=1) as bridge:
+        while not client.stop.is_set():
+            sends = client.sends(client.plan.topic("left"), client.plan.topic("right"))
+            pause = _SHORT_DEADLINE + client.random.uniform(0, 1)
+            prepare = bool(bridge.capabilities[Capability.PREPARE]) and client.random.random() < 0.3
+            client.transact(bridge, sends, prepare=prepare, timeout=_SHORT_DEADLINE, pause=pause)
+
+
+def decide(client: Client) -> None:
+    """Claim random decisions on ids of a decision log: on new ones as the other deciders do, and on older ones."""
+    with client.bridge(writers=1, application=client.plan.owner) as bridge:
+        decisions = bridge.decisions()
+        while not client.stop.wait(client.random.uniform(0, 0.1)):
+            number = int(time.time() * 10) - client.random.choice((0, 0, 0, 1, 30))
+            wish = client.random.choice((Decision.COMMIT, Decision.ABORT))
+            call = client.recorder.start("claim", transaction=f"{client.plan.prefix}-{number}", wish=wish.value)
+            try:
+                claim = decisions.claim(f"{client.plan.prefix}-{number}", wish)
+            except TxnBridgeError as error:
+                call.end("unknown", error=type(error).__name__)
+                raise
+            call.end("ok", outcome="committed" if claim.decision is Decision.COMMIT else "aborted")
 
 
 def feed(client: Client) -> None:
@@ -55,7 +91,10 @@ def publish(client: Client) -> None:
 
 
 def copy(client: Client) -> None:
-    """Copy messages as a member of a group: acknowledge the input and send the output in one transaction."""
+    """Copy messages as a member of a group: acknowledge the input and send the output in one transaction.
+
+    A transaction that was prepared is ended by its token. Unless it is committed, return to read its messages again.
+    """
     plan = client.plan
     with client.bridge(writers=1) as bridge, bridge.consumer(plan.topic("source"), plan.copiers) as consumer:
         while not client.stop.is_set():
@@ -63,7 +102,22 @@ def copy(client: Client) -> None:
                 sends = {(plan.topic("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
                 for message in messages:
                     sends[plan.topic("target"), message.partition] += client.values(1)
-                client.transact(bridge, sends, abort=client.random.random() < 0.2, ack=(plan.copiers, messages))
+                prepares = 1 if bridge.capabilities[Capability.PREPARE] else 0
+                way = client.random.choices(("commit", "abort", "prepare"), (7, 2, prepares))[0]
+                abort, prepare = way == "abort", way == "prepare"
+                pause = client.random.choice((0, 0, client.random.uniform(0, 0.5)))
+                ack = (plan.copiers, messages)
+                txn = client.transact(bridge, sends, abort=abort, prepare=prepare, ack=ack, pause=pause)
+                if txn and prepare and not _end_prepared(client, bridge, txn):
+                    return
+
+
+def _end_prepared(client: Client, bridge: Bridge, txn: Transaction) -> bool:
+    """End a prepared transaction, unless the role "finish" has ended it before. Return whether it is committed."""
+    client.stop.wait(client.random.uniform(0, 0.5))
+    wish = client.random.choice(("commit", "commit", "abort"))
+    client.finish(bridge, txn.id, str(txn.token), wish)
+    return bridge.status(str(txn.token)).state is TokenState.COMMITTED
 
 
 def process(client: Client) -> None:
@@ -157,7 +211,9 @@ def sell(client: Client) -> None:
         client.note_check(transaction, messages)
         if chance() < 0.1:
             raise RuntimeError("the database is away")
-        return Decision.UNDECIDED if chance() < 0.1 else sales.decide(transaction, Decision.ABORT)
+        # Only the first time, because a broker may wait longer from one check-back to the next.
+        again = messages[0].deliveries < 2 and chance() < 0.3
+        return Decision.UNDECIDED if again else sales.decide(transaction, Decision.ABORT)
 
     with client.bridge(writers=1) as bridge:
         with bridge.half_messages(client.plan.sellers, execute=execute, check=check) as halves:
@@ -168,6 +224,8 @@ def sell(client: Client) -> None:
 WORK: dict[str, Callable[[Client], None]] = {
     "write": write,
     "own": own,
+    "oversleep": oversleep,
+    "decide": decide,
     "feed": feed,
     "publish": publish,
     "copy": copy,

@@ -10,6 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+from txnbridge import Outcome
+from txnbridge._decisions.id_fold import IdFold
 
 VARIABLE = "TXNBRIDGE_MUTANT"
 
@@ -45,3 +49,34 @@ class Mutants:
         """Change the backend of this process by the mutant that the environment variable names, if it names one."""
         if name := os.environ.get(VARIABLE):
             self.by_name[name].change()
+
+
+def replace(where: object, name: str, by: Any) -> Any:
+    """Replace an attribute of a module or class, and return the attribute that was there before."""
+    before = getattr(where, name)
+    setattr(where, name, by)
+    return before
+
+
+def nothing(*args: object, **named: object) -> None:
+    """Do nothing, in place of the function of a rule that is left out."""
+
+
+def let_the_last_claim_win() -> None:
+    """Let the last claim on an id of a decision log decide, instead of the first."""
+
+    def claim(fold: IdFold, record: Any, found: Any) -> bool:
+        fold.claims[record.id] = found
+        return True
+
+    replace(IdFold, "claim", claim)
+
+
+def say_what_was_asked(module: object) -> None:
+    """Return the wanted outcome from `end_prepared`, although another process may have ended the transaction before."""
+
+    def end_prepared(cluster: Any, token: Any, commit: bool, *rest: Any) -> Outcome:
+        before(cluster, token, commit, *rest)
+        return Outcome.COMMITTED if commit else Outcome.ABORTED
+
+    before = replace(module, "end_prepared", end_prepared)
