@@ -385,6 +385,14 @@ def test_a_later_transaction_whose_messages_lie_before_an_earlier_ones_contradic
     story.txn("b", "2")
     story.read("2", "1")
     assert story.found() == ["G0-realtime"]
+    story = Story()
+    call = story.begin("a", transaction="t")
+    story.send("a", call, "1")
+    story.end("a", call, "unknown")
+    story.txn("b", "2")
+    story.end("a", story.begin("a", "finish", transaction="t", wish="commit"), outcome="committed")
+    story.read("2", "1")
+    assert story.found() == []  # it was committed later
 
 
 def test_a_long_transaction_may_lie_before_one_and_behind_a_later_one():

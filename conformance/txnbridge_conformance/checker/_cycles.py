@@ -15,6 +15,7 @@ import rustworkx
 from txnbridge_conformance.checker._fates import COMMITTED
 from txnbridge_conformance.checker._tables import NONE, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
+from txnbridge_conformance.history import Operation
 
 _Edge = tuple[int, int, str]
 
@@ -58,13 +59,21 @@ def _check_real_time(tables: Tables, ordered: Numbers, findings: Findings) -> No
         later = latest.setdefault((tables.home[value], _host(tables, tables.writer[value])), value)
         pair = int(tables.writer[value]), int(tables.writer[later])
         first, second = (tables.operations[order] for order in pair)
-        ended = None if first.outcome == "prepared" else first.end  # by a later call, if it was prepared
+        ended = _committed_by(first)
         if ended is not None and ended < second.start and pair not in found:
             found.add(pair)
             text = f"{tables.name(pair[1])} began after {tables.name(pair[0])} had ended, and wrote before it"
             findings.add("G0-realtime", text, sorted(pair), [tables.value(value), tables.value(later)])
         elif first.start >= second.start:
             latest[tables.home[value], _host(tables, pair[0])] = value
+
+
+def _committed_by(operation: Operation) -> int | None:
+    """Return when a transaction's messages were stored at the latest; None if that is not known.
+
+    Messages of a transaction whose call prepared it, or ended with an unknown result, may be stored later.
+    """
+    return operation.end if operation.result == "ok" and operation.outcome != "prepared" else None
 
 
 def _host(tables: Tables, order: int) -> str:
@@ -103,9 +112,8 @@ def _real_time(tables: Tables, committed: Numbers) -> list[_Edge]:
         operation = tables.operations[order]
         events = hosts.setdefault(_host(tables, order), [])
         events.append((operation.start, 1, order))
-        # Messages of a prepared transaction may be stored when it is committed, in a later call.
-        if operation.end is not None and operation.outcome != "prepared":
-            events.append((operation.end, 0, order))
+        if (end := _committed_by(operation)) is not None:
+            events.append((end, 0, order))
     for events in hosts.values():
         last = NONE
         for _, is_start, order in sorted(events):

@@ -103,7 +103,8 @@ def read_rocketmq(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
             for message in consumer.receive(32, _HIDDEN_SECONDS):
                 # Only the receipt handle tells the place: its seventh and eighth fields are queue and offset.
                 queue, offset = message.receipt_handle.split(" ")[6:8]
-                value = value_of(message.topic, message.body, next(iter(message.keys), ""))
+                body = b"" if "txnbridge.value" in message.properties else message.body  # else a placeholder
+                value = value_of(message.topic, body, next(iter(message.keys), ""))
                 found[message.topic, int(queue), int(offset)] = value
                 until = time.monotonic() + _STANDSTILL_SECONDS
     yield from ((topic, queue, [offset], value) for (topic, queue, offset), value in sorted(found.items()))
