@@ -15,7 +15,7 @@ class BackgroundTask(Generic[T]):
     def __init__(
         self, function: Callable[[], T], then: Callable[[T], object], wake: Callable[[], object] = lambda: None
     ) -> None:
-        """Start the thread. It calls `wake` when `function` has ended."""
+        """Start the thread. It calls `wake` when `function` has ended; `then` is called later, by `finish`."""
         self._function = function
         self._then = then
         self._wake = wake

@@ -316,9 +316,9 @@ def _check_order(session: SinkSession, identity: BatchId) -> None:
 def _check_rows(
     session: SinkSession, options: SinkOptions, identity: BatchId, written: list[Written], published: _Stored | None
 ) -> None:
-    """Raise `BatchInDoubt` if a repeated batch has other rows than those that were published.
+    """Raise `BatchInDoubt` if a repeated batch has other rows than those that were published (None: nothing was).
 
-    Under a txnAppId raise `InvalidOption` instead.
+    With the option `txnAppId`, by which the program numbers its batches itself, raise `InvalidOption` instead.
     """
     if published is None:
         return

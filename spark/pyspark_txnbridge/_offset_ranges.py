@@ -73,8 +73,9 @@ def resolve(name: str, wanted: OffsetsOption, bounds: Bounds) -> Offsets:
 def ranges(
     start: Offsets, end: Offsets, bounds: Bounds, options: SourceOptions, topic_ids: TopicIds | None = None
 ) -> list[OffsetRange]:
-    """Return the ranges between two sets of positions, and report messages in them that the broker has removed.
+    """Return the ranges between two sets of positions.
 
+    If the broker has removed messages of a range, raise `PositionLost`; with `failOnDataLoss=false` log it.
     A partition that only `end` names has no range: the next batch begins there, at its position in `end`.
     """
     planned = []

@@ -179,7 +179,10 @@ def _recover_command(options: SinkOptions, query: str) -> str:
 
 
 def finish_decided(session: SinkSession, path: tuple[str, str]) -> None:
-    """Commit every decided batch of a query's sink that is not marked done. A batch in doubt is left to its driver."""
+    """Commit each batch of a query's sink that was decided to be committed and is not marked done.
+
+    `path` is the name of the query and of its sink. A batch in doubt is left to its driver.
+    """
     for claim in unfinished(session, path):
         with suppress(BatchInDoubt):
             finish(session, claim)

@@ -224,9 +224,10 @@ class Follower:
     def append(
         self, record: LogRecord, deadline: Deadline, transaction: str | None = None
     ) -> tuple[Position, bool | None]:
-        """Append a record and read the log up to it; return its position, and whether it (or an earlier copy) counts.
+        """Append a record and read the log up to it; return its position, and whether it took effect.
 
-        Whether it counts is None if this cannot be known, because the log was trimmed before the record was read back.
+        A retry may store a record twice; it took effect if one of the two did. This is None if it cannot be known,
+        because the log was trimmed before the record was read back. `transaction` is only named in events.
         Raise `OutcomeUnknown` if the record may or may not be stored, or could not be read back.
         """
         seen: dict[Position, bool | None] = {}

@@ -43,7 +43,10 @@ class AckHistory:
         self.at = position
 
     def rival_behind(self, position: Position, transaction: TokenTransaction) -> bool:
-        """Return whether a transaction other than `transaction` has a claim after `position` in the decision log."""
+        """Return whether another transaction has claimed with acknowledgements on the partition after `position`.
+
+        `position` is that in the log up to which the owner of `transaction` had read when it read the group's position.
+        """
         rival = self.before if transaction == self.last else self.at
         return rival is not None and rival > position
 

@@ -1,5 +1,6 @@
-"""The transactions in doubt of an owner: their coordinators have forgotten them, and no proof shows their outcomes yet.
+"""The set of an owner's transactions in doubt, and the topics that the owner must not use meanwhile.
 
+Their coordinators have forgotten these transactions, and no proof shows their outcomes yet.
 If a commit has not reached a topic, the end of any later transaction on that topic takes the commit back. So the owner
 ends no transaction on a topic that a transaction in doubt has used, and meanwhile uses other proof topics (hazard H50).
 """

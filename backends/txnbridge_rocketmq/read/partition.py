@@ -290,7 +290,7 @@ class QueueReader:
         return self._ready[0].queue_offset < self._verified_end
 
     def hand_out(self) -> Message | None:
-        """Return the next message. If its body cannot be unpacked, set `fault` and return None."""
+        """Return the next message, of which there must be one. If it can't be unpacked, set `fault` and return None."""
         record = self._ready[0]
         try:
             message = from_wire(record, *self.partition, self.source)

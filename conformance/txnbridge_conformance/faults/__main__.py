@@ -19,7 +19,10 @@ _NOT_REACHED = 3
 
 
 def main(how: str, where: str, program: str, *arguments: str) -> None:
-    """Run a program in this process, which is killed or paused (`how`) at the event `where`."""
+    """Run a program in this process, which is killed or paused (`how`) at an event of txnbridge.
+
+    `where` names the event, its phase, and perhaps the number of times: "commit/before", "commit/after/3".
+    """
     plugins.register(StopAt(where, "kill" if how == "kill" else "pause"))
     if program == "-m":
         program, *rest = arguments

@@ -34,7 +34,7 @@ PROMISES = (
     Promise(
         "isolated",
         "Nobody reads a message of a transaction before its commit, or of an aborted one.",
-        ("G1a", "early-read", "precommitted-read", "phantom-message", "G1c-realtime"),
+        ("G1a", "early-read", "precommitted-read", "phantom-message"),
         ("aborted", "read"),
         "isolation",
     ),
