@@ -54,7 +54,7 @@ def aborts_what_is_undecided() -> None:
     replace(CheckBackHandler, "_settle", make)
 
 
-@ROCKETMQ.mutant("duplicate")
+@ROCKETMQ.mutant("duplicate", needs="rocketmq")
 def publishes_without_a_look() -> None:
     """Halves are committed without a look-up that shows which messages are published already (hazard H62)."""
 
