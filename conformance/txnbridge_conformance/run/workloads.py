@@ -160,7 +160,7 @@ def sell(client: Client) -> None:
     def check(transaction: str, messages: Sequence[Message]) -> Decision:
         decision = sales.decide(transaction, Decision.ABORT)
         # Only the first time, because a broker may wait longer from one check-back to the next.
-        again = messages[0].deliveries < 2 and client.random.random() < 0.3
+        again = messages[0].deliveries < 2 and client.random.random() < 0.5
         return Decision.UNDECIDED if again else decision
 
     with client.bridge(writers=1) as bridge:
