@@ -59,7 +59,7 @@ EMBEDDED: dict[type[Broken], set[str]] = {
     broken.ShowsWhatIsAborted: {"G1a"},
     broken.SaysAbortedOfWhatIsCommitted: {"G1a"},
     broken.SaysCommittedTooEarly: {"unseen", "outcome-lie", "G0-realtime"},
-    broken.CommitsInTwoSteps: {"torn-transaction"},
+    broken.CommitsInTwoSteps: {"torn-transaction", "G0-realtime", "G1c-realtime"},
     broken.ShowsWhatIsOpen: {"duplicate"},
     broken.LosesTheFirstMessage: {"unseen"},
     broken.KnowsNoDeadline: {"hang"},

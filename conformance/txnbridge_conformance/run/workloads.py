@@ -212,7 +212,7 @@ def sell(client: Client) -> None:
         if chance() < 0.1:
             raise RuntimeError("the database is away")
         # Only the first time, because a broker may wait longer from one check-back to the next.
-        again = messages[0].deliveries < 2 and chance() < 0.3
+        again = messages[0].deliveries < 2 and chance() < 0.5
         return Decision.UNDECIDED if again else sales.decide(transaction, Decision.ABORT)
 
     with client.bridge(writers=1) as bridge:
