@@ -243,6 +243,7 @@ def test_the_doctor_lists_what_holds_readers_back_and_how_to_end_it(broker):
 
 
 def test_the_doctor_ends_what_is_past_its_deadline_and_says_so(broker):
+    broker.admin.create_topic("orders", 1, Deadline(5))
     writer = open_writer(broker)
     begin(writer, timeout=0.001)
     send(writer, "orders", b"1")
