@@ -109,7 +109,7 @@ class Client:
     def start_transaction(self, **fields: Any) -> RecordedCall:
         """Record that a transaction begins, with the plan's deadline and the session of the open bridge."""
         known = {"deadline": self.plan.timeout, "hold": self.plan.hold, **self._session}
-        return self.recorder.start("transaction", **known, **fields)
+        return self.recorder.start("transaction", **{**known, **fields})
 
     def transact(
         self,
