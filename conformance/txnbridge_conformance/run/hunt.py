@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -11,42 +10,30 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import txnbridge
-from txnbridge import Bridge, Capability, Decision, Message
-from txnbridge.errors import NotFound, TxnBridgeError
+from txnbridge import Bridge, Capability
+from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance import faults
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.faults import Proxy
-from txnbridge_conformance.history import History, Recorder, read_history
+from txnbridge_conformance.history import Recorder
 from txnbridge_conformance.run import official
-from txnbridge_conformance.run.client import Client, read_of, text_of
+from txnbridge_conformance.run.client import Client, read_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
 from txnbridge_conformance.run.plan import PARTITIONS, Plan
 from txnbridge_conformance.run.processes import Process
-from txnbridge_conformance.run.sales import Sales
+from txnbridge_conformance.run.settling import ALL, Settling
 
 # The share of the time without faults at its end, in which processes recover and copiers catch up.
 _QUIET_SHARE = 0.25
-# The longest time for which the hunt waits for open transactions and for the copiers after the work.
-_SETTLING_SECONDS = 90.0
-# The pause between two looks at all histories while copiers read on.
-_LOOK_SECONDS = 3.0
 # The time in which a reader reads a whole topic.
 _READING_SECONDS = 300.0
-# More messages than a topic of a run contains.
-_ALL = 100_000_000
-# Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
-_SOURCES = ("write", "own", "oversleep", "decide", "feed", "publish", "sell")
-# The errors with which a call is recorded whose process has aborted its transaction, and got no error of the broker.
-_ABORTED_BY_PROCESS = ("Abort", "InvalidState")
-# The time in which the broker ends a transaction that its process has aborted.
-_ABORTING_SECONDS = 20.0
 
 Progress = Callable[[str], None]
 
@@ -79,7 +66,6 @@ class Hunt:
         self._faults.extend(more)
         self._injected: list[tuple[float, Injected]] = []  # with the time at which each is healed
         self.deeds: Counter[str] = Counter()
-        self._next_look = 0.0
         self._attacking = False
         self._tried: dict[str, set[str]] = defaultdict(set)  # by role: events at which processes killed themselves
         self._roles: dict[str, int] = {}  # with the number of processes
@@ -167,166 +153,15 @@ class Hunt:
         wanted = self._attacking and self._random.random() < 0.5
         return (self._random.choice((1, 1, 2, 5)) if wanted else 0), self._tried[role]
 
-    # --- settling -----------------------------------------------------------------------------------------------------
-
     def settle(self, bridge: Bridge) -> None:
-        """Stop the processes, and end each transaction that they left open or prepared. Members of groups stop last."""
+        """Stop the processes, and end each transaction that they left open or prepared."""
         self._progress("stopping")
-        self._stop(_SOURCES)
-        self._stop(("finish",))
-        self._finish_all(bridge)
-        with self._answered_check_backs(bridge):
-            self._await(
-                lambda: not self._open_of_ended(bridge), "aborted transactions are still open", _ABORTING_SECONDS
-            )
-            self._await(lambda: self._nothing_open(bridge), "transactions of the run are still open")
-        source = self._plan.topic("source")
-        groups = self._plan.groups(self._roles)
-        calls = [self._recorder.start("drained", group=group, topics=[source]) for group in groups]
-        drained = [
-            self._await(functools.partial(self._is_drained, bridge, group), f"{group} has not read everything")
-            for group in groups
-        ]
-        self._stop(("copy", "process", "watch"))
-        self._finish_all(bridge)
-        self._await(lambda: self._nothing_open(bridge), "transactions of groups are still open")
-        for call, all in zip(calls, drained, strict=True):
-            call.end("ok" if all else "unknown")
+        Settling(self._client, bridge, self._roles, self._stop, self._replace_dead).settle()
 
-    def _stop(self, roles: tuple[str, ...]) -> None:
+    def _stop(self, roles: Collection[str]) -> None:
         for process in [each for each in self._processes if each.role in roles]:
             process.stop()
             self._processes.remove(process)
-
-    def _finish_all(self, bridge: Bridge) -> None:
-        """Ask for the status of each transaction with an unknown outcome. Commit or abort the prepared ones."""
-        history = read_history([self._plan.folder])
-        known = {each.transaction for each in history.operations if each.outcome in ("committed", "aborted")}
-        left = {
-            each.transaction: (each.fields["token"], each.outcome == "prepared")
-            for each in history.operations
-            if each.transaction and each.fields.get("token") and each.transaction not in known
-        }
-
-        def finish_left() -> bool:
-            for transaction, (token, prepared) in list(left.items()):
-                wish = self._random.choice(("commit", "abort")) if prepared else "status"
-                if self._client.finish(bridge, transaction, token, wish):
-                    del left[transaction]
-            return not left
-
-        self._await(finish_left, "transactions have no outcome")
-
-    @contextmanager
-    def _answered_check_backs(self, bridge: Bridge) -> Iterator[None]:
-        """Publish each half message whose local work was done, and let check-backs be answered during the block.
-
-        Record at the end what was decided about half messages. RocketMQ asks only a bridge of the same application
-        about a transaction, so a bridge of the owners' application is open meanwhile.
-        """
-        with self._client.bridge(application=self._plan.owner):
-            if "sell" not in self._roles:
-                yield
-                return
-            sales = Sales(self._plan.sales)
-
-            def check(transaction: str, messages: Sequence[Message]) -> Decision:
-                self._client.note_check(transaction, messages)
-                return sales.decide(transaction, Decision.ABORT)
-
-            with bridge.resolver(self._plan.sellers, check=check):
-                self._await(lambda: self._sold(bridge) >= self._wanted(sales), "half messages are not published")
-                yield
-        for transaction, decision in sales.all().items():
-            call = self._recorder.start("decided", transaction=transaction)
-            call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
-
-    def _sold(self, bridge: Bridge) -> set[str]:
-        return {text_of(message) for topic in self._plan.sold for message in bridge.read(topic, _ALL)}
-
-    def _wanted(self, sales: Sales) -> set[str]:
-        """Return the values of the half messages that must be published: their local work was done."""
-        history, decisions = read_history([self._plan.folder]), sales.all()
-        return {
-            value
-            for order, _, values in history.sends
-            if history.operations[order].what == "half"
-            and decisions.get(history.operations[order].transaction or "") is Decision.COMMIT
-            for value in values
-        }
-
-    def _nothing_open(self, bridge: Bridge) -> bool:
-        """Return whether the broker lists no open transaction on the run's topics, or cannot list transactions."""
-        if not bridge.capabilities[Capability.LIST_OPEN]:
-            return True
-        topics = {topic for each in bridge.admin.transactions() for topic, _ in each.partitions}
-        return topics.isdisjoint(self._plan.topics)
-
-    def _open_of_ended(self, bridge: Bridge) -> set[str | None]:
-        """Return the transactions that the broker lists as open, although their processes have aborted them."""
-        if not bridge.capabilities[Capability.LIST_OPEN]:
-            return set()
-        history = read_history([self._plan.folder])
-        ended = {each.transaction for each in history.operations if each.fields.get("error") in _ABORTED_BY_PROCESS}
-        return ended & {each.transaction for each in bridge.admin.transactions()}
-
-    def _is_drained(self, bridge: Bridge, group: str) -> bool:
-        return self._all_acknowledged(bridge, group) or self._has_no_lag(bridge, group)
-
-    def _has_no_lag(self, bridge: Bridge, group: str) -> bool:
-        if not bridge.capabilities[Capability.GROUP_ADMIN]:
-            return False
-        try:
-            lag = bridge.admin.group(group).lag
-        except NotFound:
-            return False
-        # A partition of which the group has acknowledged nothing is missing in its lag.
-        return len(lag) == PARTITIONS and not any(lag.values())
-
-    def _all_acknowledged(self, bridge: Bridge, group: str) -> bool:
-        """Return whether committed transactions have acknowledged all messages of the source topic for a group.
-
-        A member may be killed before it records that its transaction was committed: then its output can be read. The
-        group's lag does not tell this on brokers that count control markers in the lag.
-        """
-        if time.monotonic() < self._next_look:
-            return False
-        history = read_history([self._plan.folder])
-        results = [operation.result for operation in history.operations]
-        source = self._plan.topic("source")
-        sent = {
-            value
-            for order, (topic, _), values in history.sends
-            if topic == source and results[order] == "ok"
-            for value in values
-        }
-        committed = {order for order, result in enumerate(results) if result == "ok"}
-        if not sent <= _acknowledged_by(committed, history, group):
-            outputs = (self._plan.topic("target"), self._plan.topic("processed"), self._plan.dead_letters)
-            seen = {text_of(message) for topic in outputs for message in bridge.read(topic, _ALL)}
-            committed.update(order for order, _, values in history.sends if not seen.isdisjoint(values))
-        self._next_look = time.monotonic() + _LOOK_SECONDS
-        return sent <= _acknowledged_by(committed, history, group)
-
-    def _await(self, condition: Callable[[], bool], what: str, seconds: float = _SETTLING_SECONDS) -> bool:
-        """Wait until a condition is true, for `seconds` at most. Return whether it became true.
-
-        Record the wait and its result in the history, with the text `what` for a condition that stays false.
-        """
-        call = self._recorder.start("settle", condition=what)
-        until = time.monotonic() + seconds
-        failure = ""
-        while time.monotonic() < until:
-            self._replace_dead()
-            try:
-                if condition():
-                    call.end("ok")
-                    return True
-            except TxnBridgeError as error:
-                failure = f"{type(error).__name__}: {error}"
-            time.sleep(0.2)
-        call.end("fail", error=failure)
-        return False
 
     # --- reading back -------------------------------------------------------------------------------------------------
 
@@ -337,7 +172,7 @@ class Hunt:
             call = self._recorder.start("read", topics=[topic])
             try:
                 with self._client.bridge() as bridge:
-                    call.poll([read_of(message) for message in bridge.read(topic, _ALL)])
+                    call.poll([read_of(message) for message in bridge.read(topic, ALL)])
             except TxnBridgeError as error:
                 call.end("unknown", error=type(error).__name__)
             else:
@@ -388,11 +223,6 @@ def hunt(
         running.settle(bridge)
         running.read_back()
         running.read_back_officially()
-
-
-def _acknowledged_by(orders: Collection[int], history: History, group: str) -> set[str]:
-    """Return the values that these operations of a history acknowledge for a group."""
-    return {value for order, by, values in history.acks if by == group and order in orders for value in values}
 
 
 def _counted(deeds: Counter[str]) -> str:

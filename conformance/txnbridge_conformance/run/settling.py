@@ -1,0 +1,223 @@
+"""`Settling`: the end of a run's work: open transactions are ended, and groups read on until they have read everything."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from txnbridge import Bridge, Capability, Decision, Message
+from txnbridge.errors import NotFound, TxnBridgeError
+from txnbridge_conformance.history import History, read_history
+from txnbridge_conformance.run.client import Client, text_of
+from txnbridge_conformance.run.plan import PARTITIONS
+from txnbridge_conformance.run.sales import Sales
+
+# More messages than a topic of a run contains.
+ALL = 100_000_000
+
+# Roles whose processes stop first: the others still have their messages to read and their tokens to finish.
+_SOURCES = ("write", "own", "oversleep", "decide", "feed", "publish", "sell")
+_MEMBERS = ("copy", "process")
+# The longest time to wait for open transactions, and for groups.
+_SETTLING_SECONDS = 90.0
+# The time in which the broker ends a transaction that its process has aborted.
+_ABORTING_SECONDS = 20.0
+# The pause between two looks at the histories of a group's members.
+_LOOK_SECONDS = 3.0
+# The errors with which a call is recorded whose process has aborted its transaction, and got no error of the broker.
+_ABORTED_BY_PROCESS = ("Abort", "InvalidState")
+
+
+class Settling:
+    """Settles a run whose processes have the given roles.
+
+    `stop` stops the processes of some roles, and `replace_dead` starts processes again that have ended.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        bridge: Bridge,
+        roles: Collection[str],
+        stop: Callable[[Collection[str]], None],
+        replace_dead: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._plan = client.plan
+        self._recorder = client.recorder
+        self._bridge = bridge
+        self._roles = roles
+        self._stop = stop
+        self._replace_dead = replace_dead
+        self._next_look = 0.0
+
+    def settle(self) -> None:
+        """Stop the processes, and end each transaction that they left open or prepared. Members of groups stop last."""
+        self._stop(_SOURCES)
+        self._stop(("finish",))
+        history = read_history([self._plan.folder])
+        self._finish_all(history)
+        with self._answered_check_backs(history):
+            self._await(
+                functools.partial(self._ended_is_closed, history),
+                "aborted transactions are still open",
+                _ABORTING_SECONDS,
+            )
+            self._await(self._nothing_open, "transactions of the run are still open")
+        self._drain_groups(history)
+        self._stop((*_MEMBERS, "watch"))
+        self._finish_all(read_history([self._plan.folder]))
+        self._await(self._nothing_open, "transactions of groups are still open")
+
+    def _await(self, condition: Callable[[], bool], what: str, seconds: float = _SETTLING_SECONDS) -> bool:
+        """Wait until a condition is true, for `seconds` at most. Return whether it became true.
+
+        Record the wait and its result in the history, with the text `what` for a condition that stays false.
+        """
+        call = self._recorder.start("settle", condition=what)
+        until = time.monotonic() + seconds
+        failure = ""
+        while time.monotonic() < until:
+            self._replace_dead()
+            try:
+                if condition():
+                    call.end("ok")
+                    return True
+            except TxnBridgeError as error:
+                failure = f"{type(error).__name__}: {error}"
+            time.sleep(0.2)
+        call.end("fail", error=failure)
+        return False
+
+    # --- transactions -------------------------------------------------------------------------------------------------
+
+    def _finish_all(self, history: History) -> None:
+        """Ask for the status of each transaction with an unknown outcome. Commit or abort the prepared ones."""
+        known = {each.transaction for each in history.operations if each.outcome in ("committed", "aborted")}
+        left = {
+            each.transaction: (each.fields["token"], each.outcome == "prepared")
+            for each in history.operations
+            if each.transaction and each.fields.get("token") and each.transaction not in known
+        }
+
+        def finish_left() -> bool:
+            for transaction, (token, prepared) in list(left.items()):
+                wish = self._client.random.choice(("commit", "abort")) if prepared else "status"
+                if self._client.finish(self._bridge, transaction, token, wish):
+                    del left[transaction]
+            return not left
+
+        self._await(finish_left, "transactions have no outcome")
+
+    def _nothing_open(self) -> bool:
+        """Return whether the broker lists no open transaction on the run's topics, or cannot list transactions."""
+        if not self._bridge.capabilities[Capability.LIST_OPEN]:
+            return True
+        topics = {topic for each in self._bridge.admin.transactions() for topic, _ in each.partitions}
+        return topics.isdisjoint(self._plan.topics)
+
+    def _ended_is_closed(self, history: History) -> bool:
+        """Return whether the broker lists no transaction as open that its process has aborted."""
+        if not self._bridge.capabilities[Capability.LIST_OPEN]:
+            return True
+        ended = {each.transaction for each in history.operations if each.fields.get("error") in _ABORTED_BY_PROCESS}
+        return ended.isdisjoint(each.transaction for each in self._bridge.admin.transactions())
+
+    # --- half messages ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _answered_check_backs(self, history: History) -> Iterator[None]:
+        """Publish each half message whose local work was done, and let check-backs be answered during the block.
+
+        Record at the end what was decided about half messages. RocketMQ asks only a bridge of the same application
+        about a transaction, so a bridge of the owners' application is open meanwhile.
+        """
+        with self._client.bridge(application=self._plan.owner):
+            if "sell" not in self._roles:
+                yield
+                return
+            sales = Sales(self._plan.sales)
+
+            def check(transaction: str, messages: Sequence[Message]) -> Decision:
+                self._client.note_check(transaction, messages)
+                return sales.decide(transaction, Decision.ABORT)
+
+            with self._bridge.resolver(self._plan.sellers, check=check):
+                self._await(lambda: self._sold() >= _wanted(history, sales), "half messages are not published")
+                yield
+        for transaction, decision in sales.all().items():
+            call = self._recorder.start("decided", transaction=transaction)
+            call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
+
+    def _sold(self) -> set[str]:
+        return {text_of(message) for topic in self._plan.sold for message in self._bridge.read(topic, ALL)}
+
+    # --- groups -------------------------------------------------------------------------------------------------------
+
+    def _drain_groups(self, history: History) -> None:
+        """Wait until the groups have read everything, and record for each whether it has."""
+        source = self._plan.topic("source")
+        results = [operation.result for operation in history.operations]
+        sent = {
+            value
+            for order, (topic, _), values in history.sends
+            if topic == source and results[order] == "ok"
+            for value in values
+        }
+        for group in self._plan.groups(self._roles):
+            call = self._recorder.start("drained", group=group, topics=[source])
+            drained = functools.partial(self._is_drained, group, sent)
+            call.end("ok" if self._await(drained, f"{group} has not read everything") else "unknown")
+
+    def _is_drained(self, group: str, sent: Collection[str]) -> bool:
+        return self._has_no_lag(group) or self._has_acknowledged(group, sent)
+
+    def _has_no_lag(self, group: str) -> bool:
+        if not self._bridge.capabilities[Capability.GROUP_ADMIN]:
+            return False
+        try:
+            lag = self._bridge.admin.group(group).lag
+        except NotFound:
+            return False
+        # A partition of which the group has acknowledged nothing is missing in its lag.
+        return len(lag) == PARTITIONS and not any(lag.values())
+
+    def _has_acknowledged(self, group: str, sent: Collection[str]) -> bool:
+        """Return whether committed transactions have acknowledged all messages of the source topic for a group.
+
+        A member may be killed before it records that its transaction was committed: then its output can be read. The
+        group's lag does not tell this on brokers that count control markers in the lag.
+        """
+        if time.monotonic() < self._next_look:
+            return False
+        files = [file for role in _MEMBERS for file in Path(self._plan.folder).glob(f"{role}*.jsonl")]
+        history = read_history(files)
+        committed = {each.order for each in history.operations if each.result == "ok"}
+        left = set(sent) - _acknowledged_by(committed, history, group)
+        if left:
+            outputs = (self._plan.topic("target"), self._plan.topic("processed"), self._plan.dead_letters)
+            seen = {text_of(message) for topic in outputs for message in self._bridge.read(topic, ALL)}
+            committed.update(order for order, _, values in history.sends if not seen.isdisjoint(values))
+            left -= _acknowledged_by(committed, history, group)
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        return not left
+
+
+def _wanted(history: History, sales: Sales) -> set[str]:
+    """Return the values of the half messages that must be published: their local work was done."""
+    decisions = sales.all()
+    return {
+        value
+        for order, _, values in history.sends
+        if history.operations[order].what == "half"
+        and decisions.get(history.operations[order].transaction or "") is Decision.COMMIT
+        for value in values
+    }
+
+
+def _acknowledged_by(orders: Collection[int], history: History, group: str) -> set[str]:
+    """Return the values that these operations of a history acknowledge for a group."""
+    return {value for order, by, values in history.acks if by == group and order in orders for value in values}
