@@ -1,4 +1,4 @@
-"""`Settling`: the end of a run's work: open transactions are ended, and groups read on until they have read everything."""
+"""`Settling`: after a run's work, open transactions are ended, and groups read on until they have read everything."""
 
 from __future__ import annotations
 
