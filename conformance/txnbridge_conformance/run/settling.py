@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from txnbridge import Bridge, Capability, Decision, Message
@@ -27,6 +27,8 @@ _SETTLING_SECONDS = 90.0
 _ABORTING_SECONDS = 20.0
 # The pause between two looks at the histories of a group's members.
 _LOOK_SECONDS = 3.0
+# A group has read everything if a new member receives nothing for so long.
+_QUIET_SECONDS = 10.0
 # The errors with which a call is recorded whose process has aborted its transaction, and got no error of the broker.
 _ABORTED_BY_PROCESS = ("Abort", "InvalidState")
 
@@ -67,30 +69,36 @@ class Settling:
                 _ABORTING_SECONDS,
             )
             self._await(self._nothing_open, "transactions of the run are still open")
-        self._drain_groups(history)
+        groups = self._plan.groups(self._roles)
+        drained = [self._wait(functools.partial(self._is_drained, group, self._sent(history))) for group in groups]
         self._stop((*_MEMBERS, "watch"))
+        for group, failure in zip(groups, drained, strict=True):
+            self._note_drained(group, failure)
         self._finish_all(read_history([self._plan.folder]))
         self._await(self._nothing_open, "transactions of groups are still open")
 
-    def _await(self, condition: Callable[[], bool], what: str, seconds: float = _SETTLING_SECONDS) -> bool:
-        """Wait until a condition is true, for `seconds` at most. Return whether it became true.
+    def _await(self, condition: Callable[[], bool], what: str, seconds: float = _SETTLING_SECONDS) -> None:
+        """Wait until a condition is true, for `seconds` at most. Record the wait and its result in the history.
 
-        Record the wait and its result in the history, with the text `what` for a condition that stays false.
+        `what` says in the history what is wrong if the condition stays false.
         """
         call = self._recorder.start("settle", condition=what)
+        failure = self._wait(condition, seconds)
+        call.end("ok" if failure is None else "fail", error=failure)
+
+    def _wait(self, condition: Callable[[], bool], seconds: float = _SETTLING_SECONDS) -> str | None:
+        """Wait until a condition is true. Return None, or the last error as text, perhaps "", if it stays false."""
         until = time.monotonic() + seconds
         failure = ""
         while time.monotonic() < until:
             self._replace_dead()
             try:
                 if condition():
-                    call.end("ok")
-                    return True
+                    return None
             except TxnBridgeError as error:
                 failure = f"{type(error).__name__}: {error}"
             time.sleep(0.2)
-        call.end("fail", error=failure)
-        return False
+        return failure
 
     # --- transactions -------------------------------------------------------------------------------------------------
 
@@ -157,20 +165,43 @@ class Settling:
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
-    def _drain_groups(self, history: History) -> None:
-        """Wait until the groups have read everything, and record for each whether it has."""
+    def _sent(self, history: History) -> set[str]:
+        """Return the values of the messages that groups have to read."""
         source = self._plan.topic("source")
-        results = [operation.result for operation in history.operations]
-        sent = {
+        return {
             value
             for order, (topic, _), values in history.sends
-            if topic == source and results[order] == "ok"
+            if topic == source and history.operations[order].result == "ok"
             for value in values
         }
-        for group in self._plan.groups(self._roles):
-            call = self._recorder.start("drained", group=group, topics=[source])
-            drained = functools.partial(self._is_drained, group, sent)
-            call.end("ok" if self._await(drained, f"{group} has not read everything") else "unknown")
+
+    def _note_drained(self, group: str, failure: str | None) -> None:
+        """Record whether a group without members has read everything; `failure` is None if that is known already.
+
+        Otherwise it has read everything if a new member receives nothing. That it has not is a finding.
+        """
+        call = self._recorder.start("drained", group=group, topics=[self._plan.topic("source")])
+        if failure is not None and not self._receives_nothing(group):
+            call.end("unknown", error=failure)
+            self._recorder.start("settle", condition=f"{group} has not read everything").end("fail", error=failure)
+        else:
+            call.end("ok")
+
+    def _receives_nothing(self, group: str) -> bool:
+        """Return whether a member that has all partitions of the source topic receives nothing for some seconds."""
+        until, quiet_since = time.monotonic() + _SETTLING_SECONDS, None
+        with suppress(TxnBridgeError), self._client.bridge() as bridge:
+            with bridge.consumer(self._plan.topic("source"), group) as consumer:
+                while (now := time.monotonic()) < until:
+                    if consumer.poll(1, timeout=1):
+                        return False
+                    if len(consumer.assignment) < PARTITIONS:
+                        quiet_since = None
+                    elif quiet_since is None:
+                        quiet_since = now
+                    elif now > quiet_since + _QUIET_SECONDS:
+                        return True
+        return False
 
     def _is_drained(self, group: str, sent: Collection[str]) -> bool:
         return self._has_no_lag(group) or self._has_acknowledged(group, sent)
