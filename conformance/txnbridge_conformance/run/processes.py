@@ -56,7 +56,7 @@ class Process:
         number, tried = self._next_kill(self.role)
         with open(self._errors, "wb") as errors:
             arguments = [*command, self.role, self.name, str(number), ",".join(tried)]
-            self._process = subprocess.Popen(arguments, stderr=errors, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
 
     def replace_dead(self) -> str | None:
         """Start the process again if it has ended. Return the name of the event at which it killed itself.
