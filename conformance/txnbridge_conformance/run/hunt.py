@@ -153,10 +153,11 @@ class Hunt:
         wanted = self._attacking and self._random.random() < 0.5
         return (self._random.choice((1, 1, 2, 5)) if wanted else 0), self._tried[role]
 
-    def settle(self, bridge: Bridge) -> None:
+    def settle(self) -> None:
         """Stop the processes, and end each transaction that they left open or prepared."""
         self._progress("stopping")
-        Settling(self._client, bridge, self._roles, self._stop, self._replace_dead).settle()
+        with self._client.bridge(timeout=_READING_SECONDS) as bridge:
+            Settling(self._client, bridge, self._roles, self._stop, self._replace_dead).settle()
 
     def _stop(self, roles: Collection[str]) -> None:
         for process in [each for each in self._processes if each.role in roles]:
@@ -171,7 +172,7 @@ class Hunt:
         for topic in (*self._plan.topics, self._plan.dead_letters):
             call = self._recorder.start("read", topics=[topic])
             try:
-                with self._client.bridge() as bridge:
+                with self._client.bridge(timeout=_READING_SECONDS) as bridge:
                     call.poll([read_of(message) for message in bridge.read(topic, ALL)])
             except TxnBridgeError as error:
                 call.end("unknown", error=type(error).__name__)
@@ -220,7 +221,7 @@ def hunt(
         stack.callback(running.close)
         bridge = stack.enter_context(running.topics())
         running.work(bridge)
-        running.settle(bridge)
+        running.settle()
         running.read_back()
         running.read_back_officially()
 
