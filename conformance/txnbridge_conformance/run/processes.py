@@ -85,7 +85,7 @@ class Process:
 
     def _has_connected(self) -> bool:
         with suppress(OSError):
-            return b'{"end":0,"result":"ok"' in (Path(self._plan.folder) / f"{self.name}.jsonl").read_bytes()
+            return b'"result":"ok"' in (Path(self._plan.folder) / f"{self.name}.jsonl").read_bytes()
         return False
 
     def _last_lines(self) -> str:
