@@ -6,9 +6,9 @@ import ssl
 
 import pytest
 from txnbridge_rocketmq.client.connection import ConnectionSettings, RemotingConnection
+from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout, Unreachable
 from txnbridge_rocketmq.client.frames import RemotingCommand
-from txnbridge_rocketmq.client.security import Credentials
 
 from tests.kafka.certificates import Authority
 from tests.rocketmq.kit import FakeBroker, Peer, becomes_true, echo

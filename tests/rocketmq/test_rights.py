@@ -13,8 +13,8 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.observing import eventually
 from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.requests import RpcRequest, as_body, fields, nothing
-from txnbridge_rocketmq.client.security import Credentials
 
 from tests.rocketmq.kit import BROKER, LONG, bodies
 from tests.rocketmq.reading_kit import connect_to, new_topic, publish, unique

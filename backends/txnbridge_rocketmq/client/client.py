@@ -23,12 +23,12 @@ from typing import TypeVar
 
 from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
+from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, Unreachable
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Membership, heartbeat, unregister
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.routes import TopicRoute, masters, route
-from txnbridge_rocketmq.client.security import Credentials
 from txnbridge_rocketmq.client.send_requests import CheckBack, check_back_of
 from txnbridge_rocketmq.client.transport import split
 

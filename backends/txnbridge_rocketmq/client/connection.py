@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import Disconnected, ProtocolViolation, RemotingError, ResponseTimeout
 from txnbridge_rocketmq.client.frames import ANSWER, FrameDecoder, RemotingCommand, encode
 from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.client.security import Credentials
 from txnbridge_rocketmq.client.transport import connect
 
 T = TypeVar("T")

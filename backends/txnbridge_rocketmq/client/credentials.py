@@ -1,4 +1,4 @@
-"""Request signatures, for brokers that control access."""
+"""`Credentials`, with which requests are signed for brokers that control access."""
 
 from __future__ import annotations
 
