@@ -126,7 +126,8 @@ def test_a_mutant_is_found_under_its_name(
     mutant = LIVE[backend].by_name[name]
     if mutant.needs:
         pytest.importorskip(mutant.needs, reason="only the broker's official client shows it")
-    more = ["--time", str(mutant.seconds), "--plugin", f"tests.conformance.mutants.{backend}"]
+    more = ["--time", str(mutant.seconds), "--workload", mutant.workload]
+    more += ["--plugin", f"tests.conformance.mutants.{backend}"]
     if isinstance(broker, RocketMQ):
         more += ["--grpc", broker.grpc_address()]
     assert_found(mutant.finds, mutant.seeds, tmp_path, url, *more, **{VARIABLE: name})

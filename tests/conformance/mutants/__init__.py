@@ -22,12 +22,14 @@ VARIABLE = "TXNBRIDGE_MUTANT"
 class Mutant:
     """A change of a backend, and the findings of which a run has at least one. `seeds` are tried in turn.
 
-    `needs` is a module without which nothing is found, such as an official client.
+    `workload` is the workload that needs the missing rule; with this one alone a run attacks it more often. `needs` is
+    a module without which nothing is found, such as an official client.
     """
 
     change: Callable[[], None]
     finds: frozenset[str]
     seconds: int
+    workload: str
     seeds: tuple[int, ...]
     needs: str | None
 
@@ -39,12 +41,17 @@ class Mutants:
     by_name: dict[str, Mutant] = field(default_factory=dict)
 
     def mutant(
-        self, *finds: str, seconds: int = 30, seeds: tuple[int, ...] = (1, 2, 3), needs: str | None = None
+        self,
+        *finds: str,
+        workload: str,
+        seconds: int = 20,
+        seeds: tuple[int, ...] = (1, 2, 3),
+        needs: str | None = None,
     ) -> Callable[[Callable[[], None]], Callable[[], None]]:
         """Return a decorator for a function that changes the backend. A run has to find one of `finds`."""
 
         def add(change: Callable[[], None]) -> Callable[[], None]:
-            self.by_name[change.__name__] = Mutant(change, frozenset(finds), seconds, seeds, needs)
+            self.by_name[change.__name__] = Mutant(change, frozenset(finds), seconds, workload, seeds, needs)
             return change
 
         return add

@@ -22,7 +22,7 @@ from txnbridge.spi import Deadline
 KAFKA = Mutants()
 
 
-@KAFKA.mutant("G1a", "early-read")
+@KAFKA.mutant("G1a", "early-read", workload="transactions")
 def reads_uncommitted() -> None:
     """Readers read messages of open and aborted transactions."""
 
@@ -32,7 +32,7 @@ def reads_uncommitted() -> None:
     replace(assignment, "ConfluentConsumer", make)
 
 
-@KAFKA.mutant("half-ack")
+@KAFKA.mutant("half-ack", workload="groups")
 def acks_outside() -> None:
     """Acknowledgements are committed at once, in another transaction than the messages."""
 
@@ -47,13 +47,13 @@ def acks_outside() -> None:
     replace(KafkaWriter, "ack", ack)
 
 
-@KAFKA.mutant("half-ack")
+@KAFKA.mutant("half-ack", workload="groups")
 def reads_on_after_an_abort() -> None:
     """A reader does not go back to the messages of an aborted transaction."""
     replace(KafkaReader, "rewind", nothing)
 
 
-@KAFKA.mutant("replay-duplicate")
+@KAFKA.mutant("replay-duplicate", workload="groups")
 def reads_undecided_positions() -> None:
     """A new member starts at the group's last position, although an open transaction may move it."""
 
@@ -63,19 +63,19 @@ def reads_undecided_positions() -> None:
     before = replace(messages, "offset_fetch_request", fetch)
 
 
-@KAFKA.mutant("outcome-lie", "zombie-write", "unseen")
+@KAFKA.mutant("outcome-lie", "zombie-write", "unseen", workload="owners")
 def takes_a_refusal_for_a_commit() -> None:
     """A commit that the coordinator refuses counts as committed."""
     replace(KafkaWriter, "_settle", nothing)
 
 
-@KAFKA.mutant("zombie-write")
+@KAFKA.mutant("zombie-write", workload="owners")
 def takes_the_id_back() -> None:
     """An owner does not look whether it still is the owner before it opens its id again (H14)."""
     replace(KafkaOwner, "check", nothing)
 
 
-@KAFKA.mutant("zombie-write")
+@KAFKA.mutant("zombie-write", workload="owners")
 def fences_nobody() -> None:
     """Each opening uses another id at the broker, so the broker fences no older owner."""
 
@@ -86,26 +86,26 @@ def fences_nobody() -> None:
     before = replace(ProducerSession, "__init__", init)
 
 
-@KAFKA.mutant("zombie-write")
+@KAFKA.mutant("zombie-write", workload="owners")
 def prepares_as_a_zombie() -> None:
     """An opener does not end what is not prepared yet, and an owner prepares without a prepare record (H16)."""
     replace(KafkaPreparedWriter, "_record", nothing)
     replace(opening, "_end_unprepared", nothing)
 
 
-@KAFKA.mutant("lost-prepare")
+@KAFKA.mutant("lost-prepare", workload="owners")
 def aborts_what_is_prepared() -> None:
     """An opener ends prepared transactions, too, because it finds no prepare record (H16)."""
     replace(opening, "PREPARE", "no such kind")
 
 
-@KAFKA.mutant("split-decision")
+@KAFKA.mutant("split-decision", workload="transactions")
 def says_what_was_asked() -> None:
     """The end of a transaction by its token returns the wanted outcome, not the true one."""
     say_what_was_asked(broker)
 
 
-@KAFKA.mutant("split-decision")
+@KAFKA.mutant("split-decision", workload="decisions")
 def lets_the_last_claim_win() -> None:
     """The last claim in a decision log counts, and not the first."""
     let_the_last_claim_win()

@@ -24,7 +24,7 @@ from txnbridge.spi import Deadline
 PULSAR = Mutants()
 
 
-@PULSAR.mutant("G1a", "early-read")
+@PULSAR.mutant("G1a", "early-read", workload="transactions")
 def sends_outside() -> None:
     """Messages are sent without the transaction's number."""
 
@@ -34,7 +34,7 @@ def sends_outside() -> None:
     before = replace(PulsarProducer, "send", send)
 
 
-@PULSAR.mutant("half-ack", "hang")
+@PULSAR.mutant("half-ack", "hang", workload="groups")
 def acks_outside() -> None:
     """Acknowledgements are sent without the transaction's number.
 
@@ -47,7 +47,7 @@ def acks_outside() -> None:
     before = replace(PulsarConsumer, "start_acknowledge", start)
 
 
-@PULSAR.mutant("G0-realtime", "G1c-realtime", "unseen", "outcome-lie", "split-decision")
+@PULSAR.mutant("G0-realtime", "G1c-realtime", "unseen", "outcome-lie", "split-decision", workload="transactions")
 def commits_later() -> None:
     """A commit returns before the coordinator was asked for it."""
 
@@ -65,7 +65,7 @@ def commits_later() -> None:
     before = replace(writer, "end", end)
 
 
-@PULSAR.mutant("outcome-lie", "zombie-write", "unseen")
+@PULSAR.mutant("outcome-lie", "zombie-write", "unseen", workload="owners")
 def takes_a_refusal_for_a_commit() -> None:
     """A commit counts as committed if the coordinator does not know the transaction any more."""
 
@@ -76,14 +76,16 @@ def takes_a_refusal_for_a_commit() -> None:
     before = replace(writer, "end", end)
 
 
-@PULSAR.mutant("lost-write", "unseen", "torn-transaction", "outcome-lie", "stuck-reader", "hang")
+@PULSAR.mutant(
+    "lost-write", "unseen", "torn-transaction", "outcome-lie", "stuck-reader", "hang", workload="transactions"
+)
 def waits_for_no_receipts() -> None:
     """A commit is requested while messages are under way (H34)."""
     replace(PendingReceipts, "wait", lambda *args: True)
     replace(PendingReceipts, "settled", True)
 
 
-@PULSAR.mutant("zombie-write")
+@PULSAR.mutant("zombie-write", workload="owners")
 def fences_nobody() -> None:
     """Each opening has a fence topic of its own, so no older owner is fenced."""
 
@@ -93,13 +95,13 @@ def fences_nobody() -> None:
     before = replace(PulsarBroker, "_owner_of", owner_of)
 
 
-@PULSAR.mutant("split-decision")
+@PULSAR.mutant("split-decision", workload="transactions")
 def says_what_was_asked() -> None:
     """The end of a transaction by its token returns the wanted outcome, not the true one."""
     say_what_was_asked(outcome)
 
 
-@PULSAR.mutant("split-decision")
+@PULSAR.mutant("split-decision", workload="decisions")
 def lets_the_last_claim_win() -> None:
     """The last claim in a decision log counts, and not the first."""
     let_the_last_claim_win()

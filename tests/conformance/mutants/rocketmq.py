@@ -25,7 +25,7 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, make(getattr(owner, name)))
 
 
-@ROCKETMQ.mutant("early-read", "G1a")
+@ROCKETMQ.mutant("early-read", "G1a", workload="transactions")
 def publishes_at_once() -> None:
     """Halves are published as soon as all are stored, before the decision."""
 
@@ -39,7 +39,7 @@ def publishes_at_once() -> None:
     replace(RocketMQWriter, "_store", make)
 
 
-@ROCKETMQ.mutant("unseen", "lost-write")
+@ROCKETMQ.mutant("unseen", "lost-write", workload="transactions")
 def aborts_what_is_undecided() -> None:
     """The answer to a check-back is ABORT if the decision log has no decision yet (hazard H66)."""
 
@@ -54,7 +54,7 @@ def aborts_what_is_undecided() -> None:
     replace(CheckBackHandler, "_settle", make)
 
 
-@ROCKETMQ.mutant("duplicate", needs="rocketmq")
+@ROCKETMQ.mutant("duplicate", workload="transactions", needs="rocketmq")
 def publishes_without_a_look() -> None:
     """Halves are committed without a look-up that shows which messages are published already (hazard H62)."""
 
@@ -67,7 +67,7 @@ def publishes_without_a_look() -> None:
     replace(HalfEnder, "publish", lambda _: publish)
 
 
-@ROCKETMQ.mutant("torn-transaction", "unseen", "outcome-lie", "G1a")
+@ROCKETMQ.mutant("torn-transaction", "unseen", "outcome-lie", "G1a", workload="transactions")
 def commits_without_a_record() -> None:
     """A commit of a transaction without acknowledgements is not written to the decision log (hazard H66)."""
 
@@ -84,7 +84,7 @@ def commits_without_a_record() -> None:
     replace(RocketMQWriter, "_claim", make)
 
 
-@ROCKETMQ.mutant("lost-prepare")
+@ROCKETMQ.mutant("lost-prepare", workload="owners")
 def aborts_what_an_older_owner_prepared() -> None:
     """A newer opening of the transactional id aborts prepared transactions, too (hazard H72)."""
 
@@ -95,13 +95,13 @@ def aborts_what_an_older_owner_prepared() -> None:
     replace(check_back, "_is_abandoned", lambda _: is_abandoned)
 
 
-@ROCKETMQ.mutant("zombie-write")
+@ROCKETMQ.mutant("zombie-write", workload="owners")
 def lets_zombies_decide() -> None:
     """The claim of a fenced owner counts (hazard H72)."""
     replace(TokenFold, "_is_shut_out", lambda _: lambda *_: False)
 
 
-@ROCKETMQ.mutant("split-decision")
+@ROCKETMQ.mutant("split-decision", workload="transactions")
 def says_what_it_was_asked() -> None:
     """The outcome of a token is what the call asked for, although an earlier call decided otherwise."""
 
@@ -115,13 +115,13 @@ def says_what_it_was_asked() -> None:
     replace(outcome, "end_prepared", make)
 
 
-@ROCKETMQ.mutant("half-ack", "hang")
+@ROCKETMQ.mutant("half-ack", "hang", workload="groups")
 def skips_what_was_aborted() -> None:
     """A reader does not go back after an abort: the next acknowledgement passes the messages."""
     replace(RocketMQReader, "rewind", lambda _: lambda *_: None)
 
 
-@ROCKETMQ.mutant("phantom-commit")
+@ROCKETMQ.mutant("phantom-commit", workload="half-messages")
 def publishes_undecided_halves() -> None:
     """A half message whose local work is undecided is published."""
 
