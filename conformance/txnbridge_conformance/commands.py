@@ -208,7 +208,7 @@ def plan(url: str, as_json: bool) -> None:
         absent = [role for role, needed in NEEDS.items() if not bridge.capabilities[needed]]
         possible = bool(bridge.capabilities[Capability.TOPIC_ADMIN])
         roles = planned.roles(bridge.capabilities)
-    topics = [*planned.topics, planned.dead_letters]
+    topics = planned.all_topics
     document = {
         "topics": topics,
         "partitions": PARTITIONS,

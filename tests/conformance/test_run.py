@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from txnbridge_conformance.checker import MEANINGS, check
 from txnbridge_conformance.contract import ContractResult
 from txnbridge_conformance.history import History
+from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.report import Report
 from txnbridge_conformance.run.verdict import judge
 
@@ -71,6 +73,25 @@ def test_a_hook_heals_each_fault_that_it_has_injected(tmp_path):
     assert set(calls) <= {"inject kill node1", "heal kill node1", "inject cut the net", "heal cut the net"}
     for injected, healed in zip(calls[::2], calls[1::2], strict=True):
         assert healed == injected.replace("inject", "heal")
+
+
+def test_the_processes_of_a_killed_run_end_even_if_they_are_paused(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "txnbridge.cli", "conformance", "run", f"embedded:{tmp_path / 'broker.db'}"]
+    with subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.DEVNULL) as running:
+        try:
+            eventually(lambda: list(out.glob("write0-*.jsonl")), "no process works")
+            os.kill(processes_of(out)[0], signal.SIGSTOP)
+        finally:
+            running.kill()
+    eventually(lambda: not processes_of(out), "processes of the killed run go on")
+
+
+def processes_of(out: Path) -> list[int]:
+    """Return the numbers of the child processes of the run whose folder is `out`."""
+    listed = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    lines = [line.split(maxsplit=1) for line in listed.splitlines() if f'"{out}"' in line and "run.program" in line]
+    return [int(number) for number, _ in lines]
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -50,6 +50,7 @@ public class RawPulsar {
     public static void main(String[] arguments) throws Exception {
         RawPulsar program = new RawPulsar(arguments);
         Thread main = Thread.currentThread();
+        ProcessHandle.current().parent().ifPresent(run -> run.onExit().thenRun(() -> Runtime.getRuntime().halt(1)));
         Runtime.getRuntime().addShutdownHook(new Thread(() -> {
             program.stopped = true;
             try {

@@ -76,13 +76,12 @@ class Hunt:
     def topics(self) -> Iterator[Bridge]:
         """Create the run's topics, yield a bridge, and delete the topics at the end of the block."""
         with self._client.bridge() as bridge:
-            for topic in self._plan.topics:
-                bridge.admin.create_topic(topic, PARTITIONS)
-            bridge.admin.create_topic(self._plan.dead_letters, 1)
+            for topic in self._plan.all_topics:
+                bridge.admin.create_topic(topic, 1 if topic == self._plan.dead_letters else PARTITIONS)
             try:
                 yield bridge
             finally:
-                for topic in (*self._plan.topics, self._plan.dead_letters):
+                for topic in self._plan.all_topics:
                     with suppress(TxnBridgeError):
                         bridge.admin.delete_topic(topic)
 
@@ -169,7 +168,7 @@ class Hunt:
     def read_back(self) -> None:
         """Read every topic from the start with a fresh reader, and record all messages."""
         self._progress("reading everything back")
-        for topic in (*self._plan.topics, self._plan.dead_letters):
+        for topic in self._plan.all_topics:
             call = self._recorder.start("read", topics=[topic])
             try:
                 with self._client.bridge(timeout=_READING_SECONDS) as bridge:
@@ -185,7 +184,7 @@ class Hunt:
             return
         self._progress(f"reading everything back with {name}")
         recorder = Recorder(Path(self._plan.folder) / "official.jsonl", "official", name)
-        for topic in self._plan.topics:
+        for topic in self._plan.all_topics:
             call = recorder.start("read", topics=[topic])
             command = [sys.executable, "-m", official.__name__, self._plan.to_json(), topic]
             try:

@@ -21,10 +21,13 @@ from urllib.parse import urlsplit
 
 import txnbridge
 from txnbridge_conformance.run.bodies import value_of
-from txnbridge_conformance.run.plan import PARTITIONS, Plan
+from txnbridge_conformance.run.plan import Plan
+from txnbridge_conformance.run.processes import end_with
 
 Line = tuple[str, int, "list[int] | None", str]
 
+# Kafka's client waits so long for an answer.
+_ANSWER_SECONDS = 60.0
 # A reader of Pulsar waits so long for a message that its client has announced.
 _HELD_BACK_MS = 30_000
 # RocketMQ's client waits so long for messages, and gets no message again within the second time. A reader that has
@@ -48,7 +51,8 @@ def read_kafka(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
         "isolation.level": "read_committed",
     }
     consumer = Consumer({**settings, "enable.auto.commit": False, "enable.partition.eof": True, "log_level": 0})
-    left = {(topic, number) for topic in topics for number in range(PARTITIONS)}
+    partitions = {topic: consumer.list_topics(topic, _ANSWER_SECONDS).topics[topic].partitions for topic in topics}
+    left = {(topic, number) for topic in topics for number in partitions[topic]}
     consumer.assign([TopicPartition(topic, number, 0) for topic, number in left])
     while left:
         for message in consumer.consume(10_000, 1):
@@ -68,8 +72,7 @@ def read_pulsar(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
     namespace = parts.path.strip("/") or "public/default"
     client: Any = pulsar.Client(f"pulsar://{parts.netloc}", logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
     for topic in topics:
-        for number in range(PARTITIONS):
-            name = f"persistent://{namespace}/{topic}-partition-{number}"
+        for number, name in enumerate(client.get_topic_partitions(f"persistent://{namespace}/{topic}")):
             reader = client.create_reader(name, pulsar.MessageId.earliest)
             with suppress(pulsar.Timeout):  # an open transaction holds back the rest
                 while reader.has_message_available():
@@ -114,6 +117,7 @@ def read_rocketmq(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
 
 def main(text: str, *topics: str) -> None:
     plan = Plan.from_json(text)
+    end_with(plan.run)
     read = {"kafka": read_kafka, "pulsar": read_pulsar, "rocketmq": read_rocketmq}[urlsplit(plan.url).scheme]
     for line in read(plan, topics):
         sys.stdout.write(json.dumps(line) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -77,6 +78,8 @@ class Plan:
     timeout: float = 8.0
     # The time for which prepared transactions wait for a process that finishes them.
     hold: float = 60.0
+    # The number of the process that runs the plan. Its child processes end with it.
+    run: int = field(default_factory=os.getpid)
 
     @property
     def stop_timeout(self) -> float:
@@ -104,6 +107,10 @@ class Plan:
     def dead_letters(self) -> str:
         """The topic, with one partition, to which the role "process" sends poison messages."""
         return self.topic("dead")
+
+    @property
+    def all_topics(self) -> list[str]:
+        return [*self.topics, self.dead_letters]
 
     def roles(self, capabilities: Capabilities) -> dict[str, int]:
         """Return the number of processes by role, for the roles of the plan's workloads that the broker can have."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +18,22 @@ from txnbridge_conformance.run.plan import Plan
 
 class RunFailed(Exception):
     """Raised if a run cannot go on; the text says why and what to do."""
+
+
+def end_with(run: int) -> None:
+    """Watch this process's parent in a thread, and kill this process as soon as the parent is not `run` any more.
+
+    A run that is killed cannot stop its processes. The caller gets a process group of its own: the kernel then ends it
+    even if it is paused, and Ctrl-C in the shell does not reach it.
+    """
+
+    def watch() -> None:
+        while os.getppid() == run:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.setpgid(0, 0)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class Process:

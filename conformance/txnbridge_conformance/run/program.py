@@ -20,11 +20,13 @@ from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance.history import Recorder
 from txnbridge_conformance.run.client import Client, KillAt
 from txnbridge_conformance.run.plan import Plan
+from txnbridge_conformance.run.processes import end_with
 from txnbridge_conformance.run.workloads import WORK
 
 
 def main(text: str, role: str, process: str, number: str, tried: str) -> None:
     plan = Plan.from_json(text)
+    end_with(plan.run)
     plan.register_plugins()
     if plan.raw and urlsplit(plan.url).scheme == "pulsar":
         from txnbridge_conformance.run import raw_pulsar  # it imports all that starts brokers
@@ -35,7 +37,6 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
     with closing(recorder):
         client = Client(plan, process, recorder, random.Random(f"{plan.seed} {process}"))
         signal.signal(signal.SIGTERM, lambda *_: client.stop.set())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the shell reaches the run, which ends its processes
         if int(number):
             plugins.register(KillAt(int(number), tried.split(","), recorder, process), "kill-at")
         while not client.stop.is_set():
