@@ -125,22 +125,25 @@ class Client:
         """Run one transaction and record it. Return the transaction if it was committed or prepared, else None.
 
         The token of a prepared transaction is appended to the file `Plan.tokens`. `ack` is a group, and the messages to
-        acknowledge for the group. The commit or prepare is requested `pause` seconds after the last message.
+        acknowledge for the group. The transaction pauses for `pause` seconds before one of its parts or before its end.
         """
         call = self.start_transaction(**({"deadline": timeout} if timeout else {}))
         if ack is not None:
             group, messages = ack
             call.poll([read_of(message) for message in messages], group)
+        parts = list(sends.items())
+        pause_at = self.random.randint(0, len(parts))
         try:
             with bridge.transaction(prepare=prepare, timeout=timeout) as txn:
                 call.note(transaction=txn.id, begun=time.monotonic_ns())
-                self.send(txn, call, sends)
+                self.send(txn, call, dict(parts[:pause_at]))
                 if ack is not None:
                     call.ack(group, [text_of(message) for message in messages])
                     txn.ack(messages)
+                self.stop.wait(pause)
+                self.send(txn, call, dict(parts[pause_at:]))
                 if abort:
                     raise Abort
-                self.stop.wait(pause)
                 call.note(ending=time.monotonic_ns())
         except OutcomeUnknown as error:
             call.end("unknown", error="OutcomeUnknown", token=error.token and str(error.token))

@@ -16,6 +16,8 @@ from txnbridge_conformance.run.sales import Sales
 # One message of so many is poison, and the handler fails for this share of the others.
 _POISON_EVERY = 25
 _FAILURE_SHARE = 0.005
+# The longest pause of a transaction: in it another owner can open the id, or the broker can be restarted.
+_LONGEST_PAUSE = 2.0
 # The deadline of transactions that oversleep it, in seconds.
 _SHORT_DEADLINE = 1.0
 
@@ -24,7 +26,7 @@ def write(client: Client) -> None:
     """Run random transactions without a transactional id: committed, aborted and prepared ones."""
     with client.bridge(writers=2) as bridge:
         while not client.stop.wait(client.random.uniform(0, 0.02)):
-            _one(client, bridge)
+            _one(client, bridge, pauses=0.05)
 
 
 def own(client: Client) -> None:
@@ -32,21 +34,21 @@ def own(client: Client) -> None:
     with client.bridge(transactional_id=client.plan.owner, writers=1) as bridge:
         while not client.stop.wait(client.random.uniform(0, 0.05)):
             # In a pause the other owner may open the id: what is then prepared or committed must not take effect.
-            if not _one(client, bridge, longest_pause=0.7) and client.random.random() < 0.2:
+            if not _one(client, bridge, pauses=0.3) and client.random.random() < 0.2:
                 return  # open the id again
 
 
-def _one(client: Client, bridge: Bridge, longest_pause: float = 0.0) -> bool:
+def _one(client: Client, bridge: Bridge, pauses: float) -> bool:
     """Run a transaction that randomly commits, aborts, prepares or fails before it is prepared.
 
-    Return whether it was committed or prepared.
+    `pauses` is the share of transactions that pause. Return whether the transaction was committed or prepared.
     """
     can_prepare = bool(bridge.capabilities[Capability.PREPARE])
     ways = ("commit", "abort", "prepare", "fail")
     way = client.random.choices(ways, (5, 2, 2, 1) if can_prepare else (5, 2, 0, 0))[0]
     sends = client.sends(client.plan.topic("left"), client.plan.topic("right"))
     abort, prepare = way in ("abort", "fail"), way in ("prepare", "fail")
-    pause = client.random.choice((0, 0, client.random.uniform(0, longest_pause)))
+    pause = client.random.uniform(0, _LONGEST_PAUSE) if client.random.random() < pauses else 0.0
     return client.transact(bridge, sends, abort=abort, prepare=prepare, pause=pause) is not None
 
 
