@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from txnbridge._half_messages import Execute, HalfMessages
     from txnbridge._processor import Each, OnBatch, Processor
     from txnbridge._resolver import Check, Resolver
+    from txnbridge.sql import Outbox, Relay
 
 _log = logging.getLogger("txnbridge")
 
@@ -440,6 +441,42 @@ class Bridge:
             stop_timeout=stop_timeout,
         )
 
+    def relay(
+        self,
+        outbox: Outbox,
+        database: str | Engine,
+        *,
+        ordered: bool = True,
+        batch: int = 1000,
+        keep: float | None = None,
+        poll: float = 0.025,
+        hold: float = 30.0,
+        stop_timeout: float = 30.0,
+    ) -> Relay:
+        """Return a `Relay`, which publishes the rows of an outbox exactly once; see there for the settings.
+
+            with bridge.relay(outbox, engine):
+                ...  # programs send with `outbox.send(session, ...)` and commit
+
+        `database` is an `Engine` of SQLAlchemy, or its URL. Raise `NotSupported` if the broker cannot prepare
+        transactions.
+        """
+        self._connection.check_open()
+        from txnbridge.sql.relay import Relay
+
+        return Relay(
+            self._connection,
+            self,
+            outbox,
+            database,
+            ordered=ordered,
+            batch=batch,
+            keep=keep,
+            poll=poll,
+            hold=hold,
+            stop_timeout=stop_timeout,
+        )
+
     def publisher(self, name: str | None = None) -> Publisher:
         """Return a publisher, which sends messages in order and idempotently, without a transaction.
 
@@ -494,8 +531,8 @@ class Bridge:
         connection = self._connection
         with connection.events.step("bridge.close"):
             checks = Deadline(deadline.left() * _CHECKS_SHARE)
-            for resolver in list(connection.resolvers):
-                close_logging_errors(resolver.stop_by, checks)
+            for service in list(connection.services):
+                close_logging_errors(service.stop_by, checks)
             self._end_calls(deadline)
             self._consumers.close(Deadline(min(deadline.left(), connection.timing.closing_polls)), deadline)
             self._writers.close()

@@ -27,9 +27,7 @@ FORK_HELP = (
 
 
 class Stoppable(Protocol):
-    """The part of `Resolver` by which a bridge stops its running resolvers."""
-
-    _group: str
+    """The part of `Service` by which a bridge stops its running services."""
 
     def stop_by(self, deadline: Deadline) -> None: ...
 
@@ -51,7 +49,7 @@ class Connection:
         self.timeout = timeout
         self.events = Emitter(self.name, plugins.listeners())
         self.header_makers = plugins.header_makers()
-        self.resolvers: set[Stoppable] = set()  # the running resolvers
+        self.services: set[Stoppable] = set()  # the running services
         self.closed = False  # if True, new calls are refused
         self.forked = False
         self._broker: Broker | None = None

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from txnbridge._connection import Connection, ConnectionUser
+from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._half_store import check_decision, check_group, end_half, half_store
 from txnbridge._handler_errors import handler_location
 from txnbridge._messages import Headers, Message
-from txnbridge._shutdown import Shutdown, StopNow
+from txnbridge._service import Service
 from txnbridge._token import Decision, Outcome
-from txnbridge.errors import Abort, EvidenceLost, InvalidOption, InvalidState, TxnBridgeError
+from txnbridge.errors import Abort, EvidenceLost, InvalidOption, TxnBridgeError
 from txnbridge.spi import Half
 
 _log = logging.getLogger("txnbridge")
@@ -41,7 +41,7 @@ class ResolverStats(NamedTuple):
     failed: int = 0  # checks that raised an error, or returned no decision; the broker asks again
 
 
-class Resolver(ConnectionUser):
+class Resolver(Service):
     """Calls `check(transaction_id, messages)` for undecided half messages of a group, and ends them by its answers.
 
     Several resolvers may run, in any processes: the first answer counts. Each check runs on a thread of its own, at
@@ -64,9 +64,8 @@ class Resolver(ConnectionUser):
         if type(parallel) is not int or parallel < 1:
             raise InvalidOption(f"parallel= is how many checks may run at once, from 1, not {parallel!r}")
         check_seconds("check_timeout", check_timeout, above_0=True)
-        check_seconds("stop_timeout", stop_timeout)
-        self._connection = connection
-        self._group = check_group(group)
+        super().__init__(connection, f"resolver of {check_group(group)}", stop_timeout)
+        self._group = group
         self._check = check
         self._parallel = parallel
         self._check_timeout = check_timeout
@@ -76,11 +75,6 @@ class Resolver(ConnectionUser):
         self._late: set[threading.Thread] = set()  # running checks that were logged as too slow
         self._stats = ResolverStats()
         self._failing_since: float | None = None  # the time since which all requests to the broker have failed
-        # No wait of the loop takes longer than a second, so a stop needs no force.
-        self._stop = Shutdown(stop_timeout, f"resolver of {group}", lambda _: None, lambda: None)
-        self._running = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
 
     @property
     def stats(self) -> ResolverStats:
@@ -93,72 +87,21 @@ class Resolver(ConnectionUser):
             hang = len(self._late) >= self._parallel
         since = self._failing_since
         failing = since is not None and time.monotonic() - since > self._connection.timeout
-        running = self._running.locked() and self._error is None and not self._connection.closed
-        return running and not hang and not failing
+        return self._runs and not hang and not failing
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Answer check-backs on this thread until `stop`, or on the main thread until SIGTERM or Ctrl-C.
-
-        Errors of the broker are logged and retried; raise any other error.
-        """
-        if not self._running.acquire(blocking=False):
-            raise InvalidState(f"this resolver of {self._group} runs already")
-        self._connection.resolvers.add(self)
-        try:
-            with self._stop.by_signals(), suppress(StopNow):
-                self._loop()
-                self._wait_for_checks()
-        finally:
-            self._connection.resolvers.discard(self)
-            self._leave()
-            self._running.release()
-
     def _leave(self) -> None:
-        if not any(other._group == self._group for other in list(self._connection.resolvers)):
+        others = [each for each in list(self._connection.services) if isinstance(each, Resolver)]
+        if not any(other._group == self._group for other in others):
             with suppress(TxnBridgeError), self._connection.call():  # a bridge that is being closed leaves all groups
                 self._store.leave(self._group, Deadline(_WAIT_SECONDS))
 
-    def start(self) -> None:
-        """Call `run` on a new thread."""
-        self._thread = threading.Thread(target=self._run_quietly, name=f"txnbridge resolver {self._group}", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ask `run` to return after the running checks. Return at once; any thread or signal handler may call this."""
-        self._stop.ask()
-
-    def close(self) -> None:
-        """Stop, and wait for the end of the thread that `start` made."""
-        self.stop()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def stop_by(self, deadline: Deadline) -> None:
-        """Stop because the bridge is being closed, and wait for the end of `run` until the deadline."""
-        self.stop()
-        if self._running.acquire(timeout=deadline.left()):
-            self._running.release()
-
-    def __enter__(self) -> Resolver:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-        if self._error is not None and error[0] is None:
-            raise self._error
-
-    def _run_quietly(self) -> None:
-        try:
-            self.run()
-        except BaseException as error:
-            self._error = error
-            _log.error("the resolver of %s has ended: %s", self._group, error)
-
     def _loop(self) -> None:
+        self._answer_all()
+        self._wait_for_checks()
+
+    def _answer_all(self) -> None:
         pause = _FIRST_PAUSE
         while not self._stop.asked and not self._connection.closed:
             free = self._free_places()

@@ -369,7 +369,7 @@ def test_closing_a_bridge_ends_its_resolvers_and_what_they_asked_about_waits(bri
         sell(sales, timeout=TIMEOUT)
         assert asked.wait(60)
     go_on.set()
-    eventually(lambda: not closing_one._connection.resolvers, "it ends with its last check")
+    eventually(lambda: not closing_one._connection.services, "it ends with its last check")
     with pytest.raises(InvalidState, match="closed"):
         sales.transaction()
     with bridge.resolver("shop", check=says(COMMIT)):

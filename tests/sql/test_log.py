@@ -33,7 +33,7 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline
 from txnbridge.sql import SqlLogs
-from txnbridge.sql.log import _within
+from txnbridge.sql._database import within as run_within
 
 _numbers = itertools.count(1)
 _KILLED_SERVER_IS_BACK = 60.0  # it takes a second to read its log again, and some on a busy machine
@@ -218,7 +218,7 @@ def test_whoever_waits_for_a_silent_database_takes_notice_when_his_deadline_gets
     threading.Timer(0.2, deadline.shorten, [0.0]).start()
     try:
         with within(0), pytest.raises(FutureTimeout):
-            _within(deadline, said.wait)
+            run_within(deadline, said.wait)
     finally:
         said.set()
 

@@ -1,5 +1,7 @@
-"""Decision logs in a table of any SQL database that SQLAlchemy supports."""
+"""SQL databases by SQLAlchemy: decision logs in a table, and outboxes, whose rows a relay publishes exactly once."""
 
 from txnbridge.sql.log import SqlLogs
+from txnbridge.sql.outbox import Outbox
+from txnbridge.sql.relay import Relay
 
-__all__ = ["SqlLogs"]
+__all__ = ["Outbox", "Relay", "SqlLogs"]

@@ -1,0 +1,194 @@
+"""`Outbox`: messages as rows of a database transaction, which a relay publishes exactly once after its commit."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy import exc, orm
+
+from txnbridge._plugins import plugins
+from txnbridge._topics import Topic, encode_message
+from txnbridge.errors import InvalidOption, StorageFailed
+from txnbridge.spi import RawHeaders
+
+_NAME = re.compile(r"[a-z_][a-z0-9_]{0,39}")
+_LARGEST_VALUE = 1 << 30  # of a column, in bytes; some databases have a smaller type for smaller columns
+
+# States of a row. A row of a batch that is being published is still waiting.
+WAITING, PUBLISHED, PARKED = 0, 1, 2
+
+
+class Outbox:
+    """Messages that are stored with the data of a program, in one database transaction, and published later by a relay.
+
+        outbox = Outbox("shop", Base.metadata)
+
+        with Session(engine) as session, session.begin():
+            session.add(order)
+            outbox.send(session, "orders", b"...", key="42")
+
+    `metadata` gets two tables, `shop_outbox` and `shop_outbox_relay`, which Alembic then finds; or call `create`.
+    """
+
+    def __init__(self, name: str, metadata: sa.MetaData | None = None) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InvalidOption("an outbox has a name of 1 to 40 small letters, digits and _, such as shop")
+        self.name = name
+        metadata = sa.MetaData() if metadata is None else metadata
+        try:
+            self.rows = _rows_table(name, metadata)
+            self.state = _state_table(name, metadata)
+        except exc.InvalidRequestError as error:
+            raise InvalidOption(f"this metadata has an outbox {name!r} already: use one `Outbox` for both") from error
+        self._row_class: Any = type("OutboxRow", (), {})
+        orm.registry(metadata=metadata).map_imperatively(self._row_class, self.rows)
+
+    def __repr__(self) -> str:
+        return f"Outbox({self.name!r})"
+
+    @property
+    def tables(self) -> tuple[sa.Table, sa.Table]:
+        return self.rows, self.state
+
+    def create(self, engine: sa.Engine) -> None:
+        """Create the tables that do not exist yet, for programs without migrations."""
+        self.rows.metadata.create_all(engine, tables=list(self.tables))
+
+    def send(
+        self,
+        to: orm.Session | sa.Connection | Any,
+        topic: str | Topic,
+        value: Any,
+        *,
+        key: Any = None,
+        headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        partition: int | None = None,
+        timestamp: int | None = None,
+    ) -> None:
+        """Add one message to the database transaction of `to`, a `Session`, `AsyncSession` or `Connection`.
+
+        A relay publishes the message after the commit of this transaction. Messages with the same topic and key are
+        published in the order in which their transactions commit; on PostgreSQL transactions that send the same key
+        wait for each other for that. A session stores the row when it is flushed.
+
+        Raise `InvalidOption` for a message that cannot be encoded. Only the relay learns what the broker accepts.
+        """
+        encoded = encode_message(topic, value, key, headers, _header_makers())
+        if partition is not None and (type(partition) is not int or partition < 0):
+            raise InvalidOption(f"partition= is a number from 0, not {partition!r}")
+        if timestamp is not None and (type(timestamp) is not int or timestamp < 0):
+            raise InvalidOption(f"timestamp= is a time in milliseconds since 1970, not {timestamp!r}")
+        row = {
+            "topic": encoded.topic,
+            "key": encoded.key,
+            "value": encoded.value,
+            "headers": _packed(encoded.headers),
+            "partition": partition,
+            "timestamp": timestamp,
+            "state": WAITING,
+            "changed_at": int(time.time() * 1000),
+        }
+        if (sync := getattr(to, "sync_session", None)) is not None:
+            to = sync
+        if isinstance(to, sa.Connection):
+            row |= self._id_in_order(to.dialect, encoded.topic, encoded.key)
+            to.execute(self.rows.insert().values(row))
+        elif isinstance(to, orm.Session | orm.scoped_session):
+            row |= self._id_in_order(to.get_bind(self._row_class).dialect, encoded.topic, encoded.key)
+            made = self._row_class()
+            for name, column in row.items():
+                setattr(made, name, column)
+            to.add(made)
+        else:
+            raise InvalidOption(
+                f"an outbox sends to a Session, AsyncSession or Connection of SQLAlchemy, not {type(to).__name__}"
+            )
+
+    def _id_in_order(self, dialect: sa.Dialect, topic: str, key: bytes | None) -> dict[str, Any]:
+        """Return the id for a row of a key on PostgreSQL: an expression that waits for older transactions of the key.
+
+        There sequences do not follow the order of commits. SQLite has one writing transaction at a time.
+        """
+        if key is None or dialect.name != "postgresql":
+            return {}
+        lock = hashlib.blake2b(repr((self.rows.fullname, topic, key)).encode(), digest_size=8).digest()
+        locked = sa.func.pg_advisory_xact_lock(int.from_bytes(lock, "big", signed=True))
+        sequence = sa.func.pg_get_serial_sequence(_quoted(self.rows, dialect), "id")
+        return {"id": sa.case((sa.cast(locked, sa.Text).is_not(None), sa.func.nextval(sequence)))}
+
+
+class OutboxRow(NamedTuple):
+    """One message of an outbox, as its relay reads it. `key` and `value` are bytes."""
+
+    id: int
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    headers: RawHeaders
+    partition: int | None
+    timestamp: int | None
+
+
+def unpacked_headers(text: str | None) -> RawHeaders:
+    """Return a row's headers. Raise `StorageFailed` if they are damaged."""
+    try:
+        pairs = json.loads(text) if text is not None else []
+        return tuple((str(name), None if value is None else value.encode("latin-1")) for name, value in pairs)
+    except (ValueError, TypeError, AttributeError, RecursionError):  # the error's text would quote the headers
+        raise StorageFailed("the headers of a message in the outbox are damaged") from None
+
+
+def _packed(headers: RawHeaders) -> str | None:
+    """Return headers as JSON, with each value's bytes as Latin-1 characters; None if there are none."""
+    if not headers:
+        return None
+    return json.dumps([(name, None if value is None else value.decode("latin-1")) for name, value in headers])
+
+
+@functools.lru_cache(1)
+def _header_makers() -> list[Any]:
+    return plugins.header_makers()
+
+
+def _quoted(table: sa.Table, dialect: sa.Dialect) -> str:
+    return dialect.identifier_preparer.format_table(table)
+
+
+def _rows_table(name: str, metadata: sa.MetaData) -> sa.Table:
+    number = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite numbers only rows of INTEGER PRIMARY KEY
+    return sa.Table(
+        f"{name}_outbox",
+        metadata,
+        sa.Column("id", number, primary_key=True, autoincrement=True),
+        sa.Column("topic", sa.String(249), nullable=False),
+        sa.Column("key", sa.LargeBinary(_LARGEST_VALUE)),
+        sa.Column("value", sa.LargeBinary(_LARGEST_VALUE)),
+        sa.Column("headers", sa.Text),
+        sa.Column("partition", sa.Integer),
+        sa.Column("timestamp", sa.BigInteger),  # of the message, in milliseconds since 1970
+        sa.Column("state", sa.SmallInteger, nullable=False),
+        sa.Column("changed_at", sa.BigInteger, nullable=False),  # when `state` was set, in milliseconds since 1970
+        sa.Column("reason", sa.Text),  # why a parked row could not be published
+        sa.Index(f"{name}_outbox_state", "state", "id"),
+    )
+
+
+def _state_table(name: str, metadata: sa.MetaData) -> sa.Table:
+    """Return the table with the one row that says which batch of rows is being published."""
+    return sa.Table(
+        f"{name}_outbox_relay",
+        metadata,
+        sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # always 1
+        sa.Column("version", sa.BigInteger, nullable=False),  # incremented by each change
+        sa.Column("relay", sa.String(255)),  # the relay that made the last change, unless it has ended
+        sa.Column("token", sa.Text),  # of the transaction with the batch; None if there is no batch
+        sa.Column("batch", sa.Text),  # the ids of the batch's rows, as ranges: "1-3,7"
+        sa.Column("parked", sa.BigInteger, nullable=False),  # the number of parked rows
+    )

@@ -1,0 +1,460 @@
+"""`Relay`: publishes the rows of an outbox exactly once.
+
+A relay prepares a broker transaction with a batch of rows, and then stores the transaction's token and the batch in the
+outbox's state, by compare-and-set. This database commit decides: only the transaction of a stored token is committed,
+and the batch's rows are read again only after the broker has answered that this transaction is aborted. So it does not
+matter when a relay dies, or how many relays work at once. A relay ends a stored batch, its own or another's, before it
+prepares the next one, so that rows are published in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+from txnbridge._bridge import Bridge
+from txnbridge._connection import Connection, random_name
+from txnbridge._deadline import Deadline, check_seconds
+from txnbridge._service import Service
+from txnbridge._token import Outcome
+from txnbridge.capabilities import Capability
+from txnbridge.errors import (
+    DeliveryFailed,
+    EvidenceLost,
+    InvalidOption,
+    InvalidToken,
+    NotFound,
+    NotSupported,
+    OutcomeUnknown,
+    TxnBridgeError,
+)
+from txnbridge.sql._database import Database, insert_missing, make_tables, require_durable
+from txnbridge.sql.outbox import PARKED, PUBLISHED, WAITING, Outbox, OutboxRow, unpacked_headers
+
+_log = logging.getLogger("txnbridge")
+
+# The time for which another relay with a batch or with waiting rows may change nothing before this one takes over.
+_STANDSTILL_SECONDS = 5.0
+# The pauses before the next attempt after an error: each is twice as long, from the first to the last.
+_FIRST_PAUSE, _LAST_PAUSE = 0.2, 10.0
+# The errors by which a broker refuses a message for ever.
+_REFUSALS = (InvalidOption, NotFound, NotSupported)
+# A message that could not be delivered so many times, although its broker answers, is parked.
+_DELIVERIES = 3
+# The size of one batch, in bytes of keys and values.
+_BATCH_BYTES = 16_000_000
+# The number of ranges of ids in one statement: some databases limit the depth of an expression.
+_RANGES = 200
+# The interval at which published rows that are kept are looked at.
+_PURGE_SECONDS = 10.0
+
+
+class State(NamedTuple):
+    """The row of an outbox's state table."""
+
+    version: int
+    relay: str | None
+    token: str | None
+    batch: str | None
+    parked: int
+
+
+class RelayStats(NamedTuple):
+    """Counts of a relay's work since it was made."""
+
+    published: int = 0
+    parked: int = 0
+    batches: int = 0
+    aborted: int = 0  # batches whose transaction was aborted, and whose rows were read again
+
+
+class OutboxStore:
+    """The database side of a relay: reads and changes the tables of an outbox, each call in one transaction."""
+
+    def __init__(self, outbox: Outbox, database: str | sa.Engine) -> None:
+        self._rows, self._state = outbox.rows, outbox.state
+        self._tables = outbox.tables
+        self._what = f"the outbox {outbox.name!r}"
+        self._database = Database(database, self._what)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def open(self, deadline: Deadline) -> None:
+        """Create the outbox's tables and its state if they do not exist."""
+
+        def create(connection: sa.Connection) -> None:
+            require_durable(connection, self._what)
+            if not sa.inspect(connection).has_table(self._state.name, self._state.schema):
+                make_tables(connection, self._tables, self._what)
+            insert_missing(connection, self._state, number=1, version=0, parked=0)
+
+        self._database.ask(f"opening {self._what}", create, deadline)
+
+    def state(self, deadline: Deadline) -> State:
+        return self._database.ask(f"reading {self._what}", self._read_state, deadline)
+
+    def _read_state(self, connection: sa.Connection) -> State:
+        columns = [self._state.c[name] for name in State._fields]
+        return State(*connection.execute(sa.select(*columns)).one())
+
+    def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> tuple[State, list[OutboxRow]]:
+        """Return the state, and the first waiting rows, without those whose key has a parked row if `ordered`."""
+
+        def read(connection: sa.Connection) -> tuple[State, list[OutboxRow]]:
+            state = self._read_state(connection)
+            if state.token is not None:
+                return state, []
+            columns = [self._rows.c[name] for name in OutboxRow._fields]
+            wanted = sa.select(*columns).where(self._rows.c.state == WAITING)
+            if ordered and state.parked:
+                parked = self._rows.alias()
+                same = (parked.c.topic == self._rows.c.topic) & (parked.c.key == self._rows.c.key)
+                wanted = wanted.where(~sa.exists().where(parked.c.state == PARKED, same))
+            found, size = [], 0
+            with connection.execute(wanted.order_by(self._rows.c.id).limit(limit)) as rows:
+                for row in rows:
+                    found.append(OutboxRow(**{**row._asdict(), "headers": unpacked_headers(row.headers)}))
+                    size += len(row.key or b"") + len(row.value or b"")
+                    if size > _BATCH_BYTES:
+                        break
+            return state, found
+
+        return self._database.ask(f"reading {self._what}", read, deadline)
+
+    def count(self, deadline: Deadline) -> int:
+        """Return how many rows wait."""
+        counted = sa.select(sa.func.count()).select_from(self._rows).where(self._rows.c.state == WAITING)
+        return self._database.ask(f"reading {self._what}", lambda c: int(c.scalar(counted) or 0), deadline)
+
+    def store_batch(self, version: int, relay: str, token: str, batch: str, deadline: Deadline) -> bool:
+        """Store a batch and its token, unless the state has changed since `version`. Return whether it is stored.
+
+        Raise `OutcomeUnknown` if that is not known.
+        """
+
+        def change(connection: sa.Connection) -> bool:
+            return self._set_state(connection, self._state.c.version == version, relay, token=token, batch=batch)
+
+        return self._database.change(f"storing a batch of {self._what}", change, deadline)
+
+    def end_batch(self, token: str, batch: str, relay: str, keep: bool, deadline: Deadline) -> bool:
+        """Delete or keep the rows of a published batch. Return False if another relay has done so."""
+
+        def change(connection: sa.Connection) -> bool:
+            if not self._set_state(connection, self._state.c.token == token, relay, token=None, batch=None):
+                return False
+            for ids in self._within(batch):
+                kept = sa.update(self._rows).values(state=PUBLISHED, changed_at=_now())
+                connection.execute((kept if keep else sa.delete(self._rows)).where(ids))
+            return True
+
+        return self._database.ask(f"ending a batch of {self._what}", change, deadline)
+
+    def withdraw_batch(self, token: str, relay: str | None, deadline: Deadline) -> None:
+        """Let the rows of an aborted batch be read again."""
+
+        def change(connection: sa.Connection) -> None:
+            self._set_state(connection, self._state.c.token == token, relay, token=None, batch=None)
+
+        self._database.ask(f"withdrawing a batch of {self._what}", change, deadline)
+
+    def park(self, version: int, row: int, reason: str, relay: str, deadline: Deadline) -> bool:
+        """Set a row aside, unless the state has changed since `version`. Return whether it is set aside."""
+
+        def change(connection: sa.Connection) -> bool:
+            same = self._state.c.version == version
+            if not self._set_state(connection, same, relay, parked=self._state.c.parked + 1):
+                return False
+            parked = sa.update(self._rows).where(self._rows.c.id == row)
+            connection.execute(parked.values(state=PARKED, reason=reason, changed_at=_now()))
+            return True
+
+        return self._database.change(f"parking a row of {self._what}", change, deadline)
+
+    def leave(self, relay: str, deadline: Deadline) -> None:
+        """Let another relay take over at once."""
+
+        def change(connection: sa.Connection) -> None:
+            self._set_state(connection, self._state.c.relay == relay, None)
+
+        self._database.ask(f"leaving {self._what}", change, deadline)
+
+    def purge(self, seconds: float, deadline: Deadline) -> None:
+        """Delete rows that were published more than `seconds` ago."""
+        old = (self._rows.c.state == PUBLISHED) & (self._rows.c.changed_at < _now() - int(seconds * 1000))
+
+        def change(connection: sa.Connection) -> None:
+            connection.execute(sa.delete(self._rows).where(old))
+
+        self._database.ask(f"deleting published rows of {self._what}", change, deadline)
+
+    def parked(self, deadline: Deadline) -> list[ParkedRow]:
+        """Return the parked rows, without their values."""
+        columns = [self._rows.c[name] for name in ParkedRow._fields]
+        wanted = sa.select(*columns).where(self._rows.c.state == PARKED).order_by(self._rows.c.id)
+        return self._database.ask(
+            f"reading {self._what}", lambda c: [ParkedRow(*row) for row in c.execute(wanted)], deadline
+        )
+
+    def unpark(self, rows: Sequence[int] | None, delete: bool, deadline: Deadline) -> int:
+        """Let parked rows wait again, or delete them; all of them if `rows` is None. Return their number."""
+
+        def change(connection: sa.Connection) -> int:
+            chosen = self._rows.c.state == PARKED
+            if rows is not None:
+                chosen &= self._rows.c.id.in_(rows)
+            # The state's row is changed first, as everywhere: its lock keeps two changes apart.
+            self._set_state(connection, sa.true(), self._state.c.relay)
+            again = sa.update(self._rows).values(state=WAITING, reason=None, changed_at=_now())
+            done = connection.execute((sa.delete(self._rows) if delete else again).where(chosen)).rowcount
+            self._set_state(connection, sa.true(), self._state.c.relay, parked=self._state.c.parked - done)
+            return done
+
+        return self._database.ask(f"changing parked rows of {self._what}", change, deadline)
+
+    def _set_state(self, connection: sa.Connection, where: object, relay: object, **values: object) -> bool:
+        changed = sa.update(self._state).where(where)  # type: ignore[arg-type]
+        values |= {"version": self._state.c.version + 1, "relay": relay}
+        return connection.execute(changed.values(**values)).rowcount == 1
+
+    def _within(self, batch: str) -> Iterable[sa.ColumnElement[bool]]:
+        """Return conditions that together choose the rows of a batch."""
+        ranges = _parsed(batch)
+        for at in range(0, len(ranges), _RANGES):
+            yield sa.or_(*(self._rows.c.id.between(*each) for each in ranges[at : at + _RANGES]))
+
+
+class ParkedRow(NamedTuple):
+    """A row that could not be published. `changed_at` is when it was parked, in milliseconds since 1970."""
+
+    id: int
+    topic: str
+    key: bytes | None
+    changed_at: int
+    reason: str
+
+
+class Relay(Service):
+    """Publishes an outbox's rows exactly once: `with bridge.relay(outbox, engine):`, or `run`. Made by `Bridge.relay`.
+
+    Several relays may run, in any processes; one works, and another takes over when it has stood still for some
+    seconds. A row that the broker refuses is parked with its reason, and with `ordered` it holds back the later rows of
+    its topic and key. `batch` is the most rows in one transaction, `keep` how many seconds published rows stay in the
+    table, `poll` the pause between two looks for new rows. A batch whose relay dies before it is stored holds back
+    readers for `hold` seconds.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        bridge: Bridge,
+        outbox: Outbox,
+        database: str | sa.Engine,
+        *,
+        ordered: bool = True,
+        batch: int = 1000,
+        keep: float | None = None,
+        poll: float = 0.025,
+        hold: float = 30.0,
+        stop_timeout: float = 30.0,
+    ) -> None:
+        if not isinstance(outbox, Outbox):
+            raise InvalidOption(f"relay() takes an Outbox, not {type(outbox).__name__}")
+        if type(batch) is not int or batch < 1:
+            raise InvalidOption(f"batch= is the most rows in one transaction, from 1, not {batch!r}")
+        if keep is not None:
+            check_seconds("keep", keep)
+        check_seconds("poll", poll, above_0=True)
+        check_seconds("hold", hold)
+        bridge.capabilities.require(Capability.PREPARE)
+        super().__init__(connection, f"relay of {outbox.name}", stop_timeout)
+        self._bridge = bridge
+        self._store = OutboxStore(outbox, database)
+        self._ordered = ordered
+        self._batch = batch
+        self._keep = keep
+        self._poll = poll
+        self._hold = hold
+        self._limit = batch  # smaller after a refusal, to find the row that is refused
+        self._failed_deliveries = 0  # of a batch of one row, in a row
+        self._relay = f"{os.uname().nodename} {os.getpid()} {random_name(4)}"
+        self._seen = (-1, 0.0)  # the last version of the state, and when it was seen first
+        self._failing_since: float | None = None
+        self._purged = 0.0
+        self._stats = RelayStats()
+
+    @property
+    def stats(self) -> RelayStats:
+        return self._stats
+
+    @property
+    def healthy(self) -> bool:
+        """True if the relay runs, and broker and database have answered within the bridge's timeout."""
+        since = self._failing_since
+        return self._runs and (since is None or time.monotonic() - since <= self._connection.timeout)
+
+    @property
+    def lag(self) -> int:
+        """The number of rows that wait, without parked ones. It is counted in the database."""
+        return self._store.count(self._connection.deadline())
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        pause = _FIRST_PAUSE
+        opened = False
+        while not self._stop.asked and not self._connection.closed:
+            try:
+                if not opened:
+                    self._store.open(self._connection.deadline())
+                    opened = True
+                worked = self._work()
+            except (EvidenceLost, InvalidToken) as error:
+                self._failing_since = self._failing_since or float("-inf")
+                _log.error("the relay stands still until `txnbridge relay end-batch` is called: %s", error)
+                self._stop.sleep(_LAST_PAUSE)
+            except TxnBridgeError as error:
+                if self._connection.closed:
+                    return
+                self._failing_since = self._failing_since or time.monotonic()
+                _log.warning("the %s retries in %.1f s: %s", self._name, pause, error)
+                self._stop.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
+            else:
+                pause, self._failing_since = _FIRST_PAUSE, None
+                if not worked:
+                    self._stop.sleep(self._poll)
+
+    def _leave(self) -> None:
+        with suppress(TxnBridgeError):
+            self._store.leave(self._relay, Deadline(1.0))
+        self._store.close()
+
+    def _work(self) -> bool:
+        """End the stored batch, or publish a new one. Return False if there is nothing to do for this relay."""
+        state, rows = self._store.waiting(self._limit, self._ordered, self._connection.deadline())
+        if state.token is None and not rows:
+            self._seen = (-1, 0.0)
+            self._purge()
+            return False
+        if not self._may_work(state):
+            return False
+        if state.token is not None:
+            self._end_batch(state.token, state.batch or "")
+        else:
+            self._publish(state.version, rows)
+        return True
+
+    def _may_work(self, state: State) -> bool:
+        """Return whether no other relay works. The time is this process's own, so a wrong clock hinders nobody."""
+        if state.relay in (None, self._relay):
+            return True
+        now = time.monotonic()
+        if state.version != self._seen[0]:
+            self._seen = state.version, now
+        return now - self._seen[1] > _STANDSTILL_SECONDS
+
+    def _purge(self) -> None:
+        if self._keep is not None and time.monotonic() > self._purged + _PURGE_SECONDS:
+            self._store.purge(self._keep, self._connection.deadline())
+            self._purged = time.monotonic()
+
+    # --- a batch ------------------------------------------------------------------------------------------------------
+
+    def _publish(self, version: int, rows: list[OutboxRow]) -> None:
+        """Prepare a transaction with these rows, store it as the batch, and commit it."""
+        try:
+            with self._bridge.transaction(prepare=True, hold=self._hold) as txn:
+                for row in rows:
+                    txn.send(
+                        row.topic,
+                        row.value,
+                        key=row.key,
+                        headers=row.headers or None,
+                        partition=row.partition,
+                        timestamp=row.timestamp,
+                    )
+        except TxnBridgeError as error:
+            self._limit = max(1, len(rows) // 2)  # to find the row that is refused, or because a batch takes too long
+            if not isinstance(error, (*_REFUSALS, DeliveryFailed)):
+                raise
+            if len(rows) == 1:
+                self._refused(version, rows[0], error)
+            return
+        token, batch = str(txn.token), _ranges([row.id for row in rows])
+        stored = False
+        try:
+            stored = self._store.store_batch(version, self._relay, token, batch, self._connection.deadline())
+        finally:
+            if not stored:  # another relay was faster, or the database did not answer
+                self._abandon(token)
+        if stored:
+            self._failed_deliveries = 0
+            self._limit = min(self._batch, 2 * self._limit)
+            self._end_batch(token, batch)
+
+    def _abandon(self, token: str) -> None:
+        """Abort a batch that is not stored, so that it does not hold back readers until its hold is over.
+
+        That is safe even if it is stored in the end: then its rows are read again.
+        """
+        try:
+            self._bridge.abort(token)
+        except TxnBridgeError as error:
+            _log.warning("a batch of the %s is aborted only after its hold: %s", self._name, error)
+
+    def _end_batch(self, token: str, batch: str) -> None:
+        """Commit a stored batch by its token, and delete its rows; if it is aborted, let its rows be read again."""
+        outcome = self._bridge.commit(token)
+        if outcome is Outcome.ABORTED:
+            _log.warning("the %s publishes a batch again, because its transaction was aborted", self._name)
+            self._store.withdraw_batch(token, self._relay, self._connection.deadline())
+            self._stats = self._stats._replace(aborted=self._stats.aborted + 1)
+        elif outcome is not Outcome.COMMITTED:
+            raise OutcomeUnknown("the outcome of a batch is not known yet", token=token)
+        elif self._store.end_batch(token, batch, self._relay, self._keep is not None, self._connection.deadline()):
+            before = self._stats
+            self._stats = before._replace(
+                published=before.published + sum(last - first + 1 for first, last in _parsed(batch)),
+                batches=before.batches + 1,
+            )
+
+    def _refused(self, version: int, row: OutboxRow, error: TxnBridgeError) -> None:
+        """Park a row that the broker has refused alone."""
+        if isinstance(error, DeliveryFailed):
+            self._failed_deliveries += 1
+            self._bridge.admin.topics()  # raises an error if the broker does not answer
+            if self._failed_deliveries < _DELIVERIES:
+                raise error
+        self._failed_deliveries = 0
+        if self._store.park(version, row.id, str(error), self._relay, self._connection.deadline()):
+            _log.error("the %s has parked row %d: %s", self._name, row.id, error)
+            self._stats = self._stats._replace(parked=self._stats.parked + 1)
+
+
+def _now() -> int:
+    return int(time.time() * 1000)
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    """Return ascending ids as text: "1-3,7" for 1, 2, 3 and 7."""
+    found: list[list[int]] = []
+    for each in ids:
+        if found and each == found[-1][1] + 1:
+            found[-1][1] = each
+        else:
+            found.append([each, each])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def _parsed(batch: str) -> list[tuple[int, int]]:
+    """Return the first and the last id of each range in the text that `_ranges` returned."""
+    parts = [part.partition("-") for part in batch.split(",")]
+    return [(int(first), int(last or first)) for first, _, last in parts]
