@@ -116,11 +116,11 @@ def _write(
 
 
 def _times(bridge: Bridge) -> tuple[float, float | None]:
-    """Return how long a task may write, and how long its transaction then waits for other tasks and the driver."""
+    """Return a task's time to write, and its transaction's time to wait for a decision (None: the broker's limit)."""
     longest = bridge.limits.prepared_seconds
     if longest is None:
         return _DEFAULT_LIFETIME_SECONDS * TASK_SHARE, _DEFAULT_LIFETIME_SECONDS * (1 - TASK_SHARE)
-    return longest * TASK_SHARE, None  # None: hold it as long as the broker allows
+    return longest * TASK_SHARE, None
 
 
 def _attempt(identity: BatchId, session: SinkSession) -> int | None:
