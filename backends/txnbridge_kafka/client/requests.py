@@ -38,7 +38,7 @@ from txnbridge_kafka.client.protocol_types import (
     error_name,
     refused,
 )
-from txnbridge_kafka.client.request_runner import RequestRunner
+from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.settings import KafkaSettings
 
 
