@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 from pyspark_txnbridge import _driver
 from pyspark_txnbridge._batch_identity import BatchId
-from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns
+from pyspark_txnbridge._sink_options import SinkOptions
 from pyspark_txnbridge._task import write_partition
 
 from benchmarks._harness import Report, Settings, at_most, estimate, run

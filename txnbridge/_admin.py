@@ -31,7 +31,7 @@ class Admin:
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        """Create a topic; return False if it exists with as many partitions, else raise `InvalidOption`."""
+        """Create a topic, or return False if it exists. Raise `InvalidOption` if its number of partitions differs."""
         check_topic_name(name)
         if partitions < 1:
             raise InvalidOption(f"a topic has at least 1 partition, not {partitions}")
@@ -82,7 +82,7 @@ class Admin:
         self._broker.admin.delete_topic(name, self._deadline())
 
     def grow_topic(self, name: str, partitions: int) -> None:
-        """Add partitions to a topic. Stored messages stay in their partitions; new ones use all partitions."""
+        """Add partitions until a topic has `partitions`. Stored messages stay in theirs; new ones use all of them."""
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
         self._broker.admin.grow_topic(name, partitions, self._deadline())
 
@@ -143,8 +143,8 @@ class Admin:
     def commit(self, transaction: str, *, reason: str = "") -> Outcome:
         """Commit a prepared transaction by its id, overriding the application's decision; return the outcome.
 
-        The event contains `reason`. Raise `NotFound` if no open transaction has this id, `InvalidState` for a
-        transaction that is not prepared.
+        Listeners and logs get `reason` with the event of this commit. Raise `NotFound` if no open transaction has this
+        id, `InvalidState` for a transaction that is not prepared.
         """
         return self._end(transaction, Decision.COMMIT, reason)
 

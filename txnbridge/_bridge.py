@@ -337,7 +337,7 @@ class Bridge:
 
         `start` is where a group begins that has never read: "earliest", "latest" or a time in milliseconds since 1970.
         `sharing` is "partition" (each partition is read in order by one member), or, if the broker supports it,
-        "message" or "key".
+        "message" or "key" (members share each partition message by message, or key by key).
         """
         self._connection.check_open()
         return Consumer.open(self._consumers, topics, group, start, sharing)

@@ -133,7 +133,8 @@ class Connection:
 class ConnectionUser:
     """Base of classes whose methods are calls on a bridge.
 
-    `Bridge.close` must not wait for such a call if it runs inside that call, in a signal handler or listener.
+    A signal handler or listener may call `Bridge.close` inside such a call. `Bridge.close` finds the call by this class
+    in the thread's stack, and then does not wait for its end.
     """
 
     __slots__ = ("_connection",)
@@ -151,13 +152,13 @@ def exiting() -> bool:
 
 
 def exit_begins() -> None:
-    """Note that the interpreter is ending: from now on calls of daemon threads wait."""
+    """Note that the interpreter is ending: a daemon thread's next call waits for the end instead of failing."""
     _exiting.set()
 
 
 def random_name(size: int) -> str:
-    """Return a random name made of `size` bytes. Importing `secrets` would slow `import txnbridge` by a tenth."""
-    return os.urandom(size).hex()
+    """Return `size` random bytes as hexadecimal text."""
+    return os.urandom(size).hex()  # importing `secrets` would slow `import txnbridge` by a tenth
 
 
 def close_logging_errors(close: Callable[..., object], *arguments: object) -> None:

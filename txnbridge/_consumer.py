@@ -315,7 +315,7 @@ class Consumer(ConnectionUser):
     # --- before reading on ----------------------------------------------------------------------------------------
 
     def _settle(self, timeout: float) -> None:
-        """Apply transactions' outcomes, once known, to the messages that they acknowledged; rewind the reader."""
+        """Ask for unknown outcomes of transactions, for `timeout` seconds at most; redeliver messages that are back."""
         deliveries = self._deliveries
         if deliveries.is_abandoned:
             self._consumers.writers.clear_abandoned(Deadline(timeout))

@@ -114,7 +114,7 @@ class Assignment:
         return bool(self._passed_over)
 
     def without_held(self, messages: list[Message]) -> list[Message]:
-        """Return these messages without those that a transaction still holds, and the reader has only read again."""
+        """Return these messages without those that a transaction holds, which the reader read again in going back."""
         if not self._passed_over:
             return messages
         return [message for message in messages if message.position not in self._passed_over]
@@ -359,7 +359,7 @@ class Deliveries:
             return given
 
     def stay(self, positions: Mapping[Partition, Position]) -> None:
-        """After a failed seek, which may have moved the reader, have it return to these positions before the seek."""
+        """Have the reader go back to `positions`, where it was before a seek that failed: it may have been moved."""
         with self.lock:
             self._any_back = True
             for partition in positions.keys() & self.assignments.keys():

@@ -158,7 +158,7 @@ class HalfTransaction(ConnectionUser):
     def _stored(self) -> Half | None:
         """Store the messages at the broker; return the stored half, None if there are no messages.
 
-        Raise an error if they may not be stored, so that the local work must not be done.
+        Raise an error if it is not certain that they are stored: the local work must not be done then.
         """
         self._deadline.check("the transaction")
         if not self._messages:

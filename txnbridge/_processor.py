@@ -58,7 +58,8 @@ class ProcessorStats(NamedTuple):
     """Counts of a processor's work since it started.
 
     `messages` is the number of acknowledged messages, `dead_letters` of them as dead letters; `transactions` counts
-    commits, `retries` failed passes. `last_error` is the last failed pass's error as text, without data of messages.
+    commits, `retries` failed attempts to poll and process a batch. `last_error` is the error of the last failed attempt
+    as text, without data of messages.
     """
 
     messages: int = 0
@@ -92,8 +93,8 @@ class Processor(ConnectionUser):
       attempts. `fatal`: exception classes of the handler that stop the loop at once.
     - `max_messages`, `max_wait`: the largest size of a batch, and the seconds after its first message to wait for more.
     - `timeout`: the timeout of each transaction; by default the bridge's.
-    - `backoff`: the first and the longest wait, in seconds, before a failed pass is repeated; `retry_for`: after so
-      many seconds of failures the loop stops with the error (None: no limit).
+    - `backoff`: the first and the longest wait, in seconds, before a failed poll or batch is tried again;
+      `retry_for`: after so many seconds of failures the loop stops with the error (None: no limit).
     - `stop_timeout`: after a stop the handler has so many seconds to finish; then its transaction is aborted.
     - `start`: where a group begins that has never read, as in `bridge.consumer`.
 

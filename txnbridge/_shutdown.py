@@ -22,8 +22,9 @@ class StopNow(BaseException):
 class Shutdown:
     """The request to stop a loop, which checks `asked` between its steps.
 
-    `hurry(at)` is called with the deadline when a stop is asked for, and again before force is used; `give_up()` is
-    called at the deadline if the loop's thread cannot be interrupted. Both are called on a thread of their own.
+    `hurry(at)` is called with the deadline when a stop is asked for. If the loop still runs shortly before the
+    deadline, `hurry(at)` is called again, and `StopNow` is raised in the loop. Without `by_signals`, `give_up()` is
+    called instead. Both functions are called on a thread of their own.
     """
 
     def __init__(self, seconds: float, name: str, hurry: Callable[[float], None], give_up: Callable[[], None]) -> None:
@@ -65,7 +66,7 @@ class Shutdown:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run the loop as a block; if a stop's deadline passes before the block ends, use force."""
+        """Run the loop as a block. If it does not end by a stop's deadline, raise `StopNow` in it or call `give_up`."""
         watcher = threading.Thread(target=self._watch, name=f"txnbridge {self._name} stop", daemon=True)
         watcher.start()
         try:

@@ -385,7 +385,8 @@ class Transaction(ConnectionUser):
     def _end_by_asking(self, ask: Callable[[], None]) -> None:
         """Call `ask`, which requests a commit, abort or prepare from the broker.
 
-        End the transaction also if an exception, for example from a signal handler, interrupts the request.
+        If an exception interrupts the request, for example one from a signal handler, end the transaction with an
+        unknown outcome, because the broker may have received the request.
         """
         try:
             ask()
@@ -484,9 +485,10 @@ class Transaction(ConnectionUser):
     # --- guards ---------------------------------------------------------------------------------------------------
 
     def _enter(self, call: str) -> Any:
-        """Lock the transaction for one call; return the entry of `_turn`, which the call appends again at its end.
+        """Lock the transaction for one call. The lock is `_turn`, a list with one entry.
 
-        Raise `InvalidState` if another call on the transaction is running.
+        Take the entry out and return it; the call appends it again at its end. Raise `InvalidState` if another
+        call on the transaction is running.
         """
         try:
             return self._turn.pop()

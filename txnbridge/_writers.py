@@ -105,7 +105,7 @@ class Writers:
                 )
 
     def _give_back(self, taken: TakenWriter, sound: bool) -> None:
-        """Return the writer to the pool, or close it, and then free the transaction's place."""
+        """Return the writer to the pool, or close it if it is for preparing or the pool is closed. Free the place."""
         writer = taken.writer
         if writer is not None:
             with self._guard:
@@ -130,7 +130,7 @@ class Writers:
         self._abandoned.append(left)
 
     def clear_abandoned(self, deadline: Deadline | None = None) -> None:
-        """Abort the garbage-collected transactions of `_leave_behind`. The garbage collector may hold locks."""
+        """Abort transactions kept by `_leave_behind`, which cannot abort, because its thread may hold locks."""
         connection = self._connection
         while True:
             try:

@@ -156,7 +156,7 @@ class Backend(ABC):
     steps: tuple[str, ...] = ()  # the names of the `step:` events that the backend emits
 
     def check_installed(self) -> None:
-        """Raise `BackendMissing` if the client library is not installed. Don't connect: no broker may run yet."""
+        """Raise `BackendMissing` if the client library is not installed. Don't connect: perhaps no broker runs yet."""
 
     @abstractmethod
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
@@ -442,9 +442,9 @@ class Reader(ABC):
 
     @abstractmethod
     def seek(self, positions: Mapping[Partition, Position]) -> None:
-        """Continue with the first committed message at or after each position, without acknowledged messages.
+        """Continue with the first committed message at or after each position.
 
-        Raise `PositionLost` if retention has deleted a position.
+        Messages that the group has acknowledged are left out. Raise `PositionLost` if retention has deleted a position.
         """
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:
@@ -562,7 +562,7 @@ class Admin(ABC):
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        """Create a topic; return False if it exists with as many partitions, else raise `InvalidOption`."""
+        """Create a topic, or return False if it exists. Raise `InvalidOption` if its number of partitions differs."""
 
     @abstractmethod
     def topics(self, deadline: Deadline) -> list[TopicInfo]: ...
@@ -586,8 +586,8 @@ class Admin(ABC):
         """Return, for each partition, the first position that is kept, and the end of the decided messages.
 
         Before this end every transaction has ended, so reading between two positions before it always yields the same
-        messages, until retention removes them. A transaction past its deadline keeps the end from advancing no longer
-        than it keeps readers. Raise `NotFound` if a topic does not exist.
+        messages, until retention removes them. A transaction past its deadline may hold back this end only as long as
+        it holds back readers. Raise `NotFound` if a topic does not exist.
         """
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
@@ -689,7 +689,7 @@ class DecisionLog(ABC):
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One record of a ledger about a transaction; `kind` is "prepare", "announce", "outcome" or another name."""
+    """One record of a ledger about a transaction. Backends choose `kind`; the ledger itself acts only on "prepare"."""
 
     kind: str
     transaction: str

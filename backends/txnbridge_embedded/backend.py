@@ -123,9 +123,9 @@ class EmbeddedBackend(Backend):
 
 
 def _hold_seconds(seconds: float, context: Context, limits: Limits) -> float:
-    """Return how long a transaction may stay prepared after its deadline.
+    """Return how long a transaction without the argument `hold` may stay prepared after its deadline.
 
-    The option gives this time. A profile may limit it.
+    These are `seconds`, or less if the imitated broker's limit, which counts from the transaction's begin, is lower.
     """
     if limits.prepared_seconds is None:
         return seconds

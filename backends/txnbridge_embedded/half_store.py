@@ -170,7 +170,7 @@ class EmbeddedHalves(HalfStore):
 
 
 def _now(connection: sqlite3.Connection) -> int:
-    """Return the current time, or the latest time in the file, so that no check-back is late after a clock change."""
+    """Return the later of the current time and the latest time in the file: a clock set back delays no check-back."""
     return max(now_ms(), latest_time(connection))
 
 

@@ -88,10 +88,7 @@ class KafkaDecisionLog(DecisionLog):
         self._check_settings(deadline)
 
     def _check_settings(self, deadline: Deadline) -> bool:
-        """Raise `InvalidOption` if the topic's settings would lose records.
-
-        Return False if this user may not see the settings.
-        """
+        """Return whether this user may see the topic's settings. Raise `InvalidOption` if they would lose records."""
         config = self._topics.configs([self._topic], deadline)[self._topic]
         wrong = [
             f"{name}={config[name]} instead of {wanted}"

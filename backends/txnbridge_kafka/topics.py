@@ -63,9 +63,10 @@ class KafkaTopics:
         self._client: ConfluentAdminClient | None = None
 
     def partitions(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> int:
-        """Return how many partitions a topic has. Create a missing topic if allowed, else raise `NotFound`.
+        """Return how many partitions a topic has.
 
-        If there are fewer than `at_least`, ask again for half a second: partitions may have been added just now.
+        Create a missing topic if `create` and the option `create_topics` allow it, else raise `NotFound`. If there are
+        fewer partitions than `at_least`, ask again for half a second: some may have been added just now.
         """
         count = self.count(topic, deadline)
         # The half second begins after the first answer, which may itself take longer.
@@ -206,11 +207,11 @@ class KafkaTopics:
             self._change(lambda requests: requests.grow_topic(topic, partitions, deadline), deadline, what)
 
     def configs(self, topics: Sequence[str], deadline: Deadline) -> dict[str, dict[str, str]]:
-        """Return each topic's effective settings; none for a topic whose settings this user may not see."""
+        """Return each topic's effective settings; {} for a topic whose settings this user may not see."""
         return self._settings_of(TOPIC, topics, deadline)
 
     def broker_configs(self, brokers: Iterable[int], deadline: Deadline) -> dict[str, dict[str, str]]:
-        """Return each broker's effective settings, by its id; none for a broker whose settings this user may not see.
+        """Return each broker's effective settings, by its id; {} for a broker whose settings this user may not see.
 
         A broker that does not answer within two seconds is left out, because a cluster lists a dead broker for some
         seconds. If no broker answers, all are asked again until the deadline.

@@ -176,7 +176,10 @@ class PulsarTopics:
         return True
 
     def delete(self, topic: str, deadline: Deadline, force: bool = True) -> None:
-        """Delete a topic. Raise `NotFound`, `NotSupported` without an `admin_url`, `InvalidState` if it is in use."""
+        """Delete a topic, with `force` also one that is in use. Raise `NotFound`.
+
+        Raise `NotSupported` without an `admin_url`, and, without `force`, `InvalidState` if the topic is in use.
+        """
         names = self.existing(topic, deadline)
         if not names:
             raise NotFound(f"there is no topic {topic!r}")

@@ -208,7 +208,7 @@ class RocketMQTopics:
     # --- the bridge's own topics --------------------------------------------------------------------------------------
 
     def internal(self, topic: str, deadline: Deadline) -> Queue:
-        """Return the only queue of one of the bridge's own topics, as `ensure_single_queue` does on the home broker."""
+        """Return the only queue of one of the bridge's own topics, on the home broker. Create a missing topic."""
         queue = Queue(topic, self.home, 0)
         if topic not in self._internal:
             ensure_single_queue(self._client, queue, deadline)

@@ -14,11 +14,11 @@ class BatchInDoubt(TxnBridgeError):
 
 @dataclass(frozen=True)
 class BatchId:
-    """The identity of one batch of one query (or named job) at one sink, in one run of that query.
+    """The identity of one batch at one sink: a batch of a streaming query in one of its runs, or that of a batch job.
 
     `attempt` is set in `foreachBatch`, where one run may write a batch several times: it is the number of the attempt
-    that the driver decides. `job` is True if the batch is a version of a named job. Such a batch is skipped if a later
-    version is published.
+    that the driver decides. `job` is True for a batch job: `query` is then its name (txnAppId, or a generated one) and
+    `batch` its version (txnVersion, or 0). Such a batch is skipped if a later version is published.
     """
 
     query: str

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark_txnbridge import _driver
 from pyspark_txnbridge._batch_identity import BatchId, Written
-from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns
+from pyspark_txnbridge._sink_options import SinkOptions
 from txnbridge import InvalidOption
 
 if TYPE_CHECKING:

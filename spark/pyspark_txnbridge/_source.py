@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from pyspark_txnbridge._batch_identity import BatchId, Written
-    from pyspark_txnbridge._options import SinkOptions
     from pyspark_txnbridge._rows import Columns
+    from pyspark_txnbridge._sink_options import SinkOptions
 
 
 @dataclass
@@ -67,14 +67,14 @@ class DefaultSource(DataSource):
         return StreamReader(SourceOptions.parse(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
-        from pyspark_txnbridge._options import NAMELESS, SinkOptions
+        from pyspark_txnbridge._sink_options import NAMELESS, SinkOptions
 
         options = SinkOptions.parse(self.options)
         options.check_job()
         return BatchWriter(options, _prepare(options, schema, overwrite, options.app_id or NAMELESS))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802 (Spark's name)
-        from pyspark_txnbridge._options import SinkOptions
+        from pyspark_txnbridge._sink_options import SinkOptions
 
         options = SinkOptions.parse(self.options)
         return StreamWriter(options, _prepare(options, schema, overwrite))
@@ -101,7 +101,7 @@ class BatchWriter(DataSourceArrowWriter):
 
     def __init__(self, options: SinkOptions, columns: Columns) -> None:
         from pyspark_txnbridge._batch_identity import BatchId
-        from pyspark_txnbridge._options import NAMELESS
+        from pyspark_txnbridge._sink_options import NAMELESS
 
         self._options = options
         self._columns = columns

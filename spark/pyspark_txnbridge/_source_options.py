@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyspark_txnbridge._options import Settings, check_names, flag, number, seconds, take_address
+from pyspark_txnbridge._sink_options import Settings, check_names, flag, number, seconds, take_address
 from txnbridge import InvalidOption, Position
 from txnbridge.spi import Partition
 

@@ -13,9 +13,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pyspark_txnbridge._batch_identity import BatchId, Written
-from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns, RowTotals
 from pyspark_txnbridge._session import ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
+from pyspark_txnbridge._sink_options import SinkOptions
 from pyspark_txnbridge._transaction_cleanup import (
     abort_open,
     check_log,
@@ -116,11 +116,11 @@ def _write(
 
 
 def _times(bridge: Bridge) -> tuple[float, float | None]:
-    """Return how long a task may write, and how long its transaction then waits for other tasks and the driver."""
+    """Return a task's time to write, and its transaction's time to wait for a decision (None: the broker's limit)."""
     longest = bridge.limits.prepared_seconds
     if longest is None:
         return _DEFAULT_LIFETIME_SECONDS * TASK_SHARE, _DEFAULT_LIFETIME_SECONDS * (1 - TASK_SHARE)
-    return longest * TASK_SHARE, None  # None: hold it as long as the broker allows
+    return longest * TASK_SHARE, None
 
 
 def _attempt(identity: BatchId, session: SinkSession) -> int | None:

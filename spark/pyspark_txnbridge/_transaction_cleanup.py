@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
-from pyspark_txnbridge._options import NAMELESS, SinkOptions
 from pyspark_txnbridge._session import Claim, SinkSession, close_logging_errors, connect
+from pyspark_txnbridge._sink_options import NAMELESS, SinkOptions
 from txnbridge import (
     AccessDenied,
     BrokerUnavailable,
@@ -189,7 +189,7 @@ def finish_decided(session: SinkSession, path: tuple[str, str]) -> None:
 
 
 def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Mapping[str, Any]) -> None:
-    """Record that every transaction of a batch is published."""
+    """Record that every transaction of a batch is published. `data` is the data of the batch's COMMIT claim."""
     decisions = session.decisions
     if not path[0].startswith(NAMELESS):  # a nameless job is never repeated
         summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
@@ -207,7 +207,7 @@ def mark_done(session: SinkSession, path: tuple[str, str], batch: int, data: Map
 
 
 def fence_older(session: SinkSession, options: SinkOptions, path: tuple[str, str], up_to: int) -> None:
-    """Fence the tasks of this and older runs by opening the transactional ids that they use for unfinished batches.
+    """Fence the tasks of all runs up to number `up_to`: open the transactional ids of their unfinished batches.
 
     Call this when the decided batches of these runs are committed. A task that opens its id later finds that its run
     was replaced. Errors are logged: a task that was not fenced aborts its transaction itself, or the time-out ends the
@@ -226,7 +226,7 @@ def fence_older(session: SinkSession, options: SinkOptions, path: tuple[str, str
 
 
 def abort_open(session: SinkSession, options: SinkOptions, path: tuple[str, str], up_to: int) -> list[str]:
-    """Abort the open transactions of this and older runs that are in no decided batch, and return their ids.
+    """Abort the open transactions of all runs up to number `up_to`, but not of decided batches; return their ids.
 
     Readers would wait for these transactions. Call this when no batch of these runs can be decided any more, and the
     decided ones are committed. Errors are logged: the time-out ends a transaction that could not be aborted.

@@ -25,7 +25,7 @@ from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
 from txnbridge_conformance.observing import take
-from txnbridge_kafka.client import messages, request_runner
+from txnbridge_kafka.client import messages, request_retry
 from txnbridge_kafka.client.protocol_types import END_TXN_CODES, EndTxnResult, TransactionDescription
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.settings import KafkaSettings
@@ -768,7 +768,7 @@ def test_many_threads_share_it(world):
     for thread in threads:
         thread.join()
     assert len({pid for pid, _ in found}) == 12
-    assert len(world.requests._runner._idle) <= request_runner._MOST_IDLE
+    assert len(world.requests._runner._idle) <= request_retry._MOST_IDLE
 
 
 def test_a_closed_one_refuses(world):
@@ -800,7 +800,7 @@ def coordinator_of(world: World) -> int:
         node: int = await connections.coordinator(world.id)
         return node
 
-    return request_runner.RequestRunner(settings_for(world.bootstrap)).repeat(Deadline(LONG), "asking", ask)
+    return request_retry.RequestRunner(settings_for(world.bootstrap)).repeat(Deadline(LONG), "asking", ask)
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from txnbridge_conformance.plugin import Connect
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.messages import txn_offset_commit_request
-from txnbridge_kafka.client.request_runner import RequestRunner
+from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome import hanging_transaction_monitor, hanging_transactions

@@ -15,7 +15,7 @@ from txnbridge_kafka.client import kafka_python
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.protocol_types import RetryLaterError
-from txnbridge_kafka.client.request_runner import RequestRunner
+from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.client.requests import Requests
 
 from tests.kafka.test_settings import read

@@ -330,7 +330,10 @@ class LogState:
         return min((at for at, until in self._living.items() if until > now), default=None)
 
     def oldest_ack_window(self) -> Position | None:
-        """Return the first position needed to judge claims with acknowledgements that no snapshot covers."""
+        """Return the position from which records are needed to judge claims with acknowledgements.
+
+        Claims that a snapshot covers are left out. Return None if there are no others.
+        """
         return min((read_up_to for _, read_up_to in self._ack_windows), default=None)
 
     # --- keeping memory and snapshots short -------------------------------------------------------------------------

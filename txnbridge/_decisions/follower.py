@@ -126,10 +126,10 @@ class Follower:
             self._forget(self._state.cursor[0])
 
     def _forget(self, cursor: Position) -> None:
-        """Drop from memory what no transaction before its expiry can need.
+        """Drop from memory the records that only expired transactions could need.
 
-        A numbered log can be read again from any position, so records before the last but one snapshot are dropped
-        even if a transaction can still need them.
+        A log whose positions count up by one can be read again from any position. So the records that a snapshot
+        covered at the last call are dropped even if a transaction can still need them.
         """
         state, snapshot = self._state, self._covered_at_last_forgetting
         before = oldest = state.oldest_living(self._now()) or cursor
@@ -140,15 +140,16 @@ class Follower:
         self._covered_at_last_forgetting = state.covered
 
     def _read_to_end(self, deadline: Deadline) -> None:
-        """Read to the log's present end once more.
+        """Read the records that were stored during the first read.
 
-        If a trim had removed records before the first read began, its snapshot is stored by now.
+        If a trim had removed records that the first read misses, the snapshot that replaces them was stored before the
+        trim, so this second read finds it.
         """
         if (end := self._log.end(deadline)) is not None:
             self._read_on(end, deadline)
 
     def _begin_near_end(self, deadline: Deadline) -> None:
-        """Begin with the last records of a long numbered log, if a snapshot among them replaces all earlier ones."""
+        """Begin near a long log's end if a snapshot there replaces earlier records and positions count up by one."""
         if not self._log.numbered:
             return
         begin, end = self._log.begin(deadline), self._log.end(deadline)

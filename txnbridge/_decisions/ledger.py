@@ -143,7 +143,10 @@ class LogLedger(Ledger):
     def _unfinished(
         self, of: Callable[[IdFold], Mapping[_Key, UnfinishedCommit]], deadline: Deadline
     ) -> dict[_Key, UnfinishedCommit]:
-        """Return decided commits that may not be carried out at the broker, without those of expired transactions."""
+        """Return the decided commits that the broker has perhaps not carried out yet.
+
+        `of` selects them from the state of all ids. Commits of expired transactions are left out.
+        """
         with self._engine.follower.following(deadline) as state:
             require_readable(state)
             require_complete(state)

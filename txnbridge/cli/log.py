@@ -18,7 +18,7 @@ _AT_MOST = 20  # the largest number of ids, and of positions, that are shown
 @click.option("--decision-log", help="The log's store, if it is not the broker: as in connect().")
 @click.option("--yes", is_flag=True, help="Really do it.")
 def renew(cli: Cli, application: str, decision_log: str | None, yes: bool) -> ExitCode:
-    """Renew a decision log that was trimmed, truncated or deleted, so that no process can decide in it any more.
+    """Renew a decision log in which no process can decide any more, because it was trimmed, truncated or deleted.
 
     All earlier decisions are forgotten: the outcome of an earlier token is unknown for ever, transactional ids have no
     owner, and work that an id without a token protected (a batch of a Spark query) may be done again. Stop all

@@ -8,7 +8,7 @@ Range = tuple[int, int]
 
 
 def ranges_of(offsets: Iterable[int]) -> list[Range]:
-    """Return offsets as a normal list of ranges."""
+    """Return offsets as ranges (first, last), sorted, of which no two overlap or touch."""
     ordered = sorted(offsets)
     # Mostly the offsets are one range, which is checked first, because it is quicker.
     if ordered and ordered[-1] - ordered[0] + 1 == len(ordered):
@@ -19,7 +19,7 @@ def ranges_of(offsets: Iterable[int]) -> list[Range]:
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Return ranges, which may overlap and be in any order, as a normal list."""
+    """Sort the ranges, and merge those that overlap or touch."""
     found: list[Range] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -30,7 +30,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 
 
 def without(ranges: Iterable[Range], holes: Iterable[Range]) -> Iterator[Range]:
-    """Yield the ranges without the offsets in `holes`; both are normal lists."""
+    """Yield the ranges without the offsets in `holes`. Both have to be sorted, and merged as by `merged`."""
     waiting = iter(holes)
     hole = next(waiting, None)
     for first, last in ranges:

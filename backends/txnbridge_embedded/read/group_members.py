@@ -28,7 +28,7 @@ from txnbridge.errors import InvalidOption, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_embedded.client.readable_ranges import read_bounds
 from txnbridge_embedded.client.store import FileConnection, Store, now_ms
-from txnbridge_embedded.read.rebalance import assign
+from txnbridge_embedded.read.assignor import assign
 
 _log = logging.getLogger("txnbridge.embedded")
 

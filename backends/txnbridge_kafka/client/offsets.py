@@ -68,11 +68,11 @@ def is_another_topic(now: str | None, before: str | None) -> bool:
     return bool(now) and bool(before) and now != before
 
 
-def recreated_text(owner: str, partition: Partition, at: int) -> str:
-    """Return the error text for an offset in a topic that was deleted and created again."""
+def recreated_text(name: str, partition: Partition, at: int) -> str:
+    """Return the error text for an offset (`name` says whose) in a topic that was deleted and created again."""
     topic, number = partition
     return (
-        f"{owner} is {at} in {topic}[{number}], but the topic was deleted and created again since, so that offset means"
+        f"{name} is {at} in {topic}[{number}], but the topic was deleted and created again since, so that offset means"
         " nothing in the new topic. Nothing was skipped. Choose where to continue in the new topic by"
         f" seek({{({topic!r}, {number}): (offset,)}})"
     )

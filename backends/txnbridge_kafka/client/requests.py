@@ -38,7 +38,7 @@ from txnbridge_kafka.client.protocol_types import (
     error_name,
     refused,
 )
-from txnbridge_kafka.client.request_runner import RequestRunner
+from txnbridge_kafka.client.request_retry import RequestRunner
 from txnbridge_kafka.settings import KafkaSettings
 
 
@@ -277,7 +277,7 @@ class Requests:
         return self._runner.repeat(deadline, f"looking up topic {', '.join(topics)!r}", attempt) if topics else {}
 
     def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
-        """Return the id of each existing topic; empty if the Kafka version has no topic ids.
+        """Return the id of each existing topic; each id is "" if the Kafka version has no topic ids.
 
         A topic that is deleted and created again gets another id. All leaders of the partitions are asked, because
         another broker's metadata may still be of the deleted topic.

@@ -50,7 +50,7 @@ class HangingTransactionMonitor:
         self._ended.set()
 
     def check(self) -> bool:
-        """Write the missing markers of transactions that hang in two checks. Return whether to check again."""
+        """Write the missing markers of transactions that also hung in the last check. Return False to end checking."""
         try:
             for written in self._write_missing_markers(Deadline(_LONGEST_CHECK)):
                 _log.warning("wrote the missing control marker of the hanging transaction %s", written)

@@ -144,7 +144,10 @@ class KafkaPartition:
         return messages
 
     def _skip_before(self, since: tuple[int, int], run: Sequence[Any]) -> Sequence[Any]:
-        """Drop the messages before the first one with a timestamp at or after the time of a seek; return the rest."""
+        """Drop the messages before the first one that is not older than the time of a seek; return the rest.
+
+        `since` is this time, and the offset from which no message is dropped.
+        """
         time, end = since
         rest = list(dropwhile(lambda message: message.timestamp()[1] < time and message.offset() < end, run))
         if rest:

@@ -159,7 +159,8 @@ class KafkaReader(Reader):
     def _add_buffered(self, messages: list[Message], max_messages: int, size: int) -> list[Message]:
         """Add messages that the client has buffered, up to `max_messages` in all; return the old and new messages.
 
-        Messages of a partition that was revoked meanwhile are left out.
+        Stop at `Timing.poll_bytes`, too: `size` is the number of bytes of the old messages. Messages of a partition
+        that was revoked meanwhile are left out.
         """
         assignment, revocations, timing = self._assignment, self._assignment.revocations, self._timing
         while len(messages) < max_messages and size < timing.poll_bytes and not assignment.errors:
@@ -232,7 +233,11 @@ class KafkaReader(Reader):
         return messages
 
     def _note_error(self, error: KafkaError, message: Any) -> None:
-        """Handle an error that the client returned in place of a message."""
+        """Handle an error that the client returned in place of a message.
+
+        Keep a fatal error or a refusal for `poll` to raise, look up an offset again that is out of range, note the end
+        of a partition, and log any other error, from which the client recovers.
+        """
         partition = message.topic(), message.partition()
         assigned = self._assignment.partitions.get(partition)
         reading = assigned is not None and assigned.reading

@@ -101,7 +101,11 @@ class StartLookup:
             self._record(sorted(unrecorded), lambda: self.apply(requests, resolved))
 
     def on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
-        """Handle the result of committing first offsets: the client's callback, which it calls inside `poll`."""
+        """Receive the result of committing a group's first offsets. The client calls this inside `poll`.
+
+        After a success, record the topics and read on; after a temporary error the next look-up commits again; any
+        other error is kept for the reader to raise.
+        """
         pending, self._pending = self._pending, None
         try:
             failed = [each for each in (error, *(p.error for p in partitions)) if each is not None]

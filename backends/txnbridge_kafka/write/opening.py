@@ -90,7 +90,7 @@ def _fence(cluster: KafkaCluster, owner: KafkaOwner, id: str, deadline: Deadline
 
 
 def _end_unprepared(cluster: KafkaCluster, owner: KafkaOwner, deadline: Deadline) -> None:
-    """Abort transactions that earlier owners left open and not prepared under ids for prepared ones (hazard H16)."""
+    """Abort transactions that earlier owners began in order to prepare them, but did not prepare (hazard H16)."""
     listed = cluster.requests.transactions(deadline, [OPEN])
     described = cluster.requests.describe([each.id for each in listed if is_pool_id(each.id, owner.name)], deadline)
     if not any(last.state == OPEN for last in described.values()):

@@ -37,7 +37,7 @@ class KafkaOwner:
         """Record an opening, which makes this process the id's owner. Return the data of the previous opening.
 
         The record has the largest number of writers that any owner had. So if an owner dies while it opens the id, the
-        next owner still fences all writers. (Earlier versions of this backend also read `prepared_ids`.)
+        next owner still fences all writers. `prepared_ids` is recorded for earlier versions of this backend only.
         """
         with self._lock:
             newest = self.ledger.newest_opening(deadline)

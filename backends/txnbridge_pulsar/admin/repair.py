@@ -64,10 +64,11 @@ def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline)
 
 
 def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
-    """Commit a transaction on topics where it is open again, if evidence shows its commit; return this as a sentence.
+    """Commit a transaction on the topics where it is still or again open, if evidence shows that it was committed.
 
-    Raise `InvalidState` without such evidence, or if a coordinator knows the transaction; `NotFound` if the transaction
-    is open on no topic; `AccessDenied` if the user is not a superuser.
+    Return a sentence that names the topics and the evidence. Raise `InvalidState` without evidence, or if a
+    coordinator knows the transaction; `NotFound` if the transaction is open on no topic; `AccessDenied` if the user is
+    not a superuser.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     where = ", ".join(map(cluster.settings.namespace.short_name, held))
@@ -96,7 +97,10 @@ def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bo
 def _find_held(
     cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline
 ) -> tuple[TxnId, dict[str, tuple[int, int]]]:
-    """Return the id of a transaction that no coordinator knows, and the position of its first message by open topic."""
+    """Return the id of a transaction that no coordinator knows, and its first message's position by topic.
+
+    Only topics are returned on which the transaction is open.
+    """
     number = _TXN_ID.fullmatch(transaction)
     if number is None:
         raise InvalidOption(f"{transaction!r} is not a transaction's id as the doctor shows it, such as 0:15")

@@ -461,8 +461,8 @@ class PulsarConsumer:
 
 
 class _GenerationCallbacks:
-    """A consumer's callbacks for one generation. They pass the generation on, so that the consumer recognizes late
-    callbacks of earlier generations.
+    """A consumer's callbacks from one `reopen` to the next. They pass on `generation`, which each `reopen` raises,
+    so that the consumer recognizes late callbacks from before its last `reopen`.
     """
 
     def __init__(self, consumer: PulsarConsumer, generation: int) -> None:

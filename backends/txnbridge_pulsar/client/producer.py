@@ -148,8 +148,8 @@ class PulsarProducer:
             self._connection = connection
 
     def _open_on_broker(self, connection: BrokerConnection, deadline: ClientDeadline) -> Fields:
-        """Request the producer from the broker. A producer that held the topic exclusively before first asks with its
-        own epoch, which fences no other producer.
+        """Request the producer from the broker. If the producer has held the topic exclusively, it first asks for that
+        again with the epoch that it had: such a request fences no other producer.
 
         A broker refuses to fence with an epoch that is not the newest, but closes the newest owner's connection anyway.
         So fencing is requested only if the existing producer is our own, on an older connection whose end the broker

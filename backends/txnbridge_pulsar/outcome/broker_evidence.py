@@ -101,13 +101,13 @@ def proof_of_commit(
     return None
 
 
-def had_committed(
+def has_undelivered_commit(
     cluster: ClusterAccess, rest: Rest, txn: TxnId, topics: Collection[str], deadline: Deadline
 ) -> bool | None:
-    """Return whether a transaction that its coordinator has forgotten was committed; None if there is no evidence.
+    """Return whether a transaction that its coordinator has forgotten has to be committed on its topics once more.
 
-    Return False also if the transaction is open on none of its topics: then nothing that ends later can take a commit
-    back.
+    Return True if evidence shows that it was committed, but is open on a topic; None without evidence. Return False if
+    it is open on none of its topics: then no later transaction's end can take a commit back.
     """
     try:
         for topic in topics:  # brokers list open transactions only of loaded topics

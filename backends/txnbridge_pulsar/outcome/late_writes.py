@@ -35,9 +35,10 @@ _ATTEMPT_SECONDS = 10.0
 
 
 def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-    """End an empty transaction on the topics of `ended`; return whether brokers now refuse late messages of it.
+    """Commit an empty transaction on the topics of `ended`, so that brokers refuse late messages of `ended`.
 
-    Terminated topics are left out: they accept no late messages, and the empty transaction would never end.
+    Its end moves the topics' low water marks. Return whether the canary topic now refuses such a message. Terminated
+    topics are left out: they accept no late messages, and the empty transaction would never end.
     """
     canary = cluster.topics.internal(cluster.settings.late_write_canary, deadline)
     transactions = cluster.client.transactions

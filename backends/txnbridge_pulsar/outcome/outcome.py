@@ -20,7 +20,7 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate
-from txnbridge_pulsar.outcome.broker_evidence import had_committed
+from txnbridge_pulsar.outcome.broker_evidence import has_undelivered_commit
 from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, Participants, deliver_everywhere
 from txnbridge_pulsar.outcome.proof import was_committed
 from txnbridge_pulsar.outcome.terminated_topics import repair_hint, terminated
@@ -217,7 +217,7 @@ def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadli
         _log.debug("the outcome of transaction %s is not known: %s", ended.txn, lost)
         committed = None
     if committed is None and cluster.rest is not None:
-        committed = had_committed(cluster, cluster.rest, ended.txn, ended.topics, deadline)
+        committed = has_undelivered_commit(cluster, cluster.rest, ended.txn, ended.topics, deadline)
     if committed:
         deliver_everywhere(cluster, ended.txn, True, Participants(ended.topics, ended.subscriptions), deadline)
     return committed is not None

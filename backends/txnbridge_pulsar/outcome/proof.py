@@ -176,7 +176,8 @@ def write_presence(
     """Write a presence record, which the proof messages of the writer's next transactions follow; return its location.
 
     A writer calls this before its first transaction on the topic, and again after `Timing.presence_seconds`. All
-    earlier transactions on the topic must have ended.
+    earlier transactions on the topic must have ended. `transaction` is the name of a prepared transaction, else "";
+    `owned` says whether the writer has a transactional id.
     """
     nonce = new_nonce()
     settings = cluster.settings

@@ -68,7 +68,7 @@ class GroupRegistry:
             )
 
     def has_pending_acks(self, concrete: str, deadline: Deadline) -> bool:
-        """Return whether an open transaction has acknowledged messages of the group on a partition, if known."""
+        """Return whether an open transaction is known to have acknowledged messages of the group on a partition."""
         if self._rest is None:
             return False
         path = f"/admin/v3/transactions/pendingAckStats/{path_of(concrete)}/{quote(self._group, safe='')}"

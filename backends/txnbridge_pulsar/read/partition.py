@@ -330,7 +330,10 @@ class PulsarPartition:
             self._forget(acked)
 
     def not_acknowledged(self, acked: AckedMessages, ids: Sequence[wire.MessageId]) -> None:
-        """Note that the broker has refused these acknowledgements, or that its answer was lost."""
+        """Note that the broker has refused the acknowledgements of `ids`, or that its answer was lost.
+
+        The next `nack` on a shared subscription requests their redelivery; their deliveries are no longer dropped.
+        """
         self.refused += ids
         self._forget(acked)
 

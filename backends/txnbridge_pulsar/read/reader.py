@@ -110,7 +110,7 @@ class PulsarReader(Reader):
             raise
 
     def _open(self, topics: Mapping[str, Sequence[str]], first: bool, deadline: Deadline) -> list[PulsarPartition]:
-        """Open a consumer on each partition that has none."""
+        """Open a consumer on partitions without one, and return these. `first` is False if they were added later."""
         missing = [
             ((topic, number), concrete)
             for topic, names in topics.items()

@@ -149,7 +149,7 @@ class SentAcks:
                     each.partition.consumer.redeliver(each.given_up)
 
     def acks_by_batch_index(self) -> Iterator[tuple[str, wire.MessageId]]:
-        """Yield topic and id of each message acknowledged without the rest of its batch; none if it is not shared."""
+        """On a shared subscription, yield topic and id of each message acknowledged by its index in a batch."""
         if self._shared:
             yield from ((each.partition.topic, id) for each in self._sent for id in each.ids if id.batch_index >= 0)
 

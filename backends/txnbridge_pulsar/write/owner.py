@@ -102,9 +102,9 @@ class PulsarOwner:
             fence.write(self._fence_record, deadline)
 
     def _refuse_late_writes(self, ended: Sequence[AnnouncedTransaction], deadline: Deadline) -> None:
-        """Have brokers refuse late messages of ended transactions, as their older owner may still send (hazard H44).
+        """Have brokers refuse late messages of ended transactions: an older owner may still send some (hazard H44).
 
-        It may even if the transaction has timed out, or if the older owner itself has ended it.
+        The older owner may do so even if the transaction has timed out, or if the older owner itself has ended it.
         """
         for announced in ended:
             self.late_write_guard.add(announced, deadline)

@@ -156,10 +156,11 @@ class _SendFailed(Exception):
 
 
 class _SequencedTopic:
-    """The producers of a named publisher on one topic, over all of whose partitions its sequences count.
+    """The producers of a named publisher on one topic.
 
-    The broker keeps the last sequence of each partition. So a message for another partition waits until all earlier
-    messages are stored: then every sequence below the highest stored one is stored in some partition.
+    A sequence is the number that the publisher gives a message. The numbers increase over all partitions of the topic,
+    while the broker keeps the last sequence of each partition. So a message for another partition waits until all
+    earlier messages are stored: then every sequence below the highest stored one is stored in some partition.
     """
 
     def __init__(self, cluster: ClusterAccess, topic: str, name: str, ledger: Ledger) -> None:

@@ -99,7 +99,10 @@ class RocketMQAdmin(Admin):
     # --- transactions -------------------------------------------------------------------------------------------------
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
-        """Return the open transactions, including halves of other clients, and halves that a broker has discarded."""
+        """Return the open transactions whose transactional id begins with `owners`, also those with discarded halves.
+
+        A half of another client counts as a transaction with an empty transactional id.
+        """
         listed = open_halves.list_open(self._cluster, deadline)
         return [
             open_halves.as_open_transaction(self._cluster, each) for each in listed if each.owner.startswith(owners)

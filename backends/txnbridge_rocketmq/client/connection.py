@@ -199,7 +199,7 @@ class RemotingConnection:
             raise kind(f"{call.request.action}: not sent to {self.address}: {error}") from error
 
     def give_up(self, call: Call[Any]) -> None:
-        """End a call whose deadline is past by `ResponseTimeout`. Close the connection if the peer seems dead."""
+        """Fail a call with `ResponseTimeout`: its deadline has passed. Close the connection if the peer seems dead."""
         with self._lock:
             found = self._waiting.pop(call.opaque, None)
         if found is None:

@@ -102,7 +102,7 @@ class HalfEnder:
 
     @contextmanager
     def as_owner(self, transaction: str) -> Iterator[None]:
-        """Keep this process's other threads from ending a transaction in the block, which publishes it."""
+        """Run a block that publishes a transaction, which no other thread of this process ends in the meantime."""
         with self._lock:
             self._being_ended.add(transaction)
         try:
@@ -225,7 +225,7 @@ class HalfEnder:
         return True
 
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
-        """Commit no more halves of a sequence after an error, unless it had no effect and may succeed if repeated."""
+        """Stop a sequence after a failed request, unless the request had no effect and may succeed if repeated."""
         passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
         passing = passing and type(translate(error, "")) is BrokerUnavailable
         if not passing or deadline.left() <= self._timing.end_pause:

@@ -80,7 +80,7 @@ def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Led
 
 @contextmanager
 def _as_decided(token: Token, outcome: str) -> Iterator[None]:
-    """Run a block after a decision, and let its errors say that any bridge of the application can carry it out."""
+    """Run a block that carries out a decision. Let its errors say that any bridge of the application can do so."""
     prefix = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield

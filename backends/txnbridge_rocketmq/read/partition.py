@@ -47,7 +47,8 @@ class QueueReader:
     Records are handed out only after a later check for the reference record, which was read earlier. If the queue still
     has the reference record, the new records are not from a recreated topic (hazard H80).
 
-    Only the polling thread uses this object, except `claims` (with the reader's guard) and `position_at` (any thread).
+    Only the polling thread uses this object, except `undecided_acks` (any thread that has the reader's lock) and
+    `position_at` (any thread).
     """
 
     def __init__(self, partition: Partition, queue: Queue, timing: RocketMQTiming) -> None:
@@ -61,7 +62,7 @@ class QueueReader:
         self.settled = False  # whether the position is known; nothing is read before
         self.moves = 0  # how many times `unsettle` was called
         # First and end offset of acknowledgements whose transactions may be undecided.
-        self.claims: list[tuple[int, int]] = []
+        self.undecided_acks: list[tuple[int, int]] = []
         self.overtaken = False  # another member has moved the group's position
         self.is_cut_off = False  # the broker is unreachable; nothing is sent until the background task reaches it
         self._duplicates = DuplicateFilter(timing.remembered_messages)
@@ -139,7 +140,7 @@ class QueueReader:
         self.fault = self.target = None
         self.settled = True
         self.overtaken = False
-        self.claims = [claim for claim in self.claims if claim[0] < at]
+        self.undecided_acks = [acked for acked in self.undecided_acks if acked[0] < at]
 
     @property
     def needs_early_poll(self) -> bool:
@@ -249,7 +250,7 @@ class QueueReader:
             self.fail_until_seek(topic_recreated("the position", self.partition, self.next, self.reference))
 
     def _adjust_pull_size(self, pull: QueuePull) -> None:
-        """Set how many messages the next pull requests: as many as this pull returned.
+        """Set the number of messages that the next pull asks for: as many as this pull returned.
 
         After several pulls that returned all requested messages, double the number.
         """

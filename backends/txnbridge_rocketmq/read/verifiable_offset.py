@@ -40,11 +40,11 @@ class VerifiableOffset(NamedTuple):
         return (self.next, *(self.reference or ()))
 
 
-def topic_recreated(owner: str, partition: Partition, at: int, reference: ReferenceRecord) -> PositionLost:
-    """Return the error for a position whose reference record is missing in the queue."""
+def topic_recreated(name: str, partition: Partition, at: int, reference: ReferenceRecord) -> PositionLost:
+    """Return the error for a position (`name` says whose) whose reference record is missing in the queue."""
     topic, number = partition
     return PositionLost(
-        f"{owner} is {at} in {topic}[{number}], but the message that was read at {reference.offset} is not there any"
+        f"{name} is {at} in {topic}[{number}], but the message that was read at {reference.offset} is not there any"
         " more: the topic was deleted and created again, or the broker lost messages. Nothing was skipped:"
         f" seek({{({topic!r}, {number}): (0,)}}) reads the queue from its beginning"
     )

@@ -47,7 +47,7 @@ class RocketMQSettings:
 
     @property
     def cluster_topic(self) -> str:
-        """The topic whose first record is the cluster's id. Empty topics whose names repeat the id begin with it."""
+        """The topic whose first record is the cluster's id. Empty topics named <this name>-<id>-… repeat the id."""
         return f"{self.prefix}cluster"
 
     def broker_topic(self, broker: str) -> str:
@@ -73,7 +73,7 @@ class RocketMQSettings:
         return group_name(f"{self._half_groups}{encoded(self.application)}|{encoded(group)}")
 
     def shared_half_group(self, group: str) -> str:
-        """Return the producer group of earlier versions for these half messages, which all applications shared."""
+        """Return a resolver group's producer group for half messages in earlier versions, one for all applications."""
         return group_name(f"{self._half_groups}{encoded(group)}")
 
     def group_of_halves(self, producer_group: str) -> tuple[str | None, str] | None:

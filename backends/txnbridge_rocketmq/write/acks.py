@@ -70,14 +70,14 @@ class RocketMQAckContext:
                 first = earlier.first if earlier else given[0] if given else ()
                 end = reader.position_at(given[-1][0] + 1).position if given else earlier.end if earlier else ()
                 at = (positions_in_log.get(partition, -1),)
-                reader.claims = [claim for claim in reader.claims if claim[1] > at[0]]
-                others = [claim for claim in reader.claims if earlier is None or claim[0] != earlier.first[0]]
+                reader.undecided_acks = [acked for acked in reader.undecided_acks if acked[1] > at[0]]
+                others = [acked for acked in reader.undecided_acks if earlier is None or acked[0] != earlier.first[0]]
                 if at < (0,) or at > first or others or (earlier and at != earlier.first):
                     reader.overtaken = True
                     raise _moved(self.group, partition)
                 claimed[partition] = Ack(self.group, partition, at, end, read_up_to)
             for partition, ack in claimed.items():
-                readers[partition].claims = [(ack.first[0], ack.end[0])]
+                readers[partition].undecided_acks = [(ack.first[0], ack.end[0])]
         for partition, ack in claimed.items():
             self._on_ack(readers[partition], ack.first[0])
         return list(claimed.values())

@@ -131,7 +131,7 @@ class HalfBatch:
             self._check(error, deadline)
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until every half is stored. If this raises `DeliveryFailed` or `AccessDenied`, abort the transaction."""
+        """Wait until every half is stored. The caller aborts the transaction on `DeliveryFailed` or `AccessDenied`."""
         self._send_held(deadline)
         for sent in self._sent:
             while sent.stored is None:

@@ -21,9 +21,10 @@ _Edge = tuple[int, int, str]
 
 
 def check_cycles(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
-    """Find cycles of committed transactions: `G0`, `G1c`, and `G1c-realtime` with edges of real time.
+    """Find Adya's anomalies among committed transactions: cycles by write order (`G0`), or also by reads (`G1c`).
 
-    Find `G0-realtime` in each partition. A cycle of several partitions would not tell: messages of a long transaction
+    A cycle of `-realtime` also has edges from a transaction to those that began after its end. `G0-realtime` is looked
+    for in each partition alone. A cycle over several partitions would prove nothing: messages of a long transaction
     may lie before those of one transaction in one partition, and after those of a later one in another.
     """
     committed = (fate == COMMITTED) & np.array([each.what == "transaction" for each in tables.operations], bool)
@@ -81,7 +82,7 @@ def _host(tables: Tables, order: int) -> str:
 
 
 def _write_order(tables: Tables, committed: Numbers, rank: Numbers) -> Iterator[_Edge]:
-    """Yield an edge between the writers of two successive values of a partition."""
+    """Yield an edge from the transaction that sent each value to the one that sent the next value of its partition."""
     rows = _in_order(tables, committed, rank)
     first, second = rows[:-1], rows[1:]
     next_to = (tables.home[first] == tables.home[second]) & (tables.writer[first] != tables.writer[second])
@@ -90,7 +91,7 @@ def _write_order(tables: Tables, committed: Numbers, rank: Numbers) -> Iterator[
 
 
 def _reads_from(tables: Tables, committed: Numbers) -> Iterator[_Edge]:
-    """Yield an edge from the writer of each value to each transaction that received the value."""
+    """Yield an edge from the transaction that sent each value to each transaction that received the value."""
     rows = tables.reads.value != NONE
     reader, writer = tables.reads.operation[rows], tables.writer[tables.reads.value[rows]]
     rows = (writer != NONE) & (reader != writer)

@@ -13,9 +13,10 @@ _SLACK_SECONDS = 10.0
 
 
 def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
-    """Find calls that took longer than their deadline, conditions that never came true, and processes that crashed.
+    """Find calls that took longer than their deadline, processes that crashed, and conditions that never came true.
 
-    The time in which the process of a call was paused does not count.
+    The run waits for these conditions after its work, for example until no transaction is open. The time in which a
+    call's process was paused does not count for the call.
     """
     pauses = _pauses(tables)
     for operation in tables.operations:

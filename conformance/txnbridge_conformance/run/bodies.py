@@ -32,7 +32,7 @@ class Bodies:
             self._empty.append(None)
 
     def make(self, value: str) -> tuple[bytes | None, bytes | None]:
-        """Return the body and the key of a message with this value."""
+        """Return the body and the key of a message; one of them contains `value`, the message's name in the history."""
         kind = self._chance.random()
         if kind < _EMPTY_SHARE and self._empty:
             return self._chance.choice(self._empty), value.encode()
@@ -48,7 +48,7 @@ class Bodies:
 
 
 def value_of(topic: str, body: bytes | None, key: bytes | str | None) -> str:
-    """Return the value of a message that was read from a topic of a run."""
+    """Return the message's name in the history: it is in the body, or in the key of a message without a body."""
     text = body or key or b""
     value = text if isinstance(text, str) else text.decode(errors="replace")
     return (DEAD if topic.endswith("-dead") else "") + value.partition(_PADDING)[0]

@@ -179,7 +179,7 @@ class _RawBridge:
 
 @contextmanager
 def connect(url: str, *, timeout: float, transactional_id: str | None = None, **_: Any) -> Iterator[Any]:
-    """Open a producer of transactions, and consumers, for the broker at a URL of txnbridge."""
+    """Yield an object with the methods of `txnbridge.Bridge` that a raw run uses, made of Kafka's plain client."""
     yield _RawBridge(urlsplit(url).netloc, timeout, transactional_id)
 
 

@@ -176,9 +176,9 @@ class Settling:
         }
 
     def _note_drained(self, group: str, failure: str | None) -> None:
-        """Record whether a group without members has read everything; `failure` is None if that is known already.
+        """Record whether a group without members has read everything; record a finding if not.
 
-        Otherwise it has read everything if a new member receives nothing. That it has not is a finding.
+        If `failure` is None, it is known to have read everything; else it has if a new member receives nothing.
         """
         call = self._recorder.start("drained", group=group, topics=[self._plan.topic("source")])
         if failure is not None and not self._receives_nothing(group):
@@ -219,8 +219,8 @@ class Settling:
     def _has_acknowledged(self, group: str, sent: Collection[str]) -> bool:
         """Return whether committed transactions have acknowledged all messages of the source topic for a group.
 
-        A member may be killed before it records that its transaction was committed: then its output can be read. The
-        group's lag does not tell this on brokers that count control markers in the lag.
+        A member may be killed after its commit and before it records the commit. So a transaction also counts as
+        committed if its output can be read. The group's lag cannot be used: some brokers count control markers in it.
         """
         if time.monotonic() < self._next_look:
             return False

@@ -30,7 +30,7 @@ def write(client: Client) -> None:
 
 
 def own(client: Client) -> None:
-    """Run random transactions under a transactional id that two processes share. Return to open the id again."""
+    """Run random transactions under an id that two processes share; return at times, so that the id is opened again."""
     with client.bridge(transactional_id=client.plan.owner, writers=1) as bridge:
         while not client.stop.wait(client.random.uniform(0, 0.05)):
             # In a pause the other owner may open the id: what is then prepared or committed must not take effect.
@@ -95,7 +95,8 @@ def publish(client: Client) -> None:
 def copy(client: Client) -> None:
     """Copy messages as a member of a group: acknowledge the input and send the output in one transaction.
 
-    A transaction that was prepared is ended by its token. Unless it is committed, return to read its messages again.
+    A transaction that was prepared is ended by its token. If it is then not committed, return: the program calls this
+    again, and the new consumer gets the messages again.
     """
     plan = client.plan
     with client.bridge(writers=1) as bridge, bridge.consumer(plan.topic("source"), plan.copiers) as consumer:

@@ -8,7 +8,7 @@ from itertools import permutations, product
 
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_embedded.read.rebalance import assign
+from txnbridge_embedded.read.assignor import assign
 
 NAMES = "abcdef"
 
