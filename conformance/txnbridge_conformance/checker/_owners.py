@@ -90,23 +90,25 @@ def check_prepared(tables: Tables, fate: Numbers, findings: Findings) -> None:
             asked[operation.transaction].append(operation)
     prepared = [each for each in tables.operations if each.outcome == "prepared" and each.transaction]
     _check_early_reads(tables, prepared, asked, findings)
-    by_admin = {f.target: f.mono for f in tables.history.faults if f.kind.startswith("administrator")}
-    # Administrators may name a transaction that is not prepared yet otherwise than its process does.
-    others = [by_admin[name] for name in by_admin.keys() - {operation.transaction for operation in tables.operations}]
+    by_admin = [(fault.target, fault.mono) for fault in tables.history.faults if fault.kind.startswith("administrator")]
+    named = {target for target, _ in by_admin}
+    # Administrators may name a transaction that is not prepared yet otherwise than its process does. On Kafka they name
+    # one of a made-up transactional id by this id, also when it is prepared.
+    transactions = {operation.transaction for operation in tables.operations}
+    unknown = [(target, at) for target, at in by_admin if target not in transactions]
     for operation in prepared:
         calls = asked[operation.transaction or ""]
         answers = [call for call in calls if call.outcome == "aborted" and call.end is not None]
-        if (
-            fate[operation.order] != ABORTED
-            or not answers
-            or operation.end is None
-            or operation.transaction in by_admin
-        ):
+        if fate[operation.order] != ABORTED or not answers or operation.end is None or operation.transaction in named:
             continue
         known = min(call.end for call in answers if call.end is not None)
         if any(call.fields.get("wish") == "abort" and call.start < known for call in calls):
             continue  # a call for an abort that began later changed nothing
-        if any(operation.start < at < operation.end + _LISTED_BEFORE for at in others):
+        owner = (operation.transaction or "").partition("/")[0]
+        if any(
+            operation.start < at < (known if target.startswith(owner) else operation.end + _LISTED_BEFORE)
+            for target, at in unknown
+        ):
             continue
         if min(call.start for call in answers) < operation.end + operation.fields.get("hold", 0) * 1e9:
             text = f"{tables.name(operation.order)} was prepared and is aborted, which nobody asked for"

@@ -32,6 +32,8 @@ from txnbridge_conformance.run.settling import ALL, Settling
 
 # The share of the time without faults at its end, in which processes recover and copiers catch up.
 _QUIET_SHARE = 0.25
+# Before that, periods with faults and without take turns: groups whose members die all the time would process nothing.
+_ATTACK_SECONDS, _REST_SECONDS = 20.0, 10.0
 # The time in which a reader reads a whole topic.
 _READING_SECONDS = 300.0
 
@@ -66,7 +68,7 @@ class Hunt:
         self._faults.extend(more)
         self._injected: list[tuple[float, Injected]] = []  # with the time at which each is healed
         self.deeds: Counter[str] = Counter()
-        self._attacking = False
+        self._attacking = clients  # whether new processes may kill themselves
         self._tried: dict[str, set[str]] = defaultdict(set)  # by role: events at which processes killed themselves
         self._roles: dict[str, int] = {}  # with the number of processes
 
@@ -87,16 +89,16 @@ class Hunt:
 
     def work(self, bridge: Bridge) -> None:
         """Start the processes, and let them work for `Plan.seconds`. Inject faults, except in the last quarter."""
-        self._attacking = self._clients
         self._start(bridge)
         begin = time.monotonic()
         faults_until = begin + self._plan.seconds * (1 - _QUIET_SHARE)
         while (now := time.monotonic()) < begin + self._plan.seconds:
             self._heal(now)
-            if now < faults_until:
+            attacks = now < faults_until and (now - begin) % (_ATTACK_SECONDS + _REST_SECONDS) < _ATTACK_SECONDS
+            self._attacking = self._clients and attacks
+            if attacks:
                 self._attack(now)
             else:
-                self._attacking = False
                 self._heal(math.inf)
             self._replace_dead()
             self._progress(f"{now - begin:.0f} of {self._plan.seconds:g} s: {_counted(self.deeds)}")

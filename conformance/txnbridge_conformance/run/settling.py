@@ -55,6 +55,7 @@ class Settling:
         self._stop = stop
         self._replace_dead = replace_dead
         self._next_look = 0.0
+        self._left = 0  # the number of messages that a group has not read
 
     def settle(self) -> None:
         """Stop the processes, and end each transaction that they left open or prepared. Members of groups stop last."""
@@ -87,8 +88,11 @@ class Settling:
         call.end("ok" if failure is None else "fail", error=failure)
 
     def _wait(self, condition: Callable[[], bool], seconds: float = _SETTLING_SECONDS) -> str | None:
-        """Wait until a condition is true. Return None, or the last error as text, perhaps "", if it stays false."""
-        until = time.monotonic() + seconds
+        """Wait until a condition is true. Return None, or the last error as text, perhaps "", if it stays false.
+
+        The time begins again whenever `_left` changes: a long run leaves much to read.
+        """
+        until, left = time.monotonic() + seconds, self._left
         failure = ""
         while time.monotonic() < until:
             self._replace_dead()
@@ -97,6 +101,8 @@ class Settling:
                     return None
             except TxnBridgeError as error:
                 failure = f"{type(error).__name__}: {error}"
+            if self._left != left:
+                until, left = time.monotonic() + seconds, self._left
             time.sleep(0.2)
         return failure
 
@@ -234,6 +240,7 @@ class Settling:
             committed.update(order for order, _, values in history.sends if not seen.isdisjoint(values))
             left -= _acknowledged_by(committed, history, group)
         self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._left = len(left)
         return not left
 
 

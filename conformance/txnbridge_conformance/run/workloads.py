@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from txnbridge_conformance.run.sales import Sales
 # One message of so many is poison, and the handler fails for this share of the others.
 _POISON_EVERY = 25
 _FAILURE_SHARE = 0.005
+# The newest part of the file of tokens, in bytes.
+_NEWEST_TOKENS = 20_000
 # The longest pause of a transaction: in it another owner can open the id, or the broker can be restarted.
 _LONGEST_PAUSE = 2.0
 # The deadline of transactions that oversleep it, in seconds.
@@ -164,9 +167,15 @@ def finish(client: Client) -> None:
 
 
 def _tokens(client: Client) -> Iterator[tuple[str, str]]:
-    """Yield transaction and token for a random part of the lines in `Plan.tokens`, as the file grows."""
+    """Yield transaction and token for a random part of the lines in `Plan.tokens`, as the file grows.
+
+    Most often begin near the end of the file: who begins with the oldest tokens never reaches the newest in a long run.
+    """
     client.plan.tokens.touch()
     with open(client.plan.tokens, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _NEWEST_TOKENS) if client.random.random() < 0.8 else 0)
+        file.readline()  # the rest of a line; of a whole file the first token is left to others
         while not client.stop.is_set():
             line = file.readline()
             if not line.endswith(b"\n"):
