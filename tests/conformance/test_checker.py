@@ -492,7 +492,7 @@ def test_a_prepared_message_that_is_read_before_anybody_commits_it_is_an_early_r
         ("commit", None, True),
         ("abort", None, False),
         ("commit", ("x", 9), False),
-        ("commit", ("x.p1", 9), False),  # the transactional id that its writer has at the broker
+        ("commit", ("x.p1", 3), False),  # the transactional id that its writer has at the broker
         ("commit", ("x.p1", 9 * 10**9), True),
         ("commit", ("another name", 2 * 10**9), False),  # listed before it was prepared, under the name of its writer
         ("commit", ("another name", 9 * 10**9), True),
