@@ -451,6 +451,7 @@ class Bridge:
         keep: float | None = None,
         poll: float = 0.025,
         hold: float = 30.0,
+        takeover: float = 5.0,
         stop_timeout: float = 30.0,
     ) -> Relay:
         """Return a `Relay`, which publishes the rows of an outbox exactly once; see there for the settings.
@@ -474,6 +475,7 @@ class Bridge:
             keep=keep,
             poll=poll,
             hold=hold,
+            takeover=takeover,
             stop_timeout=stop_timeout,
         )
 

@@ -44,6 +44,8 @@ EVENT_NAMES = (
     "half.check",
     "half.end",
     "half.park",
+    "outbox.store",
+    "outbox.delete",
 )
 
 _log = logging.getLogger("txnbridge")

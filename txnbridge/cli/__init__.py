@@ -23,6 +23,7 @@ COMMANDS = {
     "groups": "List groups, their members and lag, and set them back.",
     "transactions": "List and end open and prepared transactions.",
     "resolver": "Answer check-backs of half messages, and list and end parked ones.",
+    "relay": "Publish the rows of an outbox, and list and change those that cannot be.",
     "log": "Renew a decision log that has lost records.",
     "status": "Show the outcome of a token's transaction.",
     "doctor": "Find settings and states that weaken a guarantee or hold readers back.",

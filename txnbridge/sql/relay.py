@@ -39,8 +39,6 @@ from txnbridge.sql.outbox import PARKED, PUBLISHED, WAITING, Outbox, OutboxRow, 
 
 _log = logging.getLogger("txnbridge")
 
-# The time for which another relay with a batch or with waiting rows may change nothing before this one takes over.
-_STANDSTILL_SECONDS = 5.0
 # The pauses before the next attempt after an error: each is twice as long, from the first to the last.
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 10.0
 # The errors by which a broker refuses a message for ever.
@@ -97,6 +95,13 @@ class OutboxStore:
 
         self._database.ask(f"opening {self._what}", create, deadline)
 
+    def exists(self, deadline: Deadline) -> bool:
+        def look(connection: sa.Connection) -> bool:
+            made = sa.inspect(connection).has_table(self._state.name, schema=self._state.schema)
+            return made and connection.scalar(sa.select(self._state.c.number)) is not None
+
+        return self._database.ask(f"reading {self._what}", look, deadline)
+
     def state(self, deadline: Deadline) -> State:
         return self._database.ask(f"reading {self._what}", self._read_state, deadline)
 
@@ -144,7 +149,7 @@ class OutboxStore:
 
         return self._database.change(f"storing a batch of {self._what}", change, deadline)
 
-    def end_batch(self, token: str, batch: str, relay: str, keep: bool, deadline: Deadline) -> bool:
+    def end_batch(self, token: str, batch: str, relay: str | None, keep: bool, deadline: Deadline) -> bool:
         """Delete or keep the rows of a published batch. Return False if another relay has done so."""
 
         def change(connection: sa.Connection) -> bool:
@@ -244,11 +249,11 @@ class ParkedRow(NamedTuple):
 class Relay(Service):
     """Publishes an outbox's rows exactly once: `with bridge.relay(outbox, engine):`, or `run`. Made by `Bridge.relay`.
 
-    Several relays may run, in any processes; one works, and another takes over when it has stood still for some
+    Several relays may run, in any processes: one works, and another takes over if that one stands still for `takeover`
     seconds. A row that the broker refuses is parked with its reason, and with `ordered` it holds back the later rows of
     its topic and key. `batch` is the most rows in one transaction, `keep` how many seconds published rows stay in the
-    table, `poll` the pause between two looks for new rows. A batch whose relay dies before it is stored holds back
-    readers for `hold` seconds.
+    table, `poll` the pause between two looks for new rows. If a relay dies before it has stored its batch, the batch
+    holds back readers for `hold` seconds.
     """
 
     def __init__(
@@ -263,6 +268,7 @@ class Relay(Service):
         keep: float | None = None,
         poll: float = 0.025,
         hold: float = 30.0,
+        takeover: float = 5.0,
         stop_timeout: float = 30.0,
     ) -> None:
         if not isinstance(outbox, Outbox):
@@ -273,6 +279,7 @@ class Relay(Service):
             check_seconds("keep", keep)
         check_seconds("poll", poll, above_0=True)
         check_seconds("hold", hold)
+        check_seconds("takeover", takeover)
         bridge.capabilities.require(Capability.PREPARE)
         super().__init__(connection, f"relay of {outbox.name}", stop_timeout)
         self._bridge = bridge
@@ -282,6 +289,7 @@ class Relay(Service):
         self._keep = keep
         self._poll = poll
         self._hold = hold
+        self._takeover = takeover
         self._limit = batch  # smaller after a refusal, to find the row that is refused
         self._failed_deliveries = 0  # of a batch of one row, in a row
         self._relay = f"{os.uname().nodename} {os.getpid()} {random_name(4)}"
@@ -359,7 +367,7 @@ class Relay(Service):
         now = time.monotonic()
         if state.version != self._seen[0]:
             self._seen = state.version, now
-        return now - self._seen[1] > _STANDSTILL_SECONDS
+        return now - self._seen[1] > self._takeover
 
     def _purge(self) -> None:
         if self._keep is not None and time.monotonic() > self._purged + _PURGE_SECONDS:
@@ -391,7 +399,8 @@ class Relay(Service):
         token, batch = str(txn.token), _ranges([row.id for row in rows])
         stored = False
         try:
-            stored = self._store.store_batch(version, self._relay, token, batch, self._connection.deadline())
+            with self._connection.events.step("outbox.store", txn.id, rows=len(rows)):
+                stored = self._store.store_batch(version, self._relay, token, batch, self._connection.deadline())
         finally:
             if not stored:  # another relay was faster, or the database did not answer
                 self._abandon(token)
@@ -419,12 +428,17 @@ class Relay(Service):
             self._stats = self._stats._replace(aborted=self._stats.aborted + 1)
         elif outcome is not Outcome.COMMITTED:
             raise OutcomeUnknown("the outcome of a batch is not known yet", token=token)
-        elif self._store.end_batch(token, batch, self._relay, self._keep is not None, self._connection.deadline()):
+        elif self._delete(token, batch):
             before = self._stats
             self._stats = before._replace(
                 published=before.published + sum(last - first + 1 for first, last in _parsed(batch)),
                 batches=before.batches + 1,
             )
+
+    def _delete(self, token: str, batch: str) -> bool:
+        """Delete or keep the rows of a batch that is committed. Return False if another relay has done so."""
+        with self._connection.events.step("outbox.delete"):
+            return self._store.end_batch(token, batch, self._relay, self._keep is not None, self._connection.deadline())
 
     def _refused(self, version: int, row: OutboxRow, error: TxnBridgeError) -> None:
         """Park a row that the broker has refused alone."""
