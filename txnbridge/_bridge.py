@@ -450,7 +450,7 @@ class Bridge:
         batch: int = 1000,
         keep: float | None = None,
         poll: float = 0.025,
-        hold: float = 30.0,
+        hold: float = 10.0,
         takeover: float = 5.0,
         stop_timeout: float = 30.0,
     ) -> Relay:

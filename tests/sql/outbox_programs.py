@@ -29,11 +29,11 @@ def outbox() -> Outbox:
 
 def publish_all(shop: Shop) -> None:
     """Publish until nothing waits, as a relay that takes over at once."""
-    with txnbridge.connect(shop.url) as bridge:
-        relay = bridge.relay(outbox(), shop.database, takeover=0, batch=3)
+    with txnbridge.connect(shop.url, timeout=4) as bridge:
+        relay = bridge.relay(outbox(), shop.database, takeover=0, batch=3, hold=0)
         thread = threading.Thread(target=relay.run)
         thread.start()
-        while thread.is_alive() and (relay.lag or not relay.stats.batches and relay.healthy):
+        while thread.is_alive() and (relay.lag or (not relay.stats.batches and relay.healthy)):
             thread.join(0.01)
         relay.stop()
         thread.join()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.log_decisions import *  # noqa: F403
 from tests.log_decisions import SECONDS, Numbered
-from tests.sql.test_log import open_logs, postgres, url  # noqa: F401
+from tests.sql.test_log import open_logs  # noqa: F401
 from txnbridge.spi import Deadline
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]  # each record goes to the disk by itself

@@ -18,7 +18,6 @@ from tests.core.test_ledger import LedgerBackend
 from tests.in_time import takes, within
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import SOON, ExactTrimming, append, bounds, place_of, read
-from tests.sql.postgres import Postgres
 from txnbridge import Decision, TokenState, plugins
 from txnbridge.errors import (
     AccessDenied,
@@ -37,22 +36,6 @@ from txnbridge.sql._database import within as run_within
 
 _numbers = itertools.count(1)
 _KILLED_SERVER_IS_BACK = 60.0  # it takes a second to read its log again, and some on a busy machine
-
-
-@pytest.fixture(scope="module")
-def postgres():
-    if (reason := Postgres.missing()) is not None:
-        pytest.skip(reason)
-    with Postgres() as server:
-        yield server
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.live)])
-def url(request, tmp_path):
-    """Of a database of the test's own."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'decisions.db'}"
-    return request.getfixturevalue("postgres").new_database()
 
 
 @pytest.fixture

@@ -49,6 +49,8 @@ _DELIVERIES = 3
 _BATCH_BYTES = 16_000_000
 # The number of ranges of ids in one statement: some databases limit the depth of an expression.
 _RANGES = 200
+# The deadline of a look into the database: short, because a relay that shall stop waits for it.
+_LOOK_SECONDS = 5.0
 # The interval at which published rows that are kept are looked at.
 _PURGE_SECONDS = 10.0
 
@@ -253,7 +255,7 @@ class Relay(Service):
     seconds. A row that the broker refuses is parked with its reason, and with `ordered` it holds back the later rows of
     its topic and key. `batch` is the most rows in one transaction, `keep` how many seconds published rows stay in the
     table, `poll` the pause between two looks for new rows. If a relay dies before it has stored its batch, the batch
-    holds back readers for `hold` seconds.
+    holds back readers until the transaction's deadline, by the bridge's timeout, and `hold` seconds more have passed.
     """
 
     def __init__(
@@ -267,7 +269,7 @@ class Relay(Service):
         batch: int = 1000,
         keep: float | None = None,
         poll: float = 0.025,
-        hold: float = 30.0,
+        hold: float = 10.0,
         takeover: float = 5.0,
         stop_timeout: float = 30.0,
     ) -> None:
@@ -321,7 +323,7 @@ class Relay(Service):
         while not self._stop.asked and not self._connection.closed:
             try:
                 if not opened:
-                    self._store.open(self._connection.deadline())
+                    self._store.open(self._look_deadline())
                     opened = True
                 worked = self._work()
             except (EvidenceLost, InvalidToken) as error:
@@ -347,7 +349,7 @@ class Relay(Service):
 
     def _work(self) -> bool:
         """End the stored batch, or publish a new one. Return False if there is nothing to do for this relay."""
-        state, rows = self._store.waiting(self._limit, self._ordered, self._connection.deadline())
+        state, rows = self._store.waiting(self._limit, self._ordered, self._look_deadline())
         if state.token is None and not rows:
             self._seen = (-1, 0.0)
             self._purge()
@@ -359,6 +361,9 @@ class Relay(Service):
         else:
             self._publish(state.version, rows)
         return True
+
+    def _look_deadline(self) -> Deadline:
+        return Deadline(min(_LOOK_SECONDS, self._connection.timeout))
 
     def _may_work(self, state: State) -> bool:
         """Return whether no other relay works. The time is this process's own, so a wrong clock hinders nobody."""

@@ -1,0 +1,361 @@
+"""An outbox's rows are published exactly once, in order, whatever dies; those that no broker takes are set aside."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import threading
+import time
+
+import pytest
+import sqlalchemy as sa
+from click.testing import CliRunner
+from sqlalchemy import orm
+from txnbridge_conformance.observing import eventually
+
+import txnbridge
+from tests.sql.outbox_programs import TOPIC, Shop, outbox, publish_all, relay_until_killed
+from txnbridge import Outcome, codecs
+from txnbridge.cli import main
+from txnbridge.errors import InvalidOption, OutcomeUnknown
+from txnbridge.spi import Deadline
+from txnbridge.sql import Outbox, SqlLogs
+from txnbridge.sql.relay import OutboxStore
+from txnbridge.testing import Child, crash_everywhere
+
+SOON = 60
+
+
+@pytest.fixture
+def engine(url):
+    engine = sa.create_engine(url)
+    outbox().create(engine)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def shop(url, engine, tmp_path):
+    """A broker with two topics, and a database with an outbox."""
+    address = f"embedded:{tmp_path / 'broker.db'}"
+    with txnbridge.connect(address) as bridge:
+        bridge.admin.create_topic(TOPIC, 3)
+        bridge.admin.create_topic("small", 1)
+    return Shop(address, url)
+
+
+@pytest.fixture
+def bridge(shop):
+    with txnbridge.connect(shop.url, create_topics=0) as bridge:
+        yield bridge
+
+
+def send(engine, *values, topic=TOPIC, **more):
+    with engine.begin() as connection:
+        for value in values:
+            outbox().send(connection, topic, value, **more)
+
+
+def values(bridge, topic=TOPIC):
+    return [message.value for message in bridge.read(topic, 100_000)]
+
+
+def settled(relay, waiting=0):
+    eventually(lambda: relay.lag == waiting, f"more than {waiting} rows wait")
+
+
+# --- what lands in the outbox ---------------------------------------------------------------------------------------
+
+
+def test_a_message_is_published_if_its_database_transaction_commits_and_as_it_was_sent(engine, bridge):
+    box = outbox()
+    topic = txnbridge.Topic(TOPIC, codecs.json)
+    with orm.Session(engine) as session, session.begin():
+        box.send(session, topic, {"id": 1}, key="one", headers={"a": b"\xff", "b": None}, partition=2, timestamp=17)
+        with session.begin_nested() as nested:
+            box.send(session, TOPIC, b"in a savepoint that is rolled back")
+            session.flush()
+            nested.rollback()
+        box.send(session, TOPIC, None, key=b"\x00")
+    with orm.Session(engine) as session:
+        box.send(session, TOPIC, b"rolled back")
+        session.flush()
+    send(engine, b"", b"x" * 1_000_000)
+    with bridge.relay(box, engine) as relay:
+        settled(relay)
+    found = {message.value: message for message in bridge.read(topic.name, 10)}
+    assert found.keys() == {b'{"id": 1}', None, b"", b"x" * 1_000_000} or found.keys() == {
+        b'{"id":1}',
+        None,
+        b"",
+        b"x" * 1_000_000,
+    }
+    first = next(message for value, message in found.items() if value and value.startswith(b"{"))
+    assert (first.key, first.partition, first.timestamp) == (b"one", 2, 17)
+    assert list(first.headers.raw) == [("a", b"\xff"), ("b", None)]
+    assert found[None].key == b"\x00"
+
+
+def test_an_async_session_sends_without_waiting_for_the_database(tmp_path, bridge):
+    aio = pytest.importorskip("sqlalchemy.ext.asyncio")
+    pytest.importorskip("aiosqlite")
+
+    async def order():
+        engine = aio.create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'async.db'}")
+        async with aio.AsyncSession(engine) as session, session.begin():
+            outbox().send(session, TOPIC, b"1")
+            outbox().send(session.sync_session, TOPIC, b"2")
+        await engine.dispose()
+
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'async.db'}")
+    outbox().create(engine)
+    asyncio.run(order())
+    with bridge.relay(outbox(), engine) as relay:
+        settled(relay)
+    assert sorted(values(bridge)) == [b"1", b"2"]
+    engine.dispose()
+
+
+def test_a_wrong_call_says_what_is_wrong(engine, bridge):
+    metadata = sa.MetaData()
+    box = Outbox("shop", metadata)
+    with engine.connect() as connection:
+        for wrong, says in (
+            (lambda: Outbox("My Shop"), "small letters"),
+            (lambda: Outbox("shop", metadata), "has an outbox"),
+            (lambda: box.send(engine, TOPIC, b""), "Session, AsyncSession or Connection"),
+            (lambda: box.send(connection, TOPIC, {}), "bytes"),
+            (lambda: box.send(connection, TOPIC, b"", partition=-1), "partition="),
+            (lambda: box.send(connection, TOPIC, b"", timestamp="now"), "timestamp="),
+            (lambda: bridge.relay("shop", engine), "Outbox"),
+            (lambda: bridge.relay(box, engine, batch=0), "batch="),
+            (lambda: bridge.relay(box, "sqlite://"), "outlives this process"),
+        ):
+            with pytest.raises(InvalidOption, match=says):
+                wrong()
+
+
+# --- order ----------------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_a_key_are_published_in_the_order_of_commits(engine, bridge):
+    """Two transactions send the same key; the one that sent first commits first, and no other order can come about."""
+    numbers = itertools.count()
+    lock = threading.Lock()
+    committed = []
+
+    def shopping():
+        for _ in range(20):
+            with engine.connect() as connection:
+                with lock:
+                    number = next(numbers)
+                outbox().send(connection, TOPIC, b"%d" % number, key="k")
+                time.sleep(0.001 * (number % 3))
+                committed.append(b"%d" % number)  # other transactions of this key wait until the commit
+                connection.commit()
+
+    threads = [threading.Thread(target=shopping) for _ in range(4)]
+    if engine.dialect.name == "sqlite":
+        threads = threads[:1]  # it has one writer at a time, and gives numbers in its order
+    for thread in threads:
+        thread.start()
+    with bridge.relay(outbox(), engine, batch=7) as relay:
+        for thread in threads:
+            thread.join()
+        settled(relay)
+    assert values(bridge) == committed
+
+
+def test_a_row_that_commits_late_behind_a_higher_number_is_published(engine, bridge):
+    if engine.dialect.name == "sqlite":
+        pytest.skip("SQLite has one writer at a time")
+    with engine.connect() as late, bridge.relay(outbox(), engine) as relay:
+        outbox().send(late, TOPIC, b"late")
+        send(engine, b"early")
+        eventually(lambda: values(bridge) == [b"early"], "the early row is not published")
+        late.commit()
+        eventually(lambda: sorted(values(bridge)) == [b"early", b"late"], "the late row is not published")
+        settled(relay)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_row_that_the_broker_refuses_is_parked_and_holds_back_at_most_its_key(engine, bridge, ordered):
+    rows = [("nowhere", b"1", "k"), ("nowhere", b"2", "k"), (TOPIC, b"3", "k"), ("nowhere", b"4", None)]
+    for topic, value, key in rows:
+        send(engine, value, topic=topic, key=key)
+    send(engine, *(b"%d" % number for number in range(5, 105)))
+    with bridge.relay(outbox(), engine, ordered=ordered) as relay:
+        settled(relay, waiting=1 if ordered else 0)
+        assert relay.stats.parked == (2 if ordered else 3)
+        assert sorted(values(bridge), key=int) == [b"3", *(b"%d" % number for number in range(5, 105))]
+        store = OutboxStore(outbox(), engine)
+        assert {(row.topic, "nowhere" in row.reason) for row in store.parked(Deadline(SOON))} == {("nowhere", True)}
+        bridge.admin.create_topic("nowhere", 1)
+        assert store.unpark(None, False, Deadline(SOON)) == relay.stats.parked
+        settled(relay)
+    assert sorted(values(bridge, "nowhere")) == [b"1", b"2", b"4"]
+    if ordered:
+        assert [value for value in values(bridge, "nowhere") if value != b"4"] == [b"1", b"2"]
+
+
+# --- exactly once ---------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_published_once_wherever_its_relay_dies(url, tmp_path):
+    numbers = itertools.count()
+
+    def fresh():
+        number = next(numbers)
+        database = url if url.startswith("postgresql") else f"sqlite:///{tmp_path / str(number)}.db"
+        engine = sa.create_engine(database)
+        for table in outbox().tables:
+            table.drop(engine, checkfirst=True)
+        outbox().create(engine)
+        address = f"embedded:{tmp_path / f'broker{number}.db'}"
+        with txnbridge.connect(address) as bridge:
+            bridge.admin.create_topic(TOPIC, 3)
+        send(engine, *(b"%d" % each for each in range(4)))
+        engine.dispose()
+        return Shop(address, database)
+
+    def check(shop):
+        with txnbridge.connect(shop.url) as bridge:
+            # A batch that is prepared and not stored holds back readers until its deadline.
+            eventually(lambda: len(values(bridge)) >= 4, "a row is not published")
+            assert sorted(values(bridge)) == [b"0", b"1", b"2", b"3"]
+
+    died_at = {point.event for point in crash_everywhere(publish_all, check, fresh=fresh, at_once=2)}
+    assert {"prepare/after", "outbox.store/before", "outbox.store/after", "resolve/before", "resolve/after"} <= died_at
+    assert {"outbox.delete/before", "outbox.delete/after"} <= died_at
+
+
+@pytest.mark.parametrize("where", ["outbox.store/before", "outbox.store/after", "resolve/after"])
+def test_a_relay_that_was_paused_while_another_took_over_publishes_nothing_twice(engine, shop, bridge, where):
+    with Child(relay_until_killed, shop, pause=where) as paused:
+        paused.told(SOON)
+        send(engine, b"1", b"2")
+        paused.stopped(SOON)
+        with bridge.relay(outbox(), engine, takeover=0.5) as relay:
+            settled(relay)
+            paused.resume()
+            send(engine, b"3")
+            settled(relay)
+        paused.kill()
+    assert sorted(values(bridge)) == [b"1", b"2", b"3"]
+
+
+def test_two_relays_at_once_publish_every_row_once(engine, bridge, shop):
+    with txnbridge.connect(shop.url) as other:
+        with bridge.relay(outbox(), engine, takeover=0, batch=5), other.relay(outbox(), engine, takeover=0, batch=3):
+            for number in range(60):
+                send(engine, b"%d" % number)
+            eventually(lambda: len(values(bridge)) >= 60, "rows are not published")
+    assert sorted(map(int, values(bridge))) == list(range(60))
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_lost_answer_of_the_database_neither_loses_nor_doubles(engine, bridge, monkeypatch, stored):
+    lost = []
+    before = OutboxStore.store_batch
+
+    def lose(self, *request):
+        if lost:
+            return before(self, *request)
+        lost.append(request)
+        if stored:
+            before(self, *request)
+        raise OutcomeUnknown("the answer was lost")
+
+    monkeypatch.setattr(OutboxStore, "store_batch", lose)
+    send(engine, b"1", b"2")
+    with bridge.relay(outbox(), engine) as relay:
+        settled(relay)
+    assert sorted(values(bridge)) == [b"1", b"2"]
+    assert bridge.admin.transactions() == []
+
+
+def test_a_batch_that_an_administrator_has_aborted_is_published_again(engine, shop, bridge):
+    send(engine, b"1", b"2")
+    with Child(relay_until_killed, shop, kill="resolve/before") as child:
+        child.stopped(SOON)
+    (prepared,) = bridge.admin.transactions()
+    assert bridge.admin.abort(prepared.transaction, reason="test") is Outcome.ABORTED
+    with bridge.relay(outbox(), engine, takeover=0.1) as relay:
+        settled(relay)
+        assert (relay.stats.aborted, relay.stats.published) == (1, 2)
+    assert sorted(values(bridge)) == [b"1", b"2"]
+
+
+def test_published_rows_are_kept_as_long_as_asked_and_are_not_published_again(engine, bridge, monkeypatch):
+    monkeypatch.setattr("txnbridge.sql.relay._PURGE_SECONDS", 0.1)
+    send(engine, b"1")
+    counted = sa.select(sa.func.count()).select_from(outbox().rows)
+    with bridge.relay(outbox(), engine, keep=600) as relay:
+        settled(relay)
+    with engine.connect() as connection:
+        assert connection.scalar(counted) == 1
+    with bridge.relay(outbox(), engine, keep=0), engine.connect() as connection:
+        eventually(lambda: (connection.rollback(), connection.scalar(counted))[1] == 0, "a published row stays")
+    assert values(bridge) == [b"1"]
+
+
+def test_a_relay_waits_for_its_database_and_stops_meanwhile(bridge):
+    relay = bridge.relay(outbox(), "postgresql+psycopg://nobody@127.0.0.1:9/none")
+    with relay:
+        eventually(lambda: relay._failing_since is not None, "it does not notice")
+    assert not relay.healthy
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def test_the_commands_publish_list_and_change_rows(engine, shop, bridge):
+    def invoke(*arguments):
+        given = ["--database", shop.database, "--outbox", "shop"]
+        return CliRunner().invoke(main, ["relay", arguments[0], *given, *arguments[1:]])
+
+    assert (invoke("parked").exit_code, invoke("status").exit_code) == (2, 2)  # no relay has opened it
+    send(engine, b"1")
+    send(engine, b"2", topic="nowhere")
+    with Child(run_command, shop) as child:
+        eventually(lambda: "1 are parked" in invoke("status").output, "nothing is parked")
+        child._signal(signal.SIGTERM)
+        assert "1 published in 1 batches, 1 parked" in child.result(SOON)
+    assert "there is no topic 'nowhere'" in invoke("parked").output
+    assert invoke("resume").exit_code == 2
+    assert "would resume 1 rows" in invoke("resume", "--all").output
+    assert "1 rows were resumed" in invoke("resume", "--all", "--yes").output
+    with bridge.relay(outbox(), engine):
+        eventually(lambda: "1 are parked" in invoke("status").output, "nothing is parked")
+    (row,) = OutboxStore(outbox(), engine).parked(Deadline(SOON))
+    assert "1 rows were deleted" in invoke("drop", str(row.id), "--yes").output
+    assert "nothing is parked" in invoke("parked").output
+
+
+@pytest.mark.parametrize("how", ["--published", "--again"])
+def test_a_batch_whose_outcome_can_never_be_known_is_ended_by_hand(engine, shop, bridge, how):
+    send(engine, b"1")
+    with Child(relay_until_killed, shop, kill="resolve/before") as child:
+        child.stopped(SOON)
+    state = OutboxStore(outbox(), engine).state(Deadline(SOON))
+    given = ["relay", "end-batch", "--database", shop.database, "--outbox", "shop", how]
+    assert CliRunner().invoke(main, [*given, "another token", "--yes"]).exit_code == 2
+    assert "would" in CliRunner().invoke(main, [*given, state.token]).output
+    assert CliRunner().invoke(main, [*given, state.token, "--yes"]).exit_code == 0
+    with bridge.relay(outbox(), engine) as relay:
+        settled(relay)
+    assert values(bridge) == ([] if how == "--published" else [b"1"])
+
+
+def run_command(shop):
+    given = ["relay", "run", "--url", shop.url, "--database", shop.database, "--outbox", "shop"]
+    return CliRunner().invoke(main, given).output
+
+
+def test_an_outbox_and_a_decision_log_share_a_database(engine, shop):
+    with txnbridge.connect(shop.url, decision_log=engine) as bridge, bridge.relay(outbox(), engine) as relay:
+        send(engine, b"1")
+        settled(relay)
+        assert values(bridge) == [b"1"]
+    SqlLogs(engine).close()
