@@ -255,7 +255,7 @@ class CommitsInTwoSteps(Broken):
     "test_many_aborted_messages_are_never_seen",
     "test_an_open_transaction_is_listed_until_it_ends",
     "test_an_administrator_aborts_what_a_dead_process_left_open",
-    "test_what_an_administrator_aborted_its_owner_cannot_commit",
+    "test_what_an_administrator_aborted_its_owner_cannot_end",
     "test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies",
 )
 class ShowsWhatIsOpen(Broken):
@@ -1208,7 +1208,7 @@ class CreatesWhateverIsMissing(Broken):
     "test_an_open_transaction_is_listed_until_it_ends",
     "test_a_prepared_transaction_is_listed_until_it_ends",
     "test_an_administrator_aborts_what_a_dead_process_left_open",
-    "test_what_an_administrator_aborted_its_owner_cannot_commit",
+    "test_what_an_administrator_aborted_its_owner_cannot_end",
 )
 class ListsNothing(Broken):
     class Administering(Around):
@@ -1218,7 +1218,7 @@ class ListsNothing(Broken):
 
 @caught_by(
     "test_an_administrator_aborts_what_a_dead_process_left_open",
-    "test_what_an_administrator_aborted_its_owner_cannot_commit",
+    "test_what_an_administrator_aborted_its_owner_cannot_end",
     "test_an_administrator_ends_a_prepared_transaction_without_its_token[abort]",
 )
 class EndsNothing(Broken):

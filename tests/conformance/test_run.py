@@ -48,7 +48,8 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     with connect(url) as bridge:
         assert bridge.admin.topics() == []
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert (report["verdict"], report["findings"]) == ("kept", [])
+    broken_promises = [finding for finding in report["findings"] if finding["breaks a promise"]]
+    assert (report["verdict"], broken_promises) == ("kept", [])
     again = conformance("check", str(tmp_path / "out"), "--floor", "committed=1000000")
     assert again.returncode == 2
     assert "instead of 1,000,000" in again.stdout

@@ -130,7 +130,6 @@ class EmbeddedWriter(Writer):
 
     def _store_part(self, deadline: Deadline) -> None:
         """Store the messages in memory in the file, undecided, and remove them from memory."""
-        self._stored = True
         rows = self._outgoing.take()
         try:
             with (
@@ -138,7 +137,9 @@ class EmbeddedWriter(Writer):
                 self._store.writing(self._connection, deadline, "storing messages"),
             ):
                 self._check_storable()
-                self._store_undecided(rows, self._set_state("open", self._expires_at))
+                number = self._set_state("open", self._expires_at)
+                self._stored = True  # set before the commit, whose answer may be lost
+                self._store_undecided(rows, number)
         except BaseException as error:
             self._failed = True
             if isinstance(error, TxnBridgeError):
@@ -156,20 +157,29 @@ class EmbeddedWriter(Writer):
             raise TransactionTimedOut(f"transaction {self._begin.transaction} was not ended by its deadline")
 
     def _set_state(self, state: str, deadline_at: int) -> int:
-        """Create or update this transaction's row, with a state; return the row's number."""
-        begin = self._begin
-        found = self._connection.execute(
-            "INSERT INTO transactions(id, identity, host, state, prepared, begun_at, deadline_at, messages)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET"
-            " state = excluded.state, prepared = excluded.prepared, deadline_at = excluded.deadline_at,"
-            " messages = excluded.messages WHERE state = 'open' RETURNING number",
-            (
-                *(begin.transaction, self._owner.name, self._owner.host, state, state == "prepared"),
-                *(self._begun_at, deadline_at, self._outgoing.count),
-            ),
-        ).fetchall()
-        if not found:
-            raise self._ended_by_others()
+        """Create this transaction's row with a state, or update it if a part is stored; return the row's number.
+
+        If another process has aborted the transaction, the row may be gone, and with it the stored parts. Raise then
+        `TransactionAborted`: a new row would let the rest be committed without them.
+        """
+        begin, count = self._begin, self._outgoing.count
+        if self._stored:
+            found = self._connection.execute(
+                "UPDATE transactions SET state = ?, prepared = ?, deadline_at = ?, messages = ?"
+                " WHERE id = ? AND state = 'open' RETURNING number",
+                (state, state == "prepared", deadline_at, count, begin.transaction),
+            ).fetchall()
+            if not found:
+                raise self._ended_by_others()
+        else:
+            found = self._connection.execute(
+                "INSERT INTO transactions(id, identity, host, state, prepared, begun_at, deadline_at, messages)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?) RETURNING number",
+                (
+                    *(begin.transaction, self._owner.name, self._owner.host, state, state == "prepared"),
+                    *(self._begun_at, deadline_at, count),
+                ),
+            ).fetchall()
         return int(found[0][0])
 
     def _ended_by_others(self) -> TransactionAborted:

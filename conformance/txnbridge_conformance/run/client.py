@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,23 +126,24 @@ class Client:
         """Run one transaction and record it. Return the transaction if it was committed or prepared, else None.
 
         The token of a prepared transaction is appended to the file `Plan.tokens`. `ack` is a group, and the messages to
-        acknowledge for the group. The transaction pauses for `pause` seconds before one of its parts or before its end.
+        acknowledge for the group. The transaction pauses for `pause` seconds before one of its steps or before its end.
         """
         call = self.start_transaction(**({"deadline": timeout} if timeout else {}))
         if ack is not None:
-            group, messages = ack
-            call.poll([read_of(message) for message in messages], group)
-        parts = list(sends.items())
-        pause_at = self.random.randint(0, len(parts))
+            call.poll([read_of(message) for message in ack[1]], ack[0])
+        steps: list[Callable[[Transaction], None]] = [
+            functools.partial(self.send, call=call, sends={key: values}) for key, values in sends.items()
+        ]
+        if ack is not None:
+            steps.insert(self.random.randint(0, len(steps)), functools.partial(self._ack, call=call, ack=ack))
+        pause_at = self.random.randint(0, len(steps))
         try:
             with bridge.transaction(prepare=prepare, timeout=timeout) as txn:
                 call.note(transaction=txn.id, begun=time.monotonic_ns())
-                self.send(txn, call, dict(parts[:pause_at]))
-                if ack is not None:
-                    call.ack(group, [text_of(message) for message in messages])
-                    txn.ack(messages)
-                self.stop.wait(pause)
-                self.send(txn, call, dict(parts[pause_at:]))
+                for number, step in enumerate(steps):
+                    self.stop.wait(pause if number == pause_at else 0)
+                    step(txn)
+                self.stop.wait(pause if pause_at == len(steps) else 0)
                 if abort:
                     raise Abort
                 call.note(ending=time.monotonic_ns())
@@ -168,6 +170,11 @@ class Client:
             for value in values:
                 body, key = self._bodies.make(value)
                 to.send(topic, body, key=key, partition=partition)
+
+    def _ack(self, txn: Transaction, call: RecordedCall, ack: tuple[str, Sequence[Message]]) -> None:
+        group, messages = ack
+        call.ack(group, [text_of(message) for message in messages])
+        txn.ack(messages)
 
     def publish(self, publisher: Publisher, sends: Sends) -> None:
         """Send messages without a transaction, wait until they are stored, and record it. Raise the error, if any."""

@@ -111,7 +111,7 @@ def copy(client: Client) -> None:
                 prepares = 1 if bridge.capabilities[Capability.PREPARE] else 0
                 way = client.random.choices(("commit", "abort", "prepare"), (7, 2, prepares))[0]
                 abort, prepare = way == "abort", way == "prepare"
-                pause = client.random.choice((0, 0, client.random.uniform(0, 0.5)))
+                pause = client.random.choice((0, 0, 0, client.random.uniform(0, _LONGEST_PAUSE)))
                 ack = (plan.copiers, messages)
                 txn = client.transact(bridge, sends, abort=abort, prepare=prepare, ack=ack, pause=pause)
                 if txn and prepare and not _end_prepared(client, bridge, txn):
