@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.sql.postgres import Postgres
@@ -16,8 +18,14 @@ def postgres():
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.live)])
-def url(request, tmp_path):
-    """Of a database of the test's own."""
+def new_database(request, tmp_path):
+    """Make a database of the test's own, and return its URL."""
+    numbers = itertools.count()
     if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'decisions.db'}"
-    return request.getfixturevalue("postgres").new_database()
+        return lambda: f"sqlite:///{tmp_path / f'database{next(numbers)}.db'}"
+    return request.getfixturevalue("postgres").new_database
+
+
+@pytest.fixture
+def url(new_database):
+    return new_database()

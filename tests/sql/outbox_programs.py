@@ -33,7 +33,7 @@ def publish_all(shop: Shop) -> None:
         relay = bridge.relay(outbox(), shop.database, takeover=0, batch=3, hold=0)
         thread = threading.Thread(target=relay.run)
         thread.start()
-        while thread.is_alive() and (relay.lag or (not relay.stats.batches and relay.healthy)):
+        while thread.is_alive() and relay.lag:
             thread.join(0.01)
         relay.stop()
         thread.join()
