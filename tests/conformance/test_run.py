@@ -6,9 +6,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ from txnbridge_conformance.contract import ContractResult
 from txnbridge_conformance.history import History
 from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.report import Report
+from txnbridge_conformance.run.plan import Plan
+from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.verdict import judge
 
 from tests.conformance import broken
 from tests.conformance.broken import scheme_of
 from txnbridge import connect
+from txnbridge.testing import Child, tell
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,22 +80,29 @@ def test_a_hook_heals_each_fault_that_it_has_injected(tmp_path):
 
 
 def test_the_processes_of_a_killed_run_end_even_if_they_are_paused(tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "txnbridge.cli", "conformance", "run", f"embedded:{tmp_path / 'broker.db'}"]
-    with subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.DEVNULL) as running:
-        try:
-            eventually(lambda: list(out.glob("write0-*.jsonl")), "no process works")
-            os.kill(processes_of(out)[0], signal.SIGSTOP)
-        finally:
-            running.kill()
-    eventually(lambda: not processes_of(out), "processes of the killed run go on")
+    with Child(run_two_and_pause_one, f"embedded:{tmp_path / 'broker.db'}", str(tmp_path)) as child:
+        child.told()
+        child.kill()
+    eventually(lambda: not processes_of(tmp_path), "processes of the killed run go on")
 
 
-def processes_of(out: Path) -> list[int]:
-    """Return the numbers of the child processes of the run whose folder is `out`."""
+def run_two_and_pause_one(url: str, folder: str) -> None:
+    """Be a run with two processes, of which one is paused, until it is killed."""
+    plan = Plan(url, "killed", 1, 60, folder)
+    with connect(url, create_topics=3) as bridge:
+        bridge.ensure_topics(*plan.topics)
+    processes = [Process(plan, "write", number, url, lambda role: (0, ()), print) for number in range(2)]
+    eventually(lambda: len(list(Path(folder).glob("write*.jsonl"))) == 2, "no process works")
+    processes[0].pause()
+    assert len(processes_of(Path(folder))) == 2
+    tell("paused")
+    time.sleep(600)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Return the processes of the run with this folder, one line each."""
     listed = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
-    lines = [line.split(maxsplit=1) for line in listed.splitlines() if f'"{out}"' in line and "run.program" in line]
-    return [int(number) for number, _ in lines]
+    return [line for line in listed.splitlines() if f'"{folder}"' in line and "run.program" in line]
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

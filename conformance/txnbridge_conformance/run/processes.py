@@ -23,8 +23,7 @@ class RunFailed(Exception):
 def end_with(run: int) -> None:
     """Watch this process's parent in a thread, and kill this process as soon as the parent is not `run` any more.
 
-    A run that is killed cannot stop its processes. The caller gets a process group of its own: the kernel then ends it
-    even if it is paused, and Ctrl-C in the shell does not reach it.
+    A run that is killed cannot stop its processes.
     """
 
     def watch() -> None:
@@ -32,7 +31,6 @@ def end_with(run: int) -> None:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    os.setpgid(0, 0)
     threading.Thread(target=watch, daemon=True).start()
 
 
@@ -58,7 +56,7 @@ class Process:
         self._name = f"{role}{number}"
         self._url = url
         self._starts = 0
-        self.paused = False
+        self._waker: subprocess.Popen[bytes] | None = None  # while the process is paused
         self._next_kill = next_kill
         self._complain = complain
         self.start()
@@ -110,13 +108,21 @@ class Process:
     def _last_lines(self) -> str:
         return "\n".join(self._errors.read_text(errors="replace").splitlines()[-15:]) or "it said nothing"
 
+    @property
+    def paused(self) -> bool:
+        return self._waker is not None
+
     def pause(self) -> None:
-        self.paused = True
+        # If the run is killed, the shell reads the end of its pipe and resumes the process, which then ends by itself.
+        command = ["sh", "-c", f"read _; kill -CONT {self._process.pid}"]
+        self._waker = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        self.paused = False
         self._signal(signal.SIGCONT)
+        if self._waker is not None:
+            self._waker.communicate()
+            self._waker = None
 
     def stop(self) -> None:
         """Send SIGTERM and wait for the end. Kill a process that does not end long after all deadlines of its calls."""
@@ -132,6 +138,7 @@ class Process:
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()
+        self.resume()
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

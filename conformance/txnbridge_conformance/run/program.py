@@ -37,6 +37,7 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
     with closing(recorder):
         client = Client(plan, process, recorder, random.Random(f"{plan.seed} {process}"))
         signal.signal(signal.SIGTERM, lambda *_: client.stop.set())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the shell reaches the run, which ends its processes
         if int(number):
             plugins.register(KillAt(int(number), tried.split(","), recorder, process), "kill-at")
         while not client.stop.is_set():
