@@ -44,7 +44,7 @@ class Attack:
 
     def __init__(self, shop, broker, server, chance, bridge):
         self.shop, self.broker, self.server, self.chance, self.bridge = shop, broker, server, chance, bridge
-        self.deeds = Counter()
+        self.deeds: Counter[str] = Counter()
         self._numbers = 0
         self.shops = [self._shop() for _ in range(SHOPS)]
         self.relays = [self._relay() for _ in range(RELAYS)]
@@ -155,7 +155,7 @@ def judge(sent, read):
         set(),
         set(),
     )
-    newest = defaultdict(int)
+    newest: defaultdict[tuple[int, str], int] = defaultdict(int)
     for partition, value in read:  # a shop sends by one connection, so its messages of a partition keep their order
         shop, _, number = value.partition("/")
         assert newest[partition, shop] <= int(number), f"{value} is behind a later message of its shop"

@@ -14,16 +14,17 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import sqlalchemy as sa
 
-from txnbridge._bridge import Bridge
+from txnbridge._admin import Admin
 from txnbridge._connection import Connection, random_name
 from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._service import Service
 from txnbridge._token import Outcome
-from txnbridge.capabilities import Capability
+from txnbridge._transaction import Transaction
+from txnbridge.capabilities import Capabilities, Capability
 from txnbridge.errors import (
     DeliveryFailed,
     EvidenceLost,
@@ -55,7 +56,7 @@ _LOOK_SECONDS = 5.0
 _PURGE_SECONDS = 10.0
 
 
-class State(NamedTuple):
+class OutboxState(NamedTuple):
     """The row of an outbox's state table."""
 
     version: int
@@ -104,17 +105,17 @@ class OutboxStore:
 
         return self._database.ask(f"reading {self._what}", look, deadline)
 
-    def state(self, deadline: Deadline) -> State:
+    def state(self, deadline: Deadline) -> OutboxState:
         return self._database.ask(f"reading {self._what}", self._read_state, deadline)
 
-    def _read_state(self, connection: sa.Connection) -> State:
-        columns = [self._state.c[name] for name in State._fields]
-        return State(*connection.execute(sa.select(*columns)).one())
+    def _read_state(self, connection: sa.Connection) -> OutboxState:
+        columns = [self._state.c[name] for name in OutboxState._fields]
+        return OutboxState(*connection.execute(sa.select(*columns)).one())
 
-    def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> tuple[State, list[OutboxRow]]:
+    def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> tuple[OutboxState, list[OutboxRow]]:
         """Return the state, and the first waiting rows, without those whose key has a parked row if `ordered`."""
 
-        def read(connection: sa.Connection) -> tuple[State, list[OutboxRow]]:
+        def read(connection: sa.Connection) -> tuple[OutboxState, list[OutboxRow]]:
             state = self._read_state(connection)
             if state.token is not None:
                 return state, []
@@ -248,6 +249,22 @@ class ParkedRow(NamedTuple):
     reason: str
 
 
+class PreparingBridge(Protocol):
+    """The part of `Bridge` that a relay uses."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def admin(self) -> Admin: ...
+
+    def transaction(self, *, prepare: bool, hold: float | None) -> Transaction: ...
+
+    def commit(self, token: str) -> Outcome: ...
+
+    def abort(self, token: str) -> Outcome: ...
+
+
 class Relay(Service):
     """Publishes an outbox's rows exactly once: `with bridge.relay(outbox, engine):`, or `run`. Made by `Bridge.relay`.
 
@@ -261,7 +278,7 @@ class Relay(Service):
     def __init__(
         self,
         connection: Connection,
-        bridge: Bridge,
+        bridge: PreparingBridge,
         outbox: Outbox,
         database: str | sa.Engine,
         *,
@@ -365,7 +382,7 @@ class Relay(Service):
     def _look_deadline(self) -> Deadline:
         return Deadline(min(_LOOK_SECONDS, self._connection.timeout))
 
-    def _may_work(self, state: State) -> bool:
+    def _may_work(self, state: OutboxState) -> bool:
         """Return whether no other relay works. The time is this process's own, so a wrong clock hinders nobody."""
         if state.relay in (None, self._relay):
             return True
