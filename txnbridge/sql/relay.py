@@ -28,6 +28,7 @@ from txnbridge.capabilities import Capabilities, Capability
 from txnbridge.errors import (
     DeliveryFailed,
     EvidenceLost,
+    Fenced,
     InvalidOption,
     InvalidToken,
     NotFound,
@@ -347,6 +348,8 @@ class Relay(Service):
                 self._failing_since = self._failing_since or float("-inf")
                 _log.error("the relay stands still until `txnbridge relay end-batch` is called: %s", error)
                 self._stop.sleep(_LAST_PAUSE)
+            except Fenced:
+                raise
             except TxnBridgeError as error:
                 if self._connection.closed:
                     return
