@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-CLAIMS = 12
+CLAIMS = 15
 
 
 def play(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ from txnbridge import hookimpl, plugins
 from txnbridge.cli.demo.scenes import is_alive
 
 DEMO = [sys.executable, "-m", "txnbridge.cli", "demo"]
-CLAIMS = 15
+CLAIMS = 18
 
 
 @pytest.fixture

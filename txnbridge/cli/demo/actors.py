@@ -24,13 +24,15 @@ class Shop:
         self.ledger = f"ledger-{suffix}"
         self.sales = f"sales-{suffix}"
         self.deliveries = f"deliveries-{suffix}"
+        self.events = f"events-{suffix}"
         self.workers = f"workers-{suffix}"  # the group that works on the orders
         self.till = f"till-{suffix}"  # the transactional id of the one till
         self.desk = f"desk-{suffix}"  # the group of half messages of those who book sales
 
     @property
     def topics(self) -> list[str]:
-        return [self.orders, self.shipments, self.audit, self.payments, self.ledger, self.sales, self.deliveries]
+        work = [self.orders, self.shipments, self.audit, self.payments, self.ledger]
+        return [*work, self.sales, self.deliveries, self.events]
 
 
 class CardDeclined(Exception):

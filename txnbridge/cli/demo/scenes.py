@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import sqlite3
@@ -259,6 +260,13 @@ def killed_between_database_and_broker(stage: Stage, bridge: Bridge) -> None:
         )
 
 
+def killed_while_publishing(stage: Stage, bridge: Bridge) -> None:
+    if importlib.util.find_spec("sqlalchemy") is not None:
+        from txnbridge.cli.demo import outbox_scene
+
+        outbox_scene.play(stage, bridge, MARKER)
+
+
 def query(books: str, statement: str) -> list[Any]:
     with closing(sqlite3.connect(books)) as database, database:
         return database.execute(statement).fetchall()
@@ -270,4 +278,5 @@ STORY = (
     killed_after_prepare,
     zombie_is_fenced,
     killed_between_database_and_broker,
+    killed_while_publishing,
 )
