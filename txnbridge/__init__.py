@@ -20,7 +20,7 @@ from txnbridge._processor import Processor
 from txnbridge._publisher import Publisher
 from txnbridge._resolver import Resolver
 from txnbridge._token import Decision, Outcome, Status, Token, TokenState
-from txnbridge._topics import Topic
+from txnbridge._topic import Topic
 from txnbridge._transaction import Transaction
 from txnbridge._transaction_state import State
 from txnbridge.capabilities import Capabilities, Capability, Level, Limits, Support

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
-from txnbridge._half_store import check_decision, half_store
+from txnbridge._half_common import check_decision, half_store
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
-from txnbridge._topics import Topic, check_topic_name
+from txnbridge._topic import Topic, check_topic_name
 from txnbridge.capabilities import Capability
 from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import Advice, Broker, GroupInfo, Half, HalfStore, OpenTransaction, Partition, TopicInfo

@@ -22,11 +22,11 @@ from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline, check_times
 from txnbridge._decision_logs import DecisionLogs, LogProvider
 from txnbridge._messages import Message
-from txnbridge._outcomes import Outcomes
 from txnbridge._plugins import plugins
 from txnbridge._publisher import Publisher
 from txnbridge._token import Outcome, Status, Token
-from txnbridge._topics import Topic, as_topic
+from txnbridge._token_operations import Outcomes
+from txnbridge._topic import Topic, as_topic
 from txnbridge._transaction import Transaction
 from txnbridge._url import check_opening, find_backend, indirect, parse_url, resolve_options, unknown_option
 from txnbridge._writers import Writers

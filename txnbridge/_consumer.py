@@ -14,7 +14,7 @@ from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._deliveries import Assignment, Deliveries
 from txnbridge._messages import Batch, Message, Position, as_messages
 from txnbridge._reopening import ReopeningReader
-from txnbridge._topics import Topic, as_topic
+from txnbridge._topic import Topic, as_topic
 from txnbridge.capabilities import Capability
 from txnbridge.errors import Conflict, InvalidOption, InvalidState, OutcomeUnknown, Poison, TxnBridgeError, UsageError
 from txnbridge.spi import Partition, Subscription

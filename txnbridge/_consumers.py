@@ -13,7 +13,7 @@ from typing import Protocol
 
 from txnbridge._connection import Connection, close_logging_errors, exiting
 from txnbridge._deadline import Deadline
-from txnbridge._outcomes import Outcomes
+from txnbridge._token_operations import Outcomes
 from txnbridge._writers import Writers
 from txnbridge.errors import InvalidState
 from txnbridge.spi import Reader

@@ -16,11 +16,11 @@ from typing import Any
 
 from txnbridge._connection import Connection, ConnectionUser, random_name
 from txnbridge._deadline import Deadline, check_seconds
-from txnbridge._half_store import check_decision, check_group, end_half, half_store
+from txnbridge._half_common import check_decision, check_group, end_half, half_store
 from txnbridge._messages import check_place, split_item
 from txnbridge._resolver import Check, Resolver
 from txnbridge._token import Decision, Outcome
-from txnbridge._topics import Topic, encode_message
+from txnbridge._topic import Topic, encode_message
 from txnbridge.errors import (
     Abort,
     BrokerUnavailable,

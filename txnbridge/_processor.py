@@ -24,10 +24,10 @@ from txnbridge._deadletters import DeadLetters
 from txnbridge._deadline import check_seconds
 from txnbridge._failure_policy import ExceptionClasses, FailurePolicy, require_not_ended
 from txnbridge._handler_errors import handler_location, loggable
+from txnbridge._loop_shutdown import Shutdown, StopNow
 from txnbridge._messages import Batch, Message
 from txnbridge._polled_batch import PolledBatch
-from txnbridge._shutdown import Shutdown, StopNow
-from txnbridge._topics import Topic, as_topic
+from txnbridge._topic import Topic, as_topic
 from txnbridge._transaction import Transaction
 from txnbridge._transaction_state import State
 from txnbridge.capabilities import Capability

@@ -9,7 +9,7 @@ from typing import Any
 from txnbridge import spi
 from txnbridge._connection import Connection, ConnectionUser
 from txnbridge._messages import check_place
-from txnbridge._topics import Topic, as_topic, encode_message
+from txnbridge._topic import Topic, as_topic, encode_message
 from txnbridge.errors import InvalidOption, InvalidState
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline, check_seconds
-from txnbridge._half_store import check_decision, check_group, end_half, half_store
+from txnbridge._half_common import check_decision, check_group, end_half, half_store
 from txnbridge._handler_errors import handler_location
 from txnbridge._messages import Headers, Message
 from txnbridge._service import Service

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from txnbridge._connection import Connection, ConnectionUser
 from txnbridge._deadline import Deadline, check_seconds
-from txnbridge._shutdown import Shutdown, StopNow
+from txnbridge._loop_shutdown import Shutdown, StopNow
 from txnbridge.errors import InvalidState
 
 _log = logging.getLogger("txnbridge")

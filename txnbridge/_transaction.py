@@ -22,9 +22,9 @@ from txnbridge._messages import (
     encode_key,
     split_item,
 )
-from txnbridge._outcomes import Outcomes
 from txnbridge._token import Outcome, Token
-from txnbridge._topics import Topic, as_topic, check_topic_name, encode_message
+from txnbridge._token_operations import Outcomes
+from txnbridge._topic import Topic, as_topic, check_topic_name, encode_message
 from txnbridge._transaction_state import State
 from txnbridge._writers import TakenWriter
 from txnbridge.errors import (

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyspark_txnbridge._batch_identity import BatchInDoubt
+    from pyspark_txnbridge._batch_logger import BatchLogger
     from pyspark_txnbridge._foreach import write_exactly_once
-    from pyspark_txnbridge._listener import BatchLogger
     from pyspark_txnbridge._source import DefaultSource
 
 __all__ = ["BatchInDoubt", "BatchLogger", "DefaultSource", "write_exactly_once"]
 
 _MODULES = {
     "BatchInDoubt": "_batch_identity",
-    "BatchLogger": "_listener",
+    "BatchLogger": "_batch_logger",
     "DefaultSource": "_source",
     "write_exactly_once": "_foreach",
 }

@@ -13,8 +13,16 @@ from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._batch_identity import BatchId, Written
+from pyspark_txnbridge._kept_bridges import (
+    Claim,
+    ClientPool,
+    Opening,
+    SinkSession,
+    close_logging_errors,
+    connect,
+    sessions,
+)
 from pyspark_txnbridge._rows import RowTotals
-from pyspark_txnbridge._session import Claim, ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
 from pyspark_txnbridge._sink_options import SinkOptions
 from pyspark_txnbridge._task import TASK_SHARE
 from pyspark_txnbridge._transaction_cleanup import (

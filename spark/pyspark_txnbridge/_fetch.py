@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from pyspark_txnbridge._kept_bridges import ClientPool
 from pyspark_txnbridge._offset_ranges import RECREATED, OffsetRange, connect, in_json, is_recreated, report_loss
-from pyspark_txnbridge._session import ClientPool
 from pyspark_txnbridge._source_options import SourceOptions
 from txnbridge import InvalidState, Message, Position, PositionLost
 from txnbridge.spi import Deadline

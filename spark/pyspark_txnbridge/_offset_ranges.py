@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import txnbridge
-from pyspark_txnbridge._session import ClientPool, connect_with_retry
+from pyspark_txnbridge._kept_bridges import ClientPool, connect_with_retry
 from pyspark_txnbridge._sink_options import as_keywords
 from pyspark_txnbridge._source_options import EARLIEST, LATEST, TOPIC_ID, OffsetsOption, SourceOptions, position_of
 from txnbridge import Bridge, InvalidOption, NotSupported, Position, PositionLost

@@ -14,8 +14,8 @@ from txnbridge import Decision, InvalidOption
 from txnbridge.commands import json_and_debug
 
 if TYPE_CHECKING:
+    from pyspark_txnbridge._kept_bridges import SinkSession
     from pyspark_txnbridge._recovery import QueryStatus
-    from pyspark_txnbridge._session import SinkSession
     from pyspark_txnbridge._sink_options import SinkOptions
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -89,8 +89,8 @@ def _opened(
     decision_log: str | None,
     given: tuple[str, ...],
 ) -> Iterator[tuple[SinkSession, SinkOptions, tuple[str, str]]]:
+    from pyspark_txnbridge._kept_bridges import SinkSession
     from pyspark_txnbridge._recovery import query_of
-    from pyspark_txnbridge._session import SinkSession
     from pyspark_txnbridge._sink_options import SinkOptions, name_values
 
     if (checkpoint is None) == (query is None):

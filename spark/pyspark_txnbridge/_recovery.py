@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pyspark_txnbridge._batch_identity import BatchInDoubt
-from pyspark_txnbridge._session import SinkSession
+from pyspark_txnbridge._kept_bridges import SinkSession
 from pyspark_txnbridge._sink_options import SinkOptions
 from pyspark_txnbridge._transaction_cleanup import (
     abort_open,

@@ -13,8 +13,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pyspark_txnbridge._batch_identity import BatchId, Written
+from pyspark_txnbridge._kept_bridges import ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
 from pyspark_txnbridge._rows import Columns, RowTotals
-from pyspark_txnbridge._session import ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
 from pyspark_txnbridge._sink_options import SinkOptions
 from pyspark_txnbridge._transaction_cleanup import (
     abort_open,

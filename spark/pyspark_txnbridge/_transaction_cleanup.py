@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
-from pyspark_txnbridge._session import Claim, SinkSession, close_logging_errors, connect
+from pyspark_txnbridge._kept_bridges import Claim, SinkSession, close_logging_errors, connect
 from pyspark_txnbridge._sink_options import NAMELESS, SinkOptions
 from txnbridge import (
     AccessDenied,

@@ -48,7 +48,7 @@ from txnbridge import (
     connect,
     plugins,
 )
-from txnbridge._shutdown import Shutdown
+from txnbridge._loop_shutdown import Shutdown
 from txnbridge.spi import (
     Begin,
     Broker,

@@ -59,7 +59,7 @@ def test_a_group_is_not_set_while_a_prepared_transaction_holds_acknowledgements_
 def test_what_a_member_had_read_that_was_taken_for_dead_it_cannot_acknowledge_after_the_group_was_set(
     path, bridge, sharing, monkeypatch
 ):
-    monkeypatch.setattr("txnbridge_embedded.read.group_members.Heartbeat._renew", lambda *given: None)
+    monkeypatch.setattr("txnbridge_embedded.read.group_assignments.Heartbeat._renew", lambda *given: None)
     with txnbridge.connect(f"embedded:{path}?lease_seconds=0.2") as silent:
         consumer = silent.consumer("orders", "shipping", sharing=sharing)
         messages = consumer.poll()

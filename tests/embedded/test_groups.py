@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from txnbridge_embedded.client import schema
 from txnbridge_embedded.client.schema import OFFSET_BITS
-from txnbridge_embedded.read import group_members
+from txnbridge_embedded.read import group_assignments
 from txnbridge_embedded.write import acks
 from txnbridge_embedded.write.acks import AckContext
 
@@ -234,11 +234,11 @@ def group_of(partitions):
 
 def join(connection, name, now, expires_at=10**9):
     connection.execute("INSERT INTO members VALUES (?, ?, '[\"orders\"]', '', ?, ?)", (name, GROUP, expires_at, now))
-    group_members.reassign(connection, GROUP, now, LEASE)
+    group_assignments.reassign(connection, GROUP, now, LEASE)
 
 
 def owners(connection):
-    held = group_members.read_assignments(connection, GROUP)
+    held = group_assignments.read_assignments(connection, GROUP)
     return {id: (row.member, row.wanted) for id, row in sorted(held.items())}
 
 
@@ -249,9 +249,9 @@ def test_an_owner_has_the_time_of_one_lease_however_often_members_come_meanwhile
     assert owners(connection) == {1: ("a", None), 2: ("a", None), 3: ("a", "b"), 4: ("a", "b")}
     join(connection, "c", 900)
     assert sorted(wanted for _, wanted in owners(connection).values() if wanted) == ["b", "c"]
-    group_members.reassign(connection, GROUP, 1099, LEASE)
+    group_assignments.reassign(connection, GROUP, 1099, LEASE)
     assert {owner for owner, _ in owners(connection).values()} == {"a"}
-    group_members.reassign(connection, GROUP, 1100, LEASE)
+    group_assignments.reassign(connection, GROUP, 1100, LEASE)
     assert sorted(owner for owner, _ in owners(connection).values()) == ["a", "a", "b", "c"]
 
 
@@ -260,28 +260,28 @@ def test_a_move_is_called_off_when_the_member_that_wanted_the_partition_is_gone(
     join(connection, "a", 0)
     join(connection, "b", 100, expires_at=500)
     assert owners(connection) == {1: ("a", None), 2: ("a", "b")}
-    group_members.reassign(connection, GROUP, 501, LEASE)
+    group_assignments.reassign(connection, GROUP, 501, LEASE)
     assert owners(connection) == {1: ("a", None), 2: ("a", None)}
-    assert [row.epoch for row in group_members.read_assignments(connection, GROUP).values()] == [1, 1]
+    assert [row.epoch for row in group_assignments.read_assignments(connection, GROUP).values()] == [1, 1]
 
 
 def test_a_released_partition_goes_to_whom_it_should_belong_and_a_dead_members_too():
     connection = group_of(4)
     join(connection, "a", 0)
     join(connection, "b", 100)
-    group_members.release(connection, GROUP, "a", [3])
-    group_members.reassign(connection, GROUP, 200, LEASE)
+    group_assignments.release(connection, GROUP, "a", [3])
+    group_assignments.reassign(connection, GROUP, 200, LEASE)
     assert owners(connection) == {1: ("a", None), 2: ("a", None), 3: ("b", None), 4: ("a", "b")}
     connection.execute("UPDATE members SET expires_at = 300 WHERE id = 'a'")
-    group_members.reassign(connection, GROUP, 301, LEASE)
+    group_assignments.reassign(connection, GROUP, 301, LEASE)
     assert {owner for owner, _ in owners(connection).values()} == {"b"}
-    assert [row.epoch for row in group_members.read_assignments(connection, GROUP).values()] == [2, 2, 2, 2]
+    assert [row.epoch for row in group_assignments.read_assignments(connection, GROUP).values()] == [2, 2, 2, 2]
 
 
 def test_a_member_whose_lease_ran_out_while_all_waited_for_the_file_is_not_taken_for_dead():
     connection = group_of(1)
     join(connection, "a", 0, expires_at=500)
-    group_members.reassign(connection, GROUP, 499, LEASE)  # asked at 499, although the lock may have come at 700
+    group_assignments.reassign(connection, GROUP, 499, LEASE)  # asked at 499, although the lock may have come at 700
     assert owners(connection) == {1: ("a", None)}
 
 

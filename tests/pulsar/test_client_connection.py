@@ -37,7 +37,7 @@ from txnbridge_pulsar.client.address import Address, full_topic_name, partition_
 from txnbridge_pulsar.client.connection import BrokerConnection, ConnectionOptions
 from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.client.frames import command
-from txnbridge_pulsar.client.responses import answer_to
+from txnbridge_pulsar.client.pending_response import answer_to
 from txnbridge_pulsar.client.retry import backoff_pauses
 
 from tests.in_time import within

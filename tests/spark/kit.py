@@ -15,8 +15,8 @@ import pyarrow as pa
 import pytest
 from pyspark_txnbridge import _driver
 from pyspark_txnbridge._batch_identity import BatchId, Written
+from pyspark_txnbridge._kept_bridges import sessions
 from pyspark_txnbridge._rows import Columns
-from pyspark_txnbridge._session import sessions
 from pyspark_txnbridge._sink_options import SinkOptions
 from pyspark_txnbridge._task import _slot_writers, write_partition
 from txnbridge_conformance import brokers

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.types import StructType
-from pyspark_txnbridge._session import connect
+from pyspark_txnbridge._kept_bridges import connect
 from pyspark_txnbridge._source import DefaultSource, StreamWriter, TaskMessage
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from pyspark_txnbridge import _recovery
-from pyspark_txnbridge._session import SinkSession
+from pyspark_txnbridge._kept_bridges import SinkSession
 from pyspark_txnbridge._sink_options import SinkOptions
 from txnbridge_conformance.observing import eventually
 

@@ -9,9 +9,9 @@ import pytest
 from pyspark_txnbridge import _driver
 from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
 from pyspark_txnbridge._driver import with_session
+from pyspark_txnbridge._kept_bridges import sessions
 from pyspark_txnbridge._recovery import recover
 from pyspark_txnbridge._rows import Columns
-from pyspark_txnbridge._session import sessions
 from pyspark_txnbridge._task import write_partition
 
 import txnbridge

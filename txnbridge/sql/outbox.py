@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy import exc, orm
 
 from txnbridge._plugins import plugins
-from txnbridge._topics import Topic, encode_message
+from txnbridge._topic import Topic, encode_message
 from txnbridge.errors import InvalidOption, StorageFailed
 from txnbridge.spi import RawHeaders
 

@@ -10,7 +10,7 @@ from txnbridge.errors import InvalidState, NotFound
 from txnbridge.spi import Deadline, GroupInfo, GroupMember, Partition, Position
 from txnbridge_embedded.client.readable_ranges import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.client.store import FileConnection, Store, now_ms
-from txnbridge_embedded.read import group_members
+from txnbridge_embedded.read import group_assignments
 from txnbridge_embedded.write import acks
 
 
@@ -19,7 +19,7 @@ def describe(connection: sqlite3.Connection, name: str) -> GroupInfo:
     group_id = _id_of(connection, name)
     bounds = _read_bounds(connection, group_id)
     by_id = {found.id: partition for partition, found in bounds.items()}
-    held = group_members.read_assignments(connection, group_id)
+    held = group_assignments.read_assignments(connection, group_id)
     return GroupInfo(
         name,
         tuple(
@@ -57,8 +57,8 @@ def reset(
     with store.writing(connection, deadline, f"setting group {name!r}"):
         group_id = _id_of(connection, name)
         _check_free(connection, group_id, name)
-        group_members.remove_members(
-            connection, group_id, group_members.expired_members(connection, group_id, now_ms())
+        group_assignments.remove_members(
+            connection, group_id, group_assignments.expired_members(connection, group_id, now_ms())
         )
         bounds = _wanted(connection, name, topics)
         reached = {p: times.get(p, found.kept if to == "earliest" else found.end) for p, found in bounds.items()}

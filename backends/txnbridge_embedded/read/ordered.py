@@ -14,9 +14,9 @@ from txnbridge_embedded.admin import groups
 from txnbridge_embedded.client.ranges import Range, ranges_of, without
 from txnbridge_embedded.client.readable_ranges import Bounds, first_since, read_bounds
 from txnbridge_embedded.client.store import FileConnection, now_ms
-from txnbridge_embedded.read import group_members
-from txnbridge_embedded.read.group_members import PartitionOwner
-from txnbridge_embedded.read.grouped import GroupReader, as_text
+from txnbridge_embedded.read import group_assignments
+from txnbridge_embedded.read.group_assignments import PartitionOwner
+from txnbridge_embedded.read.membership import GroupReader, as_text
 from txnbridge_embedded.read.partition import Cursor
 from txnbridge_embedded.write import acks
 
@@ -86,7 +86,7 @@ class OrderedReader(GroupReader):
     def _read_assignments(self, connection: FileConnection) -> None:
         (generation,) = connection.execute("SELECT generation FROM groups WHERE id = ?", (self._group_id,)).fetchone()
         if generation != self._generation:
-            self._assignments = group_members.read_assignments(connection, self._group_id)
+            self._assignments = group_assignments.read_assignments(connection, self._group_id)
             self._generation = generation
             self._log_other_members(connection)
 
@@ -103,7 +103,7 @@ class OrderedReader(GroupReader):
     def _is_stale(self, connection: FileConnection, bounds: Mapping[Partition, Bounds], now: int) -> bool:
         held = [self._assignments.get(found.id) for found in bounds.values()]
         return any(row is None or row.is_overdue(now, self._lease_ms) for row in held) or bool(
-            group_members.expired_members(connection, self._group_id, now)
+            group_assignments.expired_members(connection, self._group_id, now)
         )
 
     def _read_acknowledged(self, connection: FileConnection, view: GroupSnapshot, partition: Partition) -> None:
@@ -157,11 +157,11 @@ class OrderedReader(GroupReader):
                 now = now_ms()
                 with self._writing("release", deadline) as connection:
                     ids = [cursor.id for cursor in self._leaving.values()]
-                    group_members.release(connection, self._group_id, self._member, ids)
+                    group_assignments.release(connection, self._group_id, self._member, ids)
                     self._reassign(connection, now)
 
     def _reassign(self, connection: FileConnection, now: int) -> None:
-        group_members.reassign(connection, self._group_id, now, self._lease_ms)
+        group_assignments.reassign(connection, self._group_id, now, self._lease_ms)
 
     # --- positions --------------------------------------------------------------------------------------------------
 

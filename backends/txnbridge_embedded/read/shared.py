@@ -16,9 +16,9 @@ from txnbridge_embedded.client import headers
 from txnbridge_embedded.client.ranges import ranges_of
 from txnbridge_embedded.client.readable_ranges import Bounds, read_bounds
 from txnbridge_embedded.client.store import OFFSET_BITS, FileConnection, now_ms
-from txnbridge_embedded.read import group_members
+from txnbridge_embedded.read import group_assignments
 from txnbridge_embedded.read.base_reader import POLL_BYTES, SHORT_CALL_SECONDS
-from txnbridge_embedded.read.grouped import GroupReader
+from txnbridge_embedded.read.membership import GroupReader
 from txnbridge_embedded.read.partition import Cursor, position_lost
 
 Leased = dict[int, int]  # offsets with their delivery counts
@@ -42,14 +42,14 @@ class SharedReader(GroupReader):
         return {partition: (cursor.id, 0) for partition, cursor in self._cursors.items()}
 
     def _reassign(self, connection: FileConnection, now: int) -> None:
-        group_members.remove_expired(connection, self._group_id, now)
+        group_assignments.remove_expired(connection, self._group_id, now)
 
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
         now = now_ms()
         with self._reading(deadline) as connection:
             alive = self._is_member(connection)
             bounds = read_bounds(connection, self._subscription.topics, self._group_id)
-            stale = bool(group_members.expired_members(connection, self._group_id, now))
+            stale = bool(group_assignments.expired_members(connection, self._group_id, now))
         with suppress(DeadlineExceeded):
             if not alive:
                 self._join_again(deadline)

@@ -62,10 +62,10 @@ from .errors import (
 )
 from .ids import EARLIEST, LATEST, MessageId, TxnId
 from .inbox import Inbox
+from .pending_response import Response
 from .pending_sends import Receipt, Send
 from .producer import AccessMode, PulsarProducer
 from .received_entries import ReceivedEntry, ReceivedMessage
-from .responses import Response
 from .transactions import Transactions
 
 __all__ = [

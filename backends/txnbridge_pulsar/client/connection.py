@@ -32,7 +32,7 @@ from .errors import (
     server_error,
 )
 from .frames import DEFAULT_MAX_MESSAGE, FRAME_ALLOWANCE, Frame, FrameReader, command, parse
-from .responses import Response, answer_to
+from .pending_response import Response, answer_to
 from .transport import NotWritten, Transport
 
 _log = logging.getLogger(__name__)

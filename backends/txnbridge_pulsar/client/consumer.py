@@ -23,8 +23,8 @@ from .frames import command
 from .ids import EARLIEST, MessageId, TxnId, cumulative_ack_fields, individual_ack_fields, message_id, position_fields
 from .inbox import Inbox
 from .lookup import Lookup
+from .pending_response import Response
 from .received_entries import ReceivedEntry
-from .responses import Response
 from .retry import retry
 
 # Permits before the size of messages is known: so few that even the largest messages fit into memory.

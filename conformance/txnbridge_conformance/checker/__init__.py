@@ -2,13 +2,13 @@
 
 `check(history)` runs all checks. `_tables` turns the history into tables of numbers, and `_fates` finds the outcome of
 each transaction. Six modules check it: `_messages` the messages that were read, `_order` their order, `_acks` the
-acknowledgements, `_owners` fencing and prepared transactions, `_cycles` isolation, and `_hangs_and_crashes` calls and
-processes. `findings` has the names of findings and their meanings.
+acknowledgements, `_call_order` fencing and prepared transactions, `_cycles` isolation, and `_hangs_and_crashes` calls
+and processes. `findings` has the names of findings and their meanings.
 """
 
 from __future__ import annotations
 
-from txnbridge_conformance.checker import _acks, _cycles, _fates, _hangs_and_crashes, _messages, _order, _owners
+from txnbridge_conformance.checker import _acks, _call_order, _cycles, _fates, _hangs_and_crashes, _messages, _order
 from txnbridge_conformance.checker._tables import Tables
 from txnbridge_conformance.checker.findings import MEANINGS, Finding, Findings
 from txnbridge_conformance.history import History
@@ -24,9 +24,9 @@ def check(history: History) -> Findings:
     _messages.check_reads(tables, fate, findings)
     for read in _messages.full_reads(tables, findings):
         _messages.check_full_read(tables, fate, read, findings)
-    _owners.check_owners(tables, findings)
-    _owners.check_check_backs(tables, findings)
-    _owners.check_prepared(tables, fate, findings)
+    _call_order.check_owners(tables, findings)
+    _call_order.check_check_backs(tables, findings)
+    _call_order.check_prepared(tables, fate, findings)
     _hangs_and_crashes.check_hangs_and_crashes(tables, findings)
     _acks.check_acks(tables, fate, findings)
     rank = _order.ranks(tables, fate)

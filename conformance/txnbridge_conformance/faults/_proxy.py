@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 from txnbridge.errors import InvalidOption, UsageError
 from txnbridge_conformance.faults._frames import Conversation, FrameSplitter, Request, StreamPiece
-from txnbridge_conformance.faults._kafka_answers import KafkaConversation
-from txnbridge_conformance.faults._pulsar_answers import PulsarConversation
-from txnbridge_conformance.faults._rocketmq_answers import RocketMQConversation
+from txnbridge_conformance.faults._kafka_exchanges import KafkaConversation
+from txnbridge_conformance.faults._pulsar_exchanges import PulsarConversation
+from txnbridge_conformance.faults._rocketmq_exchanges import RocketMQConversation
 
 if TYPE_CHECKING:  # the programs in this package start often, and need no brokers
     from txnbridge_conformance.brokers import Broker, Route

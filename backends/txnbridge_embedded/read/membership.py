@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from txnbridge.spi import Deadline, Partition
 from txnbridge_embedded.client.readable_ranges import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.client.store import CLOSING_SECONDS, FileConnection, now_ms
-from txnbridge_embedded.read import group_members
+from txnbridge_embedded.read import group_assignments
 from txnbridge_embedded.read.base_reader import PollingReader
 from txnbridge_embedded.read.partition import Cursor
 from txnbridge_embedded.write import acks
@@ -30,16 +30,16 @@ class GroupReader(PollingReader):
         self._context: AckContext | None = None
         start = self._subscription.start
         self._join(start, self._search(start, deadline) if isinstance(start, int) else {}, deadline)
-        self._heartbeat = group_members.Heartbeat(self._store, self._settings.lease_seconds, self._member)
+        self._heartbeat = group_assignments.Heartbeat(self._store, self._settings.lease_seconds, self._member)
         # Stops the thread if the reader is garbage-collected; not at the interpreter's exit, perhaps of a forked child.
         weakref.finalize(self, self._heartbeat.stop).atexit = False
 
     def _join(self, start: str | int, found: Mapping[int, int], deadline: Deadline) -> None:
         now, topics = now_ms(), self._subscription.topics
         with self._writing("join", deadline) as connection:
-            self._group_id = group_members.find_or_create_group(connection, self._group, self._subscription.sharing)
-            group_members.record_starts(connection, self._group_id, topics, start, found)
-            self._member = group_members.add_member(connection, self._group_id, topics, self._lease_ms)
+            self._group_id = group_assignments.find_or_create_group(connection, self._group, self._subscription.sharing)
+            group_assignments.record_starts(connection, self._group_id, topics, start, found)
+            self._member = group_assignments.add_member(connection, self._group_id, topics, self._lease_ms)
             self._reassign(connection, now)
         _log.info("group %r: joined", self._group)
 
@@ -134,7 +134,7 @@ class GroupReader(PollingReader):
         try:
             now = now_ms()
             with self._writing("leave", deadline) as connection:
-                group_members.remove_members(connection, self._group_id, [self._member])
+                group_assignments.remove_members(connection, self._group_id, [self._member])
                 self._reassign(connection, now)
             _log.info("group %r: left", self._group)
         finally:
