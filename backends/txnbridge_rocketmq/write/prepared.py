@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from txnbridge.errors import InvalidState
-from txnbridge.spi import Begin, Deadline
+from txnbridge.errors import InvalidState, TransactionAborted
+from txnbridge.spi import Begin, Deadline, Decision
 from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord
 from txnbridge_rocketmq.write.writer import RocketMQWriter
 
@@ -24,6 +24,9 @@ class RocketMQPreparedWriter(RocketMQWriter):
         try:
             with self._cluster.context.events.step("step:record", transaction):
                 self._owner.ledger.record(PREPARE, transaction, prepared.as_json(), deadline)
+                claim = self._owner.ledger.decided(transaction, deadline, log=self._origin.log)
+                if claim is not None and claim.decision is Decision.ABORT:
+                    raise TransactionAborted("another process aborted the transaction; run it again")
         except BaseException:
             # The prepare record may be stored although the call failed, but the caller gets no token to end it.
             self._abort_quietly(deadline)
