@@ -146,13 +146,13 @@ class Outbox:
 
 
 class OutboxRow(NamedTuple):
-    """One message of an outbox, as its relay reads it. `key` and `value` are bytes."""
+    """One message of an outbox, as it is stored; see `unpacked_headers`."""
 
     id: int
     topic: str
     key: bytes | None
     value: bytes | None
-    headers: RawHeaders
+    headers: str | None
     partition: int | None
     timestamp: int | None
 

@@ -9,11 +9,13 @@ prepares the next one, so that rows are published in order.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -49,6 +51,8 @@ _DELIVERIES = 3
 _BATCH_BYTES = 16_000_000
 # The number of ranges of ids in one statement: some databases limit the depth of an expression.
 _RANGES = 200
+# The number of rows that are taken from the driver at a time, because single rows take longer.
+_ROWS = 100
 # The deadline of a look into the database: short, because a relay that shall stop waits for it.
 _LOOK_SECONDS = 5.0
 # The interval at which published rows that are kept are looked at.
@@ -72,6 +76,9 @@ class RelayStats(NamedTuple):
     parked: int = 0
     batches: int = 0
     aborted: int = 0  # batches whose transaction was aborted, and whose rows were read again
+
+
+Waiting = tuple[State, list[OutboxRow]]  # the state, and rows that wait; no rows while there is a batch
 
 
 class OutboxStore:
@@ -111,29 +118,29 @@ class OutboxStore:
         columns = [self._state.c[name] for name in State._fields]
         return State(*connection.execute(sa.select(*columns)).one())
 
-    def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> tuple[State, list[OutboxRow]]:
+    def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> Waiting:
         """Return the state, and the first waiting rows, without those whose key has a parked row if `ordered`."""
+        return self._database.ask(
+            f"reading {self._what}", lambda connection: self._read_waiting(connection, limit, ordered), deadline
+        )
 
-        def read(connection: sa.Connection) -> tuple[State, list[OutboxRow]]:
-            state = self._read_state(connection)
-            if state.token is not None:
-                return state, []
-            columns = [self._rows.c[name] for name in OutboxRow._fields]
-            wanted = sa.select(*columns).where(self._rows.c.state == WAITING)
-            if ordered and state.parked:
-                parked = self._rows.alias()
-                same = (parked.c.topic == self._rows.c.topic) & (parked.c.key == self._rows.c.key)
-                wanted = wanted.where(~sa.exists().where(parked.c.state == PARKED, same))
-            found, size = [], 0
-            with connection.execute(wanted.order_by(self._rows.c.id).limit(limit)) as rows:
-                for row in rows:
-                    found.append(OutboxRow(**{**row._asdict(), "headers": unpacked_headers(row.headers)}))
-                    size += len(row.key or b"") + len(row.value or b"")
-                    if size > _BATCH_BYTES:
-                        break
-            return state, found
-
-        return self._database.ask(f"reading {self._what}", read, deadline)
+    def _read_waiting(self, connection: sa.Connection, limit: int, ordered: bool) -> Waiting:
+        state = self._read_state(connection)
+        if state.token is not None:
+            return state, []
+        wanted = sa.select(*(self._rows.c[name] for name in OutboxRow._fields)).where(self._rows.c.state == WAITING)
+        if ordered and state.parked:
+            parked = self._rows.alias()
+            same = (parked.c.topic == self._rows.c.topic) & (parked.c.key == self._rows.c.key)
+            wanted = wanted.where(~sa.exists().where(parked.c.state == PARKED, same))
+        found, size = [], 0
+        with connection.execute(wanted.order_by(self._rows.c.id).limit(limit)) as rows:
+            for row in map(OutboxRow._make, chain.from_iterable(rows.partitions(_ROWS))):
+                found.append(row)
+                size += len(row.key or b"") + len(row.value or b"")
+                if size > _BATCH_BYTES:
+                    break
+        return state, found
 
     def count(self, deadline: Deadline) -> int:
         """Return how many rows wait."""
@@ -153,16 +160,28 @@ class OutboxStore:
 
     def end_batch(self, token: str, batch: str, relay: str | None, keep: bool, deadline: Deadline) -> bool:
         """Delete or keep the rows of a published batch. Return False if another relay has done so."""
+        change = functools.partial(self._end_batch, token=token, batch=batch, relay=relay, keep=keep)
+        return self._database.ask(f"ending a batch of {self._what}", change, deadline)
 
-        def change(connection: sa.Connection) -> bool:
-            if not self._set_state(connection, self._state.c.token == token, relay, token=None, batch=None):
-                return False
-            for ids in self._within(batch):
-                kept = sa.update(self._rows).values(state=PUBLISHED, changed_at=_now())
-                connection.execute((kept if keep else sa.delete(self._rows)).where(ids))
-            return True
+    def end_batch_and_read(
+        self, token: str, batch: str, relay: str, keep: bool, limit: int, ordered: bool, deadline: Deadline
+    ) -> Waiting | None:
+        """Do as `end_batch`, and return what `waiting` then returns; None if another relay has ended the batch."""
+
+        def change(connection: sa.Connection) -> Waiting | None:
+            if not self._end_batch(connection, token, batch, relay, keep):
+                return None
+            return self._read_waiting(connection, limit, ordered)
 
         return self._database.ask(f"ending a batch of {self._what}", change, deadline)
+
+    def _end_batch(self, connection: sa.Connection, token: str, batch: str, relay: str | None, keep: bool) -> bool:
+        if not self._set_state(connection, self._state.c.token == token, relay, token=None, batch=None):
+            return False
+        for ids in self._within(batch):
+            kept = sa.update(self._rows).values(state=PUBLISHED, changed_at=_now())
+            connection.execute((kept if keep else sa.delete(self._rows)).where(ids))
+        return True
 
     def withdraw_batch(self, token: str, relay: str | None, deadline: Deadline) -> None:
         """Let the rows of an aborted batch be read again."""
@@ -295,6 +314,7 @@ class Relay(Service):
         self._limit = batch  # smaller after a refusal, to find the row that is refused
         self._failed_deliveries = 0  # of a batch of one row, in a row
         self._relay = f"{os.uname().nodename} {os.getpid()} {random_name(4)}"
+        self._waiting: Waiting | None = None  # what was read when the last batch was ended
         self._seen = (-1, 0.0)  # the last version of the state, and when it was seen first
         self._failing_since: float | None = None
         self._purged = 0.0
@@ -349,7 +369,8 @@ class Relay(Service):
 
     def _work(self) -> bool:
         """End the stored batch, or publish a new one. Return False if there is nothing to do for this relay."""
-        state, rows = self._store.waiting(self._limit, self._ordered, self._look_deadline())
+        waiting, self._waiting = self._waiting, None
+        state, rows = waiting or self._store.waiting(self._limit, self._ordered, self._look_deadline())
         if state.token is None and not rows:
             self._seen = (-1, 0.0)
             self._purge()
@@ -390,7 +411,7 @@ class Relay(Service):
                         row.topic,
                         row.value,
                         key=row.key,
-                        headers=row.headers or None,
+                        headers=unpacked_headers(row.headers) or None,
                         partition=row.partition,
                         timestamp=row.timestamp,
                     )
@@ -441,9 +462,21 @@ class Relay(Service):
             )
 
     def _delete(self, token: str, batch: str) -> bool:
-        """Delete or keep the rows of a batch that is committed. Return False if another relay has done so."""
+        """Delete or keep the rows of a batch that is committed, and read the next rows in the same transaction.
+
+        Return False if another relay has ended the batch.
+        """
         with self._connection.events.step("outbox.delete"):
-            return self._store.end_batch(token, batch, self._relay, self._keep is not None, self._connection.deadline())
+            self._waiting = self._store.end_batch_and_read(
+                token,
+                batch,
+                self._relay,
+                self._keep is not None,
+                self._limit,
+                self._ordered,
+                self._connection.deadline(),
+            )
+        return self._waiting is not None
 
     def _refused(self, version: int, row: OutboxRow, error: TxnBridgeError) -> None:
         """Park a row that the broker has refused alone."""
