@@ -87,6 +87,11 @@ class OutboxStore:
     def __init__(self, outbox: Outbox, database: str | sa.Engine) -> None:
         self._rows, self._state = outbox.rows, outbox.state
         self._tables = outbox.tables
+        waiting = self._rows.c.state == WAITING
+        columns = [self._state.c[name] for name in State._fields]
+        self._select_state = sa.select(*columns)
+        self._look = sa.select(*columns, sa.exists().where(waiting).select_from(self._rows))
+        self._select_waiting = sa.select(*(self._rows.c[name] for name in OutboxRow._fields)).where(waiting)
         self._what = f"the outbox {outbox.name!r}"
         self._database = Database(database, self._what)
 
@@ -115,8 +120,7 @@ class OutboxStore:
         return self._database.ask(f"reading {self._what}", self._read_state, deadline)
 
     def _read_state(self, connection: sa.Connection) -> State:
-        columns = [self._state.c[name] for name in State._fields]
-        return State(*connection.execute(sa.select(*columns)).one())
+        return State(*connection.execute(self._select_state).one())
 
     def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> Waiting:
         """Return the state, and the first waiting rows, without those whose key has a parked row if `ordered`."""
@@ -125,10 +129,11 @@ class OutboxStore:
         )
 
     def _read_waiting(self, connection: sa.Connection, limit: int, ordered: bool) -> Waiting:
-        state = self._read_state(connection)
-        if state.token is not None:
+        *columns, some_wait = connection.execute(self._look).one()
+        state = State(*columns)
+        if state.token is not None or not some_wait:
             return state, []
-        wanted = sa.select(*(self._rows.c[name] for name in OutboxRow._fields)).where(self._rows.c.state == WAITING)
+        wanted = self._select_waiting
         if ordered and state.parked:
             parked = self._rows.alias()
             same = (parked.c.topic == self._rows.c.topic) & (parked.c.key == self._rows.c.key)
