@@ -111,7 +111,8 @@ class Outbox:
                 self._add(to, row | {"id": self._id_in_order(dialect, row)})
             else:
                 statement, row = self._statement(dialect, row)
-                to.execute(statement, row, bind_arguments={"mapper": self._row_class})
+                with to.no_autoflush:  # objects of the program may be unfinished
+                    to.execute(statement, row, bind_arguments={"mapper": self._row_class})
         else:
             raise InvalidOption(
                 f"an outbox sends to a Session, AsyncSession or Connection of SQLAlchemy, not {type(to).__name__}"
