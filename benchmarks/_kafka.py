@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from confluent_kafka import Consumer, Producer, TopicPartition
@@ -72,6 +72,19 @@ def plain_producer(url: str) -> Producer:
     )
     producer.init_transactions(30)
     return producer
+
+
+def idempotent_producer(url: str, failed: Callable[[object], object]) -> Producer:
+    """Return a producer without transactions, which calls `failed` with the error of each lost message."""
+    return Producer(
+        {
+            "bootstrap.servers": bootstrap(url),
+            "enable.idempotence": True,
+            "delivery.report.only.error": True,
+            "on_delivery": lambda error, message: failed(error),
+        },
+        logger=_SILENT,
+    )
 
 
 def plain_consumer(url: str, group: str, settings: Mapping[str, int] | None = None) -> Consumer:

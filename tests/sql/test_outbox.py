@@ -97,6 +97,13 @@ def test_a_message_is_published_if_its_database_transaction_commits_and_as_it_wa
     assert found[None].key == b"\x00"
 
 
+def test_a_send_flushes_no_other_object_of_its_session(engine):
+    with orm.Session(engine) as session:
+        outbox().send(session, TOPIC, b"1")
+        outbox().send(session, TOPIC, b"2", key="a key")
+        assert session.new
+
+
 def test_an_async_session_sends_without_waiting_for_the_database(tmp_path, bridge):
     aio = pytest.importorskip("sqlalchemy.ext.asyncio")
     pytest.importorskip("aiosqlite")

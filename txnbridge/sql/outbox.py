@@ -47,6 +47,8 @@ class Outbox:
             self.state = _state_table(name, metadata)
         except exc.InvalidRequestError as error:
             raise InvalidOption(f"this metadata has an outbox {name!r} already: use one `Outbox` for both") from error
+        self._insert = sa.insert(self.rows).inline()
+        self._insert_in_order = _insert_in_order(self.rows)
         self._row_class: Any = type("OutboxRow", (), {})
         orm.registry(metadata=metadata).map_imperatively(self._row_class, self.rows)
 
@@ -76,7 +78,8 @@ class Outbox:
 
         A relay publishes the message after the commit of this transaction. Messages with the same topic and key are
         published in the order in which their transactions commit; on PostgreSQL transactions that send the same key
-        wait for each other for that. A session stores the row when it is flushed.
+        wait for each other for that. There a session stores a message with a key at once, as a connection does. Other
+        messages are stored when the session is flushed, and with an `AsyncSession` all are.
 
         Raise `InvalidOption` for a message that cannot be encoded. Only the relay learns what the broker accepts.
         """
@@ -98,40 +101,59 @@ class Outbox:
         if (sync := getattr(to, "sync_session", None)) is not None:
             to = sync
         if isinstance(to, sa.Connection):
-            row |= self._id_in_order(to.dialect, encoded.topic, encoded.key)
-            to.execute(self.rows.insert().values(row))
+            statement, row = self._statement(to.dialect, row)
+            to.execute(statement, row)
         elif isinstance(to, orm.Session | orm.scoped_session):
-            row |= self._id_in_order(to.get_bind(self._row_class).dialect, encoded.topic, encoded.key)
-            made = self._row_class()
-            for name, column in row.items():
-                setattr(made, name, column)
-            to.add(made)
+            dialect = to.get_bind(self._row_class).dialect
+            if encoded.key is None or dialect.name != "postgresql":
+                self._add(to, row)
+            elif dialect.is_async:
+                self._add(to, row | {"id": self._id_in_order(dialect, row)})
+            else:
+                statement, row = self._statement(dialect, row)
+                with to.no_autoflush:  # objects of the program may be unfinished
+                    to.execute(statement, row, bind_arguments={"mapper": self._row_class})
         else:
             raise InvalidOption(
                 f"an outbox sends to a Session, AsyncSession or Connection of SQLAlchemy, not {type(to).__name__}"
             )
 
-    def _id_in_order(self, dialect: sa.Dialect, topic: str, key: bytes | None) -> dict[str, Any]:
-        """Return the id for a row of a key on PostgreSQL: an expression that waits for older transactions of the key.
+    def _add(self, session: Any, row: Mapping[str, Any]) -> None:
+        made = self._row_class()
+        for name, column in row.items():
+            setattr(made, name, column)
+        session.add(made)
 
-        There sequences do not follow the order of commits. SQLite has one writing transaction at a time.
+    def _statement(self, dialect: sa.Dialect, row: dict[str, Any]) -> tuple[sa.Insert, dict[str, Any]]:
+        """Return the statement that stores a row, and its values.
+
+        On PostgreSQL sequences do not follow the order of commits, so a row of a key takes its id only after older
+        transactions of the key have ended. SQLite has one writing transaction at a time.
         """
-        if key is None or dialect.name != "postgresql":
-            return {}
-        lock = hashlib.blake2b(repr((self.rows.fullname, topic, key)).encode(), digest_size=8).digest()
-        locked = sa.func.pg_advisory_xact_lock(int.from_bytes(lock, "big", signed=True))
+        if row["key"] is None or dialect.name != "postgresql":
+            return self._insert, row
+        return self._insert_in_order, row | {"lock": self._lock(row)}
+
+    def _lock(self, row: Mapping[str, Any]) -> int:
+        """Return the number of the advisory lock for the key of a row."""
+        lock = hashlib.blake2b(repr((self.rows.fullname, row["topic"], row["key"])).encode(), digest_size=8).digest()
+        return int.from_bytes(lock, "big", signed=True)
+
+    def _id_in_order(self, dialect: sa.Dialect, row: Mapping[str, Any]) -> sa.ColumnElement[int]:
+        """Return an expression for the id of a row that a session adds; see `_statement`."""
+        locked = sa.func.pg_advisory_xact_lock(self._lock(row))
         sequence = sa.func.pg_get_serial_sequence(_quoted(self.rows, dialect), "id")
-        return {"id": sa.case((sa.cast(locked, sa.Text).is_not(None), sa.func.nextval(sequence)))}
+        return sa.case((sa.cast(locked, sa.Text).is_not(None), sa.func.nextval(sequence)))
 
 
 class OutboxRow(NamedTuple):
-    """One message of an outbox, as its relay reads it. `key` and `value` are bytes."""
+    """One message of an outbox, as it is stored; see `unpacked_headers`."""
 
     id: int
     topic: str
     key: bytes | None
     value: bytes | None
-    headers: RawHeaders
+    headers: str | None
     partition: int | None
     timestamp: int | None
 
@@ -159,6 +181,17 @@ def _header_makers() -> list[Any]:
 
 def _quoted(table: sa.Table, dialect: sa.Dialect) -> str:
     return dialect.identifier_preparer.format_table(table)
+
+
+def _insert_in_order(rows: sa.Table) -> sa.Insert:
+    """Return PostgreSQL's statement that takes a lock, and then inserts a row.
+
+    The row's id is taken from its sequence behind the lock, because it belongs to a row that the function returns.
+    """
+    columns = [column for column in rows.c if column.name not in ("id", "reason")]
+    values = [sa.cast(sa.bindparam(column.name, type_=column.type), column.type) for column in columns]
+    locked = sa.func.pg_advisory_xact_lock(sa.bindparam("lock", type_=sa.BigInteger())).alias("locked")
+    return sa.insert(rows).from_select(columns, sa.select(*values).select_from(locked))
 
 
 def _rows_table(name: str, metadata: sa.MetaData) -> sa.Table:

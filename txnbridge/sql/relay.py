@@ -9,11 +9,13 @@ prepares the next one, so that rows are published in order.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import sqlalchemy as sa
@@ -51,6 +53,8 @@ _DELIVERIES = 3
 _BATCH_BYTES = 16_000_000
 # The number of ranges of ids in one statement: some databases limit the depth of an expression.
 _RANGES = 200
+# The number of rows that are taken from the driver at a time, because single rows take longer.
+_ROWS = 100
 # The deadline of a look into the database: short, because a relay that shall stop waits for it.
 _LOOK_SECONDS = 5.0
 # The interval at which published rows that are kept are looked at.
@@ -76,12 +80,20 @@ class RelayStats(NamedTuple):
     aborted: int = 0  # batches whose transaction was aborted, and whose rows were read again
 
 
+Waiting = tuple[OutboxState, list[OutboxRow]]  # the state, and rows that wait; no rows while there is a batch
+
+
 class OutboxStore:
     """The database side of a relay: reads and changes the tables of an outbox, each call in one transaction."""
 
     def __init__(self, outbox: Outbox, database: str | sa.Engine) -> None:
         self._rows, self._state = outbox.rows, outbox.state
         self._tables = outbox.tables
+        waiting = self._rows.c.state == WAITING
+        columns = [self._state.c[name] for name in OutboxState._fields]
+        self._select_state = sa.select(*columns)
+        self._look = sa.select(*columns, sa.exists().where(waiting).select_from(self._rows))
+        self._select_waiting = sa.select(*(self._rows.c[name] for name in OutboxRow._fields)).where(waiting)
         self._what = f"the outbox {outbox.name!r}"
         self._database = Database(database, self._what)
 
@@ -110,32 +122,32 @@ class OutboxStore:
         return self._database.ask(f"reading {self._what}", self._read_state, deadline)
 
     def _read_state(self, connection: sa.Connection) -> OutboxState:
-        columns = [self._state.c[name] for name in OutboxState._fields]
-        return OutboxState(*connection.execute(sa.select(*columns)).one())
+        return OutboxState(*connection.execute(self._select_state).one())
 
-    def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> tuple[OutboxState, list[OutboxRow]]:
+    def waiting(self, limit: int, ordered: bool, deadline: Deadline) -> Waiting:
         """Return the state, and the first waiting rows, without those whose key has a parked row if `ordered`."""
+        return self._database.ask(
+            f"reading {self._what}", lambda connection: self._read_waiting(connection, limit, ordered), deadline
+        )
 
-        def read(connection: sa.Connection) -> tuple[OutboxState, list[OutboxRow]]:
-            state = self._read_state(connection)
-            if state.token is not None:
-                return state, []
-            columns = [self._rows.c[name] for name in OutboxRow._fields]
-            wanted = sa.select(*columns).where(self._rows.c.state == WAITING)
-            if ordered and state.parked:
-                parked = self._rows.alias()
-                same = (parked.c.topic == self._rows.c.topic) & (parked.c.key == self._rows.c.key)
-                wanted = wanted.where(~sa.exists().where(parked.c.state == PARKED, same))
-            found, size = [], 0
-            with connection.execute(wanted.order_by(self._rows.c.id).limit(limit)) as rows:
-                for row in rows:
-                    found.append(OutboxRow(**{**row._asdict(), "headers": unpacked_headers(row.headers)}))
-                    size += len(row.key or b"") + len(row.value or b"")
-                    if size > _BATCH_BYTES:
-                        break
-            return state, found
-
-        return self._database.ask(f"reading {self._what}", read, deadline)
+    def _read_waiting(self, connection: sa.Connection, limit: int, ordered: bool) -> Waiting:
+        *columns, some_wait = connection.execute(self._look).one()
+        state = OutboxState(*columns)
+        if state.token is not None or not some_wait:
+            return state, []
+        wanted = self._select_waiting
+        if ordered and state.parked:
+            parked = self._rows.alias()
+            same = (parked.c.topic == self._rows.c.topic) & (parked.c.key == self._rows.c.key)
+            wanted = wanted.where(~sa.exists().where(parked.c.state == PARKED, same))
+        found, size = [], 0
+        with connection.execute(wanted.order_by(self._rows.c.id).limit(limit)) as rows:
+            for row in map(OutboxRow._make, chain.from_iterable(rows.partitions(_ROWS))):
+                found.append(row)
+                size += len(row.key or b"") + len(row.value or b"")
+                if size > _BATCH_BYTES:
+                    break
+        return state, found
 
     def count(self, deadline: Deadline) -> int:
         """Return how many rows wait."""
@@ -155,16 +167,28 @@ class OutboxStore:
 
     def end_batch(self, token: str, batch: str, relay: str | None, keep: bool, deadline: Deadline) -> bool:
         """Delete or keep the rows of a published batch. Return False if another relay has done so."""
+        change = functools.partial(self._end_batch, token=token, batch=batch, relay=relay, keep=keep)
+        return self._database.ask(f"ending a batch of {self._what}", change, deadline)
 
-        def change(connection: sa.Connection) -> bool:
-            if not self._set_state(connection, self._state.c.token == token, relay, token=None, batch=None):
-                return False
-            for ids in self._within(batch):
-                kept = sa.update(self._rows).values(state=PUBLISHED, changed_at=_now())
-                connection.execute((kept if keep else sa.delete(self._rows)).where(ids))
-            return True
+    def end_batch_and_read(
+        self, token: str, batch: str, relay: str, keep: bool, limit: int, ordered: bool, deadline: Deadline
+    ) -> Waiting | None:
+        """Do as `end_batch`, and return what `waiting` then returns; None if another relay has ended the batch."""
+
+        def change(connection: sa.Connection) -> Waiting | None:
+            if not self._end_batch(connection, token, batch, relay, keep):
+                return None
+            return self._read_waiting(connection, limit, ordered)
 
         return self._database.ask(f"ending a batch of {self._what}", change, deadline)
+
+    def _end_batch(self, connection: sa.Connection, token: str, batch: str, relay: str | None, keep: bool) -> bool:
+        if not self._set_state(connection, self._state.c.token == token, relay, token=None, batch=None):
+            return False
+        for ids in self._within(batch):
+            kept = sa.update(self._rows).values(state=PUBLISHED, changed_at=_now())
+            connection.execute((kept if keep else sa.delete(self._rows)).where(ids))
+        return True
 
     def withdraw_batch(self, token: str, relay: str | None, deadline: Deadline) -> None:
         """Let the rows of an aborted batch be read again."""
@@ -313,6 +337,7 @@ class Relay(Service):
         self._limit = batch  # smaller after a refusal, to find the row that is refused
         self._failed_deliveries = 0  # of a batch of one row, in a row
         self._relay = f"{os.uname().nodename} {os.getpid()} {random_name(4)}"
+        self._waiting: Waiting | None = None  # what was read when the last batch was ended
         self._seen = (-1, 0.0)  # the last version of the state, and when it was seen first
         self._failing_since: float | None = None
         self._purged = 0.0
@@ -369,7 +394,8 @@ class Relay(Service):
 
     def _work(self) -> bool:
         """End the stored batch, or publish a new one. Return False if there is nothing to do for this relay."""
-        state, rows = self._store.waiting(self._limit, self._ordered, self._look_deadline())
+        waiting, self._waiting = self._waiting, None
+        state, rows = waiting or self._store.waiting(self._limit, self._ordered, self._look_deadline())
         if state.token is None and not rows:
             self._seen = (-1, 0.0)
             self._purge()
@@ -410,7 +436,7 @@ class Relay(Service):
                         row.topic,
                         row.value,
                         key=row.key,
-                        headers=row.headers or None,
+                        headers=unpacked_headers(row.headers) or None,
                         partition=row.partition,
                         timestamp=row.timestamp,
                     )
@@ -461,9 +487,21 @@ class Relay(Service):
             )
 
     def _delete(self, token: str, batch: str) -> bool:
-        """Delete or keep the rows of a batch that is committed. Return False if another relay has done so."""
+        """Delete or keep the rows of a batch that is committed, and read the next rows in the same transaction.
+
+        Return False if another relay has ended the batch.
+        """
         with self._connection.events.step("outbox.delete"):
-            return self._store.end_batch(token, batch, self._relay, self._keep is not None, self._connection.deadline())
+            self._waiting = self._store.end_batch_and_read(
+                token,
+                batch,
+                self._relay,
+                self._keep is not None,
+                self._limit,
+                self._ordered,
+                self._connection.deadline(),
+            )
+        return self._waiting is not None
 
     def _refused(self, version: int, row: OutboxRow, error: TxnBridgeError) -> None:
         """Park a row that the broker has refused alone."""

@@ -1,0 +1,354 @@
+"""An outbox on PostgreSQL whose relay publishes to Kafka, beside the outbox and the relay that programs have by hand.
+
+By hand there is a table, an INSERT into it in the program's transaction, and a loop with confluent-kafka that publishes
+at least once: select 1,000 rows, produce, flush, delete, commit; a sleep of one second when the table was empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+
+import confluent_kafka
+import sqlalchemy as sa
+from confluent_kafka import TopicPartition
+from sqlalchemy import orm
+
+from benchmarks._harness import (
+    Contender,
+    Estimate,
+    Lap,
+    Report,
+    Round,
+    Settings,
+    Turn,
+    a_second,
+    alternate,
+    at_least,
+    child,
+    estimate,
+    in_turn,
+    lap_quantile,
+    quantile,
+    run,
+    speed,
+    unique,
+)
+from benchmarks._kafka import FETCHING, broker, idempotent_producer, new_topic, plain_consumer
+from tests.sql.postgres import Postgres
+from txnbridge import Bridge, connect
+from txnbridge.sql import Outbox
+
+BATCH = 1000  # rows; also the relay's default
+BACKLOG = 20_000  # rows
+HOLD = 10.0  # the relay's default, too: so a Kafka bridge opens its ids for it ahead
+VALUE = b"x" * 100
+STORED = 50  # transactions of each thread in a lap
+# By hand a message waits up to a second, so a round has few of them.
+WAITED = {"by hand": 10, "ours": 40}
+# The next message comes at any time of the relay's sleep.
+PAUSE = {"by hand": 1.0, "ours": 0.1}
+
+
+class Base(orm.DeclarativeBase):
+    pass
+
+
+class Order(Base):
+    __tablename__ = "orders"
+    id: orm.Mapped[int] = orm.mapped_column(sa.BigInteger, primary_key=True)
+    item: orm.Mapped[str] = orm.mapped_column(sa.Text)
+
+
+class Message(Base):
+    """A row of the outbox by hand."""
+
+    __tablename__ = "messages"
+    id: orm.Mapped[int] = orm.mapped_column(sa.BigInteger, primary_key=True)
+    topic: orm.Mapped[str] = orm.mapped_column(sa.Text)
+    key: orm.Mapped[bytes | None]
+    value: orm.Mapped[bytes | None]
+
+
+OUTBOX = Outbox("shop", Base.metadata)
+ORDERS, MESSAGES = sa.inspect(Order).local_table, sa.inspect(Message).local_table
+
+# --- storing ---------------------------------------------------------------------------------------------------------
+
+Store = Callable[[sa.Engine, str, str], None]  # one database transaction with an order and a message
+
+
+def core_ours(engine: sa.Engine, topic: str, key: str) -> None:
+    with engine.begin() as connection:
+        connection.execute(sa.insert(ORDERS), {"item": "book"})
+        OUTBOX.send(connection, topic, VALUE, key=key)
+
+
+def core_by_hand(engine: sa.Engine, topic: str, key: str) -> None:
+    with engine.begin() as connection:
+        connection.execute(sa.insert(ORDERS), {"item": "book"})
+        connection.execute(sa.insert(MESSAGES), {"topic": topic, "key": key.encode(), "value": VALUE})
+
+
+def session_ours(engine: sa.Engine, topic: str, key: str) -> None:
+    with orm.Session(engine) as session, session.begin():
+        session.add(Order(item="book"))
+        OUTBOX.send(session, topic, VALUE, key=key)
+
+
+def session_by_hand(engine: sa.Engine, topic: str, key: str) -> None:
+    with orm.Session(engine) as session, session.begin():
+        session.add(Order(item="book"))
+        session.add(Message(topic=topic, key=key.encode(), value=VALUE))
+
+
+def storing(engine: sa.Engine, store: Store, threads: int) -> Contender:
+    """Return transactions in so many threads at once, each with a key of its own."""
+
+    @contextmanager
+    def contender() -> Iterator[Lap]:
+        empty(engine)
+        keys = itertools.count()
+
+        def transactions(count: int) -> None:
+            for _ in range(count):
+                store(engine, "orders", str(next(keys)))
+
+        with ThreadPoolExecutor(threads) as pool:
+
+            def lap() -> int:
+                list(pool.map(transactions, [STORED] * threads))
+                return STORED * threads
+
+            yield lap
+
+    return contender
+
+
+def empty(engine: sa.Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(sa.text("TRUNCATE orders, messages, shop_outbox"))
+
+
+def measure_storing(settings: Settings, engine: sa.Engine) -> None:
+    report = Report(settings, "PostgreSQL: an order and a message in a transaction, no relay runs")
+    stores = {"Core": (core_ours, core_by_hand), "ORM session": (session_ours, session_by_hand)}
+    for way, (ours, by_hand) in stores.items():
+        for threads in (1, 16):
+            contenders = {"ours": storing(engine, ours, threads), "by hand": storing(engine, by_hand, threads)}
+            found = alternate(settings, contenders)
+            name = f"{way}, {threads} thread{'s' if threads > 1 else ''}"
+            report.figure(f"{name}: ours / by hand", speed(found["ours"], found["by hand"]), "", at_least(0.9))
+            for contender, rounds in found.items():
+                report.figure(f"{name}: {contender}, transactions a second", a_second(rounds))
+
+
+# --- publishing ------------------------------------------------------------------------------------------------------
+
+
+def fill(engine: sa.Engine, topic: str, count: int) -> None:
+    """Put so many rows into both outboxes."""
+    empty(engine)
+    rows = "FROM generate_series(1, :count) AS n"
+    given = {"topic": topic, "value": VALUE, "count": count}
+    message = "CAST(:topic AS text), CAST(CAST(n AS text) AS bytea), CAST(:value AS bytea)"
+    with engine.begin() as connection:
+        connection.execute(sa.text(f"INSERT INTO messages (topic, key, value) SELECT {message} {rows}"), given)
+        ours = f"INSERT INTO shop_outbox (topic, key, value, state, changed_at) SELECT {message}, 0, 0 {rows}"
+        connection.execute(sa.text(ours), given)
+
+
+class RelayByHand:
+    """The loop that programs have: it publishes each row at least once."""
+
+    _NEXT = sa.select(MESSAGES).order_by(MESSAGES.c.id).limit(BATCH)
+    _DELETE = sa.text("DELETE FROM messages WHERE id = ANY(:ids)")
+
+    def __init__(self, engine: sa.Engine, url: str) -> None:
+        self._engine = engine
+        self._failed: list[object] = []
+        self._producer = idempotent_producer(url, self._failed.append)
+
+    def publish_all(self, count: int) -> None:
+        published = 0
+        while found := self.publish():
+            published += found
+        assert published == count
+
+    def publish(self) -> int:
+        """Publish the next rows, and return their number."""
+        with self._engine.begin() as connection:
+            rows = connection.execute(self._NEXT).all()
+            if rows:
+                for row in rows:
+                    self._producer.produce(row.topic, row.value, row.key)
+                self._producer.flush()
+                if self._failed:
+                    raise RuntimeError(f"a message was not delivered: {self._failed[0]}")
+                connection.execute(self._DELETE, {"ids": [row.id for row in rows]})
+        return len(rows)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        stop = threading.Event()
+
+        def loop() -> None:
+            while not stop.is_set():
+                if not self.publish():
+                    stop.wait(1)
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def publishing(settings: Settings, engine: sa.Engine, topic: str, publish: Callable[[int], None]) -> Turn:
+    """Return a round in which `publish` publishes a whole backlog, again and again."""
+    count = BATCH if settings.quick else BACKLOG
+
+    def lap() -> float:
+        fill(engine, topic, count)
+        begin = time.perf_counter()
+        publish(count)
+        return time.perf_counter() - begin
+
+    def turn() -> Round:
+        laps = [lap()]
+        while sum(laps) < settings.seconds:
+            laps.append(lap())
+        return Round(laps, count * len(laps))
+
+    return turn
+
+
+def publish_ours(bridge: Bridge, engine: sa.Engine, batch: int, count: int) -> None:
+    with bridge.relay(OUTBOX, engine, batch=batch, hold=HOLD) as relay:
+        while relay.stats.published < count:
+            time.sleep(0.001)
+
+
+def measure_publishing(settings: Settings, engine: sa.Engine, url: str) -> None:
+    report = Report(settings, f"From PostgreSQL to Kafka: a backlog of {BACKLOG:,} x 100 B, {BATCH:,} a batch")
+    topic = new_topic(url)
+    with connect(url, transactional_id=unique("relay"), hold=HOLD) as bridge:
+        ways = {
+            "ours": partial(publish_ours, bridge, engine, BATCH),
+            "ours, 10 times as many a batch": partial(publish_ours, bridge, engine, 10 * BATCH),
+            "by hand": RelayByHand(engine, url).publish_all,
+        }
+        turns = {name: publishing(settings, engine, topic, publish) for name, publish in ways.items()}
+        in_turn(turns, 1)  # it fills caches and does not count
+        found = in_turn(turns, settings.rounds)
+    report.figure("ours / by hand", speed(found["ours"], found["by hand"]), "", at_least(1.0))
+    larger = speed(found["ours, 10 times as many a batch"], found["by hand"])
+    report.figure("ours, 10 times as many a batch / by hand", larger)
+    for name, rounds in found.items():
+        report.figure(f"{name}, rows a second", a_second(rounds))
+
+
+# --- one message at a time -------------------------------------------------------------------------------------------
+
+
+def read(pipe: Connection, url: str, topic: str) -> None:
+    """Answer each message with the time at which it came."""
+    consumer = plain_consumer(url, unique("reader"), FETCHING)
+    consumer.assign([TopicPartition(topic, 0, confluent_kafka.OFFSET_BEGINNING)])
+    consumer.poll(1)
+    pipe.send("ready")
+    while True:
+        message = consumer.poll(60)
+        assert message is not None and message.error() is None
+        if message.value() == b"stop":
+            return
+        pipe.send(time.monotonic())
+
+
+def waiting(
+    engine: sa.Engine,
+    reader: Connection,
+    store: Callable[[], None],
+    running: Callable[[], AbstractContextManager[object]],
+    pause: float,
+    count: int,
+) -> Turn:
+    """Return the times from the answer to a database commit until the reader has its message."""
+    dice = random.Random(1)
+
+    def wait_once() -> float:
+        time.sleep(dice.uniform(0, pause))
+        store()
+        stored = time.monotonic()
+        return float(reader.recv()) - stored
+
+    def turn() -> Round:
+        empty(engine)
+        with running():
+            wait_once()  # it fills caches and does not count
+            return Round([wait_once() for _ in range(count)], count)
+
+    return turn
+
+
+def measure_waiting(settings: Settings, engine: sa.Engine, url: str) -> None:
+    report = Report(settings, "From the database commit until a reader in another process has the message")
+    topic = new_topic(url)
+    by_hand = RelayByHand(engine, url)
+    stores = {"ours": core_ours, "by hand": core_by_hand}
+    with child(read, url, topic) as reader, connect(url, transactional_id=unique("relay"), hold=HOLD) as bridge:
+        reader.recv()
+        relays = {"ours": lambda: bridge.relay(OUTBOX, engine), "by hand": by_hand.running}
+        turns = {
+            name: waiting(
+                engine,
+                reader,
+                lambda store=store: store(engine, topic, "key"),  # type: ignore[misc]
+                relays[name],
+                PAUSE[name],
+                2 if settings.quick else WAITED[name],
+            )
+            for name, store in stores.items()
+        }
+        found = in_turn(turns, settings.rounds)
+        with by_hand.running(), engine.begin() as connection:
+            connection.execute(sa.insert(MESSAGES), {"topic": topic, "value": b"stop"})
+    pairs = list(zip(found["ours"], found["by hand"], strict=True))
+    for part in (0.5, 0.99):
+        parts = [quantile(hand.laps, part) / quantile(ours.laps, part) for ours, hand in pairs]
+        report.figure(f"by hand / ours, p{100 * part:g}", estimate(parts), "", at_least(10))
+    for name, rounds in found.items():
+        report.figure(f"{name}, p50", lap_quantile(rounds, 0.5, 1e3), "ms")
+        report.figure(f"{name}, p99 of all", of_all(rounds, 0.99), "ms")
+
+
+def of_all(rounds: Sequence[Round], part: float) -> Estimate:
+    return Estimate.single(1e3 * quantile([lap for each in rounds for lap in each.laps], part))
+
+
+def measure(settings: Settings) -> None:
+    with Postgres() as postgres, broker() as url:
+        engine = sa.create_engine(postgres.new_database(), pool_size=16)
+        Base.metadata.create_all(engine)
+        with engine.connect() as connection:
+            database = connection.exec_driver_sql("SHOW server_version").scalar()
+        versions = f"psycopg {version('psycopg')}, confluent-kafka {version('confluent-kafka')}"
+        print(f"PostgreSQL {database}, SQLAlchemy {sa.__version__}, {versions}")
+        measure_storing(settings, engine)
+        measure_publishing(settings, engine, url)
+        measure_waiting(settings, engine, url)
+        engine.dispose()
+
+
+if __name__ == "__main__":
+    run(measure)
