@@ -447,7 +447,7 @@ class Bridge:
         database: str | Engine,
         *,
         ordered: bool = True,
-        batch: int = 1000,
+        batch: int = 10_000,
         keep: float | None = None,
         poll: float = 0.025,
         hold: float = 10.0,

@@ -65,7 +65,7 @@ def _store(name: str, schema: str | None, database: str) -> Iterator[OutboxStore
 
 @_common.command("run")
 @_outbox_options
-@click.option("--batch", metavar="N", type=click.IntRange(1), default=1000, show_default=True, help="Rows at once.")
+@click.option("--batch", metavar="N", type=click.IntRange(1), default=10_000, show_default=True, help="Rows at once.")
 @click.option("--unordered", is_flag=True, help="Let a parked row hold back no later rows of its key.")
 @click.option("--keep", metavar="SECONDS", type=click.FloatRange(0), help="Delete published rows only after this time.")
 def run(

@@ -308,7 +308,7 @@ class Relay(Service):
         database: str | sa.Engine,
         *,
         ordered: bool = True,
-        batch: int = 1000,
+        batch: int = 10_000,
         keep: float | None = None,
         poll: float = 0.025,
         hold: float = 10.0,
