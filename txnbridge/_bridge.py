@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge._admin import Admin
 from txnbridge._connection import Connection, ConnectionUser, close_logging_errors, exit_begins, random_name
-from txnbridge._consumer import Consumer, topic_list
+from txnbridge._consumer import Consumer
 from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline, check_times
 from txnbridge._decision_logs import DecisionLogs, LogProvider
@@ -368,17 +368,6 @@ class Bridge:
         self._connection.check_open()
         from txnbridge._processor import Processor
 
-        database = None
-        if db is not None:
-            if dead_letter is not None and outbox is None:
-                raise InvalidOption("with db=, dead letters are sent in the database's transaction: they need outbox=")
-            from txnbridge.sql.processing import DatabaseTransactions
-
-            names = [topic.name for topic in topic_list(inputs)]
-            database = DatabaseTransactions(self._connection, self.transaction, names, group, db, outbox)
-        elif outbox is not None:
-            raise InvalidOption("outbox= takes dead letters of a processor with db=; without db= they need none")
-
         return Processor(
             self._consumers,
             self.transaction,
@@ -398,7 +387,8 @@ class Bridge:
             backoff=backoff,
             retry_for=retry_for,
             start=start,
-            database=database,
+            db=db,
+            outbox=outbox,
         )
 
     def read(self, topic: str | Topic, limit: int) -> list[Message]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from txnbridge._connection import ConnectionUser
 from txnbridge._consumer import RawConsumer, topic_list
@@ -40,6 +40,11 @@ from txnbridge.errors import (
     TransactionAborted,
     TxnBridgeError,
 )
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from txnbridge.sql import Outbox
 
 _log = logging.getLogger("txnbridge")
 
@@ -129,7 +134,8 @@ class Processor(ConnectionUser):
         backoff: tuple[float, float] = (0.1, 30.0),
         retry_for: float | None = None,
         start: str | int = "earliest",
-        database: PassDatabase | None = None,
+        db: str | Engine | None = None,
+        outbox: Outbox | None = None,
     ) -> None:
         if (each is None) == (batch is None) or not callable(each or batch):
             raise InvalidOption("a processor takes each=f(message, txn) or batch=f(batch, txn), one of them")
@@ -139,13 +145,13 @@ class Processor(ConnectionUser):
         connection = consumers.connection
         connection.capabilities.require(Capability.ATOMIC_ACK)
         self._consumers = consumers
-        self._database = database
-        self._begin_transaction = begin if database is None else database.begin
+        self._begin_transaction: Callable[..., PassTransaction] = begin
         self._connection = connection
         self._topics = topic_list(inputs)
         self._group = group
-        self._each = each if database is None or each is None else database.lend(each)
-        self._batch = batch if database is None or batch is None else database.lend(batch)
+        self._each = each
+        self._batch = batch
+        self._database: PassDatabase | None = None
         dead_topic = None if dead_letter is None else as_topic(dead_letter).name
         self._dead_letters = DeadLetters(dead_topic, group, max_dead_letters_in_a_row)
         self._policy = FailurePolicy(poison, fatal, max_attempts, dead_topic is not None)
@@ -157,6 +163,11 @@ class Processor(ConnectionUser):
         self._retry_for = retry_for
         self._start = start
         self._check_settings()
+
+        if db is not None:
+            self._use_database(db, outbox)
+        elif outbox is not None:
+            raise InvalidOption("outbox= is for the dead letters of a processor with db=")
 
         self._started = False
         self._consumer: RawConsumer | None = None
@@ -185,6 +196,19 @@ class Processor(ConnectionUser):
             check_seconds("retry_for", self._retry_for)
         if self._dead_letters.topic in {topic.name for topic in self._topics}:
             raise InvalidOption(f"{self._dead_letters.topic!r} is an input; its dead letters need a topic of their own")
+
+    def _use_database(self, db: str | Engine, outbox: Outbox | None) -> None:
+        if outbox is None and self._dead_letters.topic is not None:
+            raise InvalidOption("with db=, dead letters are sent in the database's transaction: they need outbox=")
+        from txnbridge.sql.processing import DatabaseTransactions
+
+        names = [topic.name for topic in self._topics]
+        begin = self._begin_transaction
+        database = DatabaseTransactions(self._connection, begin, names, self._group, db, outbox)
+        self._begin_transaction = database.begin
+        self._each = self._each and database.lend(self._each)
+        self._batch = self._batch and database.lend(self._batch)
+        self._database = database
 
     # --- state, readable from any thread --------------------------------------------------------------------------
 

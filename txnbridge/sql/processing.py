@@ -22,8 +22,8 @@ from txnbridge._connection import Connection, random_name
 from txnbridge._deadline import Deadline
 from txnbridge._handler_errors import causes
 from txnbridge._messages import Message, Position
+from txnbridge._pass_transaction import PassTransaction
 from txnbridge._token import Outcome
-from txnbridge._transaction import Transaction
 from txnbridge._transaction_state import State
 from txnbridge.errors import Conflict, Fenced, InvalidOption, InvalidState, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Partition
@@ -72,7 +72,7 @@ class DatabaseTransactions:
     def __init__(
         self,
         connection: Connection,
-        begin_ack: Callable[..., Transaction],
+        begin_ack: Callable[..., PassTransaction],
         topics: Sequence[str],
         group: str,
         database: str | sa.Engine,
@@ -98,7 +98,7 @@ class DatabaseTransactions:
         self._topic_ids: dict[str, str] = {}
         self._assignments: set[Any] = set()  # those for which the ids of topics were looked up
         self._stored: dict[Partition, _Stored] = {}
-        self._acknowledging: Transaction | None = None
+        self._acknowledging: PassTransaction | None = None
 
     def open(self) -> None:
         """Create missing tables, and look up the topics' ids. Raise `InvalidOption` for an unsuitable database."""
