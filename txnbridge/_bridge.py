@@ -361,6 +361,8 @@ class Bridge:
         backoff: tuple[float, float] = (0.1, 30.0),
         retry_for: float | None = None,
         start: str | int = "earliest",
+        db: str | Engine | None = None,
+        outbox: Outbox | None = None,
     ) -> Processor:
         """Return a `Processor`, which consumes, transforms and produces exactly once; see there for the settings."""
         self._connection.check_open()
@@ -385,6 +387,8 @@ class Bridge:
             backoff=backoff,
             retry_for=retry_for,
             start=start,
+            db=db,
+            outbox=outbox,
         )
 
     def read(self, topic: str | Topic, limit: int) -> list[Message]:

@@ -6,8 +6,8 @@ import json
 
 from txnbridge._handler_errors import loggable, reason_of
 from txnbridge._messages import Headers, Message
+from txnbridge._pass_transaction import PassTransaction
 from txnbridge._polled_batch import PolledBatch
-from txnbridge._transaction import Transaction
 from txnbridge.errors import InvalidOption, Poison
 
 PREFIX = "txnbridge-dead-"
@@ -64,7 +64,7 @@ class DeadLetters:
             raise self._stopped_by(batch.raws[0], poison, "and there is no dead_letter= topic to set it aside in")
         return batch
 
-    def send(self, batch: PolledBatch, txn: Transaction, attempts: int) -> int:
+    def send(self, batch: PolledBatch, txn: PassTransaction, attempts: int) -> int:
         """Send the poison messages of a batch to the dead-letter topic, in the transaction.
 
         Return the number of consecutive dead letters at the batch's end. Raise `Poison` if more than

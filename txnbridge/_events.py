@@ -46,6 +46,8 @@ EVENT_NAMES = (
     "half.park",
     "outbox.store",
     "outbox.delete",
+    "database.read",
+    "database.commit",
 )
 
 _log = logging.getLogger("txnbridge")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge._handler_errors import causes
 from txnbridge._messages import Message
-from txnbridge._transaction import Transaction
+from txnbridge._pass_transaction import PassTransaction
 from txnbridge._transaction_state import State
 from txnbridge.errors import (
     Abort,
@@ -91,7 +91,7 @@ class FailurePolicy:
             self._of_handler = cause
             raise cause from None
 
-    def raise_unless_poison(self, error: Exception, txn: Transaction, tried: Sequence[Message]) -> None:
+    def raise_unless_poison(self, error: Exception, txn: PassTransaction, tried: Sequence[Message]) -> None:
         """Return if the handler's error makes a message poison; otherwise raise the error again.
 
         `tried` are the messages that the handler was called with. Call this in an `except` clause.
@@ -149,7 +149,7 @@ class FailurePolicy:
         )
 
 
-def require_not_ended(txn: Transaction) -> None:
+def require_not_ended(txn: PassTransaction) -> None:
     """Raise the `InvalidState` that a handler got for ending its transaction: a retry would fail in the same way."""
     if isinstance(txn._cause, InvalidState):
         raise txn._cause
@@ -171,7 +171,7 @@ def _is_plain_abort(state: RetryCallState) -> bool:
     return state.attempt_number == 1 and isinstance(error, TransactionAborted) and not isinstance(error, Conflict)
 
 
-def _is_from_broker(error: Exception, txn: Transaction) -> bool:
+def _is_from_broker(error: Exception, txn: PassTransaction) -> bool:
     """Return whether the broker, not the message, caused an error of the handler, even if the handler wrapped it."""
     failed = txn.state is not State.OPEN and not isinstance(txn._cause, UsageError)
     return failed or any(isinstance(e, TxnBridgeError) and not isinstance(e, UsageError) for e in causes(error))

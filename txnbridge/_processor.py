@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from txnbridge._connection import ConnectionUser
 from txnbridge._consumer import RawConsumer, topic_list
@@ -26,9 +26,9 @@ from txnbridge._failure_policy import ExceptionClasses, FailurePolicy, require_n
 from txnbridge._handler_errors import handler_location, loggable
 from txnbridge._loop_shutdown import Shutdown, StopNow
 from txnbridge._messages import Batch, Message
+from txnbridge._pass_transaction import PassDatabase, PassTransaction
 from txnbridge._polled_batch import PolledBatch
 from txnbridge._topic import Topic, as_topic
-from txnbridge._transaction import Transaction
 from txnbridge._transaction_state import State
 from txnbridge.capabilities import Capability
 from txnbridge.errors import (
@@ -41,6 +41,11 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from txnbridge.sql import Outbox
+
 _log = logging.getLogger("txnbridge")
 
 # The time that one poll waits for a first message. A stop takes effect after it at the latest, and four polls per
@@ -49,8 +54,9 @@ _POLL_SECONDS = 0.25
 # The interval between two measurements of the lag; on some brokers each needs a request.
 _LAG_SECONDS = 1.0
 
-Each = Callable[[Message, Transaction], object]
-OnBatch = Callable[[Batch, Transaction], object]
+# With a `Transaction`, or with `db=` a `Connection` of SQLAlchemy.
+Each = Callable[[Message, Any], object]
+OnBatch = Callable[[Batch, Any], object]
 
 
 # Not a dataclass: creating a dataclass would take most of this module's import time.
@@ -97,6 +103,9 @@ class Processor(ConnectionUser):
       `retry_for`: after so many seconds of failures the loop stops with the error (None: no limit).
     - `stop_timeout`: after a stop the handler has so many seconds to finish; then its transaction is aborted.
     - `start`: where a group begins that has never read, as in `bridge.consumer`.
+    - `db`: a database (an `Engine` of SQLAlchemy, or a URL). The transactions are then the database's: the handler gets
+      a `Connection` instead of `txn`, and what it writes there takes effect once. `outbox`: an `Outbox` in the same
+      database, through which dead letters are sent.
 
     Run a processor with `run()`, or in a thread of its own with a `with` block. It runs only once.
 
@@ -107,7 +116,7 @@ class Processor(ConnectionUser):
     def __init__(
         self,
         consumers: Consumers,
-        begin: Callable[..., Transaction],
+        begin: Callable[..., PassTransaction],
         inputs: str | Topic | Iterable[str | Topic],
         *,
         group: str,
@@ -125,6 +134,8 @@ class Processor(ConnectionUser):
         backoff: tuple[float, float] = (0.1, 30.0),
         retry_for: float | None = None,
         start: str | int = "earliest",
+        db: str | Engine | None = None,
+        outbox: Outbox | None = None,
     ) -> None:
         if (each is None) == (batch is None) or not callable(each or batch):
             raise InvalidOption("a processor takes each=f(message, txn) or batch=f(batch, txn), one of them")
@@ -134,12 +145,13 @@ class Processor(ConnectionUser):
         connection = consumers.connection
         connection.capabilities.require(Capability.ATOMIC_ACK)
         self._consumers = consumers
-        self._begin_transaction = begin
+        self._begin_transaction: Callable[..., PassTransaction] = begin
         self._connection = connection
         self._topics = topic_list(inputs)
         self._group = group
         self._each = each
         self._batch = batch
+        self._database: PassDatabase | None = None
         dead_topic = None if dead_letter is None else as_topic(dead_letter).name
         self._dead_letters = DeadLetters(dead_topic, group, max_dead_letters_in_a_row)
         self._policy = FailurePolicy(poison, fatal, max_attempts, dead_topic is not None)
@@ -152,9 +164,14 @@ class Processor(ConnectionUser):
         self._start = start
         self._check_settings()
 
+        if db is not None:
+            self._use_database(db, outbox)
+        elif outbox is not None:
+            raise InvalidOption("outbox= is for the dead letters of a processor with db=")
+
         self._started = False
         self._consumer: RawConsumer | None = None
-        self._transaction: Transaction | None = None  # the open transaction of the current pass
+        self._transaction: PassTransaction | None = None  # the open transaction of the current pass
         self._no_partition_since: float | None = None
         self._stats = ProcessorStats()
         self._failures = 0  # the number of failed passes since the last successful one
@@ -179,6 +196,19 @@ class Processor(ConnectionUser):
             check_seconds("retry_for", self._retry_for)
         if self._dead_letters.topic in {topic.name for topic in self._topics}:
             raise InvalidOption(f"{self._dead_letters.topic!r} is an input; its dead letters need a topic of their own")
+
+    def _use_database(self, db: str | Engine, outbox: Outbox | None) -> None:
+        if outbox is None and self._dead_letters.topic is not None:
+            raise InvalidOption("with db=, dead letters are sent in the database's transaction: they need outbox=")
+        from txnbridge.sql.processing import DatabaseTransactions
+
+        names = [topic.name for topic in self._topics]
+        begin = self._begin_transaction
+        database = DatabaseTransactions(self._connection, begin, names, self._group, db, outbox)
+        self._begin_transaction = database.begin
+        self._each = self._each and database.lend(self._each)
+        self._batch = self._batch and database.lend(self._batch)
+        self._database = database
 
     # --- state, readable from any thread --------------------------------------------------------------------------
 
@@ -254,6 +284,8 @@ class Processor(ConnectionUser):
         if self._started:
             raise InvalidState(f"{self!r} runs once; make another with bridge.processor(…)")
         self._started = True
+        if self._database is not None:
+            self._database.open()
         self._consumer = RawConsumer.open(self._consumers, self._topics, self._group, self._start)
         self._since = time.monotonic()
 
@@ -299,6 +331,8 @@ class Processor(ConnectionUser):
         except TxnBridgeError as error:
             # The broker removes the member from the group when its heartbeats stop.
             _log.warning("%r could not leave its group: %s", self, error)
+        if self._database is not None:
+            self._database.close()
 
     # --- by force -------------------------------------------------------------------------------------------------
 
@@ -386,6 +420,8 @@ class Processor(ConnectionUser):
             messages += consumer.take(self._max_messages - len(messages), min(left, _POLL_SECONDS))
         # A partition may have been revoked during a later poll: its new member gets these messages again.
         here = [message for message in messages if not message.source.ended]
+        if self._database is not None:
+            here = self._database.without_processed(here)
         items = PolledBatch(here, here, {})
         if consumer.decodes:
             items.messages = [self._decode(consumer, items, index) for index in range(len(here))]
@@ -441,7 +477,7 @@ class Processor(ConnectionUser):
         self._count(done)
         return len(done)
 
-    def _handle(self, items: PolledBatch, txn: Transaction) -> PolledBatch:
+    def _handle(self, items: PolledBatch, txn: PassTransaction) -> PolledBatch:
         try:
             if self._batch is not None:
                 self._handle_batch(self._batch, items, txn)
@@ -451,7 +487,7 @@ class Processor(ConnectionUser):
         except Abort as error:
             raise TransactionAborted("the handler aborted its transaction (Abort)") from error
 
-    def _handle_each(self, each: Each, items: PolledBatch, txn: Transaction) -> PolledBatch:
+    def _handle_each(self, each: Each, items: PolledBatch, txn: PassTransaction) -> PolledBatch:
         """Call the handler for each message; return the messages handled in this transaction as a batch.
 
         After a poison message the other messages are tried, too, so that one abort finds all poison.
@@ -469,7 +505,8 @@ class Processor(ConnectionUser):
                     self._policy.raise_unless_poison(error, txn, (message,))
                     items.mark_poison(index, error)
                     found = True
-            if found and txn.state is not State.OPEN:  # the transaction refuses sends, so the rest can't be tried
+            # A failed transaction refuses sends, and a database may refuse all statements after an error.
+            if found and (self._database is not None or txn.state is not State.OPEN):
                 break
             # If the handler is slow, end the transaction after a part of the batch, to commit before its deadline.
             if self._stop.asked or time.monotonic() > half_time:
@@ -478,7 +515,7 @@ class Processor(ConnectionUser):
             raise _PoisonFound
         return items.first(done)
 
-    def _handle_batch(self, batch: OnBatch, items: PolledBatch, txn: Transaction) -> None:
+    def _handle_batch(self, batch: OnBatch, items: PolledBatch, txn: PassTransaction) -> None:
         good = items.good()
         if not good:
             return
@@ -492,13 +529,13 @@ class Processor(ConnectionUser):
             items.mark_poison(culprit, error)
             raise _PoisonFound from error
 
-    def _check_after_handler(self, txn: Transaction) -> None:
+    def _check_after_handler(self, txn: PassTransaction) -> None:
         if self._stop.forced:
             raise StopNow  # the handler has caught the `StopNow` raised in it, or returned before it was raised
         require_not_ended(txn)
         if txn.outcome is not None:
             raise InvalidState(
-                f"the handler ended transaction {txn.id} itself ({txn.state.value}); leave that to the processor, or"
+                f"the handler ended transaction {txn.id} itself ({txn.outcome.value}); leave that to the processor, or"
                 " raise txnbridge.Abort to have the messages redelivered"
             )
 

@@ -76,7 +76,7 @@ class Database:
 
         Raise `OutcomeUnknown` if the commit may or may not have happened, `BrokerUnavailable` if it did not.
         """
-        commit = _Commit()
+        commit = Commit()
 
         def run() -> T:
             with self.engine.connect() as connection:
@@ -89,8 +89,15 @@ class Database:
                     if commit.given_up:
                         connection.invalidate()  # do not return it to the pool, which may be closed by now
 
+        return self.run(what, run, deadline, commit)
+
+    def run(self, what: str, work: Callable[[], T], deadline: Deadline, commit: Commit) -> T:
+        """Run `work`, which asks `commit` before it commits, on another thread; return its result.
+
+        Raise the errors of `change`.
+        """
         try:
-            return within(deadline, run)
+            return within(deadline, work)
         except FutureTimeout:
             if commit.give_up():
                 raise OutcomeUnknown(f"{what}: the database did not answer in {deadline.seconds:g} s") from None
@@ -101,7 +108,7 @@ class Database:
             raise in_our_words(error, what) from own(error)
 
 
-class _Commit:
+class Commit:
     """Says whether a thread has asked the database to commit; the waiting caller can prevent a commit."""
 
     def __init__(self) -> None:

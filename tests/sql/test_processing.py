@@ -1,0 +1,338 @@
+"""A processor that writes to a database: each message has its effect there once, whatever dies, is paused or fails."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import orm
+from txnbridge_conformance.observing import eventually
+
+import txnbridge
+from tests.core.processor_kit import LEASE, numbers, values
+from tests.sql.outbox_programs import Shop
+from tests.sql.test_outbox_chaos import started
+from txnbridge import Abort, InvalidOption, InvalidState, Message, Outcome, Poison
+from txnbridge.sql import Outbox
+from txnbridge.sql.processing import DatabaseTransactions
+from txnbridge.testing import Child, crash_everywhere, next_commit
+
+SOON = 60
+BOX = Outbox("shop")
+DONE = sa.Table("done", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True), sa.Column("value", sa.String(20)))
+
+
+def is_poison(value: bytes) -> bool:
+    return int(value) % 3 == 2
+
+
+def record(message: Message, db: sa.Connection) -> None:
+    db.execute(DONE.insert().values(value=message.value.decode()))
+
+
+def record_and_send(message: Message, db: sa.Connection) -> None:
+    record(message, db)
+    BOX.send(db, "out", message.value)
+    if is_poison(message.value):
+        raise Poison("a test says so")
+
+
+def process(shop: Shop):
+    with txnbridge.connect(shop.url) as bridge:
+        processor = bridge.processor(
+            "in",
+            group="g",
+            each=record_and_send,
+            dead_letter="dead",
+            db=shop.database,
+            outbox=BOX,
+            max_messages=2,
+            max_dead_letters_in_a_row=None,
+        )
+        processor.run(until_idle=True)
+    return processor.stats
+
+
+def process_plainly(shop: Shop):
+    """Process without an outbox and in larger batches, also after another member has taken over."""
+    with txnbridge.connect(shop.url) as bridge:
+        processor = bridge.processor("in", group="g", each=record, db=shop.database)
+        processor.run(until_idle=True)
+    return processor.stats
+
+
+def feed(bridge, *messages):
+    with bridge.transaction() as txn:
+        for number, value in enumerate(messages):
+            txn.send("in", value, partition=number % 2)
+
+
+def all_is_acknowledged(bridge):
+    with bridge.consumer("in", group="g") as consumer:
+        return not consumer.poll(timeout=0.3)
+
+
+def done(database):
+    engine = sa.create_engine(database)
+    with engine.connect() as connection:
+        found = [value.encode() for value in connection.scalars(sa.select(DONE.c.value).order_by(DONE.c.id))]
+    engine.dispose()
+    return found
+
+
+@pytest.fixture
+def fresh(new_database, tmp_path):
+    """Make a broker with topics and messages, and a database with tables."""
+    brokers = itertools.count()
+
+    def make(messages=()):
+        address, database = f"embedded:{tmp_path / f'broker{next(brokers)}.db'}{LEASE}", new_database()
+        with txnbridge.connect(address) as bridge:
+            for topic in ("in", "out", "dead"):
+                bridge.admin.create_topic(topic, 2)
+            feed(bridge, *messages)
+        engine = sa.create_engine(database)
+        DONE.create(engine)
+        BOX.create(engine)
+        engine.dispose()
+        return Shop(address, database)
+
+    return make
+
+
+@pytest.fixture
+def shop(fresh):
+    return fresh()
+
+
+@pytest.fixture
+def bridge(shop):
+    with txnbridge.connect(shop.url) as bridge:
+        yield bridge
+
+
+@pytest.fixture
+def run(shop, bridge):
+    """Run a processor with this handler for each message until all is read; return its stats."""
+
+    def run_one(each, **settings):
+        settings = {"db": shop.database, "backoff": (0.01, 0.1)} | settings
+        processor = bridge.processor("in", group="g", each=each, **settings)
+        processor.run(until_idle=True)
+        return processor.stats
+
+    return run_one
+
+
+# --- exactly once ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(400)
+def test_each_message_has_its_effect_once_wherever_its_processor_dies(fresh):
+    fed = numbers(4)
+
+    def check(shop):
+        good = [value for value in fed if not is_poison(value)]
+        assert sorted(done(shop.database)) == good
+        with txnbridge.connect(shop.url) as bridge:
+            with bridge.relay(BOX, shop.database) as relay:
+                eventually(lambda: relay.lag == 0, "rows wait")
+            assert sorted(values(bridge, "out")) == good
+            assert values(bridge, "dead") == [b"2"]
+            assert all_is_acknowledged(bridge)
+
+    died_at = {point.event for point in crash_everywhere(process, check, fresh=lambda: fresh(fed), at_once=2)}
+    wanted = {f"{name}/{phase}" for name in ("database.read", "database.commit") for phase in ("before", "after")}
+    assert wanted | {"reader.poll/after", "ack/after", "commit/before", "commit/after"} <= died_at
+
+
+@pytest.mark.parametrize("where", ["reader.poll/after", "database.read/after", "database.commit/before", "ack/before"])
+def test_a_member_that_was_paused_while_another_took_over_changes_nothing(shop, bridge, where):
+    if where == "database.commit/before" and shop.database.startswith("sqlite"):
+        pytest.skip("it holds the lock by which SQLite has one writer at a time")
+    fed = numbers(9)
+    feed(bridge, *fed[:2])
+    process_plainly(shop)
+    feed(bridge, *fed[2:8])
+    with Child(process_plainly, shop, pause=where) as paused:
+        paused.stopped(SOON)
+        time.sleep(1)  # until its lease is over
+        process_plainly(shop)
+        assert sorted(done(shop.database)) == fed[:8]
+        feed(bridge, fed[8])
+        paused.resume()
+        assert paused.result(SOON).retries > 0 or where == "ack/before"  # it was told so, or had committed before
+    assert sorted(done(shop.database)) == fed
+
+
+@pytest.mark.parametrize("committed", ["yes", "no", "later"])
+def test_a_lost_answer_to_the_commit_neither_loses_nor_doubles(bridge, shop, run, monkeypatch, committed):
+    commit = sa.Connection.commit
+    armed, failed = threading.Event(), threading.Event()
+
+    def lose(connection):
+        if not armed.is_set():
+            return commit(connection)
+        armed.clear()
+        if committed == "later":
+            time.sleep(1)
+        if committed != "no":
+            commit(connection)
+        raise sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
+
+    def each(message, db):
+        record(message, db)
+        if message.value == b"3" and not failed.is_set():
+            failed.set()
+            armed.set()
+
+    monkeypatch.setattr(sa.Connection, "commit", lose)
+    feed(bridge, *numbers(6))
+    assert run(each, timeout=0.5, max_messages=2).retries > 0
+    assert sorted(done(shop.database)) == numbers(6)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.ABORTED, Outcome.UNKNOWN])
+def test_messages_whose_acknowledgement_fails_are_not_processed_again(bridge, shop, run, outcome):
+    feed(bridge, *numbers(6))
+    with next_commit(bridge, outcome, happened=False):
+        assert run(record, max_messages=2).messages == 6
+    assert sorted(done(shop.database)) == numbers(6)
+    assert all_is_acknowledged(bridge)
+    bridge.admin.reset_group("g", "earliest")
+    assert run(record).messages == 0
+    assert all_is_acknowledged(bridge)
+
+
+def test_a_topic_that_is_made_anew_is_processed_from_its_beginning(bridge, shop, run):
+    feed(bridge, *numbers(4))
+    run(record)
+    bridge.admin.delete_topic("in")
+    bridge.admin.create_topic("in", 2)
+    feed(bridge, b"4", b"5")
+    run(record)
+    assert sorted(done(shop.database)) == numbers(6)
+
+
+def test_messages_of_a_topic_that_is_made_anew_meanwhile_are_not_taken_for_those_of_the_new_one(
+    bridge, shop, run, monkeypatch
+):
+    read = DatabaseTransactions._read
+
+    def renew(self, connection):
+        monkeypatch.undo()
+        bridge.admin.delete_topic("in")
+        bridge.admin.create_topic("in", 2)
+        feed(bridge, b"4", b"5")
+        return read(self, connection)
+
+    monkeypatch.setattr(DatabaseTransactions, "_read", renew)
+    feed(bridge, *numbers(4))
+    run(record)
+    assert sorted(done(shop.database)) == [b"4", b"5"]
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", ["kafka", "pulsar", "rocketmq"])
+def test_each_message_has_its_effect_once_on_real_brokers(postgres, tmp_path, name):
+    fed = numbers(60)
+    with started(name, tmp_path) as (address, _), txnbridge.connect(address) as bridge:
+        shop = Shop(address, postgres.new_database())
+        engine = sa.create_engine(shop.database)
+        DONE.create(engine)
+        engine.dispose()
+        for topic in ("in", "out", "dead"):
+            bridge.admin.create_topic(topic, 2)
+        feed(bridge, *fed)
+        for where in ("database.commit/before", "database.commit/after"):
+            with Child(process, shop, kill=where) as child:
+                child.stopped(SOON)
+        with Child(process, shop) as child:
+            child.result(2 * SOON)
+        with bridge.relay(BOX, shop.database) as relay:
+            eventually(lambda: relay.lag == 0, "rows wait")
+        good = [value for value in fed if not is_poison(value)]
+        assert sorted(done(shop.database)) == sorted(values(bridge, "out")) == sorted(good)
+        assert sorted(values(bridge, "dead")) == sorted(set(fed) - set(good))
+
+
+# --- handlers -------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_handler_rolls_its_writes_back(bridge, shop, run):
+    failed: Counter[bytes] = Counter()
+
+    def each(message, db):
+        with db.begin_nested():  # a savepoint of its own commits nothing
+            record(message, db)
+        with orm.Session(db) as session:
+            session.execute(DONE.insert().values(value=f"{message.value.decode()}0"))
+            session.commit()
+        failed[message.value] += 1
+        if message.value == b"2" and failed[b"2"] < 4:
+            raise (RuntimeError, Abort, sa.exc.OperationalError("", {}, OSError()))[failed[b"2"] - 1]
+
+    feed(bridge, b"1", b"1", b"2", b"3")
+    assert run(each, max_attempts=2).retries == 3  # a failure of the database is no attempt
+    assert sorted(done(shop.database)) == [b"1", b"1", b"10", b"10", b"2", b"20", b"3", b"30"]
+
+
+@pytest.mark.parametrize("whole_batches", [False, True])
+def test_poison_found_by_the_database_goes_to_the_outbox_and_good_messages_are_kept(bridge, shop, whole_batches):
+    def each(message, db):
+        db.execute(DONE.insert().values(id=int(message.value), value=message.value.decode()))
+
+    def batch(messages, db):
+        for message in messages:
+            each(message, db)
+
+    feed(bridge, b"1", b"2", b"1", b"3", b"2", b"4")
+    handler = {"batch": batch} if whole_batches else {"each": each}
+    settings = {"dead_letter": "dead", "poison": sa.exc.IntegrityError, "db": shop.database, "outbox": BOX}
+    processor = bridge.processor("in", group="g", **handler, **settings)
+    processor.run(until_idle=True)
+    assert (processor.stats.messages, processor.stats.dead_letters) == (6, 2)
+    assert done(shop.database) == [b"1", b"2", b"3", b"4"]
+    with bridge.relay(BOX, shop.database) as relay:
+        eventually(lambda: relay.lag == 0, "rows wait")
+    dead = bridge.read("dead", 10)
+    assert sorted(message.value for message in dead) == [b"1", b"2"]
+    assert {message.headers["txnbridge-dead-group"] for message in dead} == {"g"}
+
+
+@pytest.mark.parametrize("end", [sa.Connection.commit, sa.Connection.rollback])
+def test_a_handler_that_ends_the_transaction_itself_is_refused(bridge, shop, run, end):
+    def each(message, db):
+        record(message, db)
+        end(db)
+
+    feed(bridge, b"1")
+    with pytest.raises(InvalidState, match="the handler"):
+        run(each)
+    assert done(shop.database) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"db": 7}, "db="),
+        ({"db": "sqlite://"}, "outlives"),
+        ({"dead_letter": "dead"}, "outbox="),
+        ({"outbox": "shop"}, "outbox="),
+        ({"outbox": BOX, "db": None}, "outbox="),
+    ],
+)
+def test_a_wrong_setting_is_refused(bridge, shop, run, settings, match):
+    with pytest.raises(InvalidOption, match=match):
+        run(record, **settings)
+
+
+def test_an_engine_that_commits_each_statement_is_refused(shop, run):
+    engine = sa.create_engine(shop.database, isolation_level="AUTOCOMMIT")
+    with pytest.raises(InvalidOption, match="AUTOCOMMIT"):
+        run(record, db=engine)
+    engine.dispose()

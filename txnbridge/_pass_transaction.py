@@ -1,0 +1,60 @@
+"""`PassTransaction`: the part of a transaction that a processor uses, for transactions of a broker or of a database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from txnbridge._messages import Message
+from txnbridge._token import Outcome
+from txnbridge._transaction_state import State
+
+
+class PassTransaction(Protocol):
+    """The transaction of one pass of a processor: a `Transaction`, or a `DatabaseTransaction`."""
+
+    _lent: bool  # True while the handler has the transaction: the handler may not commit it
+    _cause: BaseException | None  # the error because of which the state is FAILED
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def outcome(self) -> Outcome | None: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+    def send(self, topic: str, value: Any, *, key: Any, headers: Iterable[tuple[str, Any]]) -> None: ...
+
+    def ack(self, messages: Iterable[Message]) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def _end_by(self, at: float) -> None: ...
+
+    def __enter__(self) -> PassTransaction: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None: ...
+
+
+class PassDatabase(Protocol):
+    """The database of a processor, in which its transactions are."""
+
+    def open(self) -> None: ...
+
+    def lend(self, handler: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]: ...
+
+    def without_processed(self, messages: Sequence[Message]) -> list[Message]: ...
+
+    def begin(self, timeout: float) -> PassTransaction: ...
+
+    def close(self) -> None: ...

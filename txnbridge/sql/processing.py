@@ -1,0 +1,365 @@
+"""Transactions of a processor in an SQL database, with what its handler writes and the positions of its input.
+
+A table has the position of the last processed message of each partition. Each database transaction of the processor
+moves these positions by compare-and-set, so it commits only if no other member of the group has processed the same
+messages. The broker's acknowledgements follow after the commit. Messages that are delivered again, because their
+acknowledgement was lost or is still to come, are known by their positions and not processed again. So it does not
+matter when a processor dies, and a member that was replaced while it stood still changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy import exc
+
+from txnbridge._connection import Connection, random_name
+from txnbridge._deadline import Deadline
+from txnbridge._handler_errors import causes
+from txnbridge._messages import Message, Position
+from txnbridge._pass_transaction import PassTransaction
+from txnbridge._token import Outcome
+from txnbridge._transaction_state import State
+from txnbridge.errors import Conflict, Fenced, InvalidOption, InvalidState, TransactionAborted, TxnBridgeError
+from txnbridge.spi import Partition
+from txnbridge.sql._database import Commit, Database, make_tables, require_durable
+from txnbridge.sql.outbox import Outbox
+
+_log = logging.getLogger("txnbridge")
+
+_WHAT = "the processor's database"
+_LONGEST_NAME = 255
+# The seconds for which the end of a failed transaction waits for the database.
+_CLOSE_SECONDS = 5.0
+# Errors by which a database fails, whatever the message: a lost connection, a lock, a deadlock.
+_FAILURES = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
+
+_positions = sa.Table(
+    "txnbridge_positions",
+    sa.MetaData(),
+    sa.Column("cluster", sa.String(_LONGEST_NAME), primary_key=True),
+    sa.Column("group", sa.String(_LONGEST_NAME), primary_key=True),
+    sa.Column("topic", sa.String(249), primary_key=True),
+    sa.Column("partition", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("topic_id", sa.String(_LONGEST_NAME), nullable=False),  # empty if the broker has no ids of topics
+    sa.Column("processed", sa.String(_LONGEST_NAME), nullable=False),  # the last processed position, as JSON
+)
+_p = _positions.c
+
+
+class _Stored(NamedTuple):
+    """The stored position of a partition."""
+
+    topic_id: str
+    processed: str
+
+    @property
+    def position(self) -> Position:
+        return tuple(json.loads(self.processed))
+
+
+class DatabaseTransactions:
+    """The database transactions of one processor, and the positions up to which its input is processed.
+
+    `begin_ack` begins a transaction of the broker, for acknowledgements. `outbox` takes the dead letters.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        begin_ack: Callable[..., PassTransaction],
+        topics: Sequence[str],
+        group: str,
+        database: str | sa.Engine,
+        outbox: Outbox | None,
+    ) -> None:
+        if not isinstance(database, str | sa.Engine):
+            raise InvalidOption(
+                f"db= is an Engine of SQLAlchemy, or the URL of a database, not {type(database).__name__}"
+            )
+        if outbox is not None and not isinstance(outbox, Outbox):
+            raise InvalidOption(f"outbox= is an Outbox, not {type(outbox).__name__}")
+        if len(group) > _LONGEST_NAME:
+            raise InvalidOption(
+                f"the name of a group whose positions are in SQL takes at most {_LONGEST_NAME} characters"
+            )
+        self._connection = connection
+        self._begin_ack = begin_ack
+        self._topics = topics
+        self._group = group
+        self.outbox = outbox
+        self.database = Database(database, _WHAT)
+        self._mine = (_p.cluster == connection.broker.cluster) & (_p.group == group)
+        self._topic_ids: dict[str, str] = {}
+        self._assignments: set[Any] = set()  # those for which the ids of topics were looked up
+        self._stored: dict[Partition, _Stored] = {}
+        self._acknowledging: PassTransaction | None = None
+
+    def open(self) -> None:
+        """Create missing tables, and look up the topics' ids. Raise `InvalidOption` for an unsuitable database."""
+        deadline = self._connection.deadline()
+        self.database.ask(f"opening {_WHAT}", self._create, deadline)
+        self.database.ask(f"opening {_WHAT}", self._require_rollback, deadline)
+        self._topic_ids = self._present_ids(deadline)
+
+    def close(self) -> None:
+        self.database.close()
+
+    def _create(self, connection: sa.Connection) -> None:
+        require_durable(connection, _WHAT)
+        known = sa.inspect(connection)
+        tables = [_positions, *(self.outbox.tables if self.outbox else ())]
+        if missing := [table for table in tables if not known.has_table(table.name, table.schema)]:
+            make_tables(connection, missing, _WHAT)
+
+    def _require_rollback(self, connection: sa.Connection) -> None:
+        """Raise `InvalidOption` if the engine commits each statement (isolation level AUTOCOMMIT)."""
+        trial = {"cluster": random_name(16), "group": "", "topic": "", "partition": 0}
+        connection.execute(_positions.insert().values(**trial, topic_id="", processed=""))
+        connection.rollback()
+        left = _p.cluster == trial["cluster"]
+        if connection.scalar(sa.select(sa.func.count()).where(left)):
+            connection.execute(_positions.delete().where(left))
+            connection.commit()
+            raise InvalidOption("db= commits each statement by itself (AUTOCOMMIT): a processor needs transactions")
+
+    # --- what is processed --------------------------------------------------------------------------------------------
+
+    def without_processed(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages that are not processed yet. Acknowledge the others, which were delivered once more."""
+        if not messages:
+            return []
+        deadline = self._connection.deadline()
+        with self._connection.events.step("database.read"):
+            self._stored = self.database.ask(f"reading positions in {_WHAT}", self._read, deadline)
+        processed = {partition: stored.position for partition, stored in self._stored.items()}
+        again = [m for m in messages if (at := processed.get((m.topic, m.partition))) and m.position <= at]
+        assignments = {message.source for message in messages}
+        if again or not assignments <= self._assignments:
+            self._check_topics(deadline)
+            self._assignments = {each for each in self._assignments if not each.ended} | assignments
+            again = [message for message in again if self._is_same_topic(message)]
+        if not again:
+            return list(messages)
+        self._acknowledge(again, self._connection.timeout)
+        known = {message[:3] for message in again}
+        return [message for message in messages if message[:3] not in known]
+
+    def _read(self, connection: sa.Connection) -> dict[Partition, _Stored]:
+        columns = _p.topic, _p.partition, _p.topic_id, _p.processed
+        rows = connection.execute(sa.select(*columns).where(self._mine & _p.topic.in_(self._topics)))
+        return {(topic, partition): _Stored(*stored) for topic, partition, *stored in rows}
+
+    def _present_ids(self, deadline: Deadline) -> dict[str, str]:
+        return self._connection.broker.admin.topic_ids(self._topics, deadline)
+
+    def _check_topics(self, deadline: Deadline) -> None:
+        """Raise `TransactionAborted` if a topic was made anew since the last look.
+
+        The batch at hand may be from the old topic. The messages that are delivered next are from the new one.
+        """
+        before, self._topic_ids = self._topic_ids, self._topic_ids | self._present_ids(deadline)
+        changed = [topic for topic, id in before.items() if self._topic_ids[topic] != id]
+        if changed:
+            raise TransactionAborted(f"{', '.join(changed)} was deleted and made anew, and is read from its beginning")
+
+    def _is_same_topic(self, message: Message) -> bool:
+        """Return whether the stored position of a message's partition is one in the present topic."""
+        stored, present = self._stored[message.topic, message.partition].topic_id, self._topic_ids.get(message.topic)
+        return not stored or not present or stored == present
+
+    def store(self, connection: sa.Connection, ends: Mapping[Partition, Position]) -> dict[Partition, _Stored]:
+        """Store the positions of the last processed messages, and return them.
+
+        Raise `Conflict` if another member of the group has changed one of them.
+        """
+        stored = {
+            partition: _Stored(self._topic_ids.get(partition[0], ""), json.dumps(end, separators=(",", ":")))
+            for partition, end in ends.items()
+        }
+        for partition in sorted(stored):  # in one order everywhere, so that two members do not wait for each other
+            if not self._replace(connection, partition, self._stored.get(partition), stored[partition]):
+                topic, number = partition
+                raise Conflict(f"{topic}[{number}] was processed by another member of group {self._group!r} meanwhile")
+        return stored
+
+    def _replace(self, connection: sa.Connection, partition: Partition, old: _Stored | None, new: _Stored) -> bool:
+        place = {"topic": partition[0], "partition": partition[1]}
+        if old is None:
+            cluster = self._connection.broker.cluster
+            row = _positions.insert().values(cluster=cluster, group=self._group, **place, **new._asdict())
+            try:
+                connection.execute(row)
+            except exc.IntegrityError:
+                return False
+            return True
+        same = [_p[name] == value for name, value in (place | old._asdict()).items()]
+        return connection.execute(_positions.update().where(self._mine, *same).values(**new._asdict())).rowcount == 1
+
+    # --- transactions -------------------------------------------------------------------------------------------------
+
+    def lend(self, handler: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]:
+        """Return a handler that is called with a `DatabaseTransaction`, and calls `handler` with its connection."""
+
+        def call(given: Any, txn: DatabaseTransaction) -> object:
+            try:
+                return handler(given, txn.connection)
+            except Exception as error:
+                txn.note(error)
+                raise
+
+        return call
+
+    def begin(self, timeout: float) -> DatabaseTransaction:
+        """Begin a database transaction."""
+        deadline = Deadline(timeout)
+
+        def connect() -> sa.Connection:
+            connection = self.database.engine.connect()
+            connection.begin()
+            # Python's sqlite3 begins a transaction only at the first change, and a savepoint before that would commit.
+            driver: Any = connection.connection.driver_connection
+            if connection.dialect.name == "sqlite" and not driver.in_transaction:
+                connection.exec_driver_sql("BEGIN")
+            return connection
+
+        connection = self.database.run(f"beginning a transaction in {_WHAT}", connect, deadline, Commit())
+        return DatabaseTransaction(self, connection, deadline)
+
+    def commit(self, txn: DatabaseTransaction, commit: Commit, ends: Mapping[Partition, Position]) -> None:
+        """Store the positions and commit. The thread that does so then closes the connection."""
+
+        def work() -> dict[Partition, _Stored]:
+            try:
+                stored = self.store(txn.connection, ends)
+                commit.ask()
+                txn.connection.commit()
+                return stored
+            finally:
+                if commit.given_up:
+                    txn.connection.invalidate()
+                txn.connection.close()
+
+        with self._connection.events.step("database.commit", txn.id, partitions=len(ends)):
+            self._stored |= self.database.run(f"a commit in {_WHAT}", work, txn.time_limit, commit)
+
+    def acknowledge_later(self, messages: Sequence[Message], timeout: float) -> None:
+        """Acknowledge processed messages. If that fails, they are delivered and acknowledged once more."""
+        try:
+            self._acknowledge(messages, timeout)
+        except Fenced:
+            raise
+        except TxnBridgeError as error:
+            _log.info("group %r acknowledges what it has processed with a later batch: %s", self._group, error)
+
+    def _acknowledge(self, messages: Sequence[Message], timeout: float) -> None:
+        try:
+            with self._begin_ack(timeout=timeout) as txn:
+                self._acknowledging = txn
+                txn.ack(messages)
+        finally:
+            self._acknowledging = None
+
+    def end_by(self, at: float) -> None:
+        if (txn := self._acknowledging) is not None:
+            txn._end_by(at)
+
+
+class DatabaseTransaction:
+    """One database transaction of a processor, as a `PassTransaction`: the handler gets its `connection`."""
+
+    def __init__(self, owner: DatabaseTransactions, connection: sa.Connection, deadline: Deadline) -> None:
+        self._owner = owner
+        self.connection = connection
+        self._root = connection.get_transaction()
+        self.id = f"database/{random_name(8)}"
+        self.time_limit = deadline
+        self.state = State.OPEN
+        self._cause: BaseException | None = None
+        self._lent = False
+        self._messages: Sequence[Message] = ()
+        self._commit = Commit()
+        self._open = True  # False once the thread that commits has the connection
+        sa.event.listen(connection, "commit", self._refuse_handlers_commit)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        if self.state is State.OPEN and self._root is not None and not self._root.is_active:
+            return Outcome.ABORTED  # the handler has rolled it back
+        return {State.COMMITTED: Outcome.COMMITTED, State.ABORTED: Outcome.ABORTED}.get(self.state)
+
+    @property
+    def deadline(self) -> float:
+        """The seconds until the transaction's deadline."""
+        return self.time_limit.left()
+
+    def _refuse_handlers_commit(self, connection: sa.Connection) -> None:
+        if self._lent:
+            self._cause = InvalidState(
+                f"the handler does not commit {self.id}, its processor does, with the positions of the input"
+            )
+            self.state = State.FAILED
+            raise self._cause
+
+    def note(self, error: Exception) -> None:
+        """Note an error of the handler: the transaction fails if the database, not the message, caused it."""
+        if self.state is State.OPEN and any(isinstance(each, _FAILURES) for each in causes(error)):
+            self.state, self._cause = State.FAILED, error
+
+    def send(self, topic: str, value: Any, *, key: Any, headers: Iterable[tuple[str, Any]]) -> None:
+        """Send a dead letter to the outbox."""
+        assert self._owner.outbox is not None
+        self._owner.outbox.send(self.connection, topic, value, key=key, headers=headers)
+
+    def ack(self, messages: Iterable[Message]) -> None:
+        """Note the messages that are processed: the commit stores their positions and then acknowledges them."""
+        self._messages = list(messages)
+
+    def commit(self) -> None:
+        """Commit, if no other member of the group has processed the messages; then acknowledge them.
+
+        Raise `Conflict` if one has, `OutcomeUnknown` if the answer was lost: the stored positions tell the outcome when
+        the messages are delivered again.
+        """
+        ends = {(message.topic, message.partition): message.position for message in self._messages}
+        self.state, self._open = State.COMMITTING, False
+        self._owner.commit(self, self._commit, ends)
+        self.state = State.COMMITTED
+        self._owner.acknowledge_later(self._messages, self.time_limit.seconds)
+
+    def abort(self) -> None:
+        """Prevent the commit, unless the database has been asked for it. Another thread may call this."""
+        if not self._commit.give_up():
+            self.state = State.ABORTED
+
+    def _end_by(self, at: float) -> None:
+        self.time_limit.shorten(at)
+        self._owner.end_by(at)
+
+    def __enter__(self) -> DatabaseTransaction:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Roll back, unless the transaction has been committed or a commit is running."""
+        if self._open:
+            self._open = False
+            self.abort()
+            self._roll_back(interrupted=error is not None and not isinstance(error, Exception))
+
+    def _roll_back(self, interrupted: bool) -> None:
+        def close() -> None:
+            if interrupted:  # perhaps in the middle of a statement
+                self.connection.invalidate()
+            self.connection.close()
+
+        try:
+            self._owner.database.run(f"a rollback in {_WHAT}", close, Deadline(_CLOSE_SECONDS), Commit())
+        except TxnBridgeError as error:
+            _log.debug("transaction %s: %s", self.id, error)
