@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline
-from txnbridge._events import Emitter
 from txnbridge._half_common import check_decision, half_store
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
 from txnbridge._topic import Topic, check_topic_name
 from txnbridge.capabilities import Capability
 from txnbridge.errors import InvalidOption, NotFound
-from txnbridge.spi import Advice, Broker, GroupInfo, Half, HalfStore, OpenTransaction, Partition, TopicInfo
+from txnbridge.spi import Advice, GroupInfo, Half, HalfStore, OpenTransaction, Partition, TopicInfo
 
 
 class Admin:
     """A broker's administration, as users call it (`bridge.admin`). Each call ends within the bridge's timeout."""
 
-    def __init__(self, broker: Broker, timeout: float, events: Emitter) -> None:
-        self._broker = broker
-        self._timeout = timeout
-        self._events = events
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._broker = connection.broker
+        self._timeout = connection.timeout
+        self._events = connection.events
 
     def create_topic(
         self,
@@ -171,7 +172,7 @@ class Admin:
         return outcome
 
     def _halves(self) -> HalfStore:
-        return half_store(self._broker)
+        return half_store(self._connection)
 
     def _parked(self, group: str, transaction: str) -> Half:
         for half in self.parked(group):
@@ -185,7 +186,10 @@ class Admin:
 
     def check(self) -> list[Advice]:
         """Return the broker's settings and states that weaken a guarantee or keep messages from readers."""
-        return self._broker.admin.check(self._deadline())
+        found = self._broker.admin.check(self._deadline())
+        if self._connection.capabilities[Capability.HALF_MESSAGES] and self._broker.half_store() is None:
+            found += self._connection.half_topics().check(self._deadline())
+        return found
 
     def _end(self, transaction: str, decision: Decision, reason: str) -> Outcome:
         self._broker.capabilities.require(Capability.END_OPEN)

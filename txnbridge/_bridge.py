@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from txnbridge._decisions import Decisions
     from txnbridge._half_messages import Execute, HalfMessages
+    from txnbridge._half_topic import HalfTopicStore
     from txnbridge._processor import Each, OnBatch, Processor
     from txnbridge._resolver import Check, Resolver
     from txnbridge.sql import Outbox, Relay
@@ -164,6 +165,8 @@ class Bridge:
         self._outcomes = Outcomes(connection, logs)
         self._writers = Writers(connection, writers, logs.own_ledger)
         self._consumers = Consumers(connection, self._outcomes, self._writers)
+        self._half_topics: HalfTopicStore | None = None
+        connection.half_topics = self._open_half_topics
         ours, clients = resolve_options(backend.options, options, backend.name)
         context = Context(
             bridge=connection.name,
@@ -229,7 +232,7 @@ class Bridge:
         """The broker's administration: topics, groups, open transactions, and the checks of `txnbridge doctor`."""
         connection = self._connection
         connection.check_open()
-        return Admin(connection.broker, connection.timeout, connection.events)
+        return Admin(connection)
 
     def __repr__(self) -> str:
         return f"<Bridge to {self._url}>"
@@ -422,6 +425,15 @@ class Bridge:
         from txnbridge._half_messages import HalfMessages
 
         return HalfMessages(self._connection, group, execute, check)
+
+    def _open_half_topics(self) -> HalfTopicStore:
+        from txnbridge._half_topic import HalfTopicStore
+
+        with self._guard:
+            if self._half_topics is None:
+                begin = lambda timeout: self.transaction(timeout=timeout)  # noqa: E731
+                self._half_topics = HalfTopicStore(self._consumers, begin, self._create_topics or 0, self._logs)
+            return self._half_topics
 
     def resolver(
         self,

@@ -15,7 +15,7 @@ from txnbridge._plugins import plugins
 from txnbridge._timing import TIMING
 from txnbridge.capabilities import Capabilities
 from txnbridge.errors import BrokerUnavailable, InvalidState
-from txnbridge.spi import Broker, Identity
+from txnbridge.spi import Broker, HalfStore, Identity
 
 _log = logging.getLogger("txnbridge")
 
@@ -50,6 +50,8 @@ class Connection:
         self.events = Emitter(self.name, plugins.listeners())
         self.header_makers = plugins.header_makers()
         self.services: set[Stoppable] = set()  # the running services
+        # Returns the bridge's half store in topics; the bridge sets it.
+        self.half_topics: Callable[[], HalfStore] = _no_half_topics
         self.closed = False  # if True, new calls are refused
         self.forked = False
         self._broker: Broker | None = None
@@ -140,6 +142,10 @@ class ConnectionUser:
     __slots__ = ("_connection",)
 
     _connection: Connection
+
+
+def _no_half_topics() -> HalfStore:
+    raise InvalidState("this bridge is not open yet")
 
 
 _exiting = threading.Event()  # set while the interpreter is ending

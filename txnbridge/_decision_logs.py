@@ -44,7 +44,7 @@ class DecisionLogs:
         return self.ledger(identity.application, identity.name, made_up=not identity.owned)
 
     def ledger(self, application: str, id: str, made_up: bool = False) -> Ledger:
-        return LazyLedger(lambda deadline: self._log(application, deadline).ledger(id, made_up=made_up))
+        return LazyLedger(lambda deadline: self.shared(application, deadline).ledger(id, made_up=made_up))
 
     def ledger_of(self, token: Token) -> Ledger:
         """Return the ledger of a token's transactional id, in the decision log that the token names."""
@@ -59,7 +59,7 @@ class DecisionLogs:
                     f" this bridge's by {place or 'its own broker'}: connect with the same decision_log"
                 )
             name = evidence.get("log") or self._connection.identity.application
-            return self._log(name, deadline).ledger(owner, token.log)
+            return self.shared(name, deadline).ledger(owner, token.log)
 
         return LazyLedger(find)
 
@@ -91,7 +91,8 @@ class DecisionLogs:
         if self._elsewhere is not None:
             close_logging_errors(self._elsewhere.close)
 
-    def _log(self, name: str, deadline: Deadline) -> Decisions:
+    def shared(self, name: str, deadline: Deadline) -> Decisions:
+        """Return a decision log by its name, which the bridge opens once and closes itself."""
         if (found := self._opened.get(name)) is not None:
             return found
         if not self._opening.acquire(timeout=deadline.left()):

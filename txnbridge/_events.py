@@ -43,6 +43,7 @@ EVENT_NAMES = (
     "half.store",
     "half.check",
     "half.end",
+    "half.publish",
     "half.park",
     "outbox.store",
     "outbox.delete",

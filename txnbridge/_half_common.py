@@ -8,20 +8,17 @@ from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline
 from txnbridge._token import Decision, Outcome
 from txnbridge.capabilities import Capability
-from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidOption, NotSupported, OutcomeUnknown
-from txnbridge.spi import Broker, Half, HalfStore
+from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidOption, OutcomeUnknown
+from txnbridge.spi import Half, HalfStore
 
 # The pause between two attempts to end a half at a broker that does not answer.
 _RETRY_SECONDS = 0.1
 
 
-def half_store(broker: Broker) -> HalfStore:
-    """Return the broker's store of half messages. Raise `NotSupported` with the reason if the broker has none."""
-    broker.capabilities.require(Capability.HALF_MESSAGES)
-    store = broker.half_store()
-    if store is None:
-        raise NotSupported("this broker keeps no half messages")
-    return store
+def half_store(connection: Connection) -> HalfStore:
+    """Return the broker's store of half messages, or the core's own one. Raise `NotSupported` if there is none."""
+    connection.capabilities.require(Capability.HALF_MESSAGES)
+    return connection.broker.half_store() or connection.half_topics()
 
 
 def check_group(group: object) -> str:

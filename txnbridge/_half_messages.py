@@ -236,7 +236,7 @@ class HalfMessages(ConnectionUser):
         self._connection = connection
         self._group = group
         self._execute = execute
-        self._store = half_store(connection.broker)
+        self._store = half_store(connection)
         # Transaction ids have the form that other transactions' ids have: the owner, the bridge and a number.
         self._name = f"half-{check_group(group)}-{random_name(8)}/{connection.name[-8:]}"
         self._numbers = iter(range(1, 1 << 62))

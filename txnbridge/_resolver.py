@@ -69,7 +69,7 @@ class Resolver(Service):
         self._check = check
         self._parallel = parallel
         self._check_timeout = check_timeout
-        self._store = half_store(connection.broker)
+        self._store = half_store(connection)
         self._changed = threading.Condition()
         self._asking: dict[threading.Thread, tuple[str, float]] = {}  # transaction id and begin of each running check
         self._late: set[threading.Thread] = set()  # running checks that were logged as too slow

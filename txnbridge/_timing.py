@@ -29,6 +29,24 @@ class Timing:
     # messages of a dead process need not wait until the transaction's deadline.
     first_check: float = 6.0
 
+    # --- half topics --------------------------------------------------------------------------------------------------
+
+    # The pause before the second check-back, and the number of check-backs after which a half is parked: RocketMQ's
+    # defaults.
+    half_check_interval: float = 30.0
+    half_checks: int = 15
+    # The delays of a half topic's delay partitions: until the first check-back at the latest, and the pauses between
+    # two check-backs. The number of partitions of existing topics follows from them.
+    half_delays: tuple[float, ...] = (5.0, 30.0, 60.0, 120.0, 240.0)
+    # The age from which a half's owner stores a second copy before it commits the half, and the least age at which a
+    # half is moved from the active partition to a delay partition. The difference is the time that a claim may take.
+    half_second_copy: float = 2.0
+    half_active: float = 6.0
+    # The age at which the evidence of an undecided half is renewed. A decision log keeps evidence for seven days.
+    half_evidence: float = 86_400.0
+    # The interval at which parked halves are stored again, so that their records need not be kept for ever.
+    parked_look: float = 3600.0
+
     # --- the decision log ---------------------------------------------------------------------------------------------
 
     # The first pause before a failed append is repeated. The pauses grow, so that a failing broker is not overloaded.

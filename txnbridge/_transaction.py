@@ -38,6 +38,7 @@ from txnbridge.errors import (
     TxnBridgeError,
     UsageError,
 )
+from txnbridge.spi import RawHeaders
 
 _log = logging.getLogger("txnbridge")
 
@@ -214,6 +215,29 @@ class Transaction(ConnectionUser):
             self._write(name, data, key_data, pairs or None, partition, timestamp)
         if self._fingerprint is not None:
             self._fingerprint = (self._fingerprint + _hash(key_data, data)) & 0xFFFF_FFFF_FFFF_FFFF
+
+    def _send_encoded(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders,
+        partition: int | None,
+        timestamp: int | None,
+    ) -> None:
+        """Add a message that was encoded before, as `send` does; plug-ins have added their headers to it already."""
+        quick = self._enter("send")
+        try:
+            if self._state is not _OPEN:
+                raise self._refusal("send")
+            self._write(topic, value, key, headers or None, partition, timestamp)
+        except UsageError:
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._turn.append(quick)
 
     def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
         """Add many messages for one topic; each item is a value, (value, key) or (value, key, headers).

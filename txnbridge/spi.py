@@ -241,7 +241,7 @@ class Broker(ABC):
         """
 
     def half_store(self) -> HalfStore | None:
-        """Return the store of half messages; None if the broker has no half messages."""
+        """Return the store of half messages; None for the core's own store, in a topic of each group."""
         return None
 
     @abstractmethod
@@ -552,6 +552,10 @@ class Advice:
 class Admin(ABC):
     """A broker's administration: topics, groups, open transactions, and the checks of `txnbridge doctor`."""
 
+    # True if records are deleted by `trim`. If False, the broker itself deletes what all groups have acknowledged, and
+    # nothing else, from topics that were created without a retention.
+    trims: ClassVar[bool] = False
+
     @abstractmethod
     def create_topic(
         self,
@@ -589,6 +593,10 @@ class Admin(ABC):
         messages, until retention removes them. A transaction past its deadline may hold back this end only as long as
         it holds back readers. Raise `NotFound` if a topic does not exist.
         """
+
+    def trim(self, partition: Partition, before: Position, deadline: Deadline) -> None:
+        """Delete the messages before a position, or as many of them as the broker can delete."""
+        raise NotImplementedError("leave `trims` False, or provide this")
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
         """Return, for each topic, an id that a later topic of the same name does not have.
@@ -909,3 +917,7 @@ class HalfStore(ABC):
     @abstractmethod
     def resume(self, half: Half, deadline: Deadline) -> None:
         """Start the check-backs of a parked half again. Raise `NotFound` if the half is not parked."""
+
+    def check(self, deadline: Deadline) -> list[Advice]:
+        """Return the doctor's findings about half messages that `Admin.check` does not return."""
+        return []

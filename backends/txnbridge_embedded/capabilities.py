@@ -53,7 +53,6 @@ def _lacks(*pairs: tuple[Capability, str]) -> dict[Capability, Support]:
 
 
 _ONE_POSITION = "a group has one committed offset in each partition, so messages are acknowledged in order"
-_NO_HALVES = "the broker sends no check-backs"
 _ONE_MEMBER = "a partition is read by one member of a group"
 
 PROFILES: Mapping[str, BrokerProfile] = {
@@ -64,7 +63,6 @@ PROFILES: Mapping[str, BrokerProfile] = {
             (Capability.INDIVIDUAL_ACK, _ONE_POSITION),
             (Capability.SHARE_MESSAGE, _ONE_MEMBER),
             (Capability.RESUME_SEQUENCE, "a producer's sequence ends with its session"),
-            (Capability.HALF_MESSAGES, _NO_HALVES),
         ),
         r"(?!\.\.?$)[a-zA-Z0-9._-]{1,249}",
         "it has up to 249 letters (without accents), digits, '.', '_' and '-', and is not '.' or '..'",
@@ -75,7 +73,6 @@ PROFILES: Mapping[str, BrokerProfile] = {
         _lacks(
             (Capability.REPEATED_HEADERS, "a message's properties are a map"),
             (Capability.BARE_HEADERS, "a message's properties are text with a name"),
-            (Capability.HALF_MESSAGES, _NO_HALVES),
         ),
     ),
     "rocketmq": BrokerProfile(

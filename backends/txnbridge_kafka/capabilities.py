@@ -29,7 +29,9 @@ CAPABILITIES = Capabilities(
         Capability.SHARE_MESSAGE: absent(_ONE_MEMBER),
         Capability.SHARE_KEY: absent(_ONE_MEMBER),
         Capability.RESUME_SEQUENCE: absent("a producer's sequence ends with its session"),
-        Capability.HALF_MESSAGES: absent("the broker sends no check-backs"),
+        Capability.HALF_MESSAGES: emulated(
+            "txnbridge keeps them in a topic of each group; a resolver publishes those that the decision log commits"
+        ),
     },
 )
 
@@ -41,6 +43,7 @@ def without_log(denied: str) -> Mapping[Capability, Support]:
             "the broker fences each writer; without the decision log an owner that may use it can take the id back"
         ),
         Capability.PREPARE: absent(f"it needs the decision log, and {denied}"),
+        Capability.HALF_MESSAGES: absent(f"they need the decision log, and {denied}"),
         Capability.STATUS_LOOKUP: emulated(
             "the coordinator has it until a writer is opened again; after that it is unknown without the decision log"
         ),

@@ -44,13 +44,16 @@ CAPABILITIES = Capabilities(
             " (brokerDeduplicationProducerInactivityTimeoutMinutes); then the name cannot send any more",
         ),
         Capability.DECISION_LOG: emulated("a topic without partitions in which the first record for an id counts"),
-        Capability.HALF_MESSAGES: absent("the broker has no check-backs"),
+        Capability.HALF_MESSAGES: emulated(
+            "txnbridge keeps them in a topic of each group; a resolver publishes those that the decision log commits"
+        ),
     },
 )
 
 _NEEDS_REST = "it needs the option admin_url: only REST lists open transactions"
 WITHOUT_REST: Mapping[Capability, Support] = {
     Capability.TOPIC_ADMIN: absent("it needs the option admin_url: topics are created and deleted by REST"),
+    Capability.HALF_MESSAGES: absent("they need the option admin_url: their topic is created by REST"),
     Capability.LIST_OPEN: absent(_NEEDS_REST),
     Capability.END_OPEN: absent(_NEEDS_REST),
     Capability.RESUME_SEQUENCE: absent(
@@ -73,6 +76,7 @@ WITHOUT_TRANSACTIONS: Mapping[Capability, Support] = dict.fromkeys(
         Capability.RESOLVE_ANYWHERE,
         Capability.STATUS_LOOKUP,
         Capability.DEADLINE,
+        Capability.HALF_MESSAGES,
         Capability.LIST_OPEN,
         Capability.END_OPEN,
         Capability.CONFLICT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def log():
 class Process:
     """A process that owns an id, or none, and commits by its ledger."""
 
-    def __init__(self, log: MemoryLog, id: str = "X", now: float = NOW, **timing: int) -> None:
+    def __init__(self, log: MemoryLog, id: str = "X", now: float = NOW, **timing: Any) -> None:
         self.now = now
         limits = Timing(near_end=NEAR_END, **timing)
         clock = lambda: self.now  # noqa: E731

@@ -19,6 +19,7 @@ from txnbridge import (
     Abort,
     Bridge,
     BrokerUnavailable,
+    Capability,
     Decision,
     EvidenceLost,
     HalfMessages,
@@ -33,7 +34,7 @@ from txnbridge import (
     TransactionAborted,
 )
 from txnbridge._timing import Timing
-from txnbridge.spi import Deadline, Half
+from txnbridge.spi import Deadline, Half, absent
 from txnbridge.testing import crash_everywhere
 
 COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
@@ -413,7 +414,7 @@ def telling(left: list[float], close: Callable[..., None]) -> Callable[..., None
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-def test_bad_calls_are_refused_by_name(bridge: Bridge, tmp_path: Path) -> None:
+def test_bad_calls_are_refused_by_name(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     for group in ("", "two words", None):
         with pytest.raises(InvalidOption, match="group"):
             bridge.half_messages(group, execute=says(COMMIT), check=says(COMMIT))  # type: ignore[arg-type]
@@ -431,9 +432,12 @@ def test_bad_calls_are_refused_by_name(bridge: Bridge, tmp_path: Path) -> None:
         with pytest.raises(InvalidState, match="has ended"), txn:
             pass
         assert txn.outcome is Outcome.COMMITTED  # of nothing but its work
-    with txnbridge.connect(f"embedded:{tmp_path}/other.db?like=kafka") as other:
-        with pytest.raises(NotSupported, match="half-messages"):
-            other.half_messages("g", execute=says(COMMIT), check=says(COMMIT))
+    broker: Any = bridge._connection.broker
+    monkeypatch.setattr(
+        broker, "capabilities", bridge.capabilities.but({Capability.HALF_MESSAGES: absent("it has none")})
+    )
+    with pytest.raises(NotSupported, match="half-messages"):
+        bridge.half_messages("g", execute=says(COMMIT), check=says(COMMIT))
 
 
 # --- a shop whose processes die -------------------------------------------------------------------------------------

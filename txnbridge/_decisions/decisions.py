@@ -13,6 +13,7 @@ from txnbridge._deadline import Deadline
 from txnbridge._decisions.conclusions import CountingClaim
 from txnbridge._decisions.engine import TIDY_RECORDS, Engine
 from txnbridge._decisions.fold import LogState
+from txnbridge._decisions.follower import Follower
 from txnbridge._decisions.ledger import LogLedger
 from txnbridge._decisions.openings import KnownOpening
 from txnbridge._decisions.queries import (
@@ -30,7 +31,7 @@ from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge._timing import TIMING, Timing
 from txnbridge._token import Decision
-from txnbridge.errors import InvalidOption, NotFound
+from txnbridge.errors import EvidenceLost, InvalidOption, NotFound
 from txnbridge.spi import DecisionLog, Ledger, Partition
 
 _log = logging.getLogger("txnbridge")
@@ -222,6 +223,28 @@ class Decisions:
                 state.ids.done.get(query.path),
                 None if newest is None else _public(newest),
             )
+
+    def read_all(
+        self, asked: Sequence[tuple[Id, Mapping[str, Any]]], *, timeout: float | Deadline | None = None
+    ) -> list[Claim | EvidenceLost | None]:
+        """Return the counting claims on ids that tokens carry, each given with its token's `log`; read the log once.
+
+        An id without a counting claim has None, an id whose evidence is gone the error.
+        """
+        deadline = self._deadline(timeout)
+        queries = [Query(id, path_of(id), begin_of(begin)) for id, begin in asked]
+        by_follower: dict[Follower, list[int]] = {}
+        for number, query in enumerate(queries):
+            by_follower.setdefault(self._engine.follower_of(query.begin, deadline), []).append(number)
+        found: dict[int, Claim | EvidenceLost | None] = {}
+        for follower, numbers in by_follower.items():
+            with follower.following(deadline, may_create=False) as state:
+                for number in numbers:
+                    try:
+                        found[number] = self._claim_of(queries[number], state)
+                    except EvidenceLost as error:
+                        found[number] = error
+        return [found[number] for number in range(len(queries))]
 
     def claims(self, id: Id, *, timeout: float | Deadline | None = None) -> list[Claim]:
         """Return the counting claims on all ids that begin with this id and are not done, in the log's order."""

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from confluent_kafka import KafkaException
+
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
@@ -36,6 +38,7 @@ from txnbridge_kafka.admin import doctor
 from txnbridge_kafka.admin.groups import KafkaGroups
 from txnbridge_kafka.client.protocol_types import ABORTED, COMMITTED, OPEN, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.errors import translate
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_id
 from txnbridge_kafka.outcome.outcome import end_prepared, status_after_fencing
 from txnbridge_kafka.topics import KafkaTopics
@@ -64,6 +67,8 @@ class _Prepared:
 
 class KafkaAdmin(Admin):
     """Administration of the whole cluster: it also lists and ends the transactions of other programs."""
+
+    trims = True
 
     def __init__(self, cluster: KafkaCluster, context: Context) -> None:
         self._cluster = cluster
@@ -134,6 +139,12 @@ class KafkaAdmin(Admin):
         # Retention may remove messages between the two requests, so an end is at least the beginning.
         ends, begins = offsets.ends(partitions, deadline), offsets.begins(partitions, deadline)
         return {each: ((begins[each],), (max(begins[each], ends[each]),)) for each in partitions}
+
+    def trim(self, partition: Partition, before: Position, deadline: Deadline) -> None:
+        try:
+            self._topics.drop_records(partition, before[0], deadline)
+        except KafkaException as error:
+            raise translate(error, f"deleting records of topic {partition[0]!r}") from error
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
         return {topic: id for topic, id in self._cluster.offsets.topic_ids(topics, deadline).items() if id}

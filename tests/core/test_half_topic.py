@@ -1,0 +1,260 @@
+"""Half messages in half topics: the core's own half store, on the embedded broker."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from txnbridge_conformance.observing import eventually, seen, values
+from txnbridge_conformance.plugin import NewTopic
+from txnbridge_conformance.suite.half_messages import *  # noqa: F403
+
+from tests.core import half_topic_backend
+from txnbridge import Bridge, Decision, HalfMessages, HalfTransaction, Headers, Message, Outcome, connect, plugins
+from txnbridge._events import Event
+from txnbridge._half_records import HalfPart, StoredHalf, read_record
+from txnbridge._half_topic import GroupTopic, HalfTopicStore, half_topic_name
+from txnbridge._half_window import PartitionWindow, Scanned
+from txnbridge.spi import HalfMessage
+from txnbridge.testing import listening
+
+COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugin() -> Iterator[None]:
+    with plugins.registered(half_topic_backend):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _asks_soon(with_timing: Callable[..., None]) -> None:
+    with_timing(half_check_interval=0.2, half_delays=(0.3, 0.3, 0.6, 0.6, 0.6))
+
+
+@pytest.fixture(scope="session")
+def txnbridge_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"half-topic:{tmp_path_factory.mktemp('broker')}/broker.db?lease_seconds=6"
+
+
+@pytest.fixture
+def topic_store(bridge: Bridge, group: str) -> GroupTopic:
+    store = bridge._connection.half_topics()
+    assert isinstance(store, HalfTopicStore)
+    return store._topic(group)
+
+
+def says(decision: Decision) -> Callable[..., Decision]:
+    return lambda *_: decision
+
+
+def sell(sales: HalfMessages, topic: str, value: bytes, decision: Decision = Decision.COMMIT) -> HalfTransaction:
+    with sales.transaction(decision, timeout=5) as txn:
+        txn.send(topic, value, key="k")
+    return txn
+
+
+def obey(txn: HalfTransaction, decision: Decision) -> Decision:
+    return decision
+
+
+# --- order and backlog ----------------------------------------------------------------------------------------------
+
+
+def test_undecided_halves_hold_nothing_back_and_are_published_once(bridge: Bridge, topic: str, group: str) -> None:
+    answer = [UNDECIDED]
+    with bridge.half_messages(group, execute=obey, check=lambda *_: answer[0]) as sales:
+        for number in range(100):
+            sell(sales, topic, b"late %d" % number, UNDECIDED)
+        for number in range(20):
+            sell(sales, topic, b"%d" % number)
+        eventually(lambda: len(seen(bridge, topic)) == 20, "the committed ones are published")
+        assert values(seen(bridge, topic)) == [b"%d" % number for number in range(20)]
+        answer[0] = COMMIT
+        eventually(lambda: len(seen(bridge, topic)) == 120, "the late ones are published")
+    assert set(values(seen(bridge, topic))[20:]) == {b"late %d" % number for number in range(100)}
+
+
+def test_a_half_that_was_moved_is_published_at_once_and_in_order(
+    bridge: Bridge, topic: str, group: str, with_timing: Callable[..., None]
+) -> None:
+    """The copy in the delay partition is dropped when it is looked at: the claim names the other one."""
+    with_timing(half_second_copy=0.0, half_active=0.0, half_delays=(2.0,) * 5)
+    passes: list[Mapping[str, Any]] = []
+
+    def note(event: Event) -> None:
+        if (event.name, event.phase) == ("half.publish", "after"):
+            passes.append(event.data)
+
+    def work(txn: HalfTransaction, fast: HalfMessages | None) -> Decision:
+        if fast is not None:
+            sell(fast, topic, b"fast")
+            eventually(lambda: b"fast" in values(seen(bridge, topic)), "what was sent later is published")
+        return COMMIT
+
+    with listening(note), connect(bridge.url) as own:
+        with own.half_messages(group, execute=obey, check=says(UNDECIDED)) as fast:
+            with own.half_messages(group, execute=work, check=says(UNDECIDED)) as slow:
+                with slow.transaction(fast) as txn:
+                    txn.send(topic, b"slow", key="k")
+                with slow.transaction(None) as txn:
+                    txn.send(topic, b"behind", key="k")
+            eventually(lambda: len(seen(bridge, topic)) == 3, "all are published")
+            assert any(each["moved"] for each in passes)
+            eventually(lambda: any(each["dropped"] for each in passes), "the copy that was moved is dropped")
+    assert values(seen(bridge, topic)) == [b"fast", b"slow", b"behind"]
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_published_again_after_the_groups_positions_were_lost(
+    bridge: Bridge, topic: str, group: str, topic_store: GroupTopic
+) -> None:
+    with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+        for number in range(5):
+            sell(sales, topic, b"%d" % number)
+            eventually(lambda wanted=number + 1: len(seen(bridge, topic)) == wanted, "it is published")  # type: ignore[misc]
+    bridge.admin.reset_group(topic_store._name, "earliest")
+    with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+        sell(sales, topic, b"new")
+    assert values(seen(bridge, topic)) == [b"0", b"1", b"2", b"3", b"4", b"new"]
+
+
+def test_what_cannot_be_published_is_parked_and_published_once_it_can_be(
+    bridge: Bridge, topic: str, new_topic: NewTopic, group: str
+) -> None:
+    gone = new_topic()
+
+    def delete(txn: HalfTransaction, _: Any) -> Decision:
+        bridge.admin.delete_topic(gone)
+        return COMMIT
+
+    with connect(bridge.url, create_topics=0) as other:
+        with other.half_messages(group, execute=delete, check=says(UNDECIDED)) as doomed:
+            txn = sell(doomed, gone, b"1")
+            eventually(lambda: bridge.admin.parked(group) != [], "it is parked")
+        with other.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+            sell(sales, topic, b"2")
+            eventually(lambda: values(seen(bridge, topic)) == [b"2"], "others are published")
+            assert any(group in advice.remedy for advice in bridge.admin.check())
+            bridge.admin.create_topic(gone)
+            bridge.admin.resume(group, txn.id)
+            eventually(lambda: values(seen(bridge, gone)) == [b"1"], "it is published")
+    assert bridge.admin.parked(group) == []
+
+
+@pytest.mark.parametrize("decision", [COMMIT, ABORT])
+def test_a_parked_half_is_ended_by_an_administrator(
+    bridge: Bridge, topic: str, group: str, decision: Decision, with_timing: Callable[..., None]
+) -> None:
+    with_timing(half_check_interval=0.05, half_checks=2, half_delays=(0.1,) * 5, parked_look=0.5)
+    with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+        with sales.transaction(UNDECIDED, timeout=0.5) as txn:
+            txn.send(topic, b"1")
+        eventually(lambda: bridge.admin.parked(group) != [], "it is parked")
+        [half] = bridge.admin.parked(group)
+        assert (half.transaction, [message.value for message in half.messages]) == (txn.id, [b"1"])
+        bridge.admin.end_parked(group, txn.id, decision)
+        assert bridge.admin.parked(group) == []
+        sell(sales, topic, b"2")
+        wanted = ["b'1'", "b'2'"] if decision is COMMIT else ["b'2'"]
+        eventually(lambda: sorted(map(str, values(seen(bridge, topic)))) == wanted, "it is ended")
+
+
+def test_the_evidence_of_a_half_that_stays_undecided_is_renewed(
+    bridge: Bridge, topic: str, group: str, with_timing: Callable[..., None]
+) -> None:
+    """Its owner, whose copy has the older evidence, follows the claims to the newest evidence."""
+    with_timing(half_evidence=0.0, half_active=0.0, half_delays=(0.1,) * 5)
+    renewed = threading.Event()
+
+    def note(event: Event) -> None:
+        if event.name == "half.publish" and event.phase == "after" and event.data["moved"]:
+            renewed.set()
+
+    def work(txn: HalfTransaction, fast: HalfMessages) -> Decision:
+        sell(fast, topic, b"fast")
+        assert renewed.wait(60)
+        return COMMIT
+
+    with listening(note), connect(bridge.url) as resolving, connect(bridge.url) as own:
+        with resolving.half_messages(group, execute=obey, check=says(UNDECIDED)) as fast:
+            slow = own.half_messages(group, execute=work, check=says(UNDECIDED))
+            slow.close()  # only the other bridge, which has other evidence, moves halves
+            with slow.transaction(fast) as txn:
+                txn.send(topic, b"slow")
+            eventually(lambda: len(seen(bridge, topic)) == 2, "both are published")
+            places = _places(own, group)
+    assert txn.outcome is Outcome.COMMITTED
+    assert set(values(seen(bridge, topic))) == {b"fast", b"slow"}
+    assert len(places) == 2
+
+
+def _places(bridge: Bridge, group: str) -> set[str]:
+    """Return the places in the decision log that the records of a half topic name for the slow half."""
+    found: set[str] = set()
+    for message in bridge.read(half_topic_name("default", group), 100):
+        match read_record(message):
+            case HalfPart(half) if half.messages[0].value == b"slow":
+                found.add(str(half.log))
+    return found
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_foreign_and_damaged_records_are_no_halves() -> None:
+    source = random.Random(1)
+    whole = json.dumps(
+        {"v": 1, "kind": "half", "transaction": "t", "copy": "c", "log": {}, "number": 0, "of": 1}
+    ).encode()
+    for _ in range(2000):
+        data = bytearray(whole)
+        for _ in range(source.randint(1, 8)):
+            data[source.randrange(len(data))] = source.randrange(256)
+        for header in (bytes(data), whole[: source.randrange(len(whole))], source.randbytes(20)):
+            read_record(_message(0, (("txnbridge-half", header),)))
+    assert read_record(_message(0, (("other", b"{}"),))) is None
+
+
+def test_a_window_acknowledges_what_is_handled_and_nothing_else() -> None:
+    """Records of random halves are interleaved; at each step some halves are handled."""
+    for seed in range(200):
+        source = random.Random(seed)
+        halves = [_half(f"h{number}", source.randint(1, 4)) for number in range(10)]
+        left = [list(half.records()) for half in halves]
+        window = PartitionWindow(0, None, Scanned(()))
+        handled: set[str] = set()
+        owner: list[str] = []
+        acknowledged = -1
+        while any(left) or window.waiting:
+            if any(left) and source.random() < 0.7:
+                number = source.choice([number for number, records in enumerate(left) if records])
+                record = left[number].pop(0)
+                owner.append(halves[number].copy)
+                window.add(_message(len(owner) - 1, record.headers), 0.0)
+                continue
+            batch = window.closed(window.waiting[: source.randint(1, 10)])
+            if batch:
+                last = window.last_record(batch)
+                handled |= {each.half.copy for each in batch}
+                window.acknowledged(batch, last)
+                acknowledged = last.position[0]
+                assert set(owner[: acknowledged + 1]) <= handled
+            elif not any(left):
+                raise AssertionError("complete halves can be handled")
+        assert acknowledged == len(owner) - 1
+
+
+def _half(copy: str, messages: int) -> StoredHalf:
+    content = [HalfMessage("orders", b"1", None, ()) for _ in range(messages)]
+    return StoredHalf("t" + copy, copy, {"at": [1], "id": "x"}, 0, 0, 0, 0, 0, 0, content)
+
+
+def _message(position: int, headers: Any) -> Message:
+    return Message("half", 0, (position,), None, b"1", Headers(headers), 0, 1, None)
