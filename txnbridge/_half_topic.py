@@ -76,6 +76,8 @@ _JOIN_SECONDS = 0.5
 _READ_SECONDS = 0.25
 # The pause between two check-backs doubles up to this multiple of the first pause.
 _LONGEST_PAUSE_FACTOR = 8
+# The delay in seconds of halves that were not asked about yet: about the time from their storing to that.
+_FIRST_DELAY = 5.0
 _LONGEST_NAME = 100
 _PLAIN = (string.ascii_letters + string.digits + "-").encode()
 # The interval at which acknowledged records are deleted.
@@ -162,7 +164,10 @@ class HalfTopicStore(HalfStore):
             if decision is Decision.UNDECIDED:
                 return Outcome.UNKNOWN
             if decision is Decision.COMMIT:
-                stored = replace(stored, copy=random_name(8), due_at=0, messages=half.messages)
+                check_at = _now() + int(self._connection.broker.half_check_seconds * 1000)
+                stored = replace(
+                    stored, copy=random_name(8), due_at=0, checks=0, check_at=check_at, messages=half.messages
+                )
                 topic.append(_ACTIVE, stored.records(), deadline)
         if decision is Decision.COMMIT:
             topic.unpublished.add(stored.copy)
@@ -242,6 +247,12 @@ class GroupTopic:
         return self._connection.timing
 
     @property
+    def _delays(self) -> list[float]:
+        """The delays of the delay partitions: until the first check-back at the latest, and the later pauses."""
+        seconds = self._connection.broker.half_check_seconds
+        return [min(_FIRST_DELAY, seconds), seconds, 2 * seconds, 4 * seconds, _LONGEST_PAUSE_FACTOR * seconds]
+
+    @property
     def _parked(self) -> int:
         """The number of the parked partition: the last one, as the delay partitions are behind the active one."""
         return self._partitions - 1
@@ -285,7 +296,7 @@ class GroupTopic:
             admin = self._connection.broker.admin
             retention = _RETENTION if admin.trims else None
             with suppress(InvalidOption):  # another version, with other delays, has created it
-                admin.create_topic(self._name, len(self._timing.half_delays) + 2, deadline, retention_seconds=retention)
+                admin.create_topic(self._name, len(self._delays) + 2, deadline, retention_seconds=retention)
             self._partitions = len(admin.bounds([self._name], deadline))
 
     # --- resolving --------------------------------------------------------------------------------------------------
@@ -532,7 +543,7 @@ class GroupTopic:
     def _delay_partition(self, half: StoredHalf) -> int:
         """Return the delay partition with the least delay that reaches the half's next check-back."""
         seconds = (half.check_at - _now()) / 1000
-        delays = self._timing.half_delays[: self._parked - 1]
+        delays = self._delays[: self._parked - 1]
         return 1 + next((number for number, delay in enumerate(delays) if delay >= seconds), len(delays) - 1)
 
     def _moved(self, window: PartitionWindow, each: WaitingHalf, target: int, deadline: Deadline) -> StoredHalf:
@@ -545,7 +556,7 @@ class GroupTopic:
             if window.is_resumed(each):
                 return replace(half, due_at=0, checks=0, check_at=now)
             return replace(half, due_at=0)
-        delay = self._timing.parked_look if target == self._parked else self._timing.half_delays[target - 1]
+        delay = self._timing.parked_look if target == self._parked else self._delays[target - 1]
         return replace(half, due_at=now + int(delay * 1000))
 
     def _trim(self, last: Message, partition: int) -> None:
@@ -571,15 +582,19 @@ class GroupTopic:
             half = each.half
             if half.check_at > now or len(due) == limit:
                 continue
-            if half.checks >= self._timing.half_checks:
+            if half.checks >= self._connection.broker.half_checks:
                 self._park(each)
                 continue
-            pause = self._timing.half_check_interval * min(1 << half.checks, _LONGEST_PAUSE_FACTOR)
+            pause = self._connection.broker.half_check_seconds * min(1 << half.checks, _LONGEST_PAUSE_FACTOR)
             each.half = replace(half, checks=half.checks + 1, check_at=now + int(pause * 1000))
             due.append(_as_half(self._group, each.half, fresh_until=math.inf))
         return due
 
     def _park(self, each: WaitingHalf) -> None:
+        """Mark a half for the parked partition unless it was decided meanwhile."""
+        self._learn([each])
+        if each.is_settled:
+            return
         half = each.half
         with self._connection.events.step("half.park", half.transaction, group=self._group, checks=half.checks):
             each.problem = f"{half.checks} check-backs had no decision"

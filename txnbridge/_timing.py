@@ -31,13 +31,6 @@ class Timing:
 
     # --- half topics --------------------------------------------------------------------------------------------------
 
-    # The pause before the second check-back, and the number of check-backs after which a half is parked: RocketMQ's
-    # defaults.
-    half_check_interval: float = 30.0
-    half_checks: int = 15
-    # The delays of a half topic's delay partitions: until the first check-back at the latest, and the pauses between
-    # two check-backs. The number of partitions of existing topics follows from them.
-    half_delays: tuple[float, ...] = (5.0, 30.0, 60.0, 120.0, 240.0)
     # The age from which a half's owner stores a second copy before it commits the half, and the least age at which a
     # half is moved from the active partition to a delay partition. The difference is the time that a claim may take.
     half_second_copy: float = 2.0

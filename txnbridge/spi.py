@@ -95,6 +95,10 @@ RawHeaders = Sequence[tuple[str, bytes | None]]
 Item = Any
 
 
+# The defaults of the options `half_check_seconds` and `half_checks`, which are RocketMQ's.
+HALF_CHECK_SECONDS, HALF_CHECKS = 30.0, 15
+
+
 # --- opening ---------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +191,10 @@ class Broker(ABC):
     capabilities: Capabilities  # the backend's ones, without those that this cluster's settings or rights forbid
     limits: Limits
     cluster: str  # the stable and unique id of the broker's cluster
+    # For the core's own half store: the pause before a half's second check-back, after which the pauses double, and the
+    # number of check-backs after which a half is parked.
+    half_check_seconds: float = HALF_CHECK_SECONDS
+    half_checks: int = HALF_CHECKS
 
     @abstractmethod
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:

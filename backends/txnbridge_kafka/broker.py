@@ -54,6 +54,7 @@ class KafkaBroker(Broker):
     def __init__(self, settings: KafkaSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
         self._context = context
+        self.half_check_seconds, self.half_checks = settings.half_check_seconds, settings.half_checks
         self._log = settings.log_topic(context.application)
         requests = Requests(settings)
         self._cluster = KafkaCluster(settings, requests, KafkaTopics(settings, requests), context.events)

@@ -60,6 +60,7 @@ class PulsarBroker(Broker):
     def __init__(self, settings: PulsarSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
         self._context = context
+        self.half_check_seconds, self.half_checks = settings.half_check_seconds, settings.half_checks
         self._client = open_client(settings)
         self.capabilities = CAPABILITIES
         self.limits = replace(

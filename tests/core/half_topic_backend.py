@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from txnbridge_embedded.backend import EmbeddedBackend
 from txnbridge_embedded.broker import EmbeddedBroker
 
-from txnbridge.spi import Backend, hookimpl
+from txnbridge.spi import Backend, Context, Deadline, Url, hookimpl
 
 
 class _HalfTopicBackend(EmbeddedBackend):
     schemes = ("half-topic",)
 
-    def open(self, *args: Any) -> EmbeddedBroker:
-        broker = super().open(*args)
+    def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> EmbeddedBroker:
+        broker = super().open(url, options, context, deadline)
+        broker.half_check_seconds, broker.half_checks = options["half_check_seconds"], options["half_checks"]
         broker.half_store = lambda: None  # type: ignore[method-assign]
         return broker
 

@@ -31,14 +31,9 @@ def _plugin() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _asks_soon(with_timing: Callable[..., None]) -> None:
-    with_timing(half_check_interval=0.2, half_delays=(0.3, 0.3, 0.6, 0.6, 0.6))
-
-
 @pytest.fixture(scope="session")
 def txnbridge_url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"half-topic:{tmp_path_factory.mktemp('broker')}/broker.db?lease_seconds=6"
+    return f"half-topic:{tmp_path_factory.mktemp('broker')}/broker.db?lease_seconds=6&half_check_seconds=0.2"
 
 
 @pytest.fixture
@@ -80,10 +75,10 @@ def test_undecided_halves_hold_nothing_back_and_are_published_once(bridge: Bridg
 
 
 def test_a_half_that_was_moved_is_published_at_once_and_in_order(
-    bridge: Bridge, topic: str, group: str, with_timing: Callable[..., None]
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str, with_timing: Callable[..., None]
 ) -> None:
     """The copy in the delay partition is dropped when it is looked at: the claim names the other one."""
-    with_timing(half_second_copy=0.0, half_active=0.0, half_delays=(2.0,) * 5)
+    with_timing(half_second_copy=0.0, half_active=0.0)
     passes: list[Mapping[str, Any]] = []
 
     def note(event: Event) -> None:
@@ -96,7 +91,7 @@ def test_a_half_that_was_moved_is_published_at_once_and_in_order(
             eventually(lambda: b"fast" in values(seen(bridge, topic)), "what was sent later is published")
         return COMMIT
 
-    with listening(note), connect(bridge.url) as own:
+    with listening(note), connect(txnbridge_url, create_topics=1) as own:
         with own.half_messages(group, execute=obey, check=says(UNDECIDED)) as fast:
             with own.half_messages(group, execute=work, check=says(UNDECIDED)) as slow:
                 with slow.transaction(fast) as txn:
@@ -126,7 +121,7 @@ def test_nothing_is_published_again_after_the_groups_positions_were_lost(
 
 
 def test_what_cannot_be_published_is_parked_and_published_once_it_can_be(
-    bridge: Bridge, topic: str, new_topic: NewTopic, group: str
+    txnbridge_url: str, bridge: Bridge, topic: str, new_topic: NewTopic, group: str
 ) -> None:
     gone = new_topic()
 
@@ -134,7 +129,7 @@ def test_what_cannot_be_published_is_parked_and_published_once_it_can_be(
         bridge.admin.delete_topic(gone)
         return COMMIT
 
-    with connect(bridge.url, create_topics=0) as other:
+    with connect(txnbridge_url, create_topics=0) as other:
         with other.half_messages(group, execute=delete, check=says(UNDECIDED)) as doomed:
             txn = sell(doomed, gone, b"1")
             eventually(lambda: bridge.admin.parked(group) != [], "it is parked")
@@ -150,10 +145,13 @@ def test_what_cannot_be_published_is_parked_and_published_once_it_can_be(
 
 @pytest.mark.parametrize("decision", [COMMIT, ABORT])
 def test_a_parked_half_is_ended_by_an_administrator(
-    bridge: Bridge, topic: str, group: str, decision: Decision, with_timing: Callable[..., None]
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str, decision: Decision, with_timing: Callable[..., None]
 ) -> None:
-    with_timing(half_check_interval=0.05, half_checks=2, half_delays=(0.1,) * 5, parked_look=0.5)
-    with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+    with_timing(parked_look=0.5)
+    with (
+        connect(f"{txnbridge_url}&half_checks=2", create_topics=1) as asking,
+        asking.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales,
+    ):
         with sales.transaction(UNDECIDED, timeout=0.5) as txn:
             txn.send(topic, b"1")
         eventually(lambda: bridge.admin.parked(group) != [], "it is parked")
@@ -167,10 +165,10 @@ def test_a_parked_half_is_ended_by_an_administrator(
 
 
 def test_the_evidence_of_a_half_that_stays_undecided_is_renewed(
-    bridge: Bridge, topic: str, group: str, with_timing: Callable[..., None]
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str, with_timing: Callable[..., None]
 ) -> None:
     """Its owner, whose copy has the older evidence, follows the claims to the newest evidence."""
-    with_timing(half_evidence=0.0, half_active=0.0, half_delays=(0.1,) * 5)
+    with_timing(half_evidence=0.0, half_active=0.0)
     renewed = threading.Event()
 
     def note(event: Event) -> None:
@@ -182,7 +180,11 @@ def test_the_evidence_of_a_half_that_stays_undecided_is_renewed(
         assert renewed.wait(60)
         return COMMIT
 
-    with listening(note), connect(bridge.url) as resolving, connect(bridge.url) as own:
+    with (
+        listening(note),
+        connect(txnbridge_url, create_topics=1) as resolving,
+        connect(txnbridge_url, create_topics=1) as own,
+    ):
         with resolving.half_messages(group, execute=obey, check=says(UNDECIDED)) as fast:
             slow = own.half_messages(group, execute=work, check=says(UNDECIDED))
             slow.close()  # only the other bridge, which has other evidence, moves halves

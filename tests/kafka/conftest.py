@@ -32,7 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # Tests wait for dead members of groups to be noticed and for readers to learn of new partitions.
-SOON = "session.timeout.ms=6000&heartbeat.interval.ms=300&topic.metadata.refresh.interval.ms=1000"
+SOON = (
+    "half_check_seconds=0.5&session.timeout.ms=6000&heartbeat.interval.ms=300&topic.metadata.refresh.interval.ms=1000"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -81,7 +81,7 @@ def pulsar_under_test(pulsar_broker: brokers.Pulsar) -> brokers.Pulsar:
 
 @pytest.fixture(scope="session")
 def txnbridge_url(pulsar_under_test: brokers.Pulsar) -> str:
-    return url_of(pulsar_under_test)
+    return url_of(pulsar_under_test, half_check_seconds=0.5)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from txnbridge.errors import InvalidOption
-from txnbridge.spi import Context, Option, Url
+from txnbridge.spi import HALF_CHECK_SECONDS, HALF_CHECKS, Context, Option, Url
 from txnbridge_kafka.settings import java, names, security
 from txnbridge_kafka.settings.timing import Timing
 
@@ -31,6 +31,8 @@ class KafkaSettings:
     prefix: str = "_txnbridge-"  # of the name of every internal topic
     replicas: int = -1  # the replicas of topics that the bridge creates; -1: the broker's default
     prepared_ids: int = 64  # how many prepared transactions of one transactional id may be unresolved
+    half_check_seconds: float = HALF_CHECK_SECONDS
+    half_checks: int = HALF_CHECKS
     group_protocol: str = "classic"
     assignment: str = "cooperative-sticky"
     # the syslog level up to which the client's log lines are passed to `logging`: 3 errors, 6 info, 7 debug
@@ -67,6 +69,10 @@ OPTIONS: Mapping[str, Option] = {
         _DEFAULTS.prepared_ids,
         "how many prepared transactions of one transactional id may be unresolved at once (1 to 1000)",
     ),
+    "half_check_seconds": Option(
+        float, HALF_CHECK_SECONDS, "seconds from the first check-back of a half message to the second; then they double"
+    ),
+    "half_checks": Option(int, HALF_CHECKS, "after so many check-backs without a decision a half message is parked"),
     "group_protocol": Option(
         str,
         _DEFAULTS.group_protocol,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from txnbridge.errors import InvalidOption
-from txnbridge.spi import Context, Option, Url
+from txnbridge.spi import HALF_CHECK_SECONDS, HALF_CHECKS, Context, Option, Url
 from txnbridge_pulsar.settings.timing import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace, encoded
 
@@ -34,6 +34,8 @@ class PulsarSettings:
     prefix: str = "_txnbridge-"  # the prefix of every internal topic
     longest_transaction: float = 900.0  # seconds
     prepared_ids: int = 64  # how many prepared transactions of one transactional id may be unresolved
+    half_check_seconds: float = HALF_CHECK_SECONDS
+    half_checks: int = HALF_CHECKS
     compression: str = "none"
     mix_keys: bool = False
     listener: str = ""
@@ -132,6 +134,10 @@ OPTIONS: Mapping[str, Option] = {
         _DEFAULTS.prepared_ids,
         "how many prepared transactions of one transactional id may be open at once (1 to 1000)",
     ),
+    "half_check_seconds": Option(
+        float, HALF_CHECK_SECONDS, "seconds from the first check-back of a half message to the second; then they double"
+    ),
+    "half_checks": Option(int, HALF_CHECKS, "after so many check-backs without a decision a half message is parked"),
     "compression": Option(
         str,
         _DEFAULTS.compression,
