@@ -12,7 +12,7 @@ from txnbridge_conformance.checker import check
 from txnbridge_conformance.history import read_history
 from txnbridge_conformance.report import Report
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import FLOOR, Plan
+from txnbridge_conformance.run.plan import FLOOR, SETTINGS, Plan
 from txnbridge_conformance.run.verdict import Verdict, judge
 
 from tests import chaos
@@ -35,6 +35,8 @@ def assert_kept(
     """
     chaos.begin()
     url, started = (broker, None) if isinstance(broker, str) else (broker.url, broker)
+    backend = url.partition(":")[0]
+    settings = {**settings, backend: {**SETTINGS.get(backend, {}).get(backend, {}), **settings.get(backend, {})}}
     grpc = broker.grpc_address() if isinstance(broker, RocketMQ) else ""  # by which its official client reads
     plan = Plan(url, secrets.token_hex(3), chaos.SEED, seconds, str(folder / "run"), settings, grpc=grpc)
     hunt(plan, lambda progress: None, started, kinds)

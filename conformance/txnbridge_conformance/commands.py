@@ -22,7 +22,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import FLOOR, NEEDS, PARTITIONS, RAW_ROLES, WORKLOADS, Plan
+from txnbridge_conformance.run.plan import FLOOR, NEEDS, PARTITIONS, RAW_ROLES, SETTINGS, WORKLOADS, Plan
 from txnbridge_conformance.run.processes import RunFailed
 
 if TYPE_CHECKING:
@@ -33,14 +33,6 @@ _COULD_NOT_RUN = 3
 
 _FAULTS = frozenset({"client", "network", "broker"})
 _BROKERS = frozenset({"kafka", "pulsar", "rocketmq"})
-# Settings of `txnbridge.connect` for a broker that a run starts. By default Kafka waits 45 seconds for a member that
-# was killed; so long a group processes nothing, and in a run the next member is killed sooner. And half messages are
-# asked about more often than by default, so that a run need not wait minutes for their outcomes.
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "kafka": {"kafka": {"session.timeout.ms": "6000", "heartbeat.interval.ms": "300", "half_check_seconds": 2}},
-    "pulsar": {"pulsar": {"half_check_seconds": 2}},
-}
-
 command = click.Group("conformance", help="Attack a broker, and say which promises it keeps.")
 
 
@@ -167,7 +159,7 @@ def run(
         with _started(url) if starts else nullcontext() as broker:
             address = _url_of(broker) if broker else url
             grpc = broker.grpc_address() if isinstance(broker, brokers.RocketMQ) else grpc
-            settings = _SETTINGS.get(url, {})
+            settings = SETTINGS.get(url, {})
             plan = Plan(
                 address, name, seed, seconds, str(folder), settings, plugins, workloads=workloads, raw=raw, grpc=grpc
             )

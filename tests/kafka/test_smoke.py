@@ -12,6 +12,7 @@ from txnbridge_conformance.suite import (  # noqa: F401
     test_a_processor_passes_every_message_on_once,
     test_all_topics_and_partitions_of_a_committed_transaction_are_seen,
     test_another_process_ends_what_a_killed_one_prepared,
+    test_half_messages_are_published_as_the_work_went_and_not_before,
     test_no_topic_or_partition_of_an_aborted_transaction_is_seen,
 )
 
@@ -53,11 +54,4 @@ def test_the_first_program_of_the_readme_runs_on_kafka_by_its_url_alone(txnbridg
 
 def test_a_short_conformance_run_finds_nothing(kafka_broker: brokers.Broker, tmp_path: Path) -> None:
     # How much a loaded machine does in a few seconds is not the point.
-    assert_kept(
-        kafka_broker,
-        tmp_path,
-        6,
-        ("client",),
-        floor={},
-        kafka={"session.timeout.ms": "6000", "heartbeat.interval.ms": "300"},
-    )
+    assert_kept(kafka_broker, tmp_path, 6, ("client",), floor={})

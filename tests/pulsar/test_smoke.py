@@ -13,6 +13,7 @@ from txnbridge_conformance.suite import (  # noqa: F401
     test_a_processor_passes_every_message_on_once,
     test_all_topics_and_partitions_of_a_committed_transaction_are_seen,
     test_another_process_ends_what_a_killed_one_prepared,
+    test_half_messages_are_published_as_the_work_went_and_not_before,
     test_no_topic_or_partition_of_an_aborted_transaction_is_seen,
 )
 
