@@ -19,6 +19,7 @@ NAMES += (
 NAMES += ("pulsar_write", "pulsar_read", "pulsar_process", "pulsar_commit", "pulsar_memory", "pulsar_spark")
 NAMES += ("rocketmq_write", "rocketmq_read", "rocketmq_recover")
 NAMES += ("outbox",)  # this starts PostgreSQL and Kafka
+NAMES += ("half_messages",)  # and this Kafka and Pulsar
 NAMES += ("spark_write", "spark_read", "spark_recover")  # and these Kafka and Spark
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from txnbridge._connection import random_name
@@ -57,15 +58,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("txnbridge")
 
 _ACTIVE = 0
-# A broker deletes the records of a half topic only when a resolver says so. A hundred years are "never", and fit into
-# every broker's field for milliseconds.
-_RETENTION = 100 * 365 * 86_400.0
 # An undecided half is moved only after decided ones behind it have waited this long, because most local work is done by
 # then; and the more halves have to be moved, the longer, so that moving takes a part of the resolver's time only.
 _GRACE_SECONDS, _MOVED_PER_SECOND = 0.25, 2_000
 # The interval at which a resolver looks for decisions of other processes, and the longest poll while halves are
 # undecided.
 _LOOK_SECONDS, _POLL_SECONDS = 0.05, 0.02
+# After a look at very many undecided halves the resolver does this multiple of the look's time something else.
+_LOOK_PAUSE_FACTOR = 4
 # The largest pass: the number of halves, and the bytes in their messages.
 _MOST_HALVES, _MOST_BYTES = 1_000, 4_000_000
 _MOST_RECORDS_A_POLL = 2_000
@@ -178,7 +178,7 @@ class HalfTopicStore(HalfStore):
         finally:
             if stored.copy != published:
                 topic.unpublished.discard(stored.copy)
-            topic.decided.set()
+            topic.decided.put(stored.copy)
         return _outcome(claim.decision)
 
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
@@ -199,8 +199,8 @@ class HalfTopicStore(HalfStore):
     def check(self, deadline: Deadline) -> list[Advice]:
         """Return the doctor's findings about this application's half topics."""
         found: list[Advice] = []
-        prefix = half_topic_name(self._connection.identity.application, "")
         admin = self._connection.broker.admin
+        prefix = admin.internal_name(half_topic_name(self._connection.identity.application, ""))
         for name in [topic.name for topic in admin.topics(deadline) if topic.name.startswith(prefix)]:
             group = _unescaped(name.removeprefix(prefix))
             if halves := self._topic(group).parked(deadline):
@@ -226,7 +226,8 @@ class GroupTopic:
         self._begin = begin
         self._decisions = decisions
         self._group = group
-        self._name = half_topic_name(self._connection.identity.application, group)
+        name = half_topic_name(self._connection.identity.application, group)
+        self._name = self._connection.broker.admin.internal_name(name)
         self._turn = threading.Lock()
         self._consumer: RawConsumer | None = None
         self._partitions = 0  # 0 until the topic is known to exist
@@ -237,9 +238,9 @@ class GroupTopic:
         self._problems: dict[str, str] = {}  # copies that could not be published and are not parked yet, and why
         self._batch = _MOST_HALVES
         self._trimmed_at = 0.0
-        self._looked_at = 0.0
-        # Set when this process has decided a half, so that the thread that handles halves reads the decision at once.
-        self.decided = threading.Event()
+        self._look_at = 0.0  # when the decisions of other processes are read again
+        # Copies that this process has decided, so that the thread that handles halves reads the decisions at once.
+        self.decided: SimpleQueue[str] = SimpleQueue()
         self.unpublished: set[str] = set()  # copies that this process commits and has not published yet
 
     @property
@@ -294,9 +295,8 @@ class GroupTopic:
     def _create(self, deadline: Deadline) -> None:
         if not self._partitions:
             admin = self._connection.broker.admin
-            retention = _RETENTION if admin.trims else None
             with suppress(InvalidOption):  # another version, with other delays, has created it
-                admin.create_topic(self._name, len(self._delays) + 2, deadline, retention_seconds=retention)
+                admin.create_internal_topic(self._name, len(self._delays) + 2, deadline)
             self._partitions = len(admin.bounds([self._name], deadline))
 
     # --- resolving --------------------------------------------------------------------------------------------------
@@ -339,7 +339,9 @@ class GroupTopic:
         consumer = self._join(self._connection.deadline())
         active = self._windows.get(_ACTIVE)
         busy = active is not None and bool(active.waiting or active.expected)
-        wait = 0.0 if self.decided.is_set() else _POLL_SECONDS if busy or not self._all_ready() else _POLL_IDLE_SECONDS
+        wait = (
+            0.0 if not self.decided.empty() else _POLL_SECONDS if busy or not self._all_ready() else _POLL_IDLE_SECONDS
+        )
         now = time.monotonic()
         for message in consumer.take(_MOST_RECORDS_A_POLL, min(wait, deadline.left())):
             self._window(message).add(message, now)
@@ -396,8 +398,10 @@ class GroupTopic:
         self._paused = idle
 
     def _is_idle(self, window: PartitionWindow) -> bool:
-        if not window.ready or window.number == self._parked:
+        if not window.ready:
             return False
+        if window.number == self._parked:
+            return window.is_full
         if window.number == _ACTIVE:
             return window.is_full and not window.expected
         return bool(window.waiting) and (window.is_full or window.waiting[0].half.due_at > _now())
@@ -447,12 +451,17 @@ class GroupTopic:
         return limited
 
     def _look(self, window: PartitionWindow) -> None:
-        """Read the decisions about the window's halves: at once after one of this process, else now and then."""
-        now = time.monotonic()
-        if self.decided.is_set() or now - self._looked_at > _LOOK_SECONDS:
-            self.decided.clear()
-            self._looked_at = now
+        """Read the decisions of this process at once, and those of other processes now and then."""
+        decided: set[str] = set()
+        while not self.decided.empty():
+            decided.add(self.decided.get())
+        began = time.monotonic()
+        if began > self._look_at:
             self._learn(list(window.undecided()))
+            now = time.monotonic()
+            self._look_at = now + max(_LOOK_SECONDS, _LOOK_PAUSE_FACTOR * (now - began))
+        elif decided:
+            self._learn([each for each in window.undecided() if each.half.copy in decided])
 
     def _learn(self, halves: Sequence[WaitingHalf]) -> None:
         if not halves:
@@ -491,6 +500,7 @@ class GroupTopic:
             return
         except TxnBridgeError as error:
             self._read_again(self._join(deadline))
+            self._scanned.clear()  # what the transaction has stored may become visible late: wait for new barriers
             if isinstance(error, Conflict):  # another resolver has the partition by now
                 return
             if isinstance(error, TransactionAborted):
@@ -562,7 +572,7 @@ class GroupTopic:
     def _trim(self, last: Message, partition: int) -> None:
         now = time.monotonic()
         admin = self._connection.broker.admin
-        if not admin.trims or now - self._trimmed_at < _TRIM_SECONDS:
+        if now - self._trimmed_at < _TRIM_SECONDS:
             return
         self._trimmed_at = now
         try:
@@ -637,8 +647,8 @@ class _CannotBePublished(Exception):
 
 
 def half_topic_name(application: str, group: str) -> str:
-    """Return the name of a group's half topic, which differs for any two groups of any two applications."""
-    return f"_txnbridge-half.{_escaped(application)}.{_escaped(group)}"
+    """Return the name of a group's half topic, without the broker's prefix. Any two groups have different names."""
+    return f"half.{_escaped(application)}.{_escaped(group)}"
 
 
 def _escaped(text: str) -> str:

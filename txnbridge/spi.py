@@ -560,10 +560,6 @@ class Advice:
 class Admin(ABC):
     """A broker's administration: topics, groups, open transactions, and the checks of `txnbridge doctor`."""
 
-    # True if records are deleted by `trim`. If False, the broker itself deletes what all groups have acknowledged, and
-    # nothing else, from topics that were created without a retention.
-    trims: ClassVar[bool] = False
-
     @abstractmethod
     def create_topic(
         self,
@@ -602,9 +598,21 @@ class Admin(ABC):
         it holds back readers. Raise `NotFound` if a topic does not exist.
         """
 
+    # --- for the core's own half store --------------------------------------------------------------------------------
+
+    def internal_name(self, name: str) -> str:
+        """Return the full name of a topic with the core's own records."""
+        return f"_txnbridge-{name}"
+
+    def create_internal_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
+        """Create a topic by its full name, unless it exists. No record may go before its group has acknowledged it.
+
+        Raise `InvalidOption` if it exists with another number of partitions.
+        """
+        self.create_topic(name, partitions, deadline)
+
     def trim(self, partition: Partition, before: Position, deadline: Deadline) -> None:
-        """Delete the messages before a position, or as many of them as the broker can delete."""
-        raise NotImplementedError("leave `trims` False, or provide this")
+        """Delete acknowledged messages of an internal topic, unless the broker does so itself."""
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
         """Return, for each topic, an id that a later topic of the same name does not have.

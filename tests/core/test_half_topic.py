@@ -200,7 +200,7 @@ def test_the_evidence_of_a_half_that_stays_undecided_is_renewed(
 def _places(bridge: Bridge, group: str) -> set[str]:
     """Return the places in the decision log that the records of a half topic name for the slow half."""
     found: set[str] = set()
-    for message in bridge.read(half_topic_name("default", group), 100):
+    for message in bridge.read("_txnbridge-" + half_topic_name("default", group), 100):
         match read_record(message):
             case HalfPart(half) if half.messages[0].value == b"slow":
                 found.add(str(half.log))

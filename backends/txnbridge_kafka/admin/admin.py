@@ -68,8 +68,6 @@ class _Prepared:
 class KafkaAdmin(Admin):
     """Administration of the whole cluster: it also lists and ends the transactions of other programs."""
 
-    trims = True
-
     def __init__(self, cluster: KafkaCluster, context: Context) -> None:
         self._cluster = cluster
         self._settings = cluster.settings
@@ -139,6 +137,12 @@ class KafkaAdmin(Admin):
         # Retention may remove messages between the two requests, so an end is at least the beginning.
         ends, begins = offsets.ends(partitions, deadline), offsets.begins(partitions, deadline)
         return {each: ((begins[each],), (max(begins[each], ends[each]),)) for each in partitions}
+
+    def internal_name(self, name: str) -> str:
+        return self._settings.prefix + name
+
+    def create_internal_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
+        self._topics.create_internal_topic(name, deadline, partitions=partitions)
 
     def trim(self, partition: Partition, before: Position, deadline: Deadline) -> None:
         try:

@@ -145,6 +145,9 @@ class PulsarAdmin(Admin):
                 bounds[topic, number] = self._bounds(name, deadline)
         return bounds
 
+    def internal_name(self, name: str) -> str:
+        return self._settings.prefix + name
+
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
         """Return the topics' ids: the time when the first partition's record in the metadata store was created.
 
