@@ -91,7 +91,7 @@ def half_messages(url: str, threads: int) -> Iterator[Lap]:
 
 
 def backlog(settings: Settings, url: str, report: Report) -> None:
-    """Store undecided half messages; then measure how fast new ones are published, and the memory that all this took."""
+    """Store undecided half messages; then measure how fast new ones are published, and the memory of all this."""
     count, new = (1000, 200) if settings.quick else (BACKLOG, NEW)
     topic, group = unique("bench"), unique("shop")
     with connect(url, writers=THREADS, create_topics=1) as bridge, ThreadPoolExecutor(THREADS) as pool:
