@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-CLAIMS = 15
+CLAIMS = 18
 
 
 def play(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -208,9 +208,14 @@ def as_text(partitions: Iterable[Partition]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
+# While a dead resolver of half messages counts as a member, nothing of its group is published: by default for 45 s.
+_RESOLVERS = {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 2_000}
+
+
 def _connect(settings: KafkaSettings, subscription: Subscription, on_commit: Callable[..., None]) -> ConfluentConsumer:
     """Return a new consumer. Raise `InvalidOption` for settings that the client refuses."""
     protocol = {"group.protocol": settings.group_protocol}
+    resolvers = settings.group_protocol == "classic" and (subscription.group or "").startswith(settings.prefix)
     if settings.group_protocol == "classic":
         protocol["partition.assignment.strategy"] = settings.assignment
     try:
@@ -223,6 +228,7 @@ def _connect(settings: KafkaSettings, subscription: Subscription, on_commit: Cal
                 "fetch.wait.max.ms": 100,
                 # By default the client fetches nothing for a second after its queue was full; this reader is faster.
                 "fetch.queue.backoff.ms": 10,
+                **(_RESOLVERS if resolvers else {}),
                 **settings.client,
                 **settings.consumer,
                 **protocol,

@@ -83,9 +83,11 @@ class Hunt:
             try:
                 yield bridge
             finally:
-                for topic in self._plan.all_topics:
-                    with suppress(TxnBridgeError):
-                        bridge.admin.delete_topic(topic)
+                with suppress(TxnBridgeError):
+                    mine = [topic.name for topic in bridge.admin.topics() if self._plan.prefix in topic.name]
+                    for topic in mine:
+                        with suppress(TxnBridgeError):
+                            bridge.admin.delete_topic(topic)
 
     def work(self, bridge: Bridge) -> None:
         """Start the processes, and let them work for `Plan.seconds`. Inject faults, except in the last quarter."""
