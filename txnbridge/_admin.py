@@ -10,7 +10,7 @@ from txnbridge._half_common import check_decision, half_store
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
 from txnbridge._topic import Topic, check_topic_name
-from txnbridge.capabilities import Capability
+from txnbridge.capabilities import Capability, Level
 from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import Advice, GroupInfo, Half, HalfStore, OpenTransaction, Partition, TopicInfo
 
@@ -187,8 +187,8 @@ class Admin:
     def check(self) -> list[Advice]:
         """Return the broker's settings and states that weaken a guarantee or keep messages from readers."""
         found = self._broker.admin.check(self._deadline())
-        if self._connection.capabilities[Capability.HALF_MESSAGES] and self._broker.half_store() is None:
-            found += self._connection.half_topics().check(self._deadline())
+        if self._connection.capabilities[Capability.HALF_MESSAGES].level is Level.EMULATED:
+            found += half_store(self._connection).check(self._deadline())
         return found
 
     def _end(self, transaction: str, decision: Decision, reason: str) -> Outcome:

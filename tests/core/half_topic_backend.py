@@ -11,15 +11,17 @@ from typing import Any
 from txnbridge_embedded.backend import EmbeddedBackend
 from txnbridge_embedded.broker import EmbeddedBroker
 
-from txnbridge.spi import Backend, Context, Deadline, Url, hookimpl
+from txnbridge.spi import Backend, Capability, Context, Deadline, Url, emulated, hookimpl
 
 
 class _HalfTopicBackend(EmbeddedBackend):
     schemes = ("half-topic",)
+    capabilities = EmbeddedBackend.capabilities.but({Capability.HALF_MESSAGES: emulated("in topics")})
 
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> EmbeddedBroker:
         broker = super().open(url, options, context, deadline)
         broker.half_check_seconds, broker.half_checks = options["half_check_seconds"], options["half_checks"]
+        broker.capabilities = self.capabilities
         broker.half_store = lambda: None  # type: ignore[method-assign]
         return broker
 
