@@ -184,6 +184,9 @@ class HalfTopicStore(HalfStore):
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
         return self._topic(group).checks(limit, deadline)
 
+    def publish(self, group: str, deadline: Deadline) -> None:
+        self._topic(group).checks(0, deadline)
+
     def leave(self, group: str, deadline: Deadline) -> None:
         self._topic(group).leave()
 
@@ -320,7 +323,8 @@ class GroupTopic:
             deadline = Deadline(_DRAIN_SECONDS)
             try:
                 while self.unpublished and not deadline.expired and not self._connection.closed:
-                    self._work(deadline)
+                    with suppress(TxnBridgeError):  # the next one may succeed
+                        self._work(deadline)
             finally:
                 consumer, self._consumer = self._consumer, None
                 self._forget()

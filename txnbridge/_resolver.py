@@ -105,11 +105,8 @@ class Resolver(Service):
         pause = _FIRST_PAUSE
         while not self._stop.asked and not self._connection.closed:
             free = self._free_places()
-            if not free:
-                self._wait_for_a_place()
-                continue
             try:
-                halves = self._due(free)
+                halves = self._due(free) if free else self._publish()
             except TxnBridgeError as error:
                 if self._stop.asked or self._connection.closed:
                     return
@@ -125,6 +122,15 @@ class Resolver(Service):
     def _due(self, limit: int) -> list[Half]:
         with self._connection.call():
             return self._store.checks(self._group, limit, Deadline(_WAIT_SECONDS))
+
+    def _publish(self) -> list[Half]:
+        """Wait for a running check to end, and let the store publish meanwhile; return no half."""
+        with self._connection.call():
+            self._store.publish(self._group, Deadline(_LOOK_SECONDS))
+        with self._changed:
+            if len(self._asking) >= self._parallel:
+                self._changed.wait(_LOOK_SECONDS)
+        return []
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
@@ -208,10 +214,6 @@ class Resolver(Service):
                         self._parallel,
                     )
             return self._parallel - len(self._asking)
-
-    def _wait_for_a_place(self) -> None:
-        with self._changed:
-            self._changed.wait(_LOOK_SECONDS)
 
     def _wait_for_checks(self) -> None:
         """After a stop, wait for running checks until the stop's deadline."""

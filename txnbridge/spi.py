@@ -923,6 +923,12 @@ class HalfStore(ABC):
         No other resolver gets the same half for a while. A half with too many check-backs is parked instead.
         """
 
+    def publish(self, group: str, deadline: Deadline) -> None:
+        """Publish committed halves, while this process can take no more check-backs.
+
+        A store whose broker publishes them does nothing; any other one also publishes them in `checks`.
+        """
+
     def leave(self, group: str, deadline: Deadline) -> None:
         """Note that this process no longer calls `checks` for a group, so that the broker asks other processes."""
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from txnbridge_conformance.observing import eventually, seen, values
 from txnbridge_conformance.plugin import NewTopic
+from txnbridge_conformance.run.sales import Sales
 from txnbridge_conformance.suite.half_messages import *  # noqa: F403
 
 from tests.core import half_topic_backend
@@ -20,7 +23,7 @@ from txnbridge._half_records import HalfPart, StoredHalf, read_record
 from txnbridge._half_topic import GroupTopic, HalfTopicStore, half_topic_name
 from txnbridge._half_window import PartitionWindow, Scanned
 from txnbridge.spi import HalfMessage
-from txnbridge.testing import listening
+from txnbridge.testing import crash_everywhere, listening
 
 COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
 
@@ -102,6 +105,26 @@ def test_a_half_that_was_moved_is_published_at_once_and_in_order(
             assert any(each["moved"] for each in passes)
             eventually(lambda: any(each["dropped"] for each in passes), "the copy that was moved is dropped")
     assert values(seen(bridge, topic)) == [b"fast", b"slow", b"behind"]
+
+
+def test_a_check_that_hangs_does_not_keep_others_from_being_published(bridge: Bridge, topic: str, group: str) -> None:
+    asked, held = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> Decision:
+        asked.set()
+        held.wait(60)
+        return COMMIT
+
+    with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+        sales.close()
+        with bridge.resolver(group, check=hang, parallel=1):
+            with sales.transaction(UNDECIDED, timeout=0.5) as txn:
+                txn.send(topic, b"asked about")
+            assert asked.wait(60)
+            sell(sales, topic, b"1")
+            eventually(lambda: values(seen(bridge, topic)) == [b"1"], "it is published")
+            held.set()
+            eventually(lambda: values(seen(bridge, topic)) == [b"1", b"asked about"], "the other one is, too")
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -205,6 +228,54 @@ def _places(bridge: Bridge, group: str) -> set[str]:
             case HalfPart(half) if half.messages[0].value == b"slow":
                 found.add(str(half.log))
     return found
+
+
+def shop(url: str) -> None:
+    """Sell three times, and wait until all that was sold, also by an earlier run that was killed, is published."""
+    books = Sales(_books_of(url))
+    with connect(url, create_topics=1) as bridge:
+        check = lambda id, _: books.decide(id, ABORT)  # noqa: E731
+        with bridge.half_messages("shop", execute=lambda txn, d: books.decide(txn.id, d), check=check) as sales:
+            for decision in (COMMIT, ABORT, COMMIT):
+                with sales.transaction(decision, timeout=2) as txn:
+                    txn.send("orders", txn.id)
+                    txn.send("audit", txn.id)
+            eventually(lambda: sold(bridge, "audit") >= committed(books), "all is published")
+
+
+def _books_of(url: str) -> Path:
+    return Path(url.partition(":")[2].partition("?")[0]).with_name("books.db")
+
+
+def committed(books: Sales) -> set[str]:
+    return {id for id, decision in books.all().items() if decision is COMMIT}
+
+
+def sold(bridge: Bridge, topic: str) -> set[str]:
+    return {str(message.value, "ascii") for message in bridge.read(topic, 1000)}
+
+
+def agrees(url: str) -> None:
+    """Check that the database and both topics have the same sales, each once."""
+    with connect(url, create_topics=1) as bridge:
+        for topic in ("orders", "audit"):
+            found = [str(message.value, "ascii") for message in bridge.read(topic, 1000)]
+            assert sorted(found) == sorted(committed(Sales(_books_of(url))))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_database_and_topics_agree_wherever_a_seller_dies(tmp_path: Path) -> None:
+    folders = (tmp_path / str(number) for number in itertools.count())
+
+    def fresh() -> str:
+        folder = next(folders)
+        folder.mkdir()
+        return f"half-topic:{folder}/broker.db?lease_seconds=1.5&half_check_seconds=0.2"
+
+    points = crash_everywhere(shop, agrees, fresh=fresh, timeout=120, at_once=2)
+    walked = {point.event.partition("/")[0] for point in points}
+    assert {"half.store", "half.end", "half.publish", "decision.append", "commit"} <= walked
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
