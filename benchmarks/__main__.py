@@ -15,11 +15,12 @@ NAMES += (
     "kafka_token",
     "kafka_small",
     "kafka_process",
+    "kafka_half_messages",
 )  # these start a broker
 NAMES += ("pulsar_write", "pulsar_read", "pulsar_process", "pulsar_commit", "pulsar_memory", "pulsar_spark")
+NAMES += ("pulsar_half_messages",)
 NAMES += ("rocketmq_write", "rocketmq_read", "rocketmq_recover")
 NAMES += ("outbox",)  # this starts PostgreSQL and Kafka
-NAMES += ("half_messages",)  # and this Kafka and Pulsar
 NAMES += ("spark_write", "spark_read", "spark_recover")  # and these Kafka and Spark
 
 

@@ -238,8 +238,8 @@ def shop(url: str) -> None:
         with bridge.half_messages("shop", execute=lambda txn, d: books.decide(txn.id, d), check=check) as sales:
             for decision in (COMMIT, ABORT, COMMIT):
                 with sales.transaction(decision, timeout=2) as txn:
-                    txn.send("orders", txn.id)
-                    txn.send("audit", txn.id)
+                    txn.send("orders", txn.id.encode())
+                    txn.send("audit", txn.id.encode())
             eventually(lambda: sold(bridge, "audit") >= committed(books), "all is published")
 
 

@@ -1,4 +1,4 @@
-"""Half messages of one message each on Kafka and Pulsar, beside transactions of one message there.
+"""Half messages of one message each, beside transactions of one message on the same broker.
 
 The contenders have 1 and 16 threads on one bridge. A half message counts once its block has ended as COMMITTED; what
 the resolver has not published by then is waited for at the end of each round, within the round's time. The last figures
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
-from benchmarks import _kafka, _pulsar
 from benchmarks._harness import (
     Estimate,
     Lap,
@@ -24,7 +23,6 @@ from benchmarks._harness import (
     alternate,
     at_least,
     at_most,
-    run,
     speed,
     unique,
 )
@@ -112,27 +110,17 @@ def backlog(settings: Settings, url: str, report: Report) -> None:
     report.figure(f"{what}: memory", Estimate.single(memory), "MiB", at_most(300))
 
 
-def on(settings: Settings, name: str, broker: Callable[[], AbstractContextManager[str]]) -> None:
-    with broker() as url:
-        report = Report(settings, f"{name}: half messages of one message")
-        for threads in (1, THREADS):
-            found = alternate(
-                settings,
-                {
-                    "transactions": lambda threads=threads: transactions(url, threads),  # type: ignore[misc]
-                    "half messages": lambda threads=threads: half_messages(url, threads),  # type: ignore[misc]
-                },
-            )
-            ratio = speed(found["half messages"], found["transactions"])
-            report.figure(f"half messages / transactions, {threads} threads", ratio, "", at_least(0.5))
-            report.figure(f"half messages a second, {threads} threads", a_second(found["half messages"]))
-        backlog(settings, url, report)
-
-
-def measure(settings: Settings) -> None:
-    on(settings, "Kafka", _kafka.broker)
-    on(settings, "Pulsar", _pulsar.broker)
-
-
-if __name__ == "__main__":
-    run(measure)
+def measure_on(settings: Settings, name: str, url: str) -> None:
+    report = Report(settings, f"{name}: half messages of one message")
+    for threads in (1, THREADS):
+        found = alternate(
+            settings,
+            {
+                "transactions": lambda threads=threads: transactions(url, threads),  # type: ignore[misc]
+                "half messages": lambda threads=threads: half_messages(url, threads),  # type: ignore[misc]
+            },
+        )
+        ratio = speed(found["half messages"], found["transactions"])
+        report.figure(f"half messages / transactions, {threads} threads", ratio, "", at_least(0.5))
+        report.figure(f"half messages a second, {threads} threads", a_second(found["half messages"]))
+    backlog(settings, url, report)
