@@ -187,11 +187,12 @@ def test_a_parked_half_is_ended_by_an_administrator(
         eventually(lambda: sorted(map(str, values(seen(bridge, topic)))) == wanted, "it is ended")
 
 
+@pytest.mark.parametrize("second_copy", [0.0, 60.0])
 def test_the_evidence_of_a_half_that_stays_undecided_is_renewed(
-    txnbridge_url: str, bridge: Bridge, topic: str, group: str, with_timing: Callable[..., None]
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str, with_timing: Callable[..., None], second_copy: float
 ) -> None:
-    """Its owner, whose copy has the older evidence, follows the claims to the newest evidence."""
-    with_timing(half_evidence=0.0, half_active=0.0)
+    """Its owner, whose copy has the older evidence, follows the claims to the newest; so do readers of that copy."""
+    with_timing(half_evidence=0.0, half_active=0.0, half_second_copy=second_copy)
     renewed = threading.Event()
 
     def note(event: Event) -> None:
