@@ -16,9 +16,9 @@ _MAX_REASON = 1000
 
 
 def dead_letter_headers(
-    message: Message, group: str, error: BaseException, attempts: int
+    message: Message, group: str, error: BaseException, attempts: int, transaction: str
 ) -> list[tuple[str, bytes | None]]:
-    """Return the headers of a dead letter: the message's own, then its original topic and place, and the reason."""
+    """Return the headers of a dead letter: the message's own, then the reason, its original place and who sent it."""
     ours = {
         # The reason may contain data of the message, because readers of this topic get the message anyway.
         "reason": reason_of(error)[:_MAX_REASON],
@@ -28,6 +28,7 @@ def dead_letter_headers(
         "timestamp": str(message.timestamp),
         "group": group,
         "attempts": str(attempts),
+        "transaction": transaction,
     }
     return [
         *without_ours(message.headers),
@@ -81,7 +82,7 @@ class DeadLetters:
                     raw, poison, f"and so were the {in_a_row - 1} before it: more than max_dead_letters_in_a_row"
                 )
             assert self.topic is not None
-            headers = dead_letter_headers(raw, self._group, poison, attempts)
+            headers = dead_letter_headers(raw, self._group, poison, attempts, txn.id)
             txn.send(self.topic, raw.value, key=raw.key, headers=headers)
         return in_a_row if behind == len(batch) else 0
 

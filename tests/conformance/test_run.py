@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from txnbridge_conformance.checker import MEANINGS, check
 from txnbridge_conformance.contract import ContractResult
-from txnbridge_conformance.history import History
+from txnbridge_conformance.history import History, Recorder, read_history
 from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.report import Report
+from txnbridge_conformance.run.client import Client, text_of
 from txnbridge_conformance.run.plan import Plan
 from txnbridge_conformance.run.processes import Process
+from txnbridge_conformance.run.processing import ProcessorRecording
 from txnbridge_conformance.run.verdict import judge
 
 from tests.conformance import broken
 from tests.conformance.broken import scheme_of
-from txnbridge import connect
+from txnbridge import Event, Headers, Message, connect
+from txnbridge._deadletters import PREFIX
 from txnbridge.testing import Child, tell
 
 ROOT = Path(__file__).parents[2]
@@ -207,3 +211,25 @@ def test_a_wrong_call_says_what_is_wrong(arguments, code, text, tmp_path):
 def test_the_page_explains_every_finding():
     page = (ROOT / "docs" / "conformance.md").read_text()
     assert [name for name, meaning in MEANINGS.items() if f"| `{name}` | {meaning} |" not in page] == []
+
+
+def test_an_aborted_dead_letter_and_the_one_that_repeats_it_have_different_values(tmp_path):
+    recorder = Recorder(tmp_path / "p.jsonl", "p", "c")
+    plan = Plan("embedded:", "a", 1, 1.0, str(tmp_path))
+    recording = ProcessorRecording(Client(plan, "p", recorder, random.Random(1)), "g", "dead")
+    poison = Message("source", 0, (0,), None, b"feed/1", Headers(), 0, 1, None)
+    attempts: list[tuple[str, str, Literal["before", "after"]]] = [
+        ("T1", "abort", "before"),
+        ("T2", "commit", "after"),
+    ]
+    for transaction, end, phase in attempts:
+        for name in "reader.poll", "transaction.begin", "message.send", end:
+            at = phase if name == end else "before"
+            recording.txnbridge_event(Event(name, at, 0, 0, "b", transaction, {"topic": "dead"}))
+            if name == "transaction.begin":
+                recording.handle(poison, poison=True)
+    recorder.close()
+    sent = [values for _, _, (values,) in read_history([tmp_path]).sends]
+    headers = [Headers([(f"{PREFIX}transaction", name)]) for name in (b"T1", b"T2")]
+    letters = [poison._replace(topic="run-dead", headers=each) for each in headers]
+    assert sent == [text_of(letter) for letter in letters] == ["dead:feed/1 in T1", "dead:feed/1 in T2"]

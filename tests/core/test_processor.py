@@ -74,6 +74,7 @@ class Committed:
     """What one transaction committed."""
 
     def __init__(self, writer: MemoryWriter) -> None:
+        self.id = writer.id
         self.sent = [(topic, value) for topic, value, *_ in writer.sent]
         self.full = list(writer.sent)
         self.acked = [position[0] for _, told in writer.acked for found in told.values() for position in found]
@@ -87,6 +88,7 @@ class MemoryWriter(ToyWriter):
 
     def begin(self, begin: Begin) -> None:
         super().begin(begin)
+        self.id = begin.transaction
         self.sent, self.acked = [], []
         self.broker.begun += 1
 
@@ -517,7 +519,8 @@ def test_a_dead_letter_is_the_original_with_its_reason(room):
     room.broker.reader = with_headers
     handler = Failing(b"\xff\x00", OSError("down"), *[ValueError("bad\n  value")] * 2)
     room.run(each=handler, dead_letter=Topic("dead", codecs.json), poison=[ValueError])
-    ((topic, value, key, pairs, partition, timestamp),) = room.broker.committed[0].full
+    committed = room.broker.committed[0]
+    ((topic, value, key, pairs, partition, timestamp),) = committed.full
     assert (topic, value, key, partition, timestamp) == ("dead", b"\xff\x00", b"\xfe", None, None)
     assert list(pairs) == [
         ("kind", b"new"),
@@ -529,6 +532,7 @@ def test_a_dead_letter_is_the_original_with_its_reason(room):
         ("txnbridge-dead-timestamp", b"42"),
         ("txnbridge-dead-group", b"g"),
         ("txnbridge-dead-attempts", b"2"),
+        ("txnbridge-dead-transaction", committed.id.encode()),
     ]
 
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from txnbridge_pulsar.admin import doctor
-from txnbridge_pulsar.client import Compression, PulsarClient, RequestTimedOut, TxnId
+from txnbridge_pulsar.client import BrokerConnectionLost, Compression, PulsarClient, RequestTimedOut, TxnId
+from txnbridge_pulsar.client.errors import server_error
 from txnbridge_pulsar.outcome import in_doubt, late_writes
 from txnbridge_pulsar.outcome import outcome as outcome_module
+from txnbridge_pulsar.outcome.end_delivery import Participants
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
+from txnbridge_pulsar.read.partition import PulsarPartition
 from txnbridge_pulsar.settings.timing import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.write import owner as owner_module
 from txnbridge_pulsar.write import prepared, writer
+from txnbridge_pulsar.write.acks import PulsarAckContext
 from txnbridge_pulsar.write.batching import TransactionProducer
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord, ProofLocation
 from txnbridge_pulsar.write.owner import PulsarOwner
@@ -31,6 +36,7 @@ from tests.pulsar.kit import Kept
 from txnbridge import (
     AccessDenied,
     BrokerUnavailable,
+    Conflict,
     DeadlineExceeded,
     DeliveryFailed,
     EvidenceLost,
@@ -139,16 +145,40 @@ def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(
 
 def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
+
+    def deliver(_: object, txn: object, commit: bool, participants: Participants, deadline: object) -> bool:
+        told.extend(participants.topics)
+        return True
+
     monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
-    monkeypatch.setattr(
-        outcome_module,
-        "deliver_everywhere",
-        lambda _, txn, commit, participants, deadline: told.extend(participants.topics),
-    )
+    monkeypatch.setattr(outcome_module, "deliver_everywhere", deliver)
     token = Token("pulsar", "cluster", "app/host/1", TokenEvidence(TXN, PROOF_LOCATION).fields(), True)
     ledger: Any = None
     assert outcome_module.end_prepared(cluster_with(), token, True, ledger, Deadline(SOON)) is Outcome.COMMITTED
     assert told == [PROOF_LOCATION.topic]
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [(BrokerConnectionLost("its broker is away"), False), (server_error(4, "superusers only"), True)],
+)
+def test_a_commit_is_known_only_when_brokers_could_be_asked_whether_it_has_arrived_everywhere(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, known: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    requests = SimpleNamespace(end_on_partition=lambda *_: None, end_on_subscription=refuse)
+    cluster = cluster_with(client=SimpleNamespace(transactions=requests))
+    participants = Participants(("topic",), (("topic", "group"),))
+    token = Token("p", "c", "a/b/1", TokenEvidence(TXN, PROOF_LOCATION, True, participants).fields(), True)
+    monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
+    monkeypatch.setattr(outcome_module, "_committed_by_proof", lambda *_: True)
+    ledger: Any = None
+    with nullcontext() if known else pytest.raises(OutcomeUnknown, match="Commit it again"):
+        assert outcome_module.end_prepared(cluster, token, True, ledger, Deadline(SOON)) is Outcome.COMMITTED
+    ended = AnnouncedTransaction("a/b/1", TXN, ("topic",), (("topic", "group"),), PROOF_LOCATION)
+    assert outcome_module.confirm_by_proof(cluster, ended, Deadline(SOON)) is known
 
 
 AWAY = BrokerUnavailable("its broker is away")
@@ -507,3 +537,26 @@ def test_the_doctor_tells_of_a_group_whose_store_never_opens(states: list[str]) 
     assert [(each.level, each.subject) for each in found] == (
         [("problem", "group billing/eu")] if states == ["Initializing"] else []
     )
+
+
+# --- acknowledgements -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("indexes", "refused"), [((1,), True), ((0, 1), False)], ids=["part", "whole"])
+def test_no_part_of_an_entry_is_acknowledged_whose_partition_may_be_with_the_next_member(
+    indexes: tuple[int, ...], refused: bool
+) -> None:
+    class Answer:
+        def result(self, timeout: float) -> None:
+            consumer.active = False  # the broker has said so before it answered
+
+    consumer: Any = SimpleNamespace(generation=1, activations=1, active=True, lost=None, arrived=0, all_taken=True)
+    consumer.start_acknowledge = lambda *_, timeout: [Answer()]
+    partition = PulsarPartition(("t", 0), "t", consumer, True, 100)
+    partition.arrive(None, (7, 0, 0))
+    partition._outstanding[7, 0], partition._sizes[7, 0] = 0b11, 2
+    context = PulsarAckContext("group", False, {("t", 0): partition}, threading.Lock())
+    sent = context.acknowledge(TXN, {("t", 0): [(7, 0, index) for index in indexes]}, Deadline(SOON))
+    for _ in range(2):
+        with pytest.raises(Conflict, match="left this reader") if refused else nullcontext():
+            sent.settle(Deadline(SOON))

@@ -106,25 +106,27 @@ def _unpacked(sets: Mapping[str, str]) -> Iterator[str]:
 
 def deliver_everywhere(
     cluster: ClusterAccess, txn: TxnId, commit: bool, participants: Participants, deadline: Deadline
-) -> None:
+) -> bool:
     """End a transaction again on each participant, for topics that were unloaded during the first end.
 
-    Errors are logged, not raised, because the outcome is decided. If authorization is on, only a superuser may do this.
+    Return False if a participant's broker cannot be reached by the deadline: then the end has to be sent again later.
+    Refusals are only logged, because the outcome is decided. If authorization is on, only a superuser may do this.
     """
 
-    def tell(target: tuple[str, str | None]) -> None:
+    def tell(target: tuple[str, str | None]) -> bool:
         try:
             _end_on(cluster, txn, commit, *target, deadline)
         except wire.PulsarError as error:
             _log.debug("ending transaction %s again on %s: %s", txn, target[0], error)
+            return isinstance(error, wire.ServerError) and not error.retriable
+        return True
 
     targets: list[tuple[str, str | None]] = [
         *((topic, None) for topic in participants.topics),
         *participants.subscriptions,
     ]
-    if targets:
-        with ThreadPoolExecutor(min(_PARALLEL_DELIVERIES, len(targets))) as pool:
-            list(pool.map(tell, targets))
+    with ThreadPoolExecutor(_PARALLEL_DELIVERIES) as pool:
+        return all(list(pool.map(tell, targets)))
 
 
 def _end_on(

@@ -170,7 +170,11 @@ def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError
 
 
 def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction by its token; return the true outcome, which another process may have decided."""
+    """End a prepared transaction by its token; return the true outcome, which another process may have decided.
+
+    Raise `OutcomeUnknown` if the outcome is not known, and also if a commit may not have reached all participants,
+    because a broker is away: then the commit has to be requested again.
+    """
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
         raise InvalidToken("this token is damaged: it has no id of the prepared transaction")
@@ -187,9 +191,12 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Led
     if outcome is Outcome.COMMITTED:
         # The topics include the proof topic, even if the token had no room for others: the slot's next transaction ends
         # on it.
-        deliver_everywhere(
-            cluster, evidence.txn, True, Participants(topics, evidence.participants.subscriptions), deadline
-        )
+        participants = Participants(topics, evidence.participants.subscriptions)
+        if not deliver_everywhere(cluster, evidence.txn, True, participants, deadline):
+            raise OutcomeUnknown(
+                f"{evidence.txn} is committed, but brokers are away, and on some of its topics and groups the commit"
+                " may be missing, so that a later transaction would take it back there. Commit it again"
+            )
     return outcome
 
 
@@ -208,8 +215,8 @@ def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadli
     """Find by its proof the outcome of a transaction that its coordinator has forgotten; return whether it is known.
 
     Until then no other transaction may end on the same topics. If the transaction was committed, deliver the commit to
-    all its participants again. On a topic that the commit has not reached, the end of the next transaction would take
-    the commit back.
+    all its participants again; the outcome counts as known when all are reached. On a topic that the commit has not
+    reached, the end of the next transaction would take the commit back.
     """
     try:
         committed = _committed_by_proof(cluster, ended.proof, ended.txn, deadline)
@@ -219,7 +226,7 @@ def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadli
     if committed is None and cluster.rest is not None:
         committed = has_undelivered_commit(cluster, cluster.rest, ended.txn, ended.topics, deadline)
     if committed:
-        deliver_everywhere(cluster, ended.txn, True, Participants(ended.topics, ended.subscriptions), deadline)
+        return deliver_everywhere(cluster, ended.txn, True, Participants(ended.topics, ended.subscriptions), deadline)
     return committed is not None
 
 

@@ -7,6 +7,7 @@ an empty body, is its key.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 from txnbridge import Bridge, Capability
 
@@ -18,7 +19,9 @@ _OVERHEAD = 4096
 
 _PADDING = "|"
 # The values of dead letters have this prefix, because each value of a history belongs to one message.
-DEAD = "dead:"
+_DEAD = "dead:"
+# The header of a dead letter with the transaction that sent it.
+_SENDER = "txnbridge-dead-transaction"
 
 
 class Bodies:
@@ -47,8 +50,20 @@ class Bodies:
         return value.encode() + _PADDING.encode() * max(0, size - len(value))
 
 
-def value_of(topic: str, body: bytes | None, key: bytes | str | None) -> str:
-    """Return the message's name in the history: it is in the body, or in the key of a message without a body."""
+def value_of(topic: str, body: bytes | None, key: bytes | str | None, headers: Mapping[str, str]) -> str:
+    """Return the message's name in the history: it is in the body, or in the key of a message without a body.
+
+    The name of a dead letter has also the transaction that sent it.
+    """
     text = body or key or b""
     value = text if isinstance(text, str) else text.decode(errors="replace")
-    return (DEAD if topic.endswith("-dead") else "") + value.partition(_PADDING)[0]
+    value = value.partition(_PADDING)[0]
+    return dead_value(value, headers.get(_SENDER, "")) if topic.endswith("-dead") else value
+
+
+def dead_value(value: str, transaction: str) -> str:
+    """Return the name in the history of a dead letter that a transaction sends for the message with this value.
+
+    A transaction that is aborted, and the one that repeats its work, send dead letters for the same message.
+    """
+    return f"{_DEAD}{value} in {transaction}"

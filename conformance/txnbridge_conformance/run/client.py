@@ -237,7 +237,7 @@ class Client:
 
 def text_of(message: Message) -> str:
     """Return the value by which a history names a message of the run."""
-    return value_of(message.topic, message.value, message.key)
+    return value_of(message.topic, message.value, message.key, message.headers)
 
 
 def read_of(message: Message) -> tuple[str, int, Sequence[int], str]:

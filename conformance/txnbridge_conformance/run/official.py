@@ -58,7 +58,9 @@ def read_kafka(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
         for message in consumer.consume(10_000, 1):
             error = message.error()
             if error is None:
-                value = value_of(str(message.topic()), message.value(), message.key())
+                pairs: Any = message.headers() or ()
+                headers = {name: (value or b"").decode(errors="replace") for name, value in pairs}
+                value = value_of(str(message.topic()), message.value(), message.key(), headers)
                 yield str(message.topic()), int(message.partition() or 0), [int(message.offset() or 0)], value
             elif error.code() == KafkaError._PARTITION_EOF:
                 left.discard((message.topic(), message.partition()))
@@ -77,7 +79,12 @@ def read_pulsar(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
             with suppress(pulsar.Timeout):  # an open transaction holds back the rest
                 while reader.has_message_available():
                     message = reader.read_next(_HELD_BACK_MS)
-                    yield topic, number, None, value_of(topic, message.data(), message.partition_key())
+                    yield (
+                        topic,
+                        number,
+                        None,
+                        value_of(topic, message.data(), message.partition_key(), message.properties()),
+                    )
             reader.close()
     client.close()
 
@@ -107,7 +114,7 @@ def read_rocketmq(plan: Plan, topics: Sequence[str]) -> Iterator[Line]:
                 # Only the receipt handle tells the place: its seventh and eighth fields are queue and offset.
                 queue, offset = message.receipt_handle.split(" ")[6:8]
                 body = b"" if "txnbridge.value" in message.properties else message.body  # else a placeholder
-                value = value_of(message.topic, body, next(iter(message.keys), ""))
+                value = value_of(message.topic, body, next(iter(message.keys), ""), message.properties)
                 found[message.topic, int(queue), int(offset)] = value
                 until = time.monotonic() + _STANDSTILL_SECONDS
     yield from ((topic, queue, [offset], value) for (topic, queue, offset), value in sorted(found.items()))

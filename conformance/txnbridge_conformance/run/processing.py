@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from txnbridge import Event, Message, errors, hookimpl
 from txnbridge_conformance.history import RecordedCall, Result
-from txnbridge_conformance.run.bodies import DEAD
+from txnbridge_conformance.run.bodies import dead_value
 from txnbridge_conformance.run.client import Client, read_of, text_of
 
 
@@ -43,8 +43,9 @@ class ProcessorRecording:
                 self._call = self._client.start_transaction(transaction=event.transaction)
                 self._dead = 0
             case "message.send", "before" if event.data["topic"] == self._dead_letters:
-                assert self._call is not None
-                self._call.send(self._dead_letters, 0, [DEAD + text_of(self._poison[self._dead])])
+                assert self._call is not None and event.transaction is not None
+                value = dead_value(text_of(self._poison[self._dead]), event.transaction)
+                self._call.send(self._dead_letters, 0, [value])
                 self._dead += 1
             case "ack", "before":
                 self._note_acknowledged(event.data["messages"])
