@@ -26,12 +26,13 @@ class HalfDecisions:
     and decides nothing.
     """
 
-    def __init__(self, logs: DecisionLogs, connection: Connection) -> None:
+    def __init__(self, logs: DecisionLogs, connection: Connection, application: str) -> None:
         self._logs = logs
         self._connection = connection
+        self.application = application
 
     def _log(self, deadline: Deadline) -> Decisions:
-        return self._logs.shared(self._connection.identity.application, deadline)
+        return self._logs.shared(self.application, deadline)
 
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
         return self._log(deadline).begin(timeout=deadline)

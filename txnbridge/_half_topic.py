@@ -21,7 +21,7 @@ import re
 import string
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -79,6 +79,7 @@ _LONGEST_PAUSE_FACTOR = 8
 # The delay in seconds of halves that were not asked about yet: about the time from their storing to that.
 _FIRST_DELAY = 5.0
 _LONGEST_NAME = 100
+_PREFIX = "half."
 _PLAIN = (string.ascii_letters + string.digits + "-").encode()
 # The interval at which acknowledged records are deleted.
 _TRIM_SECONDS = 10.0
@@ -97,7 +98,8 @@ class HalfTopicStore(HalfStore):
         self._connection = consumers.connection
         self._begin = begin
         self._create_topics = create_topics
-        self._decisions = HalfDecisions(logs, self._connection)
+        self._logs = logs
+        self._decisions = HalfDecisions(logs, self._connection, self._connection.identity.application)
         self._guard = threading.Lock()
         self._topics: dict[str, GroupTopic] = {}
         self._targets: dict[str, int] = {}  # the number of partitions of each topic to which halves were sent
@@ -200,21 +202,25 @@ class HalfTopicStore(HalfStore):
         topic.resume(half.transaction, deadline)
 
     def check(self, deadline: Deadline) -> list[Advice]:
-        """Return the doctor's findings about this application's half topics."""
-        found: list[Advice] = []
+        """Return the doctor's findings about half topics of all applications."""
         admin = self._connection.broker.admin
-        prefix = admin.internal_name(half_topic_name(self._connection.identity.application, ""))
-        for name in [topic.name for topic in admin.topics(deadline) if topic.name.startswith(prefix)]:
-            group = _unescaped(name.removeprefix(prefix))
-            if halves := self._topic(group).parked(deadline):
-                text = f"{len(halves)} are parked: their check-backs had no decision, or they cannot be published"
-                remedy = f"txnbridge resolver parked --group {group}"
-                found.append(Advice("problem", f"half messages of group {group!r}", text, remedy))
-            if self._connection.capabilities[Capability.GROUP_ADMIN] and not admin.groups(deadline).get(name):
-                text = "no process of the group publishes committed ones, or answers check-backs"
-                remedy = f"txnbridge resolver run --group {group} --check MODULE:NAME"
-                found.append(Advice("warning", f"half messages of group {group!r}", text, remedy))
-        return found
+        prefix = admin.internal_name(_PREFIX)
+        names = [topic.name for topic in admin.topics(deadline) if topic.name.startswith(prefix)]
+        has_members = self._connection.capabilities[Capability.GROUP_ADMIN]
+        members = admin.groups(deadline) if names and has_members else dict.fromkeys(names, 1)
+        return [advice for name in names for advice in self._check(name, prefix, members.get(name, 0), deadline)]
+
+    def _check(self, name: str, prefix: str, members: int, deadline: Deadline) -> Iterator[Advice]:
+        application, _, group = (_unescaped(part) for part in name.removeprefix(prefix).partition("."))
+        decisions = HalfDecisions(self._logs, self._connection, application)
+        topic = GroupTopic(self._consumers, self._begin, decisions, group)
+        subject, arguments = f"half messages of group {group!r}", f"--group {group} --application {application}"
+        if halves := topic.parked(deadline):
+            text = f"{len(halves)} are parked: their check-backs had no decision, or they cannot be published"
+            yield Advice("problem", subject, text, f"txnbridge resolver parked {arguments}")
+        if not members:
+            text = "no process of the group is open to publish committed ones and to answer check-backs"
+            yield Advice("warning", subject, text, f"txnbridge resolver run --check MODULE:NAME {arguments}")
 
 
 class GroupTopic:
@@ -229,7 +235,7 @@ class GroupTopic:
         self._begin = begin
         self._decisions = decisions
         self._group = group
-        name = half_topic_name(self._connection.identity.application, group)
+        name = half_topic_name(decisions.application, group)
         self._name = self._connection.broker.admin.internal_name(name)
         self._turn = threading.Lock()
         self._consumer: RawConsumer | None = None
@@ -616,9 +622,13 @@ class GroupTopic:
 
     def parked(self, deadline: Deadline) -> list[StoredHalf]:
         """Return the halves in the parked partition that are neither decided nor resumed."""
-        self._create(deadline)
+        try:
+            bounds = self._connection.broker.admin.bounds([self._name], deadline)
+        except NotFound:  # the group has stored no half yet
+            return []
+        self._partitions = len(bounds)
         place = (self._name, self._parked)
-        start, end = self._connection.broker.admin.bounds([self._name], deadline)[place]
+        start, end = bounds[place]
         if start >= end:
             return []
         found: dict[str, StoredHalf] = {}
@@ -652,7 +662,7 @@ class _CannotBePublished(Exception):
 
 def half_topic_name(application: str, group: str) -> str:
     """Return the name of a group's half topic, without the broker's prefix. Any two groups have different names."""
-    return f"half.{_escaped(application)}.{_escaped(group)}"
+    return f"{_PREFIX}{_escaped(application)}.{_escaped(group)}"
 
 
 def _escaped(text: str) -> str:

@@ -19,13 +19,16 @@ _WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED}
 command = _common.Group("resolver", help="Answer check-backs of half messages, and list and end parked ones.")
 
 group_option = click.option("--group", metavar="NAME", required=True, help="The group of the half messages.")
+application_option = click.option(
+    "--application", metavar="NAME", help="The application whose half messages these are, as in connect()."
+)
 
 
 @_common.command("run")
 @group_option
 @click.option("--check", metavar="MODULE:NAME", required=True, help="check(transaction_id, messages) -> Decision")
 @click.option("--parallel", metavar="N", type=click.IntRange(1), default=4, show_default=True, help="Checks at once.")
-@click.option("--application", metavar="NAME", help="The application whose half messages these are, as in connect().")
+@application_option
 def run(cli: Cli, group: str, check: str, parallel: int, application: str | None) -> None:
     """Answer check-backs by the function NAME of MODULE, found from the current folder, until SIGTERM or Ctrl-C.
 
@@ -47,8 +50,9 @@ def run(cli: Cli, group: str, check: str, parallel: int, application: str | None
 
 @_common.command("parked", help="List parked half messages: they had too many check-backs without a decision.")
 @group_option
-def parked(cli: Cli, group: str) -> None:
-    with cli.look() as bridge:
+@application_option
+def parked(cli: Cli, group: str, application: str | None) -> None:
+    with cli.look(application=application) as bridge:
         found = bridge.admin.parked(group)
     if cli.json:
         cli.document([_as_json(half) for half in found])
@@ -76,9 +80,10 @@ def _as_json(half: Half) -> dict[str, object]:
 
 @_common.command("resume", help="Start the check-backs of a parked half message again.")
 @group_option
+@application_option
 @click.argument("transaction")
-def resume(cli: Cli, group: str, transaction: str) -> None:
-    with cli.look() as bridge:
+def resume(cli: Cli, group: str, application: str | None, transaction: str) -> None:
+    with cli.look(application=application) as bridge:
         bridge.admin.resume(group, transaction)
     if cli.json:
         cli.document({"transaction": transaction, "resumed": True})
@@ -88,17 +93,18 @@ def resume(cli: Cli, group: str, transaction: str) -> None:
 def _ending(decision: Decision, help: str) -> click.Command:
     @_common.command(decision.value, help=help)
     @group_option
+    @application_option
     @click.argument("transaction")
     @click.option("--yes", is_flag=True, help="Really do it.")
     @click.option("--reason", metavar="TEXT", help="The reason for overriding the application; it is logged.")
-    def end(cli: Cli, group: str, transaction: str, yes: bool, reason: str | None) -> ExitCode:
+    def end(cli: Cli, group: str, application: str | None, transaction: str, yes: bool, reason: str | None) -> ExitCode:
         if not (yes and reason):
             if cli.json:
                 cli.document({"transaction": transaction, "would": decision.value})
             cli.say(f"would {decision.value} half-message transaction {transaction} of group {group}")
             cli.say("do it with --yes and --reason TEXT")
             return ExitCode.USAGE
-        with cli.look() as bridge:
+        with cli.look(application=application) as bridge:
             outcome = bridge.admin.end_parked(group, transaction, decision, reason=reason)
         _log.warning(
             "half-message transaction %s: %s by hand, it is %s; reason: %s",
