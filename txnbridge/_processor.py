@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from txnbridge._connection import ConnectionUser
 from txnbridge._consumer import RawConsumer, topic_list
@@ -26,7 +26,7 @@ from txnbridge._failure_policy import ExceptionClasses, FailurePolicy, require_n
 from txnbridge._handler_errors import handler_location, loggable
 from txnbridge._loop_shutdown import Shutdown, StopNow
 from txnbridge._messages import Batch, Message
-from txnbridge._pass_transaction import PassDatabase, PassTransaction
+from txnbridge._pass_transaction import CommitRefused, PassDatabase, PassTransaction
 from txnbridge._polled_batch import PolledBatch
 from txnbridge._topic import Topic, as_topic
 from txnbridge._transaction_state import State
@@ -470,7 +470,7 @@ class Processor(ConnectionUser):
                 if txn.state is State.OPEN:  # otherwise the end of the block raises the transaction's error
                     in_a_row = self._dead_letters.send(done, txn, attempts=self._failures + 1)
                     txn.ack(done.raws)
-                    txn.commit()
+                    self._commit(done, txn)
         finally:
             self._transaction = None
         self._dead_letters.in_a_row = in_a_row
@@ -522,12 +522,28 @@ class Processor(ConnectionUser):
         try:
             batch(Batch(list(map(items.messages.__getitem__, good))), txn)
         except Exception as error:
-            self._policy.raise_unless_poison(error, txn, [items.raws[index] for index in good])
-            culprit = items.index_named_by(error)
-            if culprit is None:
-                raise _PoisonHidden from error
-            items.mark_poison(culprit, error)
-            raise _PoisonFound from error
+            self._find_poison(error, items, txn)
+
+    def _commit(self, items: PolledBatch, txn: PassTransaction) -> None:
+        try:
+            txn.commit()
+        except CommitRefused as refused:
+            self._find_poison(refused.error, items, txn)
+
+    def _find_poison(self, error: Exception, items: PolledBatch, txn: PassTransaction) -> NoReturn:
+        """Raise the error of the handler for a batch again, unless it makes a message of the batch poison.
+
+        Then raise `_PoisonFound` if this message is known, and otherwise `_PoisonHidden`.
+        """
+        good = items.good()
+        if not good:
+            raise error  # the database refuses the dead letters
+        self._policy.raise_unless_poison(error, txn, [items.raws[index] for index in good])
+        culprit = items.index_named_by(error)
+        if culprit is None:
+            raise _PoisonHidden from error
+        items.mark_poison(culprit, error)
+        raise _PoisonFound from error
 
     def _check_after_handler(self, txn: PassTransaction) -> None:
         if self._stop.forced:

@@ -25,6 +25,14 @@ SOON = 60
 BOX = Outbox("shop")
 DONE = sa.Table("done", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True), sa.Column("value", sa.String(20)))
 
+CUSTOMERS = sa.Table("customers", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True))
+BOUGHT = sa.Table(
+    "bought",
+    CUSTOMERS.metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("by", sa.ForeignKey(CUSTOMERS.c.id, deferrable=True, initially="DEFERRED"), nullable=False),
+)
+
 
 def is_poison(value: bytes) -> bool:
     return int(value) % 3 == 2
@@ -302,6 +310,81 @@ def test_poison_found_by_the_database_goes_to_the_outbox_and_good_messages_are_k
     dead = bridge.read("dead", 10)
     assert sorted(message.value for message in dead) == [b"1", b"2"]
     assert {message.headers["txnbridge-dead-group"] for message in dead} == {"g"}
+
+
+@pytest.fixture
+def customers(shop):
+    """Make customers 1, 2 and 4, and let each row of the table `bought` need one when its transaction commits."""
+    engine = sa.create_engine(shop.database)
+    if shop.database.startswith("sqlite"):
+        sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA foreign_keys=ON"))
+    CUSTOMERS.metadata.create_all(engine)
+    with engine.begin() as connection:
+        connection.execute(CUSTOMERS.insert(), [{"id": 1}, {"id": 2}, {"id": 4}])
+    yield engine
+    engine.dispose()
+
+
+def buy(message: Message, db: sa.Connection) -> None:
+    record(message, db)
+    db.execute(BOUGHT.insert().values(by=int(message.value)))
+
+
+@pytest.mark.parametrize("whole_batches", [False, True])
+@pytest.mark.parametrize("settings", [{"poison": sa.exc.IntegrityError}, {"max_attempts": 3}], ids=str)
+def test_a_message_whose_commit_the_database_refuses_is_found_and_the_others_are_kept(
+    bridge, shop, customers, whole_batches, settings
+):
+    def batch(messages, db):
+        for message in messages:
+            buy(message, db)
+
+    feed(bridge, b"1", b"2", b"3", b"4", b"1", b"2")
+    handler = {"batch": batch} if whole_batches else {"each": buy}
+    settings = settings | {"dead_letter": "dead", "db": customers, "outbox": BOX, "backoff": (0.01, 0.1)}
+    processor = bridge.processor("in", group="g", **handler, **settings)
+    processor.run(until_idle=True)
+    assert (processor.stats.messages, processor.stats.dead_letters) == (6, 1)
+    assert sorted(done(shop.database)) == [b"1", b"1", b"2", b"2", b"4"]
+    with bridge.relay(BOX, shop.database) as relay:
+        eventually(lambda: relay.lag == 0, "rows wait")
+    (dead,) = bridge.read("dead", 10)
+    assert dead.value == b"3" and "IntegrityError" in dead.headers["txnbridge-dead-reason"]
+    assert all_is_acknowledged(bridge)
+
+
+def test_a_refused_commit_is_tried_again_until_its_message_has_had_its_attempts(bridge, shop, customers, run):
+    feed(bridge, b"3")
+    with pytest.raises(sa.exc.IntegrityError):
+        run(buy, db=customers, max_attempts=3)
+    tried: Counter[bytes] = Counter()
+
+    def each(message, db):
+        buy(message, db)
+        tried[message.value] += 1
+        if tried[b"3"] == 3:
+            db.execute(CUSTOMERS.insert().values(id=3))
+
+    assert run(each, db=customers).retries == 2
+    assert done(shop.database) == [b"3"]
+
+
+def test_an_error_of_a_trigger_at_the_commit_is_the_handlers_as_well(bridge, shop, run):
+    if shop.database.startswith("sqlite"):
+        pytest.skip("SQLite has no triggers at the commit")
+    engine = sa.create_engine(shop.database)
+    with engine.begin() as connection:
+        for statement in (
+            "CREATE FUNCTION refuse() RETURNS trigger AS 'BEGIN RAISE EXCEPTION ''no''; END' LANGUAGE plpgsql",
+            "CREATE CONSTRAINT TRIGGER late AFTER INSERT ON done DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
+            " WHEN (NEW.value = '2') EXECUTE FUNCTION refuse()",
+        ):
+            connection.exec_driver_sql(statement)
+    feed(bridge, b"1", b"2", b"3")
+    settings = {"poison": sa.exc.ProgrammingError, "dead_letter": "dead", "outbox": BOX}
+    assert run(record, db=engine, **settings).dead_letters == 1
+    assert sorted(done(shop.database)) == [b"1", b"3"]
+    engine.dispose()
 
 
 @pytest.mark.parametrize("end", [sa.Connection.commit, sa.Connection.rollback])

@@ -22,12 +22,12 @@ from txnbridge._connection import Connection, random_name
 from txnbridge._deadline import Deadline
 from txnbridge._handler_errors import causes
 from txnbridge._messages import Message, Position
-from txnbridge._pass_transaction import PassTransaction
+from txnbridge._pass_transaction import CommitRefused, PassTransaction
 from txnbridge._token import Outcome
 from txnbridge._transaction_state import State
 from txnbridge.errors import Conflict, Fenced, InvalidOption, InvalidState, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Partition
-from txnbridge.sql._database import Commit, Database, make_tables, require_durable
+from txnbridge.sql._database import Commit, Database, make_tables, refuses_commit, require_durable
 from txnbridge.sql.outbox import Outbox
 
 _log = logging.getLogger("txnbridge")
@@ -237,8 +237,12 @@ class DatabaseTransactions:
         def work() -> dict[Partition, _Stored]:
             try:
                 stored = self.store(txn.connection, ends)
-                commit.ask()
-                txn.connection.commit()
+                try:
+                    commit.run(txn.connection)
+                except exc.DBAPIError as error:
+                    if refuses_commit(error):
+                        raise CommitRefused(error) from error
+                    raise
                 return stored
             finally:
                 if commit.given_up:
@@ -323,12 +327,17 @@ class DatabaseTransaction:
     def commit(self) -> None:
         """Commit, if no other member of the group has processed the messages; then acknowledge them.
 
-        Raise `Conflict` if one has, `OutcomeUnknown` if the answer was lost: the stored positions tell the outcome when
-        the messages are delivered again.
+        Raise `Conflict` if one has, `CommitRefused` if the database refuses what the handler has written, and
+        `OutcomeUnknown` if the answer was lost: the stored positions tell the outcome when the messages are delivered
+        again.
         """
         ends = {(message.topic, message.partition): message.position for message in self._messages}
         self.state, self._open = State.COMMITTING, False
-        self._owner.commit(self, self._commit, ends)
+        try:
+            self._owner.commit(self, self._commit, ends)
+        except CommitRefused:
+            self.state = State.OPEN  # a failed transaction would blame the database
+            raise
         self.state = State.COMMITTED
         self._owner.acknowledge_later(self._messages, self.time_limit.seconds)
 
