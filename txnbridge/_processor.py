@@ -505,7 +505,8 @@ class Processor(ConnectionUser):
                     self._policy.raise_unless_poison(error, txn, (message,))
                     items.mark_poison(index, error)
                     found = True
-            # A failed transaction refuses sends, and a database may refuse all statements after an error.
+            # A failed transaction refuses sends. A database may refuse all statements after an error, and it still has
+            # what the poison message has written, by which a later message would be judged.
             if found and (self._database is not None or txn.state is not State.OPEN):
                 break
             # If the handler is slow, end the transaction after a part of the batch, to commit before its deadline.

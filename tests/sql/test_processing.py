@@ -312,6 +312,19 @@ def test_poison_found_by_the_database_goes_to_the_outbox_and_good_messages_are_k
     assert {message.headers["txnbridge-dead-group"] for message in dead} == {"g"}
 
 
+def test_a_message_behind_poison_is_not_judged_by_what_the_poison_has_written(bridge, shop, run):
+    def each(message, db):
+        db.execute(DONE.insert().values(id=7, value=message.value.decode()))
+        if message.value == b"1":
+            raise Poison("a test says so")
+
+    with bridge.transaction() as txn:
+        txn.send_many("in", [(b"1", b"key"), (b"2", b"key")])
+    settings = {"poison": sa.exc.IntegrityError, "dead_letter": "dead", "outbox": BOX}
+    assert run(each, **settings).dead_letters == 1
+    assert done(shop.database) == [b"2"]
+
+
 @pytest.fixture
 def customers(shop):
     """Make customers 1, 2 and 4, and let each row of the table `bought` need one when its transaction commits."""
