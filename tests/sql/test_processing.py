@@ -11,12 +11,13 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import orm
 from txnbridge_conformance.observing import eventually
+from txnbridge_embedded.admin.admin import EmbeddedAdmin
 
 import txnbridge
 from tests.core.processor_kit import LEASE, numbers, values
 from tests.sql.outbox_programs import Shop
 from tests.sql.test_outbox_chaos import started
-from txnbridge import Abort, InvalidOption, InvalidState, Message, Outcome, Poison
+from txnbridge import Abort, InvalidOption, InvalidState, Message, Outcome, Poison, TransactionAborted
 from txnbridge.sql import Outbox
 from txnbridge.sql.processing import DatabaseTransactions
 from txnbridge.testing import Child, crash_everywhere, next_commit
@@ -242,6 +243,29 @@ def test_messages_of_a_topic_that_is_made_anew_meanwhile_are_not_taken_for_those
     feed(bridge, *numbers(4))
     run(record)
     assert sorted(done(shop.database)) == [b"4", b"5"]
+
+
+def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_there(bridge, shop, run, monkeypatch):
+    """Kafka's reader hands out messages of the new topic for a tenth of a second, before it notices."""
+    ids = {"in": "old"}
+    monkeypatch.setattr(EmbeddedAdmin, "topic_ids", lambda self, topics, deadline: dict(ids))
+
+    def each(message, db):
+        record(message, db)
+        ids["in"] = "new"
+
+    with bridge.transaction() as txn:
+        txn.send_many("in", [(value, b"key") for value in numbers(4)])
+    with pytest.raises(TransactionAborted, match="made anew"):
+        run(each, max_messages=2, retry_for=0.3)
+    assert done(shop.database) == numbers(2)
+    bridge.admin.reset_group("g", "earliest")
+    run(record)  # another assignment reads the new topic
+    assert done(shop.database) == [*numbers(2), *numbers(4)]
+    engine = sa.create_engine(shop.database)
+    with engine.connect() as connection:
+        assert connection.scalars(sa.text("SELECT topic_id FROM txnbridge_positions")).all() == ["new"]
+    engine.dispose()
 
 
 @pytest.mark.live
