@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -284,9 +284,12 @@ class Processor(ConnectionUser):
         if self._started:
             raise InvalidState(f"{self!r} runs once; make another with bridge.processor(…)")
         self._started = True
-        if self._database is not None:
-            self._database.open()
-        self._consumer = RawConsumer.open(self._consumers, self._topics, self._group, self._start)
+        with ExitStack() as unless_opened:
+            if self._database is not None:
+                unless_opened.callback(self._database.close)
+                self._database.open()
+            self._consumer = RawConsumer.open(self._consumers, self._topics, self._group, self._start)
+            unless_opened.pop_all()
         self._since = time.monotonic()
 
     def _late(self) -> DeadlineExceeded:

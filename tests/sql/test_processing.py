@@ -17,9 +17,9 @@ import txnbridge
 from tests.core.processor_kit import LEASE, numbers, values
 from tests.sql.outbox_programs import Shop
 from tests.sql.test_outbox_chaos import started
-from txnbridge import Abort, InvalidOption, InvalidState, Message, Outcome, Poison, TransactionAborted
+from txnbridge import Abort, AccessDenied, InvalidOption, InvalidState, Message, Outcome, Poison, TransactionAborted
 from txnbridge.sql import Outbox
-from txnbridge.sql.processing import DatabaseTransactions
+from txnbridge.sql.processing import DatabaseTransactions, _positions
 from txnbridge.testing import Child, crash_everywhere, next_commit
 
 SOON = 60
@@ -268,6 +268,47 @@ def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_
     engine.dispose()
 
 
+def test_after_a_restore_or_on_purpose_messages_are_processed_again_and_no_others(bridge, shop, run):
+    engine = sa.create_engine(shop.database)
+
+    def restore(contents):
+        with engine.begin() as connection:
+            for table, rows in contents.items():
+                connection.execute(table.delete())
+                if rows:
+                    connection.execute(table.insert(), [dict(row._mapping) for row in rows])
+        bridge.admin.reset_group("g", "earliest")
+
+    feed(bridge, *numbers(4))
+    run(record)
+    with engine.connect() as connection:
+        backup = {table: connection.execute(table.select()).all() for table in (DONE, _positions)}
+    feed(bridge, b"4", b"5")
+    run(record)
+    restore(backup)
+    assert run(record).messages == 2
+    assert sorted(done(shop.database)) == numbers(6)
+    restore({_positions: []})
+    assert run(record).messages == 6
+    engine.dispose()
+
+
+@pytest.mark.live
+def test_without_the_right_to_make_tables_the_error_has_the_statements_and_with_them_it_works(postgres, bridge, run):
+    url = postgres.new_database()
+    guest = postgres.guest(url)
+    feed(bridge, *numbers(4))
+    with pytest.raises(AccessDenied, match="CREATE TABLE") as refused:
+        run(record, db=guest)
+    engine = sa.create_engine(url)
+    DONE.create(engine)
+    engine.dispose()
+    postgres.run(url, *str(refused.value).partition("delete on them:")[2].split(";"))
+    postgres.run(url, *(f"GRANT ALL ON ALL {what} IN SCHEMA public TO guest" for what in ("TABLES", "SEQUENCES")))
+    run(record, db=guest)
+    assert sorted(done(url)) == numbers(4)
+
+
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["kafka", "pulsar", "rocketmq"])
 def test_each_message_has_its_effect_once_on_real_brokers(postgres, tmp_path, name):
@@ -454,5 +495,13 @@ def test_a_wrong_setting_is_refused(bridge, shop, run, settings, match):
 def test_an_engine_that_commits_each_statement_is_refused(shop, run):
     engine = sa.create_engine(shop.database, isolation_level="AUTOCOMMIT")
     with pytest.raises(InvalidOption, match="AUTOCOMMIT"):
+        run(record, db=engine)
+    engine.dispose()
+
+
+def test_sqlite_that_does_not_wait_for_the_disk_is_refused(tmp_path, run):
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'careless.db'}")
+    sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=NORMAL"))
+    with pytest.raises(InvalidOption, match="synchronous"):
         run(record, db=engine)
     engine.dispose()
