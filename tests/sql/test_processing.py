@@ -447,6 +447,19 @@ def test_a_refused_commit_is_tried_again_until_its_message_has_had_its_attempts(
     assert done(shop.database) == [b"3"]
 
 
+def test_dead_letters_that_the_database_refuses_stop_the_processor(bridge, run, monkeypatch):
+    def refuse(connection):
+        raise sa.exc.IntegrityError("COMMIT", {}, ValueError("refused"))
+
+    def each(message, db):
+        monkeypatch.setattr(sa.Connection, "commit", refuse)
+        raise Poison("a test says so")
+
+    feed(bridge, b"1")
+    with pytest.raises(sa.exc.IntegrityError, match="refused"):
+        run(each, poison=sa.exc.IntegrityError, dead_letter="dead", outbox=BOX, retry_for=5)
+
+
 def test_an_error_of_a_trigger_at_the_commit_is_the_handlers_as_well(bridge, shop, run):
     if shop.database.startswith("sqlite"):
         pytest.skip("SQLite has no triggers at the commit")
