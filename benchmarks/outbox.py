@@ -49,7 +49,7 @@ from txnbridge.sql import Outbox
 
 BATCH = 1000  # rows; also the relay's default
 BACKLOG = 20_000  # rows
-HOLD = 10.0  # the relay's default, too: so a Kafka bridge opens its ids for it ahead
+HOLD = 10.0  # the relay's default, too
 VALUE = b"x" * 100
 STORED = 50  # transactions of each thread in a lap
 # By hand a message waits up to a second, so a round has few of them.

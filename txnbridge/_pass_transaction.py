@@ -11,6 +11,17 @@ from txnbridge._token import Outcome
 from txnbridge._transaction_state import State
 
 
+class CommitRefused(Exception):
+    """Raised by the commit of a `PassTransaction` if the database refuses what the handler has written.
+
+    Nothing is committed. `error` is the database's error.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class PassTransaction(Protocol):
     """The transaction of one pass of a processor: a `Transaction`, or a `DatabaseTransaction`."""
 

@@ -13,9 +13,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from txnbridge._connection import ConnectionUser
 from txnbridge._consumer import RawConsumer, topic_list
@@ -26,7 +26,7 @@ from txnbridge._failure_policy import ExceptionClasses, FailurePolicy, require_n
 from txnbridge._handler_errors import handler_location, loggable
 from txnbridge._loop_shutdown import Shutdown, StopNow
 from txnbridge._messages import Batch, Message
-from txnbridge._pass_transaction import PassDatabase, PassTransaction
+from txnbridge._pass_transaction import CommitRefused, PassDatabase, PassTransaction
 from txnbridge._polled_batch import PolledBatch
 from txnbridge._topic import Topic, as_topic
 from txnbridge._transaction_state import State
@@ -284,9 +284,12 @@ class Processor(ConnectionUser):
         if self._started:
             raise InvalidState(f"{self!r} runs once; make another with bridge.processor(…)")
         self._started = True
-        if self._database is not None:
-            self._database.open()
-        self._consumer = RawConsumer.open(self._consumers, self._topics, self._group, self._start)
+        with ExitStack() as unless_opened:
+            if self._database is not None:
+                unless_opened.callback(self._database.close)
+                self._database.open()
+            self._consumer = RawConsumer.open(self._consumers, self._topics, self._group, self._start)
+            unless_opened.pop_all()
         self._since = time.monotonic()
 
     def _late(self) -> DeadlineExceeded:
@@ -470,7 +473,7 @@ class Processor(ConnectionUser):
                 if txn.state is State.OPEN:  # otherwise the end of the block raises the transaction's error
                     in_a_row = self._dead_letters.send(done, txn, attempts=self._failures + 1)
                     txn.ack(done.raws)
-                    txn.commit()
+                    self._commit(done, txn)
         finally:
             self._transaction = None
         self._dead_letters.in_a_row = in_a_row
@@ -505,7 +508,8 @@ class Processor(ConnectionUser):
                     self._policy.raise_unless_poison(error, txn, (message,))
                     items.mark_poison(index, error)
                     found = True
-            # A failed transaction refuses sends, and a database may refuse all statements after an error.
+            # A failed transaction refuses sends. A database may refuse all statements after an error, and it still has
+            # what the poison message has written, by which a later message would be judged.
             if found and (self._database is not None or txn.state is not State.OPEN):
                 break
             # If the handler is slow, end the transaction after a part of the batch, to commit before its deadline.
@@ -522,12 +526,28 @@ class Processor(ConnectionUser):
         try:
             batch(Batch(list(map(items.messages.__getitem__, good))), txn)
         except Exception as error:
-            self._policy.raise_unless_poison(error, txn, [items.raws[index] for index in good])
-            culprit = items.index_named_by(error)
-            if culprit is None:
-                raise _PoisonHidden from error
-            items.mark_poison(culprit, error)
-            raise _PoisonFound from error
+            self._find_poison(error, items, txn)
+
+    def _commit(self, items: PolledBatch, txn: PassTransaction) -> None:
+        try:
+            txn.commit()
+        except CommitRefused as refused:
+            self._find_poison(refused.error, items, txn)
+
+    def _find_poison(self, error: Exception, items: PolledBatch, txn: PassTransaction) -> NoReturn:
+        """Raise the error of the handler for a batch again, unless it makes a message of the batch poison.
+
+        Then raise `_PoisonFound` if this message is known, and otherwise `_PoisonHidden`.
+        """
+        good = items.good()
+        if not good:
+            raise error  # the database refuses the dead letters
+        self._policy.raise_unless_poison(error, txn, [items.raws[index] for index in good])
+        culprit = items.index_named_by(error)
+        if culprit is None:
+            raise _PoisonHidden from error
+        items.mark_poison(culprit, error)
+        raise _PoisonFound from error
 
     def _check_after_handler(self, txn: PassTransaction) -> None:
         if self._stop.forced:

@@ -103,7 +103,8 @@ class Postgres:
 
     def guest(self, url: str) -> str:
         """The same database for one who may make nothing there."""
-        self.run(url, "REVOKE CREATE ON SCHEMA public FROM PUBLIC", "CREATE ROLE guest LOGIN")
+        make = "DO $$ BEGIN CREATE ROLE guest LOGIN; EXCEPTION WHEN duplicate_object THEN NULL; END $$"
+        self.run(url, "REVOKE CREATE ON SCHEMA public FROM PUBLIC", make)
         return url.replace("owner@", "guest@")
 
     def run(self, url: str, *statements: str) -> None:

@@ -237,6 +237,20 @@ def test_a_log_outlives_kill_9_of_its_server(postgres, open_logs):
     assert read(log) == [*((at, b"%d" % number) for number, at in enumerate(told)), (last, b"20")]
 
 
+def test_a_commit_that_sqlite_refuses_leaves_no_transaction_open(tmp_path):
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'read.db'}", connect_args={"timeout": 0.1})
+    log = SqlLogs(engine).decision_log("read", Deadline(SOON))
+    with engine.connect() as reader:
+        reader.exec_driver_sql("BEGIN")
+        assert reader.scalar(sa.text("SELECT next FROM txnbridge_logs")) == 0
+        with pytest.raises(OutcomeUnknown, match="lost"):  # SQLite commits when nobody reads
+            log.append(b"0", Deadline(SOON))
+        assert bounds(log) == (None, None)
+    append(log, b"1")
+    assert [record for _, record in read(log)] == [b"1"]
+    engine.dispose()
+
+
 def test_a_commit_whose_answer_is_lost_is_unknown_and_may_be_repeated(url, open_logs):
     engine = sa.create_engine(url)
     log = SqlLogs(engine).decision_log("lost", Deadline(SOON))

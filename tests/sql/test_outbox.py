@@ -16,9 +16,9 @@ from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.sql.outbox_programs import TOPIC, Shop, outbox, publish_all, relay_until_killed
-from txnbridge import Outcome, codecs
+from txnbridge import Outcome, Transaction, codecs
 from txnbridge.cli import main
-from txnbridge.errors import InvalidOption, OutcomeUnknown
+from txnbridge.errors import AccessDenied, DeliveryFailed, InvalidOption, OutcomeUnknown
 from txnbridge.spi import Deadline
 from txnbridge.sql import Outbox, SqlLogs
 from txnbridge.sql.relay import OutboxStore
@@ -146,32 +146,60 @@ def test_a_wrong_call_says_what_is_wrong(engine, bridge):
 # --- order ----------------------------------------------------------------------------------------------------------
 
 
-def test_messages_of_a_key_are_published_in_the_order_of_commits(engine, bridge):
+def by_connection(engine, sent):
+    with engine.connect() as connection:
+        sent(connection)
+        connection.commit()
+
+
+def by_session(engine, sent):
+    with orm.Session(engine) as session:
+        sent(session)
+        session.commit()
+
+
+def by_async_session(engine, sent):
+    aio = pytest.importorskip("sqlalchemy.ext.asyncio")
+
+    async def run():
+        own = aio.create_async_engine(engine.url, poolclass=sa.NullPool)
+        async with aio.AsyncSession(own) as session:
+            await session.run_sync(sent)
+            await session.commit()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("by", [by_connection, by_session, by_async_session])
+def test_messages_of_a_key_are_published_in_the_order_of_commits(engine, bridge, by):
     """Two transactions send the same key; the one that sent first commits first, and no other order can come about."""
+    sqlite = engine.dialect.name == "sqlite"
+    if sqlite and by is by_async_session:
+        pytest.skip("SQLite has one writer at a time, whatever the session")
     numbers = itertools.count()
-    lock = threading.Lock()
     committed = []
+
+    def sent(to):
+        number = next(numbers)
+        outbox().send(to, TOPIC, b"%d" % number, key="k")
+        if by is not by_connection:
+            to.flush()
+        time.sleep(0.001 * (number % 3))
+        committed.append(b"%d" % number)  # other transactions of this key wait until the commit
 
     def shopping():
         for _ in range(20):
-            with engine.connect() as connection:
-                with lock:
-                    number = next(numbers)
-                outbox().send(connection, TOPIC, b"%d" % number, key="k")
-                time.sleep(0.001 * (number % 3))
-                committed.append(b"%d" % number)  # other transactions of this key wait until the commit
-                connection.commit()
+            by(engine, sent)
 
-    threads = [threading.Thread(target=shopping) for _ in range(4)]
-    if engine.dialect.name == "sqlite":
-        threads = threads[:1]  # it has one writer at a time, and gives numbers in its order
+    # SQLite has one writer at a time, and gives numbers in its order.
+    threads = [threading.Thread(target=shopping) for _ in range(1 if sqlite else 4)]
     for thread in threads:
         thread.start()
     with bridge.relay(outbox(), engine, batch=7) as relay:
         for thread in threads:
             thread.join()
         settled(relay)
-    assert values(bridge) == committed
+    assert values(bridge) == committed and len(committed) == 20 * len(threads)
 
 
 def test_a_row_that_commits_late_behind_a_higher_number_is_published(engine, bridge):
@@ -204,6 +232,25 @@ def test_a_row_that_the_broker_refuses_is_parked_and_holds_back_at_most_its_key(
     assert sorted(values(bridge, "nowhere")) == [b"1", b"2", b"4"]
     if ordered:
         assert [value for value in values(bridge, "nowhere") if value != b"4"] == [b"1", b"2"]
+
+
+@pytest.mark.parametrize(("error", "failures", "parked"), [(DeliveryFailed, 3, 1), (AccessDenied, 4, 0)])
+def test_what_is_not_delivered_is_parked_after_three_attempts_and_a_missing_right_is_waited_for(
+    engine, bridge, monkeypatch, error, failures, parked
+):
+    deliver, failed = Transaction.send, itertools.count(1)
+
+    def fail(txn, topic, value, **more):
+        if value == b"1" and next(failed) <= failures:
+            raise error("a test says so")
+        deliver(txn, topic, value, **more)
+
+    monkeypatch.setattr(Transaction, "send", fail)
+    send(engine, b"1")
+    with bridge.relay(outbox(), engine) as relay:
+        settled(relay)
+        assert relay.stats.parked == parked and next(failed) == failures + (1 if parked else 2)
+    assert values(bridge) == ([] if parked else [b"1"])
 
 
 # --- exactly once ---------------------------------------------------------------------------------------------------
@@ -289,6 +336,52 @@ def test_a_batch_that_an_administrator_has_aborted_is_published_again(engine, sh
         settled(relay)
         assert (relay.stats.aborted, relay.stats.published) == (1, 2)
     assert sorted(values(bridge)) == [b"1", b"2"]
+
+
+def test_while_the_outcome_of_a_batch_is_unknown_its_rows_stay_and_nothing_is_published_twice(
+    engine, shop, monkeypatch, caplog
+):
+    with txnbridge.connect(shop.url, timeout=1) as bridge:
+        commit = bridge.commit
+        monkeypatch.setattr(bridge, "commit", lambda token: Outcome.UNKNOWN)
+        send(engine, b"1", b"2")
+        with bridge.relay(outbox(), engine) as relay:
+            eventually(lambda: "not known yet" in caplog.text, "it does not say so")
+            eventually(lambda: not relay.healthy, "it counts as healthy")
+            send(engine, b"3")
+            assert (relay.lag, values(bridge)) == (3, [])
+            monkeypatch.setattr(bridge, "commit", commit)
+            settled(relay)
+            eventually(lambda: relay.healthy, "it does not count as healthy")
+        assert sorted(values(bridge)) == [b"1", b"2", b"3"]
+
+
+def test_a_batch_that_was_prepared_on_another_cluster_is_not_published_on_this_one(
+    engine, shop, bridge, tmp_path, caplog
+):
+    send(engine, b"1")
+    with Child(relay_until_killed, shop, kill="resolve/before") as child:
+        child.stopped(SOON)
+    with txnbridge.connect(f"embedded:{tmp_path / 'other.db'}") as other:
+        other.admin.create_topic(TOPIC, 3)
+        with other.relay(outbox(), engine, takeover=0.1) as relay:
+            eventually(lambda: "stands still" in caplog.text, "it does not say so")
+            assert (relay.healthy, relay.lag, values(other)) == (False, 1, [])
+    with bridge.relay(outbox(), engine, takeover=0.1) as relay:
+        settled(relay)
+    assert values(bridge) == [b"1"]
+
+
+def test_a_relay_publishes_nothing_from_a_database_that_does_not_wait_for_the_disk(tmp_path, bridge, caplog):
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'careless.db'}")
+    outbox().create(engine)
+    sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=NORMAL"))
+    engine.dispose()
+    send(engine, b"1")
+    with bridge.relay(outbox(), engine):
+        eventually(lambda: "synchronous" in caplog.text, "it does not say so")
+    assert values(bridge) == []
+    engine.dispose()
 
 
 def test_published_rows_are_kept_as_long_as_asked_and_are_not_published_again(engine, bridge, monkeypatch):

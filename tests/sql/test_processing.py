@@ -11,19 +11,28 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import orm
 from txnbridge_conformance.observing import eventually
+from txnbridge_embedded.admin.admin import EmbeddedAdmin
 
 import txnbridge
 from tests.core.processor_kit import LEASE, numbers, values
 from tests.sql.outbox_programs import Shop
 from tests.sql.test_outbox_chaos import started
-from txnbridge import Abort, InvalidOption, InvalidState, Message, Outcome, Poison
+from txnbridge import Abort, AccessDenied, InvalidOption, InvalidState, Message, Outcome, Poison, TransactionAborted
 from txnbridge.sql import Outbox
-from txnbridge.sql.processing import DatabaseTransactions
+from txnbridge.sql.processing import DatabaseTransactions, _positions
 from txnbridge.testing import Child, crash_everywhere, next_commit
 
 SOON = 60
 BOX = Outbox("shop")
 DONE = sa.Table("done", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True), sa.Column("value", sa.String(20)))
+
+CUSTOMERS = sa.Table("customers", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True))
+BOUGHT = sa.Table(
+    "bought",
+    CUSTOMERS.metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("by", sa.ForeignKey(CUSTOMERS.c.id, deferrable=True, initially="DEFERRED"), nullable=False),
+)
 
 
 def is_poison(value: bytes) -> bool:
@@ -236,6 +245,70 @@ def test_messages_of_a_topic_that_is_made_anew_meanwhile_are_not_taken_for_those
     assert sorted(done(shop.database)) == [b"4", b"5"]
 
 
+def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_there(bridge, shop, run, monkeypatch):
+    """Kafka's reader hands out messages of the new topic for a tenth of a second, before it notices."""
+    ids = {"in": "old"}
+    monkeypatch.setattr(EmbeddedAdmin, "topic_ids", lambda self, topics, deadline: dict(ids))
+
+    def each(message, db):
+        record(message, db)
+        ids["in"] = "new"
+
+    with bridge.transaction() as txn:
+        txn.send_many("in", [(value, b"key") for value in numbers(4)])
+    with pytest.raises(TransactionAborted, match="made anew"):
+        run(each, max_messages=2, retry_for=0.3)
+    assert done(shop.database) == numbers(2)
+    bridge.admin.reset_group("g", "earliest")
+    run(record)  # another assignment reads the new topic
+    assert done(shop.database) == [*numbers(2), *numbers(4)]
+    engine = sa.create_engine(shop.database)
+    with engine.connect() as connection:
+        assert connection.scalars(sa.text("SELECT topic_id FROM txnbridge_positions")).all() == ["new"]
+    engine.dispose()
+
+
+def test_after_a_restore_or_on_purpose_messages_are_processed_again_and_no_others(bridge, shop, run):
+    engine = sa.create_engine(shop.database)
+
+    def restore(contents):
+        with engine.begin() as connection:
+            for table, rows in contents.items():
+                connection.execute(table.delete())
+                if rows:
+                    connection.execute(table.insert(), [dict(row._mapping) for row in rows])
+        bridge.admin.reset_group("g", "earliest")
+
+    feed(bridge, *numbers(4))
+    run(record)
+    with engine.connect() as connection:
+        backup = {table: connection.execute(table.select()).all() for table in (DONE, _positions)}
+    feed(bridge, b"4", b"5")
+    run(record)
+    restore(backup)
+    assert run(record).messages == 2
+    assert sorted(done(shop.database)) == numbers(6)
+    restore({_positions: []})
+    assert run(record).messages == 6
+    engine.dispose()
+
+
+@pytest.mark.live
+def test_without_the_right_to_make_tables_the_error_has_the_statements_and_with_them_it_works(postgres, bridge, run):
+    url = postgres.new_database()
+    guest = postgres.guest(url)
+    feed(bridge, *numbers(4))
+    with pytest.raises(AccessDenied, match="CREATE TABLE") as refused:
+        run(record, db=guest)
+    engine = sa.create_engine(url)
+    DONE.create(engine)
+    engine.dispose()
+    postgres.run(url, *str(refused.value).partition("delete on them:")[2].split(";"))
+    postgres.run(url, *(f"GRANT ALL ON ALL {what} IN SCHEMA public TO guest" for what in ("TABLES", "SEQUENCES")))
+    run(record, db=guest)
+    assert sorted(done(url)) == numbers(4)
+
+
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["kafka", "pulsar", "rocketmq"])
 def test_each_message_has_its_effect_once_on_real_brokers(postgres, tmp_path, name):
@@ -304,6 +377,107 @@ def test_poison_found_by_the_database_goes_to_the_outbox_and_good_messages_are_k
     assert {message.headers["txnbridge-dead-group"] for message in dead} == {"g"}
 
 
+def test_a_message_behind_poison_is_not_judged_by_what_the_poison_has_written(bridge, shop, run):
+    def each(message, db):
+        db.execute(DONE.insert().values(id=7, value=message.value.decode()))
+        if message.value == b"1":
+            raise Poison("a test says so")
+
+    with bridge.transaction() as txn:
+        txn.send_many("in", [(b"1", b"key"), (b"2", b"key")])
+    settings = {"poison": sa.exc.IntegrityError, "dead_letter": "dead", "outbox": BOX}
+    assert run(each, **settings).dead_letters == 1
+    assert done(shop.database) == [b"2"]
+
+
+@pytest.fixture
+def customers(shop):
+    """Make customers 1, 2 and 4, and let each row of the table `bought` need one when its transaction commits."""
+    engine = sa.create_engine(shop.database)
+    if shop.database.startswith("sqlite"):
+        sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA foreign_keys=ON"))
+    CUSTOMERS.metadata.create_all(engine)
+    with engine.begin() as connection:
+        connection.execute(CUSTOMERS.insert(), [{"id": 1}, {"id": 2}, {"id": 4}])
+    yield engine
+    engine.dispose()
+
+
+def buy(message: Message, db: sa.Connection) -> None:
+    record(message, db)
+    db.execute(BOUGHT.insert().values(by=int(message.value)))
+
+
+@pytest.mark.parametrize("whole_batches", [False, True])
+@pytest.mark.parametrize("settings", [{"poison": sa.exc.IntegrityError}, {"max_attempts": 3}], ids=str)
+def test_a_message_whose_commit_the_database_refuses_is_found_and_the_others_are_kept(
+    bridge, shop, customers, whole_batches, settings
+):
+    def batch(messages, db):
+        for message in messages:
+            buy(message, db)
+
+    feed(bridge, b"1", b"2", b"3", b"4", b"1", b"2")
+    handler = {"batch": batch} if whole_batches else {"each": buy}
+    settings = settings | {"dead_letter": "dead", "db": customers, "outbox": BOX, "backoff": (0.01, 0.1)}
+    processor = bridge.processor("in", group="g", **handler, **settings)
+    processor.run(until_idle=True)
+    assert (processor.stats.messages, processor.stats.dead_letters) == (6, 1)
+    assert sorted(done(shop.database)) == [b"1", b"1", b"2", b"2", b"4"]
+    with bridge.relay(BOX, shop.database) as relay:
+        eventually(lambda: relay.lag == 0, "rows wait")
+    (dead,) = bridge.read("dead", 10)
+    assert dead.value == b"3" and "IntegrityError" in dead.headers["txnbridge-dead-reason"]
+    assert all_is_acknowledged(bridge)
+
+
+def test_a_refused_commit_is_tried_again_until_its_message_has_had_its_attempts(bridge, shop, customers, run):
+    feed(bridge, b"3")
+    with pytest.raises(sa.exc.IntegrityError):
+        run(buy, db=customers, max_attempts=3)
+    tried: Counter[bytes] = Counter()
+
+    def each(message, db):
+        buy(message, db)
+        tried[message.value] += 1
+        if tried[b"3"] == 3:
+            db.execute(CUSTOMERS.insert().values(id=3))
+
+    assert run(each, db=customers).retries == 2
+    assert done(shop.database) == [b"3"]
+
+
+def test_dead_letters_that_the_database_refuses_stop_the_processor(bridge, run, monkeypatch):
+    def refuse(connection):
+        raise sa.exc.IntegrityError("COMMIT", {}, ValueError("refused"))
+
+    def each(message, db):
+        monkeypatch.setattr(sa.Connection, "commit", refuse)
+        raise Poison("a test says so")
+
+    feed(bridge, b"1")
+    with pytest.raises(sa.exc.IntegrityError, match="refused"):
+        run(each, poison=sa.exc.IntegrityError, dead_letter="dead", outbox=BOX, retry_for=5)
+
+
+def test_an_error_of_a_trigger_at_the_commit_is_the_handlers_as_well(bridge, shop, run):
+    if shop.database.startswith("sqlite"):
+        pytest.skip("SQLite has no triggers at the commit")
+    engine = sa.create_engine(shop.database)
+    with engine.begin() as connection:
+        for statement in (
+            "CREATE FUNCTION refuse() RETURNS trigger AS 'BEGIN RAISE EXCEPTION ''no''; END' LANGUAGE plpgsql",
+            "CREATE CONSTRAINT TRIGGER late AFTER INSERT ON done DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
+            " WHEN (NEW.value = '2') EXECUTE FUNCTION refuse()",
+        ):
+            connection.exec_driver_sql(statement)
+    feed(bridge, b"1", b"2", b"3")
+    settings = {"poison": sa.exc.ProgrammingError, "dead_letter": "dead", "outbox": BOX}
+    assert run(record, db=engine, **settings).dead_letters == 1
+    assert sorted(done(shop.database)) == [b"1", b"3"]
+    engine.dispose()
+
+
 @pytest.mark.parametrize("end", [sa.Connection.commit, sa.Connection.rollback])
 def test_a_handler_that_ends_the_transaction_itself_is_refused(bridge, shop, run, end):
     def each(message, db):
@@ -334,5 +508,13 @@ def test_a_wrong_setting_is_refused(bridge, shop, run, settings, match):
 def test_an_engine_that_commits_each_statement_is_refused(shop, run):
     engine = sa.create_engine(shop.database, isolation_level="AUTOCOMMIT")
     with pytest.raises(InvalidOption, match="AUTOCOMMIT"):
+        run(record, db=engine)
+    engine.dispose()
+
+
+def test_sqlite_that_does_not_wait_for_the_disk_is_refused(tmp_path, run):
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'careless.db'}")
+    sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=NORMAL"))
+    with pytest.raises(InvalidOption, match="synchronous"):
         run(record, db=engine)
     engine.dispose()

@@ -82,8 +82,7 @@ class Database:
             with self.engine.connect() as connection:
                 try:
                     found = change(connection)
-                    commit.ask()
-                    connection.commit()
+                    commit.run(connection)
                     return found
                 finally:
                     if commit.given_up:
@@ -121,6 +120,19 @@ class Commit:
             if self.given_up:
                 raise _GivenUp
             self.asked = True
+
+    def run(self, connection: sa.Connection) -> None:
+        """Commit the transaction of a connection. If the commit fails, close the driver's connection.
+
+        SQLite keeps the transaction open if it refuses the commit, and SQLAlchemy would not roll the transaction back
+        but let the next user of the connection continue in it.
+        """
+        self.ask()
+        try:
+            connection.commit()
+        except BaseException:
+            connection.invalidate()
+            raise
 
     def give_up(self) -> bool:
         """Prevent the commit, for a caller whose deadline has passed; return True if the database was asked already."""
@@ -204,6 +216,14 @@ def require_durable(connection: sa.Connection, what: str) -> None:
 def own(error: exc.SQLAlchemyError) -> BaseException:
     """Return the driver's own error, because the text of SQLAlchemy's error contains the statement's values."""
     return getattr(error, "orig", None) or error
+
+
+def refuses_commit(error: exc.DBAPIError) -> bool:
+    """Return whether a failed commit certainly did not happen, because of what was written.
+
+    A constraint is violated that the database checks only at the commit, or a trigger has raised an error then.
+    """
+    return isinstance(error, exc.IntegrityError) or (isinstance(error, exc.ProgrammingError) and bool(_state_of(error)))
 
 
 def _state_of(error: exc.DBAPIError) -> str:

@@ -22,12 +22,12 @@ from txnbridge._connection import Connection, random_name
 from txnbridge._deadline import Deadline
 from txnbridge._handler_errors import causes
 from txnbridge._messages import Message, Position
-from txnbridge._pass_transaction import PassTransaction
+from txnbridge._pass_transaction import CommitRefused, PassTransaction
 from txnbridge._token import Outcome
 from txnbridge._transaction_state import State
 from txnbridge.errors import Conflict, Fenced, InvalidOption, InvalidState, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Partition
-from txnbridge.sql._database import Commit, Database, make_tables, require_durable
+from txnbridge.sql._database import Commit, Database, make_tables, refuses_commit, require_durable
 from txnbridge.sql.outbox import Outbox
 
 _log = logging.getLogger("txnbridge")
@@ -96,7 +96,7 @@ class DatabaseTransactions:
         self.database = Database(database, _WHAT)
         self._mine = (_p.cluster == connection.broker.cluster) & (_p.group == group)
         self._topic_ids: dict[str, str] = {}
-        self._assignments: set[Any] = set()  # those for which the ids of topics were looked up
+        self._assignments: dict[Any, str | None] = {}  # by assignment, the id of its topic, if known
         self._stored: dict[Partition, _Stored] = {}
         self._acknowledging: PassTransaction | None = None
 
@@ -138,12 +138,14 @@ class DatabaseTransactions:
         with self._connection.events.step("database.read"):
             self._stored = self.database.ask(f"reading positions in {_WHAT}", self._read, deadline)
         processed = {partition: stored.position for partition, stored in self._stored.items()}
-        again = [m for m in messages if (at := processed.get((m.topic, m.partition))) and m.position <= at]
-        assignments = {message.source for message in messages}
-        if again or not assignments <= self._assignments:
-            self._check_topics(deadline)
-            self._assignments = {each for each in self._assignments if not each.ended} | assignments
-            again = [message for message in again if self._is_same_topic(message)]
+        self._check_topics({message.source: message.topic for message in messages}, deadline)
+        again = [
+            message
+            for message in messages
+            if (at := processed.get((message.topic, message.partition)))
+            and message.position <= at
+            and self._is_same_topic(message)
+        ]
         if not again:
             return list(messages)
         self._acknowledge(again, self._connection.timeout)
@@ -158,15 +160,19 @@ class DatabaseTransactions:
     def _present_ids(self, deadline: Deadline) -> dict[str, str]:
         return self._connection.broker.admin.topic_ids(self._topics, deadline)
 
-    def _check_topics(self, deadline: Deadline) -> None:
-        """Raise `TransactionAborted` if a topic was made anew since the last look.
+    def _check_topics(self, assigned: Mapping[Any, str], deadline: Deadline) -> None:
+        """Raise `TransactionAborted` if a topic was made anew since the last look, or since an assignment began.
 
-        The batch at hand may be from the old topic. The messages that are delivered next are from the new one.
+        The batch at hand may then be from the old topic, or from an assignment that reads on in the new topic at a
+        position of the old one. `assigned` has the topics of the batch's assignments.
         """
         before, self._topic_ids = self._topic_ids, self._topic_ids | self._present_ids(deadline)
-        changed = [topic for topic, id in before.items() if self._topic_ids[topic] != id]
+        now = {source: self._topic_ids.get(topic) for source, topic in assigned.items()}
+        changed = {topic for topic, id in before.items() if self._topic_ids[topic] != id}
+        changed |= {assigned[source] for source, id in now.items() if (self._assignments.get(source) or id) != id}
         if changed:
-            raise TransactionAborted(f"{', '.join(changed)} was deleted and made anew, and is read from its beginning")
+            raise TransactionAborted(f"{', '.join(sorted(changed))} was deleted and made anew: another poll is needed")
+        self._assignments = {source: id for source, id in self._assignments.items() if not source.ended} | now
 
     def _is_same_topic(self, message: Message) -> bool:
         """Return whether the stored position of a message's partition is one in the present topic."""
@@ -237,8 +243,12 @@ class DatabaseTransactions:
         def work() -> dict[Partition, _Stored]:
             try:
                 stored = self.store(txn.connection, ends)
-                commit.ask()
-                txn.connection.commit()
+                try:
+                    commit.run(txn.connection)
+                except exc.DBAPIError as error:
+                    if refuses_commit(error):
+                        raise CommitRefused(error) from error
+                    raise
                 return stored
             finally:
                 if commit.given_up:
@@ -323,12 +333,17 @@ class DatabaseTransaction:
     def commit(self) -> None:
         """Commit, if no other member of the group has processed the messages; then acknowledge them.
 
-        Raise `Conflict` if one has, `OutcomeUnknown` if the answer was lost: the stored positions tell the outcome when
-        the messages are delivered again.
+        Raise `Conflict` if one has, `CommitRefused` if the database refuses what the handler has written, and
+        `OutcomeUnknown` if the answer was lost: the stored positions tell the outcome when the messages are delivered
+        again.
         """
         ends = {(message.topic, message.partition): message.position for message in self._messages}
         self.state, self._open = State.COMMITTING, False
-        self._owner.commit(self, self._commit, ends)
+        try:
+            self._owner.commit(self, self._commit, ends)
+        except CommitRefused:
+            self.state = State.OPEN  # a failed transaction would blame the database
+            raise
         self.state = State.COMMITTED
         self._owner.acknowledge_later(self._messages, self.time_limit.seconds)
 

@@ -50,6 +50,7 @@ class KafkaPreparedWriter(KafkaWriter):
 
     def begin(self, begin: Begin) -> None:
         timeout_ms = self._pool.timeout_ms(begin)
+        self._pool.open_ahead(timeout_ms)
         if timeout_ms != self.session.timeout_ms:
             # The broker takes a transaction time-out only when an id is opened.
             self.session.timeout_ms = timeout_ms
@@ -130,13 +131,15 @@ class KafkaPreparedWriter(KafkaWriter):
 class PreparedIdPool:
     """The transactional ids of one owner for prepared transactions.
 
-    One id is opened ahead in the background. An id with an unresolved transaction is never opened.
+    One id is opened ahead in the background, with the time-out of the last transaction that began: the next one most
+    likely asks for the same, and opens the id again if not. An id with an unresolved transaction is never opened.
     """
 
     def __init__(self, cluster: KafkaCluster, owner: KafkaOwner, timeout_ms: int, longest_ms: int) -> None:
         self._cluster = cluster
         self._owner = owner
-        self._timeout_ms = timeout_ms
+        self._default_ms = timeout_ms
+        self._last_ms = timeout_ms  # the time-out of the last transaction that began
         self._longest_ms = longest_ms
         self._ids: list[str] = []
         self._numbers = count()
@@ -153,7 +156,7 @@ class PreparedIdPool:
         Without `hold` it is the pool's time-out.
         """
         if begin.hold is None:
-            return self._timeout_ms
+            return self._default_ms
         return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
 
     def take(self, deadline: Deadline) -> KafkaPreparedWriter:
@@ -176,7 +179,6 @@ class PreparedIdPool:
                 writer = self._take_or_open(deadline)
             except DeadlineExceeded as error:
                 raise DeadlineExceeded(self._all_taken(oldest)) from error
-        self._open_ahead()
         return writer
 
     def _take_or_open(self, deadline: Deadline) -> KafkaPreparedWriter | None:
@@ -210,8 +212,10 @@ class PreparedIdPool:
         if self._ahead is not None:
             self._ahead.join(deadline.left())
 
-    def _open_ahead(self) -> None:
+    def open_ahead(self, timeout_ms: int) -> None:
+        """Open the next id in the background, with this time-out, unless one is opened already."""
         with self._lock:
+            self._last_ms = timeout_ms
             if self._closed or self._ready or (self._ahead is not None and self._ahead.is_alive()):
                 return
             self._ahead = threading.Thread(target=self._open_in_background, name="txnbridge-kafka-pool", daemon=True)
@@ -238,7 +242,7 @@ class PreparedIdPool:
         if free is None:
             return None
         id, before = free
-        writer = KafkaPreparedWriter(self, self._cluster, self._owner, id, self._timeout_ms)
+        writer = KafkaPreparedWriter(self, self._cluster, self._owner, id, self._last_ms)
         try:
             writer.session.previous_transaction = before
             if before is not None and before.state in ("CompleteCommit", "CompleteAbort"):

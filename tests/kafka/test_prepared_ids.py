@@ -1,0 +1,75 @@
+"""The pool of ids for prepared transactions opens each id once, if transactions ask for the same time-out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from txnbridge_kafka.write.prepared import PreparedIdPool
+from txnbridge_kafka.write.producer_session import ProducerSession
+
+from txnbridge.spi import Begin, Deadline
+
+pytestmark = pytest.mark.offline
+
+LONGEST_MS = 900_000
+Run = Callable[[float | None], None]
+
+
+@pytest.fixture
+def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Return the ids that are opened from now on, each with its time-out in milliseconds. No broker is asked."""
+    opened: list[tuple[str, int]] = []
+
+    def open(session: ProducerSession, deadline: Deadline) -> None:
+        opened.append((session.id, session.timeout_ms))
+        producer: Any = SimpleNamespace(begin=lambda: None, drop=lambda: None, taint_reason=lambda: "")
+        session.producer, session.stale = producer, ""
+
+    monkeypatch.setattr(ProducerSession, "open", open)
+    monkeypatch.setattr(ProducerSession, "_is_complete", lambda *asked: True)
+    return opened
+
+
+@pytest.fixture
+def run(openings: list[tuple[str, int]]) -> Run:
+    """Begin and end a prepared transaction with this hold, and wait until the next id is opened."""
+    nothing = SimpleNamespace(describe=lambda *asked: {})
+    owner: Any = SimpleNamespace(name="shop", opening=None, prepared_ids=4, inherited_ids=[], denied="")
+    owner.check = owner.open_once = lambda deadline: None
+    cluster: Any = SimpleNamespace(requests=nothing)
+    pool = PreparedIdPool(cluster, owner, LONGEST_MS, LONGEST_MS)
+
+    def run_one(hold: float | None) -> None:
+        writer = pool.take(Deadline(30))
+        writer.begin(Begin("txn", Deadline(30), prepare=True, hold=hold))
+        assert writer.session.timeout_ms == (LONGEST_MS if hold is None else (30 + hold) * 1000)
+        writer.close()
+        assert pool._ahead is not None
+        pool._ahead.join(30)
+
+    return run_one
+
+
+@pytest.mark.parametrize("hold", [None, 10.0])
+def test_an_id_is_opened_ahead_with_the_time_out_that_was_last_asked_for(
+    run: Run, openings: list[tuple[str, int]], hold: float | None
+) -> None:
+    run(hold)
+    openings.clear()
+    for _ in range(5):
+        run(hold)
+    assert [timeout_ms for _, timeout_ms in openings] == [LONGEST_MS if hold is None else 40_000] * 5
+    assert [id for id, _ in openings[:4]] == ["shop.None.p2", "shop.None.p3", "shop.None.p0", "shop.None.p1"]
+
+
+def test_a_transaction_that_asks_for_another_time_out_opens_its_id_again(
+    run: Run, openings: list[tuple[str, int]]
+) -> None:
+    run(10.0)
+    openings.clear()
+    run(20.0)
+    run(20.0)
+    assert openings == [("shop.None.p1", 50_000), ("shop.None.p2", 50_000), ("shop.None.p3", 50_000)]
