@@ -191,6 +191,8 @@ class Broker(ABC):
     capabilities: Capabilities  # the backend's ones, without those that this cluster's settings or rights forbid
     limits: Limits
     cluster: str  # the stable and unique id of the broker's cluster
+    # True if a reader may, for a moment, read on in a topic that was deleted and made anew, before it notices this.
+    notices_renewed_topics_late: bool = False
     # For the core's own half store: the pause before a half's second check-back, after which the pauses double, and the
     # number of check-backs after which a half is parked.
     half_check_seconds: float = HALF_CHECK_SECONDS

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy import orm
 from txnbridge_conformance.observing import eventually
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
+from txnbridge_embedded.broker import EmbeddedBroker
 
 import txnbridge
 from tests.core.processor_kit import LEASE, numbers, values
@@ -248,6 +249,7 @@ def test_messages_of_a_topic_that_is_made_anew_meanwhile_are_not_taken_for_those
 def test_a_reader_that_reads_on_in_a_topic_that_was_made_anew_processes_nothing_there(bridge, shop, run, monkeypatch):
     """Kafka's reader hands out messages of the new topic for a tenth of a second, before it notices."""
     ids = {"in": "old"}
+    monkeypatch.setattr(EmbeddedBroker, "notices_renewed_topics_late", True)
     monkeypatch.setattr(EmbeddedAdmin, "topic_ids", lambda self, topics, deadline: dict(ids))
 
     def each(message, db):

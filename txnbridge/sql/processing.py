@@ -166,6 +166,8 @@ class DatabaseTransactions:
         The batch at hand may then be from the old topic, or from an assignment that reads on in the new topic at a
         position of the old one. `assigned` has the topics of the batch's assignments.
         """
+        if not self._connection.broker.notices_renewed_topics_late and assigned.keys() <= self._assignments.keys():
+            return  # the broker ends the assignment before it delivers anything of a new topic
         before, self._topic_ids = self._topic_ids, self._topic_ids | self._present_ids(deadline)
         now = {source: self._topic_ids.get(topic) for source, topic in assigned.items()}
         changed = {topic for topic, id in before.items() if self._topic_ids[topic] != id}
