@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
@@ -31,6 +32,7 @@ from txnbridge import (
     _resolver,
     plugins,
 )
+from txnbridge._connection import Connection
 from txnbridge.errors import NotFound, NotSupported, TransactionAborted, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge.sql.barrier import BarrierTable
@@ -418,6 +420,23 @@ def test_the_database_refuses_the_row_of_a_machine_that_slept_beyond_the_deadlin
         time.sleep(0.4)
     assert txn.outcome is Outcome.ABORTED
     assert barrier_rows(shop.database) == one_for_one(shop, bridge) == []
+
+
+def test_a_transaction_that_takes_long_is_asked_about_and_not_aborted(shop, engine, monkeypatch):
+    monkeypatch.setattr(Connection, "timing", replace(Connection.timing, first_check=0.1))
+    asked = threading.Event()
+
+    def wait(event):
+        if (event.name, event.phase) == ("half.check", "after"):
+            asked.set()
+        elif (event.name, event.phase) == ("half.store", "after"):
+            asked.wait(SOON)
+
+    with listening(wait), txnbridge.connect(shop.url) as bridge:
+        with bridge.transaction(db=engine, group="shop", timeout=SOON) as txn:
+            txn.send("orders", b"0")  # it locks no row
+        assert asked.is_set()
+        assert (txn.outcome, values(bridge, "orders")) == (Outcome.COMMITTED, [b"0"])
 
 
 # --- resolvers ------------------------------------------------------------------------------------------------------
