@@ -35,7 +35,7 @@ from txnbridge import (
 from txnbridge._connection import Connection
 from txnbridge.errors import NotFound, NotSupported, TransactionAborted, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Deadline
-from txnbridge.sql.barrier import BarrierTable
+from txnbridge.sql.barrier import BarrierResolver, BarrierTable
 from txnbridge.testing import Child, crash_everywhere, listening
 
 SOON = 60
@@ -208,7 +208,8 @@ def test_an_error_in_the_block_or_at_the_broker_rolls_both_back(shop, engine, br
     raised = None
     try:
         with bridge.transaction(db=session, group="shop") as txn:
-            session.execute(insert(b"1"))
+            with session.begin_nested():  # a savepoint of its own commits nothing
+                session.execute(insert(b"1"))
             txn.send("orders", b"1", partition=7 if error is NotFound else None)
             if error is sa.exc.IntegrityError:
                 session.execute(insert(b"0"))
@@ -503,6 +504,8 @@ def test_an_abort_row_stays_a_day_longer_than_the_deadline(engine, barrier):
     now = int(time.time() * 1000)
     for id, deadline_at in (("past", now - 2 * DAY_MS), ("future", now + 2 * DAY_MS)):
         assert barrier.insert_abort(id, deadline_at, Deadline(SOON))
+    with engine.begin() as connection:
+        connection.execute(barrier.commit_row("commit", now + DAY_MS))
 
     def left(age_ms):
         with engine.begin() as connection:
@@ -512,9 +515,9 @@ def test_an_abort_row_stays_a_day_longer_than_the_deadline(engine, barrier):
         with engine.connect() as connection:
             return sorted(connection.scalars(sa.select(BARRIER.c.transaction)))
 
-    assert left(DAY_MS - 60_000) == ["future", "past"]  # counted from the insert, if that is later
-    assert left(120_000) == ["future"]
-    assert left(2 * DAY_MS) == []
+    assert left(DAY_MS - 60_000) == ["commit", "future", "past"]  # counted from the insert, if that is later
+    assert left(120_000) == ["commit", "future"]
+    assert left(2 * DAY_MS) == ["commit"]
 
 
 # --- a database that fails ------------------------------------------------------------------------------------------
@@ -624,11 +627,17 @@ def test_a_silent_database_holds_no_call_beyond_its_deadline(postgres, shop, eng
 # --- other brokers --------------------------------------------------------------------------------------------------
 
 
-def test_where_only_a_resolver_publishes_a_bridge_does_so_before_it_is_closed(shop, engine):
+def test_where_only_a_resolver_publishes_a_bridge_does_so_before_it_is_closed(shop, engine, monkeypatch):
+    def idle(*_):
+        time.sleep(0.05)
+        return []
+
+    monkeypatch.setattr(BarrierResolver, "_due", idle)  # it publishes only at its end
     address = shop.url.replace("embedded:", "half-topic:") + "&lease_seconds=1"
     with plugins.registered(half_topic_backend):
         with txnbridge.connect(address) as bridge:
             assert sell(bridge, engine, b"1").outcome is Outcome.COMMITTED
+        monkeypatch.undo()
         with txnbridge.connect(address) as bridge:
             assert values(bridge, "orders") == values(bridge, "audit") == [b"1"]
             for step in ("half.store/after", "database.commit/after"):
