@@ -102,7 +102,7 @@ class BarrierTable:
         if len(check_group(group)) > _LONGEST_GROUP:
             raise InvalidOption(f"the name of a group with db= takes at most {_LONGEST_GROUP} characters")
         self.database = database
-        self.half_group = f"{group}-{place[:8]}"
+        self.half_group = f"{group}-db-{place[:8]}"
         self._group = group
         self.clock = sa.literal_column(_CLOCKS[database.engine.dialect.name], sa.BigInteger)
 
