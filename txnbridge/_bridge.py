@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from txnbridge._admin import Admin
 from txnbridge._connection import Connection, ConnectionUser, close_logging_errors, exit_begins, random_name
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from txnbridge._half_topic import HalfTopicStore
     from txnbridge._processor import Each, OnBatch, Processor
     from txnbridge._resolver import Check, Resolver
-    from txnbridge.sql import Outbox, Relay
+    from txnbridge.sql import BarrierTransaction, Outbox, Relay
+    from txnbridge.sql.barrier import Barriers, SessionOrEngine
 
 _log = logging.getLogger("txnbridge")
 
@@ -165,6 +166,7 @@ class Bridge:
         self._outcomes = Outcomes(connection, logs)
         self._writers = Writers(connection, writers, logs.own_ledger)
         self._consumers = Consumers(connection, self._outcomes, self._writers)
+        self._barriers: Barriers | None = None
         self._half_topics: HalfTopicStore | None = None
         connection.half_topics = self._open_half_topics
         ours, clients = resolve_options(backend.options, options, backend.name)
@@ -239,6 +241,7 @@ class Bridge:
 
     # --- transactions ---------------------------------------------------------------------------------------------
 
+    @overload
     def transaction(
         self,
         *,
@@ -246,18 +249,50 @@ class Bridge:
         prepare: bool = False,
         hold: float | None = None,
         fingerprint: bool = False,
-    ) -> Transaction:
+    ) -> Transaction: ...
+
+    @overload
+    def transaction(
+        self, *, db: SessionOrEngine, group: str | None = None, timeout: float | None = None
+    ) -> BarrierTransaction: ...
+
+    def transaction(
+        self,
+        *,
+        timeout: float | None = None,
+        prepare: bool = False,
+        hold: float | None = None,
+        fingerprint: bool = False,
+        db: SessionOrEngine | None = None,
+        group: str | None = None,
+    ) -> Transaction | BarrierTransaction:
         """Begin a transaction, for a `with` block. Wait for a free writer, at most until the transaction's deadline.
 
         With `prepare=True` the end of the block does not commit the transaction, but makes it durable, still invisible
         to readers: any process can commit or abort it by `txn.token` within `hold` seconds. `fingerprint=True` puts a
         checksum of the messages, independent of their order, into the token (this needs the package xxhash).
 
+        With `db=`, an `Engine`, a `Session` or a sessionmaker of SQLAlchemy, the end of the block commits a transaction
+        of this database and publishes the messages, both or neither:
+
+            with bridge.transaction(db=engine) as txn:
+                txn.db.execute(...)
+                txn.send("orders", ...)
+
+        `group` is the name, by default the application's, under which any process may resolve the transaction of a dead
+        one. While the bridge is open it runs a resolver for this group and database.
+
         Raise `DeadlineExceeded` if no writer became free, `Fenced` if the transactional id has a newer owner,
         `NotSupported` if the broker cannot do it, `BrokerUnavailable` if the broker does not answer.
         """
         connection = self._connection
         connection.check_open()
+        if db is not None:
+            if prepare or hold is not None or fingerprint:
+                raise InvalidOption("db= goes with timeout= and group=, not with prepare=, hold= and fingerprint=")
+            return self._open_barriers().transaction(db, group, timeout)
+        if group is not None:
+            raise InvalidOption("group= is for transactions with db=")
         begin = self._new_begin(timeout, prepare, hold)
         if fingerprint:
             _require_xxhash()
@@ -439,23 +474,41 @@ class Bridge:
         self,
         group: str,
         *,
-        check: Check,
+        check: Check | None = None,
+        db: str | Engine | None = None,
         parallel: int = 4,
         check_timeout: float = 30.0,
         stop_timeout: float = 30.0,
     ) -> Resolver:
-        """Return a `Resolver`, which decides half messages whose sender did not report the outcome of its work."""
-        self._connection.check_open()
-        from txnbridge._resolver import Resolver
+        """Return a `Resolver`, which decides half messages whose sender did not report the outcome of its work.
 
-        return Resolver(
-            self._connection,
-            group,
-            check,
-            parallel=parallel,
-            check_timeout=check_timeout,
-            stop_timeout=stop_timeout,
-        )
+        For those of `half_messages` give `check`, for those of `transaction(db=…)` give `db`, the database as
+        SQLAlchemy's URL or an `Engine`.
+        """
+        self._connection.check_open()
+        settings: dict[str, Any] = {
+            "parallel": parallel,
+            "check_timeout": check_timeout,
+            "stop_timeout": stop_timeout,
+        }
+        if check is not None and db is None:
+            from txnbridge._resolver import Resolver
+
+            return Resolver(self._connection, group, check, **settings)
+        if db is None or check is not None:
+            raise InvalidOption("a resolver takes either check= or db=")
+        from txnbridge.sql.barrier import BarrierResolver, BarrierTable
+
+        with self._connection.call():
+            barrier = BarrierTable.open(db, group, self._connection.deadline())
+        return BarrierResolver(self._connection, barrier, **settings)
+
+    def _open_barriers(self) -> Barriers:
+        from txnbridge.sql.barrier import Barriers
+
+        with self._guard:
+            self._barriers = self._barriers or Barriers(self._connection)
+            return self._barriers
 
     def relay(
         self,
@@ -530,11 +583,14 @@ class Bridge:
         connection = self._connection
         if connection.forked:
             return
+        deadline = connection.deadline()
+        if self._barriers is not None and not connection.closed and not self._is_calling():
+            # On some brokers only a resolver publishes, which has to make calls for that.
+            self._barriers.close(Deadline(deadline.left() * _CHECKS_SHARE))
         connection.refuse_calls()
         if self._is_calling():  # raising here would make the program believe that the interrupted commit had failed
             _log.info("%r takes no new calls; it is let go by the next close(), after the call that runs", self)
             return
-        deadline = connection.deadline()
         if not self._closing.acquire(timeout=deadline.left()):
             _log.warning("closing: another thread has been closing %r for %g s", self, deadline.seconds)
             return

@@ -48,6 +48,7 @@ EVENT_NAMES = (
     "outbox.store",
     "outbox.delete",
     "database.read",
+    "database.barrier",
     "database.commit",
 )
 

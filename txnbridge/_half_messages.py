@@ -38,7 +38,7 @@ _log = logging.getLogger("txnbridge")
 Execute = Callable[["HalfTransaction", Any], Decision]
 
 # The least time for sending the outcome to the broker, even if the local work took the whole time.
-_END_SECONDS = 2.0
+END_SECONDS = 2.0
 
 _WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED, Decision.UNDECIDED: Outcome.UNKNOWN}
 
@@ -173,7 +173,7 @@ class HalfTransaction(ConnectionUser):
             # The work is not done, so `check` answers ABORT if the half is stored nevertheless and this call to drop it
             # fails.
             with suppress(TxnBridgeError):
-                self._store.end(half, Decision.ABORT, Deadline(_END_SECONDS))
+                self._store.end(half, Decision.ABORT, Deadline(END_SECONDS))
             if isinstance(error, OutcomeUnknown):
                 raise BrokerUnavailable(f"the messages could not be stored, and nothing was done: {error}") from error
             raise
@@ -196,7 +196,7 @@ class HalfTransaction(ConnectionUser):
     def _end(self, half: Half | None, decision: Decision) -> Outcome:
         if half is None or decision is Decision.UNDECIDED:  # the broker needs no request: a check-back will follow
             return _WANTED[decision]
-        deadline = self._deadline if self._deadline.left() > _END_SECONDS else Deadline(_END_SECONDS)
+        deadline = self._deadline if self._deadline.left() > END_SECONDS else Deadline(END_SECONDS)
         try:
             return end_half(self._connection, self._store, half, decision, deadline)
         except EvidenceLost:

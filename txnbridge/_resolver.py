@@ -157,7 +157,7 @@ class Resolver(Service):
                 decision = Decision.UNDECIDED  # the local work may be running, and may still succeed
             with self._connection.call():
                 outcome = end_half(self._connection, self._store, half, decision, self._connection.deadline())
-            self._count(outcome)
+            self._note_end(half, outcome)
         except EvidenceLost as error:
             _log.warning("the outcome of half-message transaction %s can never be known: %s", half.transaction, error)
         except TxnBridgeError as error:
@@ -174,7 +174,7 @@ class Resolver(Service):
         asked = {"checks": half.checks, "past_deadline_ms": age, "messages": len(half.messages)}
         try:
             with self._connection.events.step("half.check", half.transaction, **asked) as found:
-                decision = self._check(half.transaction, [_shown(half, number) for number in range(len(half.messages))])
+                decision = self._decide(half)
                 check_decision("check", decision)
                 found["decision"] = decision.value
                 return decision
@@ -190,7 +190,12 @@ class Resolver(Service):
                 self._stats = self._stats._replace(failed=self._stats.failed + 1)
             return Decision.UNDECIDED
 
-    def _count(self, outcome: Outcome) -> None:
+    def _decide(self, half: Half) -> Decision:
+        """Return the decision about a half; a subclass may look further than into `check`."""
+        return self._check(half.transaction, [_shown(half, number) for number in range(len(half.messages))])
+
+    def _note_end(self, half: Half, outcome: Outcome) -> None:
+        """Count a check-back that was answered, after the broker has recorded the half's outcome."""
         with self._changed:
             before = self._stats
             self._stats = before._replace(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from txnbridge_conformance.observing import eventually
 
 from tests.cli.conftest import Invoke
-from txnbridge import Bridge, Decision
+from txnbridge import Bridge, Decision, connect
+from txnbridge.testing import Child
 
 SHOP = """
 from txnbridge import Decision
@@ -57,6 +60,34 @@ def test_a_process_of_its_own_asks_until_it_is_stopped(url: str, bridge: Bridge,
     assert (asking.returncode, json.loads(told)["committed"]) == (0, 1)
     missing = subprocess.run([*command, "shop:nothing"], cwd=tmp_path, capture_output=True, text=True)
     assert missing.returncode == 2 and "has no 'nothing'" in missing.stderr
+
+
+def sell_and_die(url: str, database: str) -> None:
+    with connect(url) as bridge, bridge.transaction(db=sa.create_engine(database), group="shop", timeout=1) as txn:
+        txn.send("orders", b"sold")
+
+
+def test_the_rows_of_a_database_answer_for_a_process_that_died(
+    url: str, bridge: Bridge, tmp_path: Path, invoke: Invoke
+) -> None:
+    database = f"sqlite:///{tmp_path}/shop.db"
+    with Child(sell_and_die, url, database, kill="database.commit/after") as child:
+        child.stopped()
+    command = ["resolver", "run", "--group", "shop"]
+    for wrong in ([], ["--check", "json:dumps", "--database", database]):
+        assert "either --check or --database" in invoke(*command, *wrong).output
+    answering = subprocess.Popen(
+        [sys.executable, "-m", "txnbridge.cli", *command, "--json"],
+        env=os.environ | {"TXNBRIDGE_DATABASE": database},
+        stdout=subprocess.PIPE,
+    )
+    try:
+        eventually(lambda: [m.value for m in bridge.read("orders", 10)] == [b"sold"], "it is published")
+        answering.send_signal(signal.SIGTERM)
+        told, _ = answering.communicate(timeout=60)
+    finally:
+        answering.kill()
+    assert (answering.returncode, json.loads(told)["committed"]) == (0, 1)
 
 
 def test_what_nobody_answered_for_is_listed_resumed_and_ended(url: str, bridge: Bridge, invoke: Invoke) -> None:

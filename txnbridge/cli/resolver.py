@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack
 
 import click
@@ -26,21 +27,27 @@ application_option = click.option(
 
 @_common.command("run")
 @group_option
-@click.option("--check", metavar="MODULE:NAME", required=True, help="check(transaction_id, messages) -> Decision")
+@click.option("--check", metavar="MODULE:NAME", help="check(transaction_id, messages) -> Decision")
+@click.option("--database", metavar="URL", help="The database of transaction(db=…), for SQLAlchemy.")
 @click.option("--parallel", metavar="N", type=click.IntRange(1), default=4, show_default=True, help="Checks at once.")
 @application_option
-def run(cli: Cli, group: str, check: str, parallel: int, application: str | None) -> None:
-    """Answer check-backs by the function NAME of MODULE, found from the current folder, until SIGTERM or Ctrl-C.
+def run(cli: Cli, group: str, check: str | None, database: str | None, parallel: int, application: str | None) -> None:
+    """Answer check-backs about half messages whose sender did not report its work's outcome, until SIGTERM or Ctrl-C.
 
-    Several resolvers may run. The function is asked about half messages whose sender did not report its work's outcome.
+    With --check they are answered by the function NAME of MODULE, found from the current folder; with --database by the
+    rows of transactions with db=. Its default is TXNBRIDGE_DATABASE. Several resolvers may run.
     """
-    found = load(check, callable, "not a function")
+    if check is None:
+        database = database or os.environ.get("TXNBRIDGE_DATABASE")
+    if (check is None) == (database is None):
+        raise click.UsageError("give either --check or --database")
+    found = None if check is None else load(check, callable, "not a function")
     with ExitStack() as stack:
         stack.enter_context(telling())
         bridge = stack.enter_context(
             cli.look(application=application)
         )  # the published half messages are stored already, so no topic is missing
-        resolver = bridge.resolver(group, check=found, parallel=parallel)
+        resolver = bridge.resolver(group, check=found, db=database, parallel=parallel)
         resolver.run()
     stats = resolver.stats
     if cli.json:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import exc
@@ -30,8 +33,16 @@ RETRY_SECONDS = 0.05
 # The interval at which a thread that waits for the database checks whether its deadline was shortened.
 _TURN_SECONDS = 0.1
 _PERMISSION_DENIED = "42501"  # the SQLSTATE of a missing privilege
+_LOCK_NOT_AVAILABLE = "55P03"  # the SQLSTATE of a statement that has waited for a lock longer than `lock_timeout`
 
 T = TypeVar("T")
+
+place = sa.Table(
+    "txnbridge_place",
+    sa.MetaData(),
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # always 1
+    sa.Column("cluster", sa.String(36), nullable=False),
+)
 
 
 class Database:
@@ -93,10 +104,11 @@ class Database:
     def run(self, what: str, work: Callable[[], T], deadline: Deadline, commit: Commit) -> T:
         """Run `work`, which asks `commit` before it commits, on another thread; return its result.
 
+        The engine of an `AsyncSession` works only where it is called, so `work` is then called without a deadline.
         Raise the errors of `change`.
         """
         try:
-            return within(deadline, work)
+            return work() if self.engine.dialect.is_async else within(deadline, work)
         except FutureTimeout:
             if commit.give_up():
                 raise OutcomeUnknown(f"{what}: the database did not answer in {deadline.seconds:g} s") from None
@@ -158,7 +170,9 @@ def within(deadline: Deadline, work: Callable[[], T]) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="txnbridge-sql").start()
+    # The program's listeners of a session find the context variables of the caller.
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), daemon=True, name="txnbridge-sql").start()
     while not future.done() and not deadline.expired:
         wait([future], min(deadline.left(), _TURN_SECONDS))
     return future.result(0)
@@ -199,6 +213,56 @@ def insert_missing(connection: sa.Connection, table: sa.Table, **row: object) ->
                 connection.execute(sa.insert(table).values(**row))
         except exc.IntegrityError:
             pass  # another process has inserted the row
+
+
+def database_id(connection: sa.Connection) -> str:
+    """Return the id of this database, which the database stores and its first user makes."""
+    insert_missing(connection, place, number=1, cluster=str(uuid.uuid4()))
+    return str(connection.scalar(sa.select(place.c.cluster).where(place.c.number == 1)))
+
+
+def begin_explicitly(connection: sa.Connection) -> None:
+    """Begin SQLite's transaction now, inside the begun transaction of SQLAlchemy.
+
+    Python's sqlite3 begins a transaction only at the first change, and a savepoint before that would commit.
+    """
+    driver: Any = connection.connection.driver_connection
+    if connection.dialect.name == "sqlite" and not driver.in_transaction:
+        connection.exec_driver_sql("BEGIN")
+
+
+@contextmanager
+def lock_timeout(connection: sa.Connection, seconds: float) -> Iterator[None]:
+    """Let the block's statements, the first of a transaction, wait for locks only so long; see `is_locked`."""
+    if connection.dialect.name != "sqlite":
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{int(seconds * 1000)}ms'")
+        yield
+        return
+    before = connection.exec_driver_sql("PRAGMA busy_timeout").scalar()
+    connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
+    try:
+        yield
+    finally:
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {before}")
+
+
+def is_locked(error: exc.OperationalError) -> bool:
+    """Return whether a statement failed because another transaction had a lock for too long."""
+    return _state_of(error) == _LOCK_NOT_AVAILABLE or str(error.orig) == "database is locked"
+
+
+def require_rollback(connection: sa.Connection, what: str, table: sa.Table, **trial: object) -> None:
+    """Raise `InvalidOption` if the engine commits each statement (isolation level AUTOCOMMIT).
+
+    `trial` is a row for `table` with a random value, so that it can be told from all other rows.
+    """
+    connection.execute(table.insert().values(**trial))
+    connection.rollback()
+    left = sa.and_(*(table.c[name] == value for name, value in trial.items()))
+    if connection.scalar(sa.select(sa.func.count()).select_from(table).where(left)):
+        connection.execute(table.delete().where(left))
+        connection.commit()
+        raise InvalidOption(f"db= commits each statement by itself (AUTOCOMMIT): {what} needs transactions")
 
 
 def require_durable(connection: sa.Connection, what: str) -> None:

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import functools
 import threading
-import uuid
 from collections.abc import Iterator
 
 import sqlalchemy as sa
 
 from txnbridge.errors import BrokerUnavailable, InvalidOption, PositionLost, StorageFailed
 from txnbridge.spi import Deadline, DecisionLog, Position
-from txnbridge.sql._database import RETRY_SECONDS, Database, insert_missing, make_tables, require_durable
+from txnbridge.sql._database import (
+    RETRY_SECONDS,
+    Database,
+    database_id,
+    insert_missing,
+    make_tables,
+    place,
+    require_durable,
+)
 
 _LONGEST_NAME = 255
 # The number of records that are read into memory at once; a record may have nearly a megabyte.
@@ -37,12 +44,6 @@ _records = sa.Table(
     sa.Column("log", sa.String(_LONGEST_NAME), primary_key=True),
     sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("record", sa.LargeBinary(1 << 24), nullable=False),
-)
-_place = sa.Table(
-    "txnbridge_place",
-    _tables,
-    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # always 1
-    sa.Column("cluster", sa.String(36), nullable=False),
 )
 
 _WHAT = "the decision log"
@@ -72,9 +73,8 @@ class SqlLogs:
     def _open(self, connection: sa.Connection) -> str:
         require_durable(connection, _WHAT)
         if not sa.inspect(connection).has_table(_records.name):
-            make_tables(connection, (_logs, _place, _records), _WHAT)
-        insert_missing(connection, _place, number=1, cluster=str(uuid.uuid4()))
-        return str(connection.scalar(sa.select(_place.c.cluster).where(_place.c.number == 1)))
+            make_tables(connection, (_logs, place, _records), _WHAT)
+        return database_id(connection)
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
         """Return the decision log of this name, and create it if it does not exist."""

@@ -27,7 +27,15 @@ from txnbridge._token import Outcome
 from txnbridge._transaction_state import State
 from txnbridge.errors import Conflict, Fenced, InvalidOption, InvalidState, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Partition
-from txnbridge.sql._database import Commit, Database, make_tables, refuses_commit, require_durable
+from txnbridge.sql._database import (
+    Commit,
+    Database,
+    begin_explicitly,
+    make_tables,
+    refuses_commit,
+    require_durable,
+    require_rollback,
+)
 from txnbridge.sql.outbox import Outbox
 
 _log = logging.getLogger("txnbridge")
@@ -118,15 +126,8 @@ class DatabaseTransactions:
             make_tables(connection, missing, _WHAT)
 
     def _require_rollback(self, connection: sa.Connection) -> None:
-        """Raise `InvalidOption` if the engine commits each statement (isolation level AUTOCOMMIT)."""
         trial = {"cluster": random_name(16), "group": "", "topic": "", "partition": 0}
-        connection.execute(_positions.insert().values(**trial, topic_id="", processed=""))
-        connection.rollback()
-        left = _p.cluster == trial["cluster"]
-        if connection.scalar(sa.select(sa.func.count()).where(left)):
-            connection.execute(_positions.delete().where(left))
-            connection.commit()
-            raise InvalidOption("db= commits each statement by itself (AUTOCOMMIT): a processor needs transactions")
+        require_rollback(connection, "a processor", _positions, **trial, topic_id="", processed="")
 
     # --- what is processed --------------------------------------------------------------------------------------------
 
@@ -230,10 +231,7 @@ class DatabaseTransactions:
         def connect() -> sa.Connection:
             connection = self.database.engine.connect()
             connection.begin()
-            # Python's sqlite3 begins a transaction only at the first change, and a savepoint before that would commit.
-            driver: Any = connection.connection.driver_connection
-            if connection.dialect.name == "sqlite" and not driver.in_transaction:
-                connection.exec_driver_sql("BEGIN")
+            begin_explicitly(connection)
             return connection
 
         connection = self.database.run(f"beginning a transaction in {_WHAT}", connect, deadline, Commit())

@@ -1,0 +1,678 @@
+"""Transactions with `db=`: rows and messages are both there or neither, whatever dies, is paused or fails."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import orm
+from txnbridge_conformance.observing import eventually
+from txnbridge_embedded.half_store import EmbeddedHalves
+
+import txnbridge
+from tests.core import half_topic_backend
+from tests.core.processor_kit import numbers, values
+from tests.sql.outbox_programs import Shop
+from tests.sql.test_outbox_chaos import started
+from txnbridge import (
+    Abort,
+    BrokerUnavailable,
+    Decision,
+    InvalidOption,
+    InvalidState,
+    Outcome,
+    OutcomeUnknown,
+    _resolver,
+    plugins,
+)
+from txnbridge._connection import Connection
+from txnbridge.errors import NotFound, NotSupported, TransactionAborted, TransactionTimedOut, TxnBridgeError
+from txnbridge.spi import Deadline
+from txnbridge.sql.barrier import BarrierResolver, BarrierTable
+from txnbridge.testing import Child, crash_everywhere, listening
+
+SOON = 60
+# The time of a transaction whose process dies or is paused; then a resolver may abort it.
+SHORT = 2.0
+DAY_MS = 86_400_000
+ROWS = sa.Table("done", sa.MetaData(), sa.Column("value", sa.String(40), primary_key=True))
+BARRIER = sa.table("txnbridge_barrier", *map(sa.column, ("group", "transaction", "decision", "ended_at")))
+
+
+ON_POSTGRESQL = pytest.mark.parametrize(
+    "new_database", [pytest.param("postgresql", marks=pytest.mark.live)], indirect=True
+)
+
+
+def insert(value: bytes) -> sa.Insert:
+    return ROWS.insert().values(value=value.decode())
+
+
+def sell(bridge, db, value, *, timeout=SOON):
+    with bridge.transaction(db=db, group="shop", timeout=timeout) as txn:
+        txn.db.execute(insert(value))
+        txn.send("orders", value, key="k")
+        txn.send("audit", value)
+    return txn
+
+
+def sell_one(shop: Shop) -> None:
+    """Sell once, as a program does that begins again after its death."""
+    engine = sa.create_engine(shop.database)
+    with txnbridge.connect(shop.url) as bridge:
+        while sold(shop.database) == []:
+            with suppress(TransactionAborted):  # the machine may be too busy for the timeout
+                sell(bridge, engine, b"0", timeout=SHORT)
+
+
+def try_to_sell(shop: Shop, writes: bool) -> tuple[str, Outcome | None]:
+    engine = sa.create_engine(shop.database)
+    with txnbridge.connect(shop.url) as bridge:
+        txn = bridge.transaction(db=engine, group="shop", timeout=SHORT)
+        try:
+            with txn:
+                if writes:
+                    txn.db.execute(insert(b"0"))
+                txn.send("orders", b"0")
+                txn.send("audit", b"0")
+        except TxnBridgeError as error:
+            return type(error).__name__, txn.outcome
+    return "", txn.outcome
+
+
+def sold(database):
+    return sorted(value.encode() for value in column(database, sa.select(ROWS.c.value)))
+
+
+def barrier_rows(database):
+    return column(database, sa.select(BARRIER.c.decision))
+
+
+def column(database, query):
+    engine = sa.create_engine(database)
+    with engine.connect() as connection:
+        found = list(connection.scalars(query))
+    engine.dispose()
+    return found
+
+
+def waiting(bridge):
+    """Return how many transactions are stored at the embedded broker and have not ended."""
+    broker = bridge._connection.broker
+    with broker.session(Deadline(SOON)) as connection, broker.store.reading(connection, Deadline(SOON)):
+        return connection.execute("SELECT count(*) FROM halves WHERE ended_at IS NULL").fetchone()[0]
+
+
+def one_for_one(shop, bridge):
+    """Let a resolver end what is left, and return the messages, which have to be those of the rows."""
+    if waiting(bridge):
+        with bridge.resolver("shop", db=shop.database):
+            eventually(lambda: waiting(bridge) == 0, "half messages wait")
+    found = sold(shop.database)
+    assert sorted(values(bridge, "orders")) == sorted(values(bridge, "audit")) == found
+    return found
+
+
+@pytest.fixture(autouse=True)
+def quick_stop(monkeypatch):
+    """Let resolvers of this process stop at once."""
+    monkeypatch.setattr(_resolver, "_WAIT_SECONDS", 0.1)
+
+
+@pytest.fixture
+def fresh(new_database, tmp_path):
+    """Make a broker with topics, and a database with a table."""
+    brokers = itertools.count()
+
+    def make():
+        address = f"embedded:{tmp_path / f'broker{next(brokers)}.db'}?half_check_seconds=0.2&half_checks=1000"
+        database = new_database()
+        with txnbridge.connect(address) as bridge:
+            bridge.ensure_topics("orders", "audit")
+        engine = sa.create_engine(database)
+        ROWS.create(engine)
+        engine.dispose()
+        return Shop(address, database)
+
+    return make
+
+
+@pytest.fixture
+def shop(fresh):
+    return fresh()
+
+
+@pytest.fixture
+def engine(shop):
+    engine = sa.create_engine(shop.database)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def bridge(shop):
+    with txnbridge.connect(shop.url) as bridge:
+        yield bridge
+
+
+@pytest.fixture
+def barrier(engine):
+    return BarrierTable.open(engine, "shop", Deadline(SOON))
+
+
+# --- both or neither ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["engine", "session", "sessionmaker", "scoped_session"])
+def test_rows_and_messages_are_committed_together(shop, engine, bridge, form):
+    maker = orm.sessionmaker(engine)
+    db = {"engine": engine, "session": maker(), "sessionmaker": maker, "scoped_session": orm.scoped_session(maker)}[
+        form
+    ]
+    for value in numbers(2):
+        with bridge.transaction(db=db, group="shop") as txn:
+            with txn.db.begin_nested() as savepoint:
+                txn.db.execute(insert(b"undone"))
+                savepoint.rollback()
+            txn.db.execute(insert(value))
+            txn.send("orders", value, key="k", headers={"h": "1"})
+            txn.send_many("audit", [value])
+            assert values(bridge, "orders") == numbers(int(value))
+        assert txn.outcome is Outcome.COMMITTED
+        with pytest.raises(InvalidState):
+            _ = txn.db
+    assert one_for_one(shop, bridge) == numbers(2)
+    message = bridge.read("orders", 1)[0]
+    assert (message.key, message.headers["h"]) == (b"k", "1")
+    eventually(lambda: barrier_rows(shop.database) == [], "the rows are deleted")
+    if form != "engine":
+        with maker() as session, session.begin():
+            session.execute(insert(b"later"))  # the engine and its sessions are free again
+    if form == "session":
+        assert not db.in_transaction()
+        db.execute(insert(b"last"))
+        db.commit()
+
+
+@pytest.mark.parametrize("error", [Abort, ZeroDivisionError, sa.exc.IntegrityError, NotFound])
+def test_an_error_in_the_block_or_at_the_broker_rolls_both_back(shop, engine, bridge, error):
+    sell(bridge, engine, b"0")
+    session = orm.Session(engine)
+    raised = None
+    try:
+        with bridge.transaction(db=session, group="shop") as txn:
+            with session.begin_nested():  # a savepoint of its own commits nothing
+                session.execute(insert(b"1"))
+            txn.send("orders", b"1", partition=7 if error is NotFound else None)
+            if error is sa.exc.IntegrityError:
+                session.execute(insert(b"0"))
+            elif error is not NotFound:
+                raise error
+    except Exception as given:
+        raised = type(given)
+    assert (raised, txn.outcome) == (None if error is Abort else error, Outcome.ABORTED)
+    assert not session.in_transaction()
+    assert one_for_one(shop, bridge) == [b"0"]
+
+
+def test_a_transaction_without_messages_is_one_of_the_database(shop, engine, bridge):
+    with bridge.transaction(db=engine) as txn:
+        txn.db.execute(insert(b"0"))
+    assert (txn.outcome, sold(shop.database)) == (Outcome.COMMITTED, [b"0"])
+
+
+def commit(db):
+    db.commit()
+
+
+def swallowed_commit(db):
+    with pytest.raises(InvalidState):
+        db.commit()
+
+
+def roll_back(db):
+    db.rollback()
+
+
+def second_transaction(db):
+    db.rollback()
+    db.execute(insert(b"2"))
+    db.commit()
+
+
+def open_savepoint(db):
+    db.begin_nested()
+
+
+@pytest.mark.parametrize("form", ["engine", "session"])
+def test_a_block_that_ends_or_splits_its_database_transaction_does_nothing(shop, engine, bridge, form):
+    db = engine if form == "engine" else orm.Session(engine)
+    for misuse in (commit, swallowed_commit, roll_back, second_transaction, open_savepoint):
+        with pytest.raises(InvalidState, match="rolled back"), bridge.transaction(db=db, group="shop") as txn:
+            txn.db.execute(insert(b"1"))
+            txn.send("orders", b"1")
+            misuse(txn.db)
+        assert txn.outcome is Outcome.ABORTED
+        assert form == "engine" or not db.in_transaction()
+        assert one_for_one(shop, bridge) == []
+    sell(bridge, db, b"1")
+    assert one_for_one(shop, bridge) == [b"1"]
+
+
+def test_a_session_does_not_write_to_a_second_database_in_the_block(shop, engine, bridge, fresh):
+    other = sa.create_engine(fresh().database)
+    session = orm.Session(engine)
+    with pytest.raises(InvalidState, match="second"), bridge.transaction(db=session) as txn:
+        txn.send("orders", b"1")
+        session.execute(insert(b"1"), bind_arguments={"bind": other})
+    assert sold(other.url.render_as_string(hide_password=False)) == one_for_one(shop, bridge) == []
+    other.dispose()
+
+
+def in_transaction(connection):
+    session = orm.Session(connection.engine)
+    session.begin()
+    return session
+
+
+def in_savepoint(connection):
+    session = in_transaction(connection)
+    session.begin_nested()
+    return session
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (in_transaction, InvalidState, "in no transaction"),
+        (in_savepoint, InvalidState, "in no transaction"),
+        (lambda c: c.engine.execution_options(isolation_level="AUTOCOMMIT"), InvalidOption, "AUTOCOMMIT"),
+        (lambda c: orm.Session(c.engine, twophase=True), InvalidOption, "twophase"),
+        (orm.Session, InvalidOption, "not on a Connection"),
+        (lambda _: orm.Session(), InvalidOption, "one database"),
+        (lambda c: c, InvalidOption, "not Connection"),
+        (lambda _: sa.create_engine("sqlite://"), InvalidOption, "outlives"),
+    ],
+)
+def test_a_session_that_no_commit_of_ours_would_end_is_refused(engine, bridge, make, error, match):
+    with engine.connect() as connection, pytest.raises(error, match=match):
+        with bridge.transaction(db=make(connection)):
+            raise AssertionError("the block runs")
+
+
+def test_settings_that_do_not_go_together_are_refused(engine, bridge):
+    for settings in ({"prepare": True}, {"hold": 1}, {"fingerprint": True}):
+        with pytest.raises(InvalidOption, match="db="):
+            bridge.transaction(db=engine, **settings)
+    with pytest.raises(InvalidOption, match="group="):
+        bridge.transaction(group="shop")
+    with pytest.raises(InvalidOption, match="either"):
+        bridge.resolver("shop")
+    with pytest.raises(NotSupported, match="processor"), bridge.transaction(db=engine) as txn:
+        txn.ack([])
+
+
+def test_a_session_of_asyncio_works_inside_run_sync(shop, bridge):
+    aio = pytest.importorskip("sqlalchemy.ext.asyncio")
+    pytest.importorskip("aiosqlite")
+
+    def work(session):
+        sell(bridge, session, b"0")
+        with pytest.raises(InvalidState), bridge.transaction(db=session, group="shop"):
+            session.execute(insert(b"1"))
+            session.commit()
+
+    async def order():
+        engine = aio.create_async_engine(shop.database.replace("sqlite:", "sqlite+aiosqlite:"))
+        async with aio.AsyncSession(engine) as session:
+            await session.run_sync(work)
+        await engine.dispose()
+
+    asyncio.run(order())
+    assert one_for_one(shop, bridge) == [b"0"]
+    assert barrier_rows(shop.database) == []
+
+
+# --- processes that die or are paused -------------------------------------------------------------------------------
+
+
+STEPS = [
+    f"{step}/{phase}"
+    for step in ("half.store", "database.barrier", "database.commit", "half.end")
+    for phase in ("before", "after")
+]
+
+
+def test_rows_and_messages_agree_where_their_process_dies(fresh):
+    def die(where):
+        shop = fresh()
+        with Child(try_to_sell, shop, True, kill=where) as child:
+            child.stopped(SOON)
+        with txnbridge.connect(shop.url) as bridge:
+            return one_for_one(shop, bridge) == [b"0"]
+
+    with ThreadPoolExecutor(len(STEPS)) as threads:
+        committed = [where for where, happened in zip(STEPS, threads.map(die, STEPS), strict=True) if happened]
+    assert committed == ["database.commit/after", "half.end/before", "half.end/after"]
+
+
+@pytest.mark.live
+@pytest.mark.timeout(400)
+def test_rows_and_messages_agree_wherever_their_process_dies_and_begins_again(fresh):
+    def check(shop):
+        with txnbridge.connect(shop.url) as bridge:
+            assert one_for_one(shop, bridge) == [b"0"]
+
+    died_at = {point.event for point in crash_everywhere(sell_one, check, fresh=fresh, at_once=4)}
+    assert set(STEPS) <= died_at
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_process_that_sleeps_beyond_its_deadline_commits_nothing(shop, bridge, writes):
+    with Child(try_to_sell, shop, writes, pause="half.store/after") as zombie:
+        zombie.stopped(SOON)
+        with bridge.resolver("shop", db=shop.database) as resolver:
+            locks = writes and shop.database.startswith("sqlite")  # SQLite's one write lock is the zombie's
+            eventually(lambda: resolver.stats.checks if locks else resolver.stats.aborted, "a resolver answers")
+            assert barrier_rows(shop.database) == ([] if locks else ["abort"])
+            zombie.resume()
+            assert zombie.result(SOON) in {
+                ("TransactionTimedOut", Outcome.ABORTED),
+                ("TransactionAborted", Outcome.ABORTED),
+            }
+    assert one_for_one(shop, bridge) == []
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_resolver_answers_nothing_while_the_row_is_not_committed(shop, bridge, wakes):
+    with Child(try_to_sell, shop, True, pause="database.commit/before") as zombie:
+        zombie.stopped(SOON)
+        with bridge.resolver("shop", db=shop.database) as resolver:
+            eventually(lambda: resolver.stats.checks > 0, "a resolver answers")
+            assert waiting(bridge) == 1
+            assert (resolver.stats.committed, resolver.stats.aborted, resolver.stats.failed) == (0, 0, 0)
+            if wakes:
+                zombie.resume()
+                told, outcome = zombie.result(SOON)
+            else:
+                zombie.kill()
+    committed = sold(shop.database) == [b"0"]
+    if wakes:
+        assert outcome is (Outcome.COMMITTED if committed else Outcome.ABORTED), told
+    with bridge.resolver("shop", db=shop.database):
+        eventually(lambda: waiting(bridge) == 0, "half messages wait")
+    assert sold(shop.database) == values(bridge, "orders") == ([b"0"] if committed else [])
+
+
+def test_the_database_refuses_the_row_of_a_machine_that_slept_beyond_the_deadline(shop, engine, bridge):
+    with pytest.raises(TransactionTimedOut), bridge.transaction(db=engine, group="shop", timeout=0.3) as txn:
+        txn.db.execute(insert(b"0"))
+        txn.send("orders", b"0")
+        for service in list(bridge._connection.services):
+            service.close()  # no resolver aborts it
+        txn._deadline.at += SOON  # the clock that does not go on while a machine is suspended
+        time.sleep(0.4)
+    assert txn.outcome is Outcome.ABORTED
+    assert barrier_rows(shop.database) == one_for_one(shop, bridge) == []
+
+
+def test_a_transaction_that_takes_long_is_asked_about_and_not_aborted(shop, engine, monkeypatch):
+    monkeypatch.setattr(Connection, "timing", replace(Connection.timing, first_check=0.1))
+    asked = threading.Event()
+
+    def wait(event):
+        if (event.name, event.phase) == ("half.check", "after"):
+            asked.set()
+        elif (event.name, event.phase) == ("half.store", "after"):
+            asked.wait(SOON)
+
+    with listening(wait), txnbridge.connect(shop.url) as bridge:
+        with bridge.transaction(db=engine, group="shop", timeout=SOON) as txn:
+            txn.send("orders", b"0")  # it locks no row
+        assert asked.is_set()
+        assert (txn.outcome, values(bridge, "orders")) == (Outcome.COMMITTED, [b"0"])
+
+
+# --- resolvers ------------------------------------------------------------------------------------------------------
+
+
+def test_two_resolvers_give_the_same_answer(barrier):
+    past = int(time.time() * 1000)
+    with ThreadPoolExecutor(4) as threads:
+        for number in range(10):
+            id = f"txn {number}"
+            won = list(threads.map(lambda _: barrier.insert_abort(id, past, Deadline(SOON)), range(4)))  # noqa: B023
+            assert sorted(won) == [False, False, False, True]
+            assert barrier.check(id, []) is Decision.ABORT
+
+
+def test_a_row_that_is_locked_is_waited_for_only_briefly(engine, barrier):
+    future = int(time.time() * 1000) + DAY_MS
+    with engine.connect() as writer:
+        assert writer.execute(barrier.commit_row("1", future)).connection is writer
+        began = time.monotonic()
+        assert barrier.insert_abort("1", future, Deadline(SOON)) is False
+        assert time.monotonic() - began < 4
+        assert barrier.check("1", []) is Decision.UNDECIDED
+        writer.commit()
+    assert barrier.insert_abort("1", future, Deadline(SOON)) is False
+    assert barrier.check("1", []) is Decision.COMMIT
+    with engine.connect() as connection, pytest.raises(sa.exc.IntegrityError):
+        assert barrier.insert_abort("2", future, Deadline(SOON))
+        connection.execute(barrier.commit_row("2", future))
+
+
+def test_a_bridge_publishes_what_another_process_has_left_and_no_other_database_is_asked(shop, engine, bridge, fresh):
+    other = fresh().database
+    with Child(try_to_sell, shop, True, kill="database.commit/after") as child:
+        child.stopped(SOON)
+    with bridge.resolver("shop", db=other) as wrong:
+        time.sleep(SHORT + 1)
+        with bridge.transaction(db=engine, group="shop"):
+            pass  # the bridge runs a resolver from now on
+        eventually(lambda: values(bridge, "orders") == [b"0"], "it is published")
+        eventually(lambda: barrier_rows(shop.database) == [], "the row is deleted")
+    assert wrong.stats.checks == 0 and barrier_rows(other) == []
+
+
+def test_a_row_stays_until_its_messages_are_published(shop, engine, bridge, monkeypatch):
+    end, away = EmbeddedHalves.end, threading.Event()
+    away.set()
+
+    def fail(store, half, decision, deadline):
+        if away.is_set():
+            raise BrokerUnavailable("it is away")
+        return end(store, half, decision, deadline)
+
+    monkeypatch.setattr(EmbeddedHalves, "end", fail)
+    assert sell(bridge, engine, b"0", timeout=SHORT).outcome is Outcome.COMMITTED
+    time.sleep(1.2)  # longer than a resolver takes to delete rows
+    assert barrier_rows(shop.database) == ["commit"]
+    away.clear()
+    eventually(lambda: barrier_rows(shop.database) == [], "the row is deleted")
+    assert one_for_one(shop, bridge) == [b"0"]
+
+
+def test_an_abort_row_stays_a_day_longer_than_the_deadline(engine, barrier):
+    now = int(time.time() * 1000)
+    for id, deadline_at in (("past", now - 2 * DAY_MS), ("future", now + 2 * DAY_MS)):
+        assert barrier.insert_abort(id, deadline_at, Deadline(SOON))
+    with engine.begin() as connection:
+        connection.execute(barrier.commit_row("commit", now + DAY_MS))
+
+    def left(age_ms):
+        with engine.begin() as connection:
+            connection.execute(sa.update(BARRIER).values(ended_at=BARRIER.c.ended_at - age_ms))
+        barrier.delete_commits(["past", "future"], Deadline(SOON))
+        barrier.delete_old_aborts(Deadline(SOON))
+        with engine.connect() as connection:
+            return sorted(connection.scalars(sa.select(BARRIER.c.transaction)))
+
+    assert left(DAY_MS - 60_000) == ["commit", "future", "past"]  # counted from the insert, if that is later
+    assert left(120_000) == ["commit", "future"]
+    assert left(2 * DAY_MS) == ["commit"]
+
+
+# --- a database that fails ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("committed", ["yes", "no", "later"])
+def test_a_lost_answer_to_the_commit_is_found_by_the_row(shop, engine, bridge, monkeypatch, committed):
+    commit = sa.Connection.commit
+    armed = threading.Event()
+
+    def lose(connection):
+        if not armed.is_set():
+            return commit(connection)
+        armed.clear()
+        if committed == "later":
+            time.sleep(SHORT)
+        if committed != "no":
+            commit(connection)
+        raise sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
+
+    monkeypatch.setattr(sa.Connection, "commit", lose)
+    with suppress(TransactionAborted if committed == "no" else OutcomeUnknown):
+        with bridge.transaction(db=engine, group="shop", timeout=0.5 if committed == "later" else SOON) as txn:
+            txn.db.execute(insert(b"0"))
+            txn.send("orders", b"0")
+            txn.send("audit", b"0")
+            armed.set()
+        assert committed != "no"
+    assert (committed, txn.outcome) in {
+        ("yes", Outcome.COMMITTED),
+        ("no", Outcome.ABORTED),
+        ("later", Outcome.UNKNOWN),
+        ("later", Outcome.COMMITTED),
+    }
+    assert one_for_one(shop, bridge) == ([] if committed == "no" else [b"0"])
+
+
+def test_a_row_that_a_resolver_has_deleted_is_not_taken_for_an_abort(shop, engine, bridge, monkeypatch):
+    settle, commit = BarrierTable.settle, sa.Connection.commit
+
+    def settle_late(table, transaction, deadline_at, _):
+        eventually(lambda: waiting(bridge) == 0 and barrier_rows(shop.database) == [], "a resolver publishes")
+        return settle(table, transaction, deadline_at, Deadline(SOON))
+
+    def lose(connection):
+        commit(connection)
+        if "commit" in barrier_rows(shop.database):
+            monkeypatch.setattr(sa.Connection, "commit", commit)
+            raise sa.exc.OperationalError("COMMIT", {}, ConnectionError("lost"))
+
+    monkeypatch.setattr(BarrierTable, "settle", settle_late)
+    monkeypatch.setattr(sa.Connection, "commit", lose)
+    assert sell(bridge, engine, b"0", timeout=SHORT).outcome is Outcome.COMMITTED
+    assert one_for_one(shop, bridge) == [b"0"]
+
+
+def test_a_constraint_that_fails_at_the_commit_aborts(shop, engine, bridge):
+    table = sa.Table(
+        "child",
+        sa.MetaData(),
+        sa.Column("of", sa.ForeignKey(ROWS.c.value, deferrable=True, initially="DEFERRED")),
+    )
+    table.create(engine)
+    if engine.dialect.name == "sqlite":
+        sa.event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA foreign_keys = on"))
+        engine.dispose()
+    with pytest.raises(TransactionAborted, match="rolled back"), bridge.transaction(db=engine, group="shop") as txn:
+        txn.db.execute(table.insert().values(of="nothing"))
+        txn.send("orders", b"0")
+    assert (txn.outcome, one_for_one(shop, bridge)) == (Outcome.ABORTED, [])
+
+
+@pytest.mark.parametrize("phase", ["before", "after"])
+@ON_POSTGRESQL
+def test_a_database_that_is_killed_around_the_commit_loses_and_doubles_nothing(postgres, shop, engine, phase):
+    def restart(event):
+        if (event.name, event.phase) == ("database.commit", phase):
+            postgres.kill()
+            postgres.start()
+
+    with listening(restart), txnbridge.connect(shop.url) as bridge:
+        if phase == "before":
+            with pytest.raises(TransactionAborted):
+                sell(bridge, engine, b"0")
+        else:
+            assert sell(bridge, engine, b"0").outcome is Outcome.COMMITTED
+        assert one_for_one(shop, bridge) == ([] if phase == "before" else [b"0"])
+
+
+@ON_POSTGRESQL
+def test_a_silent_database_holds_no_call_beyond_its_deadline(postgres, shop, engine):
+    def silence(event):
+        if (event.name, event.phase) == ("database.commit", "before"):
+            postgres.pause()
+
+    with listening(silence), txnbridge.connect(shop.url) as bridge:
+        began = time.monotonic()
+        try:
+            with pytest.raises(OutcomeUnknown):
+                sell(bridge, engine, b"0", timeout=SHORT)
+            assert time.monotonic() - began < 20
+        finally:
+            postgres.resume()
+        assert len(one_for_one(shop, bridge)) < 2
+
+
+# --- other brokers --------------------------------------------------------------------------------------------------
+
+
+def test_where_only_a_resolver_publishes_a_bridge_does_so_before_it_is_closed(shop, engine, monkeypatch):
+    def idle(*_):
+        time.sleep(0.05)
+        return []
+
+    monkeypatch.setattr(BarrierResolver, "_due", idle)  # it publishes only at its end
+    address = shop.url.replace("embedded:", "half-topic:") + "&lease_seconds=1"
+    with plugins.registered(half_topic_backend):
+        with txnbridge.connect(address) as bridge:
+            assert sell(bridge, engine, b"1").outcome is Outcome.COMMITTED
+        monkeypatch.undo()
+        with txnbridge.connect(address) as bridge:
+            assert values(bridge, "orders") == values(bridge, "audit") == [b"1"]
+            for step in ("half.store/after", "database.commit/after"):
+                with Child(try_to_sell, shop._replace(url=address), True, kill=step) as child:
+                    child.stopped(SOON)
+            with bridge.resolver("shop", db=shop.database) as resolver:
+                eventually(lambda: sorted(values(bridge, "orders")) == sold(shop.database) == [b"0", b"1"], "published")
+                eventually(lambda: resolver.stats.aborted == 1, "the other one is aborted")
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("name", ["kafka", "pulsar", "rocketmq"])
+def test_rows_and_messages_agree_on_real_brokers(postgres, tmp_path, name):
+    with started(name, tmp_path) as (address, _), txnbridge.connect(address, application="shop") as bridge:
+        shop = Shop(address, postgres.new_database())
+        engine = sa.create_engine(shop.database)
+        ROWS.create(engine)
+        for topic in ("orders", "audit"):
+            bridge.admin.create_topic(topic, 2)
+        for value in numbers(20):
+            assert sell(bridge, engine, value).outcome is Outcome.COMMITTED
+        with pytest.raises(ZeroDivisionError), bridge.transaction(db=engine, group="shop") as txn:
+            txn.db.execute(insert(b"no"))
+            txn.send("orders", b"no")
+            raise ZeroDivisionError
+        for where in ("half.store/after", "database.commit/before", "database.commit/after"):
+            with Child(sell_as, shop, where, kill=where) as child:
+                child.stopped(SOON)
+        expected = sorted([*numbers(20), b"database.commit/after"])
+        assert sold(shop.database) == expected
+        eventually(lambda: sorted(values(bridge, "orders")) == expected, "it is published")
+        eventually(lambda: sorted(values(bridge, "audit")) == expected, "it is published")
+        engine.dispose()
+
+
+def sell_as(shop: Shop, name: str) -> None:
+    with txnbridge.connect(shop.url, application="shop") as bridge:
+        sell(bridge, sa.create_engine(shop.database), name.encode(), timeout=5)

@@ -1,0 +1,584 @@
+"""`bridge.transaction(db=…)`: a database transaction and its messages, both or neither, on brokers with half messages.
+
+The messages are stored at the broker as half messages. Then the row COMMIT, under the transaction's id, is the last
+statement of the database transaction, so the row is there if and only if the database has committed. A resolver that is
+asked about the transaction of a dead process first inserts the row ABORT under the same key. One of the two rows is
+first, and its content decides for ever: after ABORT the late commit of a paused process fails, and after COMMIT the
+messages are published (hazard H90).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+from types import TracebackType
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import sqlalchemy as sa
+from sqlalchemy import exc, orm
+
+from txnbridge._connection import Connection, random_name
+from txnbridge._deadline import Deadline, check_seconds
+from txnbridge._half_common import check_group, half_store
+from txnbridge._half_messages import END_SECONDS, HalfTransaction
+from txnbridge._messages import Message
+from txnbridge._resolver import Resolver
+from txnbridge._token import Decision, Outcome
+from txnbridge.errors import (
+    EvidenceLost,
+    InvalidOption,
+    InvalidState,
+    NotSupported,
+    OutcomeUnknown,
+    TransactionAborted,
+    TransactionTimedOut,
+    TxnBridgeError,
+)
+from txnbridge.spi import Half
+from txnbridge.sql._database import (
+    RETRY_SECONDS,
+    Commit,
+    Database,
+    begin_explicitly,
+    database_id,
+    is_locked,
+    lock_timeout,
+    make_tables,
+    place,
+    require_durable,
+    require_rollback,
+)
+
+_log = logging.getLogger("txnbridge")
+
+SessionOrEngine: TypeAlias = "sa.Engine | orm.Session | orm.sessionmaker[Any] | orm.scoped_session[Any]"
+
+_WHAT = "the database of db="
+_LONGEST_NAME = 255
+# A transaction's id contains its group, the database, the process, the bridge and a number.
+_LONGEST_GROUP = 180
+# The time for which a resolver waits for a row that another database transaction has locked, and for each answer.
+_LOCK_SECONDS, _LOOK_SECONDS = 1.0, 5.0
+# The seconds for which the end of a failed transaction waits for the database.
+_CLOSE_SECONDS = 5.0
+# An ABORT row stays a day longer than its transaction's deadline, after which the database refuses a COMMIT row. A day
+# is more than the clocks of two machines differ.
+_ABORT_ROWS_MS = 86_400_000
+# The interval at which a resolver deletes old ABORT rows, and the number of rows that one statement deletes.
+_SWEEP_SECONDS, _SWEEP_ROWS = 60.0, 500
+
+# The time by the database's clock, in milliseconds since 1970, at the statement and not at the transaction's begin.
+_CLOCKS = {
+    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)",
+    "postgresql": "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)",
+}
+
+_rows = sa.Table(
+    "txnbridge_barrier",
+    sa.MetaData(),
+    sa.Column("group", sa.String(_LONGEST_NAME), primary_key=True),
+    sa.Column("transaction", sa.String(_LONGEST_NAME), primary_key=True),
+    sa.Column("decision", sa.String(6), nullable=False),
+    # By the database's clock, in milliseconds since 1970: when the row was inserted, or a deadline later than that.
+    sa.Column("ended_at", sa.BigInteger, nullable=False),
+)
+_r = _rows.c
+
+
+class BarrierTable:
+    """The barrier rows of one group in one database.
+
+    The group's half messages have the name of the group and the database's id, so that nobody looks for their rows in
+    another database, and nobody asks a `check` about them.
+    """
+
+    def __init__(self, database: Database, place: str, group: str) -> None:
+        if len(check_group(group)) > _LONGEST_GROUP:
+            raise InvalidOption(f"the name of a group with db= takes at most {_LONGEST_GROUP} characters")
+        self.database = database
+        self.half_group = f"{group}-db-{place[:8]}"
+        self._group = group
+        self.clock = sa.literal_column(_CLOCKS[database.engine.dialect.name], sa.BigInteger)
+
+    @classmethod
+    def open(cls, database: str | sa.Engine, group: str, deadline: Deadline) -> BarrierTable:
+        """Open the barrier rows of a group, and create the table if it does not exist."""
+        opened = Database(database, _WHAT)
+        return cls(opened, open_place(opened, deadline, to_write=False), group)
+
+    def commit_row(self, transaction: str, deadline_at: int) -> sa.Insert:
+        """Return the statement that inserts a COMMIT row, if it is not too late by the database's clock."""
+        return self._insert(transaction, Decision.COMMIT, self.clock, self.clock < deadline_at)
+
+    def insert_abort(self, transaction: str, deadline_at: int, deadline: Deadline) -> bool:
+        """Insert an ABORT row; return False if another row is there, or a database transaction has locked its place."""
+        ended_at = sa.case((self.clock > deadline_at, self.clock), else_=sa.literal(deadline_at, sa.BigInteger))
+        row = self._insert(transaction, Decision.ABORT, ended_at)
+
+        def insert(connection: sa.Connection) -> bool:
+            with lock_timeout(connection, _LOCK_SECONDS):
+                try:
+                    connection.execute(row)
+                except exc.IntegrityError:
+                    connection.rollback()
+                    return False
+                except exc.OperationalError as error:
+                    if not is_locked(error):
+                        raise
+                    connection.rollback()
+                    return False
+                return True
+
+        return self.database.ask(f"writing into {_WHAT}", insert, deadline)
+
+    def _insert(
+        self, transaction: str, decision: Decision, ended_at: sa.ColumnElement[int], *where: sa.ColumnElement[bool]
+    ) -> sa.Insert:
+        texts = (sa.literal(text, sa.String) for text in (self._group, transaction, decision.value))
+        return sa.insert(_rows).from_select(list(_r), sa.select(*texts, ended_at).where(*where))
+
+    def check(self, transaction: str, _: Sequence[Message]) -> Decision:
+        """Return the decision of a transaction's row, as the `check` of a resolver."""
+        return self.decision(transaction, Deadline(_LOOK_SECONDS))
+
+    def decision(self, transaction: str, deadline: Deadline) -> Decision:
+        """Return the decision of a transaction's row, read in a new database transaction; UNDECIDED without a row."""
+        wanted = sa.select(_r.decision).where(_r.group == self._group, _r.transaction == transaction)
+        found = self.database.ask(f"reading {_WHAT}", lambda c: c.scalar(wanted), deadline)
+        return Decision.UNDECIDED if found is None else Decision(found)
+
+    def settle(self, transaction: str, deadline_at: int, deadline: Deadline) -> Decision:
+        """Return the decision about a transaction whose sender has lost the answer to its commit.
+
+        The sender calls this, which inserts no COMMIT row any more, so ABORT may be inserted before the deadline. ABORT
+        is no proof if a resolver has published the messages and deleted the COMMIT row: the half store then says so.
+        """
+        while True:
+            if self.insert_abort(transaction, deadline_at, deadline):
+                return Decision.ABORT
+            decision = self.decision(transaction, deadline)
+            if decision is not Decision.UNDECIDED or deadline.left() <= RETRY_SECONDS:
+                return decision
+            time.sleep(RETRY_SECONDS)
+
+    def delete_commits(self, transactions: Sequence[str], deadline: Deadline) -> None:
+        """Delete the COMMIT rows of transactions whose half messages are published."""
+        self._delete(deadline, _r.decision == Decision.COMMIT.value, _r.transaction.in_(transactions))
+
+    def delete_old_aborts(self, deadline: Deadline) -> None:
+        """Delete the ABORT rows that no process can miss any more."""
+        self._delete(deadline, _r.decision == Decision.ABORT.value, _r.ended_at < self.clock - _ABORT_ROWS_MS)
+
+    def _delete(self, deadline: Deadline, *where: sa.ColumnElement[bool]) -> None:
+        deleted = sa.delete(_rows).where(_r.group == self._group, *where)
+
+        def delete(connection: sa.Connection) -> None:
+            with lock_timeout(connection, _LOCK_SECONDS):
+                connection.execute(deleted)
+
+        self.database.change(f"deleting rows in {_WHAT}", delete, deadline)
+
+
+def open_place(database: Database, deadline: Deadline, *, to_write: bool) -> str:
+    """Return the id of a database, and create the missing tables. Raise `InvalidOption` for an unsuitable database.
+
+    Only `to_write` needs SQLite's write lock, which a resolver might wait for in vain.
+    """
+    name = database.engine.dialect.name
+    if name not in _CLOCKS:
+        raise NotSupported(f"db= takes PostgreSQL and SQLite, not {name}")
+
+    def create(connection: sa.Connection) -> None:
+        require_durable(connection, _WHAT)
+        if not sa.inspect(connection).has_table(_rows.name):
+            make_tables(connection, (place, _rows), _WHAT)
+
+    def check(connection: sa.Connection) -> None:
+        trial = {"group": "", "transaction": random_name(16), "decision": "abort", "ended_at": 0}
+        require_rollback(connection, "a transaction", _rows, **trial)
+
+    for each in (create, check) if to_write else (create,):
+        database.ask(f"opening {_WHAT}", each, deadline)
+    return database.ask(f"opening {_WHAT}", database_id, deadline)
+
+
+class BarrierResolver(Resolver):
+    """Decides the half messages of a barrier's group by its rows, and deletes rows that are not needed any more."""
+
+    def __init__(self, connection: Connection, barrier: BarrierTable, **settings: Any) -> None:
+        super().__init__(connection, barrier.half_group, barrier.check, **settings)
+        self.barrier = barrier
+        self._published: deque[str] = deque()  # transactions whose half messages are published, and whose rows stay
+        self._sweeping = threading.Lock()
+        self._sweep_at = 0.0  # when old ABORT rows are deleted next
+
+    def forget(self, transaction: str) -> None:
+        """Delete the row of a transaction whose half messages are published, soon and together with others."""
+        self._published.append(transaction)
+        if not self._runs:
+            self._sweep()
+
+    def _decide(self, half: Half) -> Decision:
+        if time.time() * 1000 >= half.deadline_at and self.barrier.insert_abort(
+            half.transaction, half.deadline_at, Deadline(_LOOK_SECONDS)
+        ):
+            return Decision.ABORT
+        return super()._decide(half)
+
+    def _note_end(self, half: Half, outcome: Outcome) -> None:
+        super()._note_end(half, outcome)
+        if outcome is Outcome.COMMITTED:
+            self.forget(half.transaction)
+
+    def _due(self, limit: int) -> list[Half]:
+        self._sweep()
+        return super()._due(limit)
+
+    def _loop(self) -> None:
+        super()._loop()
+        self._sweep()
+
+    def _leave(self) -> None:
+        super()._leave()
+        self.barrier.database.close()
+
+    def _sweep(self) -> None:
+        if not self._sweeping.acquire(blocking=False):
+            return  # another thread does so
+        try:
+            while published := list(self._published)[:_SWEEP_ROWS]:
+                self.barrier.delete_commits(published, Deadline(_LOOK_SECONDS))
+                for _ in published:
+                    self._published.popleft()
+            if time.monotonic() >= self._sweep_at:
+                self._sweep_at = time.monotonic() + _SWEEP_SECONDS
+                self.barrier.delete_old_aborts(Deadline(_LOOK_SECONDS))
+        except TxnBridgeError as error:
+            _log.info("rows of group %r are deleted later: %s", self._group, error)
+        finally:
+            self._sweeping.release()
+
+
+class Barriers:
+    """Makes the transactions with `db=` of one bridge, and runs a resolver for each of their groups and databases."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._places: WeakKeyDictionary[sa.Engine, str] = WeakKeyDictionary()
+        self._resolvers: dict[str, BarrierResolver] = {}
+        self._name = random_name(8)
+        self._numbers = count(1)
+
+    def transaction(self, db: SessionOrEngine, group: str | None, timeout: float | None) -> BarrierTransaction:
+        connection = self._connection
+        timeout = connection.timeout if timeout is None else timeout
+        check_seconds("timeout", timeout, above_0=True)
+        half_store(connection)  # raises `NotSupported` before anything is done in the database
+        engine, session, owned = _bound(db)
+        group = connection.identity.application if group is None else group
+        with connection.call():
+            barrier = self._open(engine, group, connection.deadline())
+            resolver = self._resolver(barrier)
+        id = f"half-{barrier.half_group}-{self._name}/{connection.name[-8:]}/{next(self._numbers)}"
+        return BarrierTransaction(connection, barrier, resolver, id, session, owned, timeout)
+
+    def close(self, deadline: Deadline) -> None:
+        """Stop the resolvers, which first publish what this process has committed."""
+        for resolver in list(self._resolvers.values()):
+            resolver.stop_by(deadline)
+
+    def _open(self, engine: sa.Engine, group: str, deadline: Deadline) -> BarrierTable:
+        database = Database(engine, _WHAT)
+        with self._lock:
+            place = self._places.get(engine)
+        if place is None:
+            place = open_place(database, deadline, to_write=True)
+            with self._lock:
+                self._places[engine] = place
+        return BarrierTable(database, place, group)
+
+    def _resolver(self, barrier: BarrierTable) -> BarrierResolver:
+        """Return the running resolver of a group and database."""
+        with self._lock:
+            if (resolver := self._resolvers.get(barrier.half_group)) is None:
+                resolver = self._resolvers[barrier.half_group] = BarrierResolver(self._connection, barrier)
+                if not barrier.database.engine.dialect.is_async:  # an `AsyncSession`'s engine works on no other thread
+                    resolver.start()
+            return resolver
+
+
+def _bound(db: SessionOrEngine) -> tuple[sa.Engine, orm.Session | None, bool]:
+    """Return the engine of `db`, its session if it is one, and whether the session is made for one transaction."""
+    if isinstance(db, sa.Engine):
+        return db, None, True
+    session = db() if isinstance(db, orm.sessionmaker | orm.scoped_session) else db
+    if not isinstance(session, orm.Session):
+        raise InvalidOption(
+            "db= is an Engine, a Session, a sessionmaker or an AsyncSession's `sync_session` of SQLAlchemy, not"
+            f" {type(db).__name__}"
+        )
+    try:
+        engine = session.get_bind()
+    except exc.UnboundExecutionError:
+        raise InvalidOption("db= is a session of one database, by Session(engine)") from None
+    if not isinstance(engine, sa.Engine) or session.twophase:
+        raise InvalidOption("db= is a session on an Engine, not on a Connection, and without twophase")
+    return engine, session, isinstance(db, orm.sessionmaker)
+
+
+class BarrierTransaction(HalfTransaction):
+    """A transaction of a database and of messages, for a `with` block: both are committed, or neither.
+
+    `db` is the session or connection, inside a transaction that the block's end commits. An exception in the block
+    rolls both back; `raise Abort` does so without an exception outside the block. Savepoints are fine if they are
+    closed before the end. A block that commits or rolls back `db` fails. Only one thread at a time may use the object.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        barrier: BarrierTable,
+        resolver: BarrierResolver,
+        id: str,
+        session: orm.Session | None,
+        owned: bool,
+        timeout: float,
+    ) -> None:
+        store, group = half_store(connection), barrier.half_group
+        super().__init__(connection, store, group, id, lambda *_: Decision.UNDECIDED, None, timeout)
+        self._barrier = barrier
+        self._resolver = resolver
+        self._session = session
+        self._owned = owned
+        self._db: orm.Session | sa.Connection | None = None
+        self._sql: Any = None  # the connection of `_db`
+        self._root: object = None  # the transaction of `_db` that the end of the block commits
+        self._deadline_at = 0  # by the database's clock, in milliseconds since 1970
+        self._lent = False  # whether the block has `_db`, in which a commit is refused
+        self._settled = False  # whether the answer to the commit was lost, and the row was looked up
+        self._error: TxnBridgeError | None = None
+
+    @property
+    def db(self) -> Any:
+        """The `Session` of this transaction, or with an `Engine` its `Connection`."""
+        if self._db is None:
+            raise InvalidState(f"the database transaction of {self._id} is open only inside the block")
+        return self._db
+
+    def ack(self, *_: object) -> None:
+        """Raise `NotSupported`: a processor with `db=` acknowledges what was written to a database."""
+        raise NotSupported("a transaction with db= takes no acknowledgements; use bridge.processor(…, db=…)")
+
+    ack_up_to = ack
+
+    # --- begin ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> BarrierTransaction:
+        super().__enter__()
+        if self._db is not None:
+            raise InvalidState(f"the block of transaction {self._id} has begun already")
+        if self._session is not None and self._session.in_transaction():
+            raise InvalidState(
+                "db= takes a session that is in no transaction: commit it before, or pass a sessionmaker"
+            )
+        database, commit = self._barrier.database, Commit()
+        try:
+            database.run(f"beginning a transaction in {_WHAT}", lambda: self._begin(commit), self._deadline, commit)
+        except BaseException:
+            self._open, self._outcome = False, Outcome.ABORTED
+            self._roll_back(sound=False)
+            raise
+        self._lent = True
+        return self
+
+    def _begin(self, commit: Commit) -> None:
+        """Begin the database transaction, unless the caller has given up meanwhile."""
+        db: Any = self._session if self._session is not None else self._barrier.database.engine.connect()
+        try:
+            db.begin()
+            self._sql = sql = db if self._session is None else db.connection()
+            begin_explicitly(sql)
+            now = int(sql.scalar(sa.select(self._barrier.clock)))
+            self._deadline_at = now + int(self._deadline.seconds * 1000)
+            sa.event.listen(sql, "commit", self._refuse_commit)
+            if self._session is not None:
+                sa.event.listen(self._session, "after_begin", self._refuse_second)
+            commit.ask()
+        except BaseException:
+            self._leave(db, sound=False)
+            raise
+        self._db, self._root = db, db.get_transaction()
+
+    def _refuse_commit(self, _: sa.Connection) -> None:
+        if self._lent:
+            raise self._misused("the block does not commit, its end does, with the messages")
+
+    def _refuse_second(self, _: orm.Session, __: orm.SessionTransaction, connection: sa.Connection) -> None:
+        if self._lent and connection is not self._sql:
+            raise self._misused("the session begins a second transaction in the block, or one in a second database")
+
+    def _misused(self, text: str) -> InvalidState:
+        self._error = InvalidState(f"transaction {self._id} is rolled back: {text}")
+        return self._error
+
+    # --- end --------------------------------------------------------------------------------------------------------
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        try:
+            return super().__exit__(kind, error, trace)
+        finally:
+            if self._db is not None:
+                self._roll_back(sound=self._error is None and (error is None or isinstance(error, Exception)))
+
+    def _finish(self) -> None:
+        self._check_unended()
+        if isinstance(self._db, orm.Session):
+            self._db.flush()
+            self._check_unended()
+        self._lent = False
+        half = self._stored()
+        try:
+            decision = self._commit_database()
+            self._outcome = self._end(half, decision)
+        except BaseException:
+            self._outcome = Outcome.UNKNOWN  # a resolver decides by the row
+            raise
+        if self._outcome is Outcome.ABORTED and self._error is not None:
+            raise self._error
+
+    def _check_unended(self) -> None:
+        """Raise `InvalidState` if the block has ended the database transaction, or left a savepoint open."""
+        if self._error is not None:
+            raise self._error
+        root: Any = self._root
+        if self.db.get_transaction() is not root or not root.is_active:
+            raise self._misused("the block has ended its database transaction")
+        if self._db.in_nested_transaction():  # type: ignore[union-attr]
+            raise self._misused("the block has left a savepoint open")
+
+    def _commit_database(self) -> Decision:
+        """Insert the COMMIT row, and commit the database transaction; return the decision that then stands.
+
+        The thread that does so also ends the use of the session or connection. Raise `OutcomeUnknown` if the answer was
+        lost and the decision cannot be found now.
+        """
+        commit = Commit()
+        row = self._barrier.commit_row(self._id, self._deadline_at)
+        db: Any = self._db
+
+        def work() -> bool:
+            sound = False
+            try:
+                with self._connection.events.step("database.barrier", self._id) as found:
+                    found["inserted"] = inserted = self._insert(row)
+                if inserted:
+                    with self._connection.events.step("database.commit", self._id):
+                        commit.ask()
+                        db.commit()
+                sound = not commit.given_up
+                return inserted
+            finally:
+                self._leave(db, sound)
+
+        self._db = None
+        try:
+            if self._barrier.database.run(f"the commit of transaction {self._id}", work, self._deadline, commit):
+                return Decision.COMMIT
+            self._error = TransactionTimedOut(
+                f"transaction {self._id} was rolled back: its deadline had passed, and a resolver may have aborted it"
+            )
+        except Exception as error:
+            if commit.asked:
+                return self._settle(error)
+            self._error = TransactionAborted(f"transaction {self._id} was rolled back: {_told(error)}")
+            self._error.__cause__ = error
+        return Decision.ABORT
+
+    def _insert(self, row: sa.Insert) -> bool:
+        try:
+            return bool(self._sql.execute(row, execution_options={"preserve_rowcount": True}).rowcount == 1)
+        except exc.IntegrityError:
+            return False  # a resolver has inserted ABORT
+
+    def _settle(self, error: Exception) -> Decision:
+        """Find the decision after the answer to the commit was lost. Raise `OutcomeUnknown` if that is not possible."""
+        self._settled = True
+        deadline = self._deadline if self._deadline.left() > END_SECONDS else Deadline(END_SECONDS)
+        decision = Decision.UNDECIDED
+        with suppress(TxnBridgeError), self._connection.events.step("resolve", self._id) as found:
+            decision = self._barrier.settle(self._id, self._deadline_at, deadline)
+            found["decision"] = decision.value
+        if decision is Decision.UNDECIDED:
+            raise OutcomeUnknown(
+                f"the answer to the commit of transaction {self._id} was lost; a resolver of {self._group!r} ends the"
+                f" transaction when the database answers ({_told(error)})"
+            ) from error
+        if decision is Decision.ABORT:
+            self._error = TransactionAborted(f"transaction {self._id} was rolled back: {_told(error)}")
+            self._error.__cause__ = error
+        return decision
+
+    def _end(self, half: Half | None, decision: Decision) -> Outcome:
+        """Publish or drop the half messages, and return the outcome.
+
+        If the broker does not answer, a resolver does that by the row.
+        """
+        wanted = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
+        try:
+            outcome = super()._end(half, decision)
+        except EvidenceLost:
+            raise
+        except OutcomeUnknown as error:
+            if self._settled and wanted is Outcome.ABORTED:  # the row may have been deleted after a COMMIT (hazard H92)
+                raise
+            _log.warning("%s", error)
+            return wanted
+        if outcome is not wanted and not (self._settled and wanted is Outcome.ABORTED):
+            raise InvalidState(
+                f"the database has {wanted.value} transaction {self._id}; its messages were ended by hand"
+            )
+        if outcome is Outcome.COMMITTED:
+            self._resolver.forget(self._id)
+        return outcome
+
+    def _roll_back(self, sound: bool) -> None:
+        """Roll the database transaction back, and wait a limited time for that."""
+        db, self._db, self._lent = self._db, None, False
+        if db is None:
+            return
+        try:
+            self._barrier.database.run(
+                f"a rollback in {_WHAT}", lambda: self._leave(db, sound), Deadline(_CLOSE_SECONDS), Commit()
+            )
+        except TxnBridgeError as error:
+            _log.debug("transaction %s: %s", self._id, error)
+
+    def _leave(self, db: orm.Session | sa.Connection, sound: bool) -> None:
+        """End the use of the session or connection, which rolls back what is not committed.
+
+        If it is not sound, the connection to the database is closed, so that nothing is left that could commit.
+        """
+        with suppress(exc.SQLAlchemyError):
+            if not sound and self._sql is not None and not self._sql.closed:
+                self._sql.invalidate()
+        if isinstance(db, orm.Session) and sa.event.contains(db, "after_begin", self._refuse_second):
+            sa.event.remove(db, "after_begin", self._refuse_second)
+        with suppress(exc.SQLAlchemyError):
+            db.rollback()
+        if self._owned:
+            with suppress(exc.SQLAlchemyError):
+                db.close()
+
+
+def _told(error: Exception) -> str:
+    """Return an error as text; a foreign error's own text may contain data."""
+    return str(error) if isinstance(error, TxnBridgeError) else type(error).__name__
