@@ -19,12 +19,10 @@ from txnbridge_pulsar.outcome.end_delivery import Participants
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
-from txnbridge_pulsar.read.partition import PulsarPartition
 from txnbridge_pulsar.settings.timing import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.write import owner as owner_module
 from txnbridge_pulsar.write import prepared, writer
-from txnbridge_pulsar.write.acks import PulsarAckContext
 from txnbridge_pulsar.write.batching import TransactionProducer
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord, ProofLocation
 from txnbridge_pulsar.write.owner import PulsarOwner
@@ -36,7 +34,6 @@ from tests.pulsar.kit import Kept
 from txnbridge import (
     AccessDenied,
     BrokerUnavailable,
-    Conflict,
     DeadlineExceeded,
     DeliveryFailed,
     EvidenceLost,
@@ -537,26 +534,3 @@ def test_the_doctor_tells_of_a_group_whose_store_never_opens(states: list[str]) 
     assert [(each.level, each.subject) for each in found] == (
         [("problem", "group billing/eu")] if states == ["Initializing"] else []
     )
-
-
-# --- acknowledgements -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("indexes", "refused"), [((1,), True), ((0, 1), False)], ids=["part", "whole"])
-def test_no_part_of_an_entry_is_acknowledged_whose_partition_may_be_with_the_next_member(
-    indexes: tuple[int, ...], refused: bool
-) -> None:
-    class Answer:
-        def result(self, timeout: float) -> None:
-            consumer.active = False  # the broker has said so before it answered
-
-    consumer: Any = SimpleNamespace(generation=1, activations=1, active=True, lost=None, arrived=0, all_taken=True)
-    consumer.start_acknowledge = lambda *_, timeout: [Answer()]
-    partition = PulsarPartition(("t", 0), "t", consumer, True, 100)
-    partition.arrive(None, (7, 0, 0))
-    partition._outstanding[7, 0], partition._sizes[7, 0] = 0b11, 2
-    context = PulsarAckContext("group", False, {("t", 0): partition}, threading.Lock())
-    sent = context.acknowledge(TXN, {("t", 0): [(7, 0, index) for index in indexes]}, Deadline(SOON))
-    for _ in range(2):
-        with pytest.raises(Conflict, match="left this reader") if refused else nullcontext():
-            sent.settle(Deadline(SOON))

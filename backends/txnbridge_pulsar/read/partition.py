@@ -92,8 +92,7 @@ class PulsarPartition:
     def is_leaving(self) -> bool:
         """Return whether the broker has ended the assignment, although the reader's listener has not been told yet."""
         consumer = self.consumer
-        is_same = consumer.generation == self.generation and consumer.activations == self.activations
-        return consumer.lost is not None or not is_same or consumer.active is False
+        return consumer.lost is not None or consumer.generation != self.generation or consumer.active is False
 
     def arrive(self, source: object, first: Position) -> None:
         """Start a new assignment of this partition to the reader, at the position `first`."""

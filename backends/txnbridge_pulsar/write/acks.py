@@ -44,12 +44,6 @@ class _PartitionAcks:
     answers: list[wire.Response] = field(default_factory=list)
     given_up: list[wire.MessageId] = field(default_factory=list)
 
-    @property
-    def is_lost(self) -> bool:
-        """Return whether the reader has lost the partition since it returned these messages."""
-        partition = self.partition
-        return partition.assignment is not self.assignment or not partition.is_assigned or partition.is_leaving
-
 
 class PulsarAckContext:
     """The reader's part in acknowledging its messages, given to a writer. Thread-safe, also while the reader polls."""
@@ -108,7 +102,6 @@ class SentAcks:
         self._guard = guard
         self._settled = False
         self._error: wire.PulsarError | None = None
-        self._conflict: Conflict | None = None
         for each in sent:
             try:
                 each.answers = each.partition.consumer.start_acknowledge(each.ids, each.txn, timeout=deadline.left())
@@ -118,7 +111,12 @@ class SentAcks:
     @property
     def has_lost_partition(self) -> bool:
         """Return whether the reader has lost a partition of these messages, a likely cause of an unexpected abort."""
-        return any(each.is_lost for each in self._sent)
+        return any(
+            each.partition.assignment is not each.assignment
+            or not each.partition.is_assigned
+            or each.partition.is_leaving
+            for each in self._sent
+        )
 
     @property
     def participants(self) -> list[Participant]:
@@ -158,35 +156,17 @@ class SentAcks:
     def settle(self, deadline: Deadline) -> None:
         """Wait for the broker's answers to all acknowledgements; return if all are confirmed. Calls may be repeated.
 
-        Raise `Conflict` if another transaction or member has acknowledged a message, or may have, or if the connection
-        on which the messages were delivered is lost; for other refusals raise the translated error. After an error the
-        transaction can only abort.
+        Raise `Conflict` if another transaction or member has acknowledged a message, or if the connection on which the
+        messages were delivered is lost; for other refusals raise the translated error. After an error the transaction
+        can only abort.
         """
         if not self._settled:
             self._settled = True
             errors = [error for each in self._sent for error in self._wait_for_answers(each, deadline)]
             self._error = self._error or (errors[0] if errors else None)
-            self._conflict = self._conflict_with_next_member()
             self._note_result()
         if self._error is not None:
             raise _refusal(self._error) from self._error
-        if self._conflict is not None:
-            raise self._conflict
-
-    def _conflict_with_next_member(self) -> Conflict | None:
-        """On a failover subscription, return an error if parts of entries of a lost partition are acknowledged.
-
-        Brokers do not detect all conflicts between two members that acknowledge the same part of an entry (hazard H89).
-        A member that gets the partition waits for the transactions that have acknowledged messages by then. Brokers
-        inform this client of the loss at the same time, so before they answer any later acknowledgement.
-        """
-        for each in () if self._shared else self._sent:
-            if each.is_lost and any(id.batch_index >= 0 for id in each.ids):
-                topic, number = each.partition.key
-                return Conflict(
-                    f"{topic}[{number}] left this reader while it acknowledged its messages; they come again"
-                )
-        return None
 
     def _wait_for_answers(self, sent: _PartitionAcks, deadline: Deadline) -> Iterator[wire.PulsarError]:
         refused = False
@@ -216,7 +196,7 @@ class SentAcks:
     def _note_result(self) -> None:
         with self._guard:
             for each in self._sent:
-                if self._error is None and self._conflict is None:
+                if self._error is None:
                     each.partition.acknowledged(each.acked)
                 else:
                     each.partition.not_acknowledged(each.acked, each.ids)
