@@ -219,8 +219,13 @@ class HalfTopicStore(HalfStore):
             text = f"{len(halves)} are parked: their check-backs had no decision, or they cannot be published"
             yield Advice("problem", subject, text, f"txnbridge resolver parked {arguments}")
         if not members:
+            database = re.fullmatch(r"(.+)-db-[0-9a-f]{8}", group)  # of transactions with db=
+            if database is not None:
+                arguments = f"--group {database[1]} --application {application} --database URL"
+            else:
+                arguments += " --check MODULE:NAME"
             text = "no process of the group is open to publish committed ones and to answer check-backs"
-            yield Advice("warning", subject, text, f"txnbridge resolver run --check MODULE:NAME {arguments}")
+            yield Advice("warning", subject, text, f"txnbridge resolver run {arguments}")
 
 
 class GroupTopic:

@@ -171,27 +171,6 @@ def test_while_its_transaction_is_aborted_by_others_a_reader_goes_on_with_what_i
     has_left(client, reader, topic)
 
 
-def test_a_member_acknowledges_no_part_of_an_entry_that_the_next_member_has(pulsar_broker, client, topic, member):
-    """The broker accepts the acknowledgements of both for the rest of an entry: whose other part is acknowledged."""
-    admin(pulsar_broker, "PUT", f"{path_of(topic)}/partitions", 2)
-    for number in range(2):
-        write(client, f"{topic}-partition-{number}", batch_of(b"1", b"2"))
-    older = member(topic)
-    found = older.take(4)
-    older.pass_on([m for m in found if m.value == b"1"])
-    left = {m.partition: m for m in found if m.value == b"2"}
-    held = older.begin((topic, 0), (topic, 1))
-    newer = member(topic)
-    (again,) = newer.take(1)
-    txn = newer.begin((topic, again.partition))
-    newer.ack(txn, [again])
-    with pytest.raises(Conflict, match="left this reader"):
-        older.ack(held, [left[again.partition]])
-    older.end(held, commit=False)
-    newer.end(txn, commit=True)
-    has_left(client, newer, f"{topic}-partition-{again.partition}")
-
-
 @BOTH_ENDS
 def test_the_next_member_waits_for_what_is_held_in_front_and_keeps_the_order(
     pulsar_broker, client, topic, member, commit
