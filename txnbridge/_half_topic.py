@@ -83,6 +83,8 @@ _PREFIX = "half."
 _PLAIN = (string.ascii_letters + string.digits + "-").encode()
 # The interval at which acknowledged records are deleted.
 _TRIM_SECONDS = 10.0
+# The time until the next attempt after this has failed, perhaps for want of a right.
+_TRIM_AGAIN_SECONDS = 600.0
 # The time for which a resolver that ends publishes what its own process has committed.
 _DRAIN_SECONDS = 10.0
 
@@ -285,9 +287,8 @@ class GroupTopic:
 
     def ensure_group(self, deadline: Deadline) -> None:
         """Create the topic and the group. Some brokers keep messages only for groups that exist."""
-        while not self._group_exists.wait(
-            min(_JOIN_SECONDS, deadline.left())
-        ):  # mostly a resolver of this process joins
+        # Mostly a resolver of this process joins the group.
+        while not self._group_exists.wait(min(_JOIN_SECONDS, deadline.left())):
             deadline.check(f"opening half topic {self._name!r}")
             if self._turn.acquire(blocking=False):
                 try:
@@ -334,8 +335,10 @@ class GroupTopic:
             deadline = Deadline(_DRAIN_SECONDS)
             try:
                 while self.unpublished and not deadline.expired and not self._connection.closed:
-                    with suppress(TxnBridgeError):  # the next one may succeed
+                    try:
                         self._work(deadline)
+                    except TxnBridgeError:
+                        time.sleep(_POLL_SECONDS)  # the next one may succeed
             finally:
                 consumer, self._consumer = self._consumer, None
                 self._forget()
@@ -353,10 +356,11 @@ class GroupTopic:
     def _read(self, deadline: Deadline) -> None:
         consumer = self._join(self._connection.deadline())
         active = self._windows.get(_ACTIVE)
-        busy = active is not None and bool(active.waiting or active.expected)
-        wait = (
-            0.0 if not self.decided.empty() else _POLL_SECONDS if busy or not self._all_ready() else _POLL_IDLE_SECONDS
-        )
+        wait = _POLL_IDLE_SECONDS
+        if not self._all_ready() or (active is not None and (active.waiting or active.expected)):
+            wait = _POLL_SECONDS
+        if not self.decided.empty() and active is not None and active.ready and not active.expected:
+            wait = 0.0
         now = time.monotonic()
         for message in consumer.take(_MOST_RECORDS_A_POLL, min(wait, deadline.left())):
             self._window(message).add(message, now)
@@ -386,8 +390,9 @@ class GroupTopic:
         for number in self._windows.keys() - mine:
             del self._windows[number]
             self._paused.discard(number)
-        if mine and _ACTIVE not in mine:
-            self.unpublished.clear()  # another process publishes them
+        if mine and _ACTIVE not in mine:  # another process publishes what this one decides
+            self.unpublished.clear()
+            self._take_decided()
 
     def _read_again(self, consumer: RawConsumer) -> None:
         """Read everything again that is not acknowledged."""
@@ -467,9 +472,7 @@ class GroupTopic:
 
     def _look(self, window: PartitionWindow) -> None:
         """Read the decisions of this process at once, and those of other processes now and then."""
-        decided: set[str] = set()
-        while not self.decided.empty():
-            decided.add(self.decided.get())
+        decided = self._take_decided()
         began = time.monotonic()
         if began > self._look_at:
             self._learn(list(window.undecided()))
@@ -477,6 +480,12 @@ class GroupTopic:
             self._look_at = now + max(_LOOK_SECONDS, _LOOK_PAUSE_FACTOR * (now - began))
         elif decided:
             self._learn([each for each in window.undecided() if each.half.copy in decided])
+
+    def _take_decided(self) -> set[str]:
+        decided: set[str] = set()
+        while not self.decided.empty():
+            decided.add(self.decided.get())
+        return decided
 
     def _learn(self, halves: Sequence[WaitingHalf]) -> None:
         if not halves:
@@ -593,6 +602,7 @@ class GroupTopic:
         try:
             admin.trim((self._name, partition), last.position, self._connection.deadline())
         except TxnBridgeError as error:
+            self._trimmed_at = now + _TRIM_AGAIN_SECONDS
             _log.warning("acknowledged records of half topic %r could not be deleted: %s", self._name, error)
 
     # --- check-backs ------------------------------------------------------------------------------------------------

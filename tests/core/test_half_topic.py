@@ -127,6 +127,22 @@ def test_a_check_that_hangs_does_not_keep_others_from_being_published(bridge: Br
             eventually(lambda: values(seen(bridge, topic)) == [b"1", b"asked about"], "the other one is, too")
 
 
+def test_of_two_processes_one_publishes_what_both_decide(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str
+) -> None:
+    with connect(txnbridge_url, create_topics=1) as first, connect(txnbridge_url, create_topics=1) as second:
+        with (
+            first.half_messages(group, execute=obey, check=says(UNDECIDED)) as one,
+            second.half_messages(group, execute=obey, check=says(UNDECIDED)) as other,
+        ):
+            for number in range(20):
+                sell(other if number % 2 else one, topic, b"%d" % number)
+            eventually(lambda: len(seen(bridge, topic)) == 20, "all are published")
+            stores = [each._connection.half_topics()._topic(group) for each in (first, second)]  # type: ignore[attr-defined]
+            eventually(lambda: all(store.decided.empty() for store in stores), "both have forgotten their decisions")
+    assert sorted(map(str, values(seen(bridge, topic)))) == sorted(str(b"%d" % number) for number in range(20))
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
