@@ -334,7 +334,9 @@ class PulsarConsumer:
         entries `ids`; without `ids`, and on other subscriptions, they are all messages.
 
         On exclusive and failover subscriptions, this consumer's entries in the inbox are dropped first, so that each
-        message arrives once and in order. Raise `BrokerConnectionLost` if the consumer is lost.
+        message arrives once and in order. New permits are granted only after the request: with permits a broker starts
+        to read on, and if it is then asked to go back, that read may make it skip entries (hazard H90). Raise
+        `BrokerConnectionLost` if the consumer is lost.
         """
         connection = self._open_connection()
         fields: list[Fields] = []
@@ -351,6 +353,7 @@ class PulsarConsumer:
         for at in range(0, len(fields) or 1, MAX_IDS_PER_COMMAND):
             part = fields[at : at + MAX_IDS_PER_COMMAND]
             connection.post(command("redeliver", consumer_id=self._id, message_ids=part, consumer_epoch=epoch))
+        self._grant()
 
     def _drop_waiting(self) -> None:
         dropped = self.inbox.drop(self)
@@ -360,7 +363,6 @@ class PulsarConsumer:
                 if generation == self.generation:
                     self._outstanding -= ReceivedEntry(self, generation, fields, tail).permits
                     self._taken += 1
-        self._grant()
 
     # ------------------------------------------------------------------------------------------ positions
 
@@ -424,6 +426,7 @@ class PulsarConsumer:
             self.active = active
         if not active:
             self._drop_waiting()  # another consumer receives these entries, or this one again
+            self._grant()
         self.inbox.wake()
 
     def connection_lost(self, generation: int, reason: PulsarError) -> None:
