@@ -862,3 +862,23 @@ def test_nothing_is_asked_of_a_consumer_before_the_broker_has_made_it():
         (flow,) = broker.wait_for("flow")
         assert (early, flow.fields["message_permits"] > 0) == ([], True)
         consumer.close(SOON)
+
+
+def test_a_broker_is_asked_to_redeliver_before_it_gets_new_permits():
+    """With permits it starts to read on, and may skip entries if it has to go back then (hazard H94)."""
+
+    def deliver(peer: Peer, fields: dict[str, Any]) -> None:
+        for entry in range(fields["message_permits"]):
+            peer.say("message", consumer_id=fields["consumer_id"], message_id={"ledger_id": 1, "entry_id": entry})
+        peer.say("ping")
+
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
+        owns_everything(broker)
+        broker.handlers["flow"] = deliver
+        consumer = client.subscribe("t", "s", timeout=SOON, type=SubscriptionType.FAILOVER)
+        broker.wait_for("pong")
+        consumer.redeliver()
+        broker.wait_for("flow", 2)
+        sent = [frame.name for peer in broker.peers for frame in peer.seen if frame.name in ("flow", "redeliver")]
+        assert sent == ["flow", "redeliver", "flow"]
+        consumer.close(SOON)

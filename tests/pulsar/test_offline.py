@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from txnbridge_pulsar.admin import doctor
-from txnbridge_pulsar.client import BrokerConnectionLost, Compression, PulsarClient, RequestTimedOut, TxnId
+from txnbridge_pulsar.client import BrokerConnectionLost, Compression, MessageId, PulsarClient, RequestTimedOut, TxnId
 from txnbridge_pulsar.client.errors import server_error
 from txnbridge_pulsar.outcome import in_doubt, late_writes
 from txnbridge_pulsar.outcome import outcome as outcome_module
@@ -19,6 +19,7 @@ from txnbridge_pulsar.outcome.end_delivery import Participants
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
+from txnbridge_pulsar.read.partition import PulsarPartition
 from txnbridge_pulsar.settings.timing import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.write import owner as owner_module
@@ -534,3 +535,51 @@ def test_the_doctor_tells_of_a_group_whose_store_never_opens(states: list[str]) 
     assert [(each.level, each.subject) for each in found] == (
         [("problem", "group billing/eu")] if states == ["Initializing"] else []
     )
+
+
+# --- redeliveries -----------------------------------------------------------------------------------------------------
+
+
+def entry_at(number: int, batch: int = 1) -> Any:
+    id = MessageId(7, number)
+    return SimpleNamespace(id=id, size=1, count=batch, is_batch=False, permits=1, publish_time=1, redeliveries=0)
+
+
+def arrives(partition: PulsarPartition, *numbers: int) -> bool:
+    """Whether the reader keeps all of these entries: else the last one is dropped, and everything redelivered."""
+    for number in numbers:
+        if partition.misses_entries_before(entry_at(number)):
+            assert number == numbers[-1]
+            return False
+        partition.put(entry_at(number))
+    return True
+
+
+def redelivers(partition: PulsarPartition, *dropped: int) -> None:
+    partition.expect_again()
+    partition.drop()
+    partition.expect_again(MessageId(7, number) for number in dropped)
+
+
+def test_a_redelivery_that_skips_entries_is_repeated_until_they_cannot_be_there_any_more() -> None:
+    consumer: Any = SimpleNamespace(generation=1, activations=1)
+    partition = PulsarPartition(("t", 0), "t", consumer, True, 100)
+    assert arrives(partition, 1, 2)
+    partition._outstanding[7, 0] = 1
+    redelivers(partition, 3)
+    assert not arrives(partition, 0, 2)
+    for _ in range(4):  # another member has acknowledged entry 1
+        redelivers(partition)
+        assert not arrives(partition, 0, 2)
+    redelivers(partition)
+    assert arrives(partition, 0, 2, 4)
+
+
+def test_entries_that_a_broker_skips_after_it_went_back_unasked_are_missed() -> None:
+    """A broker goes back by itself whenever a transaction of the group aborts."""
+    consumer: Any = SimpleNamespace(generation=1, activations=1)
+    partition = PulsarPartition(("t", 0), "t", consumer, True, 100)
+    assert arrives(partition, 1, 2, 3, 4)
+    assert not arrives(partition, 1, 2, 9)
+    redelivers(partition)
+    assert arrives(partition, 1, 2, 3, 4, 9)

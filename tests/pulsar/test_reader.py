@@ -434,6 +434,28 @@ def test_messages_of_a_batch_that_are_given_back_come_again_alone(client, topic,
     assert values(reader.take(1)) == [b"marker"]
 
 
+def test_what_a_broker_leaves_out_when_it_goes_back_comes_before_later_messages(client, topic, member, monkeypatch):
+    """A broker that reads on while it goes back may jump there (hazard H94): here entries 3 to 6 do not arrive once."""
+    write(client, topic, *(b"%d" % number for number in range(10)))
+    group = member(topic)
+    first = group.take(8)
+    (consumer,) = group.reader._by_consumer
+    left_out = {message.position[:2] for message in first[3:7]}
+    arrived = consumer.entry_arrived
+
+    def jump(generation, fields, tail):
+        entry = fields["message_id"]["ledger_id"], fields["message_id"]["entry_id"]
+        if entry in left_out:
+            left_out.remove(entry)
+        else:
+            arrived(generation, fields, tail)
+
+    monkeypatch.setattr(consumer, "entry_arrived", jump)
+    group.seek({(topic, 0): first[0].position})
+    assert values(group.take(10)) == [b"%d" % number for number in range(10)]
+    assert not left_out
+
+
 def test_in_a_group_seeking_brings_back_what_is_not_acknowledged(client, topic, member):
     write(client, topic, b"0", batch_of(b"1", b"2", b"3"), b"4")
     reader = member(topic)

@@ -329,38 +329,47 @@ class PulsarConsumer:
         answer.resolve(_unanswered(reason or "it was reopened"))
         return answer
 
-    def redeliver(self, ids: Iterable[MessageId] | None = None) -> None:
+    def redeliver(self, ids: Iterable[MessageId] | None = None) -> list[MessageId]:
         """Have the broker redeliver unacknowledged messages. On a shared subscription these are the messages of the
         entries `ids`; without `ids`, and on other subscriptions, they are all messages.
 
         On exclusive and failover subscriptions, this consumer's entries in the inbox are dropped first, so that each
-        message arrives once and in order. Raise `BrokerConnectionLost` if the consumer is lost.
+        message arrives once and in order. New permits are granted only after the request: with permits a broker starts
+        to read on, and if it is then asked to go back, that read may make it skip entries (hazard H94). Return the
+        ids of the dropped entries, without chunks of messages. Raise `BrokerConnectionLost` if the consumer is lost.
         """
+        dropped: list[MessageId] = []
         connection = self._open_connection()
         fields: list[Fields] = []
         if self._options.ordered:
             with self._state:
                 self._epoch += 1
-            self._drop_waiting()
+            dropped = self._drop_waiting()
         else:
             entries = {(id.ledger, id.entry) for id in ids or ()}
             fields = [{"ledger_id": ledger, "entry_id": entry} for ledger, entry in sorted(entries)]
             if ids is not None and not fields:
-                return
+                return dropped
         epoch = self._epoch if self._options.ordered else None
         for at in range(0, len(fields) or 1, MAX_IDS_PER_COMMAND):
             part = fields[at : at + MAX_IDS_PER_COMMAND]
             connection.post(command("redeliver", consumer_id=self._id, message_ids=part, consumer_epoch=epoch))
+        self._grant()
+        return dropped
 
-    def _drop_waiting(self) -> None:
+    def _drop_waiting(self) -> list[MessageId]:
         dropped = self.inbox.drop(self)
+        ids: list[MessageId] = []
         self._chunks.clear()
         with self._state:
             for generation, fields, tail in dropped:
                 if generation == self.generation:
-                    self._outstanding -= ReceivedEntry(self, generation, fields, tail).permits
+                    entry = ReceivedEntry(self, generation, fields, tail)
+                    self._outstanding -= entry.permits
                     self._taken += 1
-        self._grant()
+                    if not entry.is_marker and entry.chunk is None:
+                        ids.append(entry.id)
+        return ids
 
     # ------------------------------------------------------------------------------------------ positions
 
@@ -424,6 +433,7 @@ class PulsarConsumer:
             self.active = active
         if not active:
             self._drop_waiting()  # another consumer receives these entries, or this one again
+            self._grant()
         self.inbox.wake()
 
     def connection_lost(self, generation: int, reason: PulsarError) -> None:

@@ -43,6 +43,11 @@ class AckedMessages:
     until: int | None = None
 
 
+# A redelivery that leaves out an entry is repeated so often. If the entry still does not come, another member has
+# acknowledged it, or retention has removed it.
+_MAX_REPEATED_REDELIVERIES = 5
+
+
 class PulsarPartition:
     """A reader's state for one partition: the received entries, the next position, and the outstanding messages.
 
@@ -83,6 +88,10 @@ class PulsarPartition:
         self._parts: dict[_EntryId, tuple[wire.MessageId, ...]] = {}
         self._skipped: list[tuple[Position, Position]] = []  # ranges that seeks have skipped
         self._handed: _EntryId = (-1, -1)
+        self._arrived: _EntryId = (-1, -1)  # the entry that arrived last
+        # Entries that have to arrive again before any later ones (hazard H94), in order.
+        self._expected: deque[_EntryId] = deque()
+        self._repeated_redeliveries = 0
         self._delivery_counts: dict[Position, int] = {}
         self._max_delivery_counts = max_delivery_counts
 
@@ -111,7 +120,8 @@ class PulsarPartition:
         self.refused.clear()
         self._skipped.clear()
         self._delivery_counts.clear()
-        self._handed = (-1, -1)
+        self._handed = self._arrived = (-1, -1)
+        self._expected.clear()
 
     def drop(self) -> None:
         """Drop the received messages that `poll` has not returned. The broker has to redeliver them."""
@@ -123,6 +133,37 @@ class PulsarPartition:
     def put(self, entry: wire.ReceivedEntry) -> None:
         self._waiting.append(entry)
         self.received = max(self.received, (entry.id.ledger, entry.id.entry))
+
+    def misses_entries_before(self, entry: wire.ReceivedEntry) -> bool:
+        """Return whether the broker, which delivers again, has left out entries before this one (hazard H94).
+
+        A broker delivers again when it is asked to, and also unasked when a transaction aborts.
+        """
+        entry_id = entry.id.ledger, entry.id.entry
+        if self._expected and self._expected[0] < entry_id:
+            self._repeated_redeliveries += 1
+            if self._repeated_redeliveries <= _MAX_REPEATED_REDELIVERIES:
+                return True
+            self._expected.clear()
+        if entry_id <= self._arrived:
+            self.expect_again()
+        self._arrived = entry_id
+        while self._expected and self._expected[0] <= entry_id:
+            self._expected.popleft()
+        if not self._expected:
+            self._repeated_redeliveries = 0
+        return False
+
+    def expect_again(self, dropped: Iterable[wire.MessageId] = ()) -> None:
+        """Expect all entries with messages that are not acknowledged, because the broker delivers them again.
+
+        `dropped` are ids of entries that had arrived and were never put. Older ones of them are repeated deliveries.
+        """
+        arrived = [*(entry.id for entry in self._waiting), *dropped]
+        again = {id[:2] for id in arrived if id[:2] > self._handed}
+        if self._rest and self._rest_of is not None:
+            again.add(self._rest_of.id[:2])
+        self._expected = deque(sorted(again.union(self._expected, self._outstanding)))
 
     # --- handing out ------------------------------------------------------------------------------------------------
 
@@ -317,6 +358,7 @@ class PulsarPartition:
         entry_ids = {(ledger, entry) for ledger, entry, _ in positions}
         before = {entry_id: self._outstanding[entry_id] for entry_id in entry_ids}
         ids = self.release(positions)
+        self._expected = deque(each for each in self._expected if each not in entry_ids)
         acked = AckedMessages(
             {entry_id: bits & ~self._outstanding.get(entry_id, 0) for entry_id, bits in before.items()}
         )

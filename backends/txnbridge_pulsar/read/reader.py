@@ -174,12 +174,24 @@ class PulsarReader(Reader):
             has_received = True
 
     def _receive(self, wait: float) -> None:
+        again: set[object] = set()  # consumers whose entries of this loop come again
         for entry in self._inbox.take(wait, _MAX_ENTRIES_PER_TAKE):
             partition = self._by_consumer.get(entry.consumer) if entry.consumer is not None else None
-            if partition is not None:
-                partition.put(entry)
-            else:
+            if partition is None:
                 self._early.append(entry)
+            elif entry.consumer not in again:
+                if self._mode.in_order and self._has_to_come_again(partition, entry):
+                    again.add(entry.consumer)
+                else:
+                    partition.put(entry)
+
+    def _has_to_come_again(self, partition: PulsarPartition, entry: wire.ReceivedEntry) -> bool:
+        """Return whether the broker has left out entries before this one. Then request all of them again."""
+        with self._guard:
+            is_missing = partition.is_assigned and partition.misses_entries_before(entry)
+            if is_missing:
+                self._mode.redeliver(partition)
+        return is_missing
 
     def _hand_out(self, limit: int) -> list[Message]:
         messages: list[Message] = []

@@ -69,6 +69,10 @@ class SubscriptionMode(ABC):
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
         """Have the broker redeliver these messages."""
 
+    def redeliver(self, partition: PulsarPartition) -> None:
+        """Have the broker redeliver all unacknowledged messages in order; the reader drops outstanding ones."""
+        raise NotSupported("only members of a group that is read in order have everything delivered again")
+
     def seek_to_time(self, partition: PulsarPartition, timestamp: int, deadline: Deadline) -> None:
         """Read on from the first message with this or a later timestamp, or else from the partition's present end."""
         last, _ = partition.consumer.progress(deadline.left())
@@ -244,18 +248,20 @@ class FailoverMode(SubscriptionMode):
         return BEGIN if acknowledged is None or acknowledged.entry < 0 else position_after(acknowledged)
 
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
+        partition.expect_again()
         partition.go_to(position)
-        self._redeliver(partition)
+        self.redeliver(partition)
 
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
+        partition.expect_again()
         partition.give_back(positions)
-        partition.drop()
-        self._redeliver(partition)
+        self.redeliver(partition)
 
-    def _redeliver(self, partition: PulsarPartition) -> None:
-        """Have the broker redeliver all unacknowledged messages in order; the reader drops outstanding ones."""
+    def redeliver(self, partition: PulsarPartition) -> None:
+        partition.expect_again()
+        partition.drop()
         with suppress(wire.BrokerConnectionLost):  # then the partition's next member receives them
-            partition.consumer.redeliver()
+            partition.expect_again(partition.consumer.redeliver())
 
 
 class SharedMode(FailoverMode):
