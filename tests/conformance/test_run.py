@@ -23,6 +23,7 @@ from txnbridge_conformance.run.client import Client, text_of
 from txnbridge_conformance.run.plan import Plan
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.processing import ProcessorRecording
+from txnbridge_conformance.run.settling import acknowledged
 from txnbridge_conformance.run.verdict import judge
 
 from tests.conformance import broken
@@ -233,3 +234,20 @@ def test_an_aborted_dead_letter_and_the_one_that_repeats_it_have_different_value
     headers = [Headers([(f"{PREFIX}transaction", name)]) for name in (b"T1", b"T2")]
     letters = [poison._replace(topic="run-dead", headers=each) for each in headers]
     assert sent == [text_of(letter) for letter in letters] == ["dead:feed/1 in T1", "dead:feed/1 in T2"]
+
+
+def test_a_prepared_transaction_acknowledges_nothing_once_it_is_aborted_by_its_token(tmp_path):
+    recorder = Recorder(tmp_path / "copy0-1.jsonl", "copy0-1", "c")
+    for transaction, outcome, finished in (
+        ("T1", "prepared", "aborted"),
+        ("T2", "prepared", None),
+        ("T3", "aborted", None),
+    ):
+        call = recorder.start("transaction", transaction=transaction)
+        call.ack("g", [f"taken in {transaction}"])
+        call.end("ok" if outcome == "prepared" else "fail", outcome=outcome)
+        if finished is not None:
+            recorder.start("finish", transaction=transaction, wish="abort").end("ok", outcome=finished)
+    recorder.close()
+    history = read_history([tmp_path])
+    assert (acknowledged(history, "g"), acknowledged(history, "other")) == ({"taken in T2"}, set())

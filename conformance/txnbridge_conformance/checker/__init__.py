@@ -8,18 +8,19 @@ and processes. `findings` has the names of findings and their meanings.
 
 from __future__ import annotations
 
-from txnbridge_conformance.checker import _acks, _call_order, _cycles, _fates, _hangs_and_crashes, _messages, _order
+from txnbridge_conformance.checker import _acks, _call_order, _cycles, _hangs_and_crashes, _messages, _order
+from txnbridge_conformance.checker._fates import ABORTED, fates
 from txnbridge_conformance.checker._tables import Tables
 from txnbridge_conformance.checker.findings import MEANINGS, Finding, Findings
 from txnbridge_conformance.history import History
 
-__all__ = ["MEANINGS", "Finding", "Findings", "check"]
+__all__ = ["ABORTED", "MEANINGS", "Finding", "Findings", "check", "fates"]
 
 
 def check(history: History) -> Findings:
     """Run every check on a history, and return the findings."""
     findings, tables = Findings(), Tables(history)
-    fate = _fates.fates(history.operations, findings)
+    fate = fates(history.operations, findings)
     _messages.check_positions(tables, findings)
     _messages.check_reads(tables, fate, findings)
     for read in _messages.full_reads(tables, findings):

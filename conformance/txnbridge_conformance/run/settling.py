@@ -10,6 +10,7 @@ from pathlib import Path
 
 from txnbridge import Bridge, Capability, Decision, Message
 from txnbridge.errors import NotFound, TxnBridgeError
+from txnbridge_conformance.checker import ABORTED, Findings, fates
 from txnbridge_conformance.history import History, read_history
 from txnbridge_conformance.run.client import Client, text_of
 from txnbridge_conformance.run.plan import PARTITIONS
@@ -75,7 +76,8 @@ class Settling:
         self._stop((*_MEMBERS, "watch"))
         for group, failure in zip(groups, drained, strict=True):
             self._note_drained(group, failure)
-        self._finish_all(read_history([self._plan.folder]))
+        # What a member prepared counts as acknowledged, so nothing of it may be aborted now.
+        self._finish_all(read_history([self._plan.folder]), wishes=("commit",))
         self._await(self._nothing_open, "transactions of groups are still open")
 
     def _await(self, condition: Callable[[], bool], what: str, seconds: float = _SETTLING_SECONDS) -> None:
@@ -108,8 +110,8 @@ class Settling:
 
     # --- transactions -------------------------------------------------------------------------------------------------
 
-    def _finish_all(self, history: History) -> None:
-        """Ask for the status of each transaction with an unknown outcome. Commit or abort the prepared ones."""
+    def _finish_all(self, history: History, wishes: Sequence[str] = ("commit", "abort")) -> None:
+        """Ask for the status of each transaction with an unknown outcome. End the prepared ones as one of `wishes`."""
         known = {each.transaction for each in history.operations if each.outcome in ("committed", "aborted")}
         left = {
             each.transaction: (each.fields["token"], each.outcome == "prepared")
@@ -119,7 +121,7 @@ class Settling:
 
         def finish_left() -> bool:
             for transaction, (token, prepared) in list(left.items()):
-                wish = self._client.random.choice(("commit", "abort")) if prepared else "status"
+                wish = self._client.random.choice(wishes) if prepared else "status"
                 if self._client.finish(self._bridge, transaction, token, wish):
                     del left[transaction]
             return not left
@@ -223,21 +225,20 @@ class Settling:
         return len(lag) == PARTITIONS and not any(lag.values())
 
     def _has_acknowledged(self, group: str, sent: Collection[str]) -> bool:
-        """Return whether committed transactions have acknowledged all messages of the source topic for a group.
+        """Return whether transactions of a group's members have acknowledged all messages of the source topic.
 
         A member may be killed after its commit and before it records the commit. So a transaction also counts as
         committed if its output can be read. The group's lag cannot be used: some brokers count control markers in it.
         """
         if time.monotonic() < self._next_look:
             return False
-        files = [file for role in _MEMBERS for file in Path(self._plan.folder).glob(f"{role}*.jsonl")]
-        history = read_history(files)
-        committed = {each.order for each in history.operations if each.result == "ok"}
-        left = set(sent) - _acknowledged_by(committed, history, group)
+        writers = (*_MEMBERS, "finish", "run")
+        history = read_history([file for each in writers for file in Path(self._plan.folder).glob(f"{each}*.jsonl")])
+        left = set(sent) - acknowledged(history, group)
         if left:
             outputs = (self._plan.topic("target"), self._plan.topic("processed"), self._plan.dead_letters)
             seen = {text_of(message) for topic in outputs for message in self._bridge.read(topic, ALL)}
-            committed.update(order for order, _, values in history.sends if not seen.isdisjoint(values))
+            committed = {order for order, _, values in history.sends if not seen.isdisjoint(values)}
             left -= _acknowledged_by(committed, history, group)
         self._next_look = time.monotonic() + _LOOK_SECONDS
         self._left = len(left)
@@ -254,6 +255,16 @@ def _wanted(history: History, sales: Sales) -> set[str]:
         and decisions.get(history.operations[order].transaction or "") is Decision.COMMIT
         for value in values
     }
+
+
+def acknowledged(history: History, group: str) -> set[str]:
+    """Return the values that a history's committed and prepared transactions acknowledge for a group.
+
+    A transaction that was prepared and then aborted by its token acknowledges nothing.
+    """
+    fate = fates(history.operations, Findings())
+    orders = {each.order for each in history.operations if each.result == "ok" and fate[each.order] != ABORTED}
+    return _acknowledged_by(orders, history, group)
 
 
 def _acknowledged_by(orders: Collection[int], history: History, group: str) -> set[str]:
