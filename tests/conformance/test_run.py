@@ -236,18 +236,14 @@ def test_an_aborted_dead_letter_and_the_one_that_repeats_it_have_different_value
     assert sent == [text_of(letter) for letter in letters] == ["dead:feed/1 in T1", "dead:feed/1 in T2"]
 
 
-def test_a_prepared_transaction_acknowledges_nothing_once_it_is_aborted_by_its_token(tmp_path):
+def test_only_committed_transactions_acknowledge_messages(tmp_path):
     recorder = Recorder(tmp_path / "copy0-1.jsonl", "copy0-1", "c")
-    for transaction, outcome, finished in (
-        ("T1", "prepared", "aborted"),
-        ("T2", "prepared", None),
-        ("T3", "aborted", None),
-    ):
+    for transaction, outcome in ("T1", "committed"), ("T2", "aborted"), ("T3", None):
         call = recorder.start("transaction", transaction=transaction)
         call.ack("g", [f"taken in {transaction}"])
-        call.end("ok" if outcome == "prepared" else "fail", outcome=outcome)
-        if finished is not None:
-            recorder.start("finish", transaction=transaction, wish="abort").end("ok", outcome=finished)
+        call.end("ok", outcome="prepared")
+        if outcome is not None:
+            recorder.start("finish", transaction=transaction).end("ok", outcome=outcome)
     recorder.close()
     history = read_history([tmp_path])
-    assert (acknowledged(history, "g"), acknowledged(history, "other")) == ({"taken in T2"}, set())
+    assert (acknowledged(history, "g"), acknowledged(history, "other")) == ({"taken in T1"}, set())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from txnbridge import Bridge, Capability, Decision, Message
 from txnbridge.errors import NotFound, TxnBridgeError
-from txnbridge_conformance.checker import ABORTED, Findings, fates
-from txnbridge_conformance.history import History, read_history
+from txnbridge_conformance.checker import COMMITTED, Findings, fates
+from txnbridge_conformance.history import History, Operation, read_history
 from txnbridge_conformance.run.client import Client, text_of
 from txnbridge_conformance.run.plan import PARTITIONS
 from txnbridge_conformance.run.sales import Sales
@@ -76,8 +76,7 @@ class Settling:
         self._stop((*_MEMBERS, "watch"))
         for group, failure in zip(groups, drained, strict=True):
             self._note_drained(group, failure)
-        # What a member prepared counts as acknowledged, so nothing of it may be aborted now.
-        self._finish_all(read_history([self._plan.folder]), wishes=("commit",))
+        self._finish_all(read_history([self._plan.folder]))
         self._await(self._nothing_open, "transactions of groups are still open")
 
     def _await(self, condition: Callable[[], bool], what: str, seconds: float = _SETTLING_SECONDS) -> None:
@@ -110,23 +109,20 @@ class Settling:
 
     # --- transactions -------------------------------------------------------------------------------------------------
 
-    def _finish_all(self, history: History, wishes: Sequence[str] = ("commit", "abort")) -> None:
-        """Ask for the status of each transaction with an unknown outcome. End the prepared ones as one of `wishes`."""
-        known = {each.transaction for each in history.operations if each.outcome in ("committed", "aborted")}
-        left = {
-            each.transaction: (each.fields["token"], each.outcome == "prepared")
-            for each in history.operations
-            if each.transaction and each.fields.get("token") and each.transaction not in known
-        }
+    def _finish_all(self, history: History) -> None:
+        """Ask for the status of each transaction with an unknown outcome. Commit or abort the prepared ones."""
+        self._await(functools.partial(self._finish, _without_outcome(history)), "transactions have no outcome")
 
-        def finish_left() -> bool:
-            for transaction, (token, prepared) in list(left.items()):
-                wish = self._client.random.choice(wishes) if prepared else "status"
-                if self._client.finish(self._bridge, transaction, token, wish):
-                    del left[transaction]
-            return not left
+    def _finish(self, left: dict[str, Operation]) -> bool:
+        """Ask for or decide the outcome of these transactions, and remove each whose outcome is final.
 
-        self._await(finish_left, "transactions have no outcome")
+        Return whether none is left.
+        """
+        for transaction, prepared in list(left.items()):
+            wish = self._client.random.choice(("commit", "abort")) if prepared.outcome == "prepared" else "status"
+            if self._client.finish(self._bridge, transaction, prepared.fields["token"], wish):
+                del left[transaction]
+        return not left
 
     def _nothing_open(self) -> bool:
         """Return whether the broker lists no open transaction on the run's topics, or cannot list transactions."""
@@ -225,15 +221,17 @@ class Settling:
         return len(lag) == PARTITIONS and not any(lag.values())
 
     def _has_acknowledged(self, group: str, sent: Collection[str]) -> bool:
-        """Return whether transactions of a group's members have acknowledged all messages of the source topic.
+        """Return whether committed transactions have acknowledged all messages of the source topic for a group.
 
-        A member may be killed after its commit and before it records the commit. So a transaction also counts as
-        committed if its output can be read. The group's lag cannot be used: some brokers count control markers in it.
+        What its members have prepared is ended before. A member may be killed after its commit and before it records
+        the commit. So a transaction also counts as committed if its output can be read. The group's lag cannot be used:
+        some brokers count control markers in it.
         """
         if time.monotonic() < self._next_look:
             return False
         writers = (*_MEMBERS, "finish", "run")
         history = read_history([file for each in writers for file in Path(self._plan.folder).glob(f"{each}*.jsonl")])
+        self._finish(_without_outcome(history))
         left = set(sent) - acknowledged(history, group)
         if left:
             outputs = (self._plan.topic("target"), self._plan.topic("processed"), self._plan.dead_letters)
@@ -257,13 +255,20 @@ def _wanted(history: History, sales: Sales) -> set[str]:
     }
 
 
-def acknowledged(history: History, group: str) -> set[str]:
-    """Return the values that a history's committed and prepared transactions acknowledge for a group.
+def _without_outcome(history: History) -> dict[str, Operation]:
+    """Return, by transaction, the calls that returned a token, if no call has returned the transaction's outcome."""
+    known = {each.transaction for each in history.operations if each.outcome in ("committed", "aborted")}
+    return {
+        each.transaction: each
+        for each in history.operations
+        if each.transaction and each.fields.get("token") and each.transaction not in known
+    }
 
-    A transaction that was prepared and then aborted by its token acknowledges nothing.
-    """
+
+def acknowledged(history: History, group: str) -> set[str]:
+    """Return the values that the committed transactions of a history acknowledge for a group."""
     fate = fates(history.operations, Findings())
-    orders = {each.order for each in history.operations if each.result == "ok" and fate[each.order] != ABORTED}
+    orders = {each.order for each in history.operations if fate[each.order] == COMMITTED}
     return _acknowledged_by(orders, history, group)
 
 
