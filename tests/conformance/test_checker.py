@@ -46,10 +46,12 @@ class Story:
     def stored(self, process: str, call: int, value: str, position: int, to: tuple[str, int] = T0) -> None:
         self._write(process, stored=call, to=list(to), values=[value], positions=[[position]])
 
-    def poll(self, process: str, call: int, *log: str, to: tuple[str, int] = T0, at: int = 0) -> None:
+    def poll(
+        self, process: str, call: int, *log: str, to: tuple[str, int] = T0, at: int = 0, group: str | None = None
+    ) -> None:
         """Receive a log of values from the position `at` on; "-" is a position without a message."""
         messages = [[*to, [at + place], value] for place, value in enumerate(log) if value != "-"]
-        self._write(process, poll=call, group=None, messages=messages)
+        self._write(process, poll=call, group=group, messages=messages)
 
     def assign(self, process: str, call: int, *keys: tuple[str, int]) -> None:
         self._write(process, assign=call, keys=list(keys))
@@ -326,6 +328,43 @@ def test_skips_and_steps_back_of_a_reader_are_found_within_a_call_and_between_tw
     assert poll_calls((0, ("1",)), (2, ("3",))) == ["poll-skip"]
     assert poll_calls((0, ("1", "2")), (1, ("2",))) == ["nonmonotonic-poll"]
     assert poll_calls((0, ("1", "2")), (1, ("2",)), assign_between=True) == []
+
+
+@pytest.mark.parametrize(
+    ("taker", "calls", "found"),
+    [
+        ("b", ["take", "commit", "receive"], []),
+        ("b", ["take", "receive", "commit"], []),
+        ("b", ["receive", "take", "commit"], ["int-poll-skip"]),
+        ("b", ["take", "join", "abort", "receive"], []),
+        ("b", ["take", "abort", "join", "receive"], ["int-poll-skip"]),
+        ("c", ["take", "abort", "receive"], ["int-poll-skip"]),
+        ("b", ["receive"], ["int-poll-skip"]),
+    ],
+)
+def test_a_member_skips_only_what_its_group_had_taken(taker, calls, found):
+    story = Story()
+    story.txn("a", "1", "2", "3")
+    story.read("1", "2", "3")
+    for each in calls:
+        match each:
+            case "take":
+                taking = story.begin(taker)
+                story.ack(taker, taking, "2")
+            case "join":
+                story.end("c", story.begin("c", "open"))
+            case "receive":
+                call = story.begin("c")
+                story.poll("c", call, "1", "-", "3", group="g")
+                story.end("c", call)
+            case "commit" | "abort":
+                story.end(
+                    taker,
+                    taking,
+                    "ok" if each == "commit" else "fail",
+                    outcome={"commit": "committed", "abort": "aborted"}[each],
+                )
+    assert story.found() == found
 
 
 def test_a_step_back_within_a_call_is_found():

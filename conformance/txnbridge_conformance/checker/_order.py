@@ -8,6 +8,7 @@ import numpy as np
 
 from txnbridge_conformance.checker._fates import ABORTED, COMMITTED
 from txnbridge_conformance.checker._tables import NONE, Flags, Numbers, Tables
+from txnbridge_conformance.checker._taken import Taken
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import Key
 
@@ -67,7 +68,12 @@ def _check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
     counted = reads.value != NONE
     steps = _steps(tables, rank, reads.operation[counted], reads.key[counted], reads.value[counted], span[counted])
     inside = steps.inside
-    _report(tables, steps, inside & (steps.delta > 1), "int-poll-skip", "received", findings)
+    taken = Taken(tables, fate, rank)
+    skipped = inside & (steps.delta > 1)
+    for row in np.flatnonzero(skipped):
+        low, high = rank[steps.before[row]], rank[steps.after[row]]
+        skipped[row] = not taken.all_between(steps.operation_after[row], steps.key[row], low, high)
+    _report(tables, steps, skipped, "int-poll-skip", "received", findings)
     _report(tables, steps, inside & (steps.delta < 1), "int-nonmonotonic-poll", "received", findings)
     # A consumer reads again from its group's position after a transaction that did not commit.
     settled = np.array([operation.result == "ok" for operation in tables.operations], bool) & (fate != ABORTED)
