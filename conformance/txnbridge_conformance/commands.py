@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from txnbridge.commands import json_and_debug
 from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
+from txnbridge_conformance.run import raw_rocketmq
 from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
 from txnbridge_conformance.run.plan import FLOOR, NEEDS, PARTITIONS, RAW_ROLES, SETTINGS, WORKLOADS, Plan
@@ -103,7 +105,7 @@ def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) ->
     type=click.Choice(["bridge", "raw"]),
     default="bridge",
     show_default=True,
-    help="Whether processes use txnbridge, or the plain client of Kafka or Pulsar.",
+    help="Whether processes use txnbridge, or the broker's plain client.",
 )
 @click.option("--contract", is_flag=True, help="Run the contract suite first; it takes a minute or more.")
 @click.option("--hook", metavar="COMMAND", help="Calls COMMAND inject KIND TARGET, and later COMMAND heal KIND TARGET.")
@@ -150,13 +152,13 @@ def run(
     if (hook is None) is bool(targets):
         raise click.BadParameter("a hook needs a target, and a target a hook", param_hint="--hook")
     raw = through == "raw"
-    if raw and (urlsplit(url).scheme or url) not in RAW_ROLES:
-        raise click.BadParameter("plain clients of Kafka and Pulsar alone have transactions", param_hint="--through")
+    if raw:
+        _check_raw(urlsplit(url).scheme or url, starts or bool(grpc))
     kinds = faults or (_FAULTS if starts else frozenset({"client"}))
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     kept: list[ContractResult] = []
     try:
-        with _started(url) if starts else nullcontext() as broker:
+        with _started(url, raw) if starts else nullcontext() as broker:
             address = _url_of(broker) if broker else url
             grpc = broker.grpc_address() if isinstance(broker, brokers.RocketMQ) else grpc
             settings = SETTINGS.get(url, {})
@@ -180,7 +182,20 @@ def run(
     _judge([str(folder)], floor, as_json, folder, command, kept)
 
 
-def _started(name: str) -> AbstractContextManager[Broker]:
+def _check_raw(scheme: str, grpc: bool) -> None:
+    """Raise `BadParameter` if processes cannot use the plain client of this broker. `grpc`: its proxy is known."""
+    if scheme not in RAW_ROLES:
+        raise click.BadParameter(
+            "it is for Kafka, Pulsar and RocketMQ, which have plain clients with transactions", param_hint="--through"
+        )
+    if scheme == "rocketmq" and not (grpc and find_spec("rocketmq")):
+        text = "this needs --grpc, and `pip install rocketmq-python-client`"
+        raise click.BadParameter(text, param_hint="--through")
+
+
+def _started(name: str, raw: bool) -> AbstractContextManager[Broker]:
+    if name == "rocketmq" and raw:
+        return brokers.rocketmq(settings=raw_rocketmq.DEFAULTS)
     broker: AbstractContextManager[Broker] = getattr(brokers, name)()
     return broker
 

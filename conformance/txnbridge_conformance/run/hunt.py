@@ -26,7 +26,7 @@ from txnbridge_conformance.history import Recorder
 from txnbridge_conformance.run import official
 from txnbridge_conformance.run.client import Client, read_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
-from txnbridge_conformance.run.plan import PARTITIONS, Plan
+from txnbridge_conformance.run.plan import Plan
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.settling import ALL, Settling
 
@@ -79,7 +79,7 @@ class Hunt:
         """Create the run's topics, yield a bridge, and delete the topics at the end of the block."""
         with self._client.bridge() as bridge:
             for topic in self._plan.all_topics:
-                bridge.admin.create_topic(topic, 1 if topic == self._plan.dead_letters else PARTITIONS)
+                bridge.admin.create_topic(topic, self._plan.partitions(topic))
             try:
                 yield bridge
             finally:
@@ -160,7 +160,7 @@ class Hunt:
         """Stop the processes, and end each transaction that they left open or prepared."""
         self._progress("stopping")
         with self._client.bridge(timeout=_READING_SECONDS) as bridge:
-            Settling(self._client, bridge, self._roles, self._stop, self._replace_dead).settle()
+            Settling(self._client, bridge, self._roles, self._stop, self._replace_dead, self._plan.raw).settle()
 
     def _stop(self, roles: Collection[str]) -> None:
         for process in [each for each in self._processes if each.role in roles]:

@@ -64,7 +64,11 @@ NEEDS = {
 }
 
 # By scheme of the broker's URL: the roles that can use the broker's plain client instead of txnbridge.
-RAW_ROLES = {"kafka": frozenset({"write", "own", "feed", "copy", "watch"}), "pulsar": frozenset({"write"})}
+RAW_ROLES = {
+    "kafka": frozenset({"write", "own", "feed", "copy", "watch"}),
+    "pulsar": frozenset({"write"}),
+    "rocketmq": frozenset({"sell"}),
+}
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,12 @@ class Plan:
     def all_topics(self) -> list[str]:
         return [*self.topics, self.dead_letters]
 
+    def partitions(self, topic: str) -> int:
+        """Return the number of partitions that the run gives a topic."""
+        # RocketMQ's official client does not let the sender of a half message choose the queue.
+        chosen = topic != self.dead_letters and not (self.raw and topic in self.sold)
+        return PARTITIONS if chosen else 1
+
     def roles(self, capabilities: Capabilities) -> dict[str, int]:
         """Return the number of processes by role, for the roles of the plan's workloads that the broker can have."""
         wanted = {role for workload in self.workloads for role in WORKLOADS[workload]}
@@ -165,6 +175,11 @@ class Plan:
         """Return `address`, a URL without options, with the options of the plan's URL."""
         _, mark, options = self.url.partition("?")
         return address + mark + options
+
+    @property
+    def closing(self) -> Path:
+        """The path of a file. Once it exists, raw processes of the role "sell" store no more half messages."""
+        return Path(self.folder) / "closing"
 
     def through(self, url: str) -> Plan:
         """Return a copy of this plan with another broker URL, such as the URL of a proxy."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from txnbridge import Bridge, Capability, Decision, Message
@@ -37,7 +37,8 @@ _ABORTED_BY_PROCESS = ("Abort", "InvalidState")
 class Settling:
     """Settles a run whose processes have the given roles.
 
-    `stop` stops the processes of some roles, and `replace_dead` starts processes again that have ended.
+    `stop` stops the processes of some roles, and `replace_dead` starts processes again that have ended. `raw` says that
+    they use the broker's plain client.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Settling:
         roles: Collection[str],
         stop: Callable[[Collection[str]], None],
         replace_dead: Callable[[], None],
+        raw: bool,
     ) -> None:
         self._client = client
         self._plan = client.plan
@@ -55,12 +57,15 @@ class Settling:
         self._roles = roles
         self._stop = stop
         self._replace_dead = replace_dead
+        # RocketMQ asks the plain clients that stored a half message, so these run until nothing is asked any more.
+        self._answerers = ("sell",) if raw else ()
         self._next_look = 0.0
         self._left = 0  # the number of messages that a group has not read
 
     def settle(self) -> None:
         """Stop the processes, and end each transaction that they left open or prepared. Members of groups stop last."""
-        self._stop(_SOURCES)
+        self._plan.closing.touch()
+        self._stop([role for role in _SOURCES if role not in self._answerers])
         self._stop(("finish",))
         history = read_history([self._plan.folder])
         self._finish_all(history)
@@ -157,9 +162,13 @@ class Settling:
                 self._client.note_check(transaction, messages)
                 return sales.decide(transaction, Decision.ABORT)
 
-            with self._bridge.resolver(self._plan.sellers, check=check):
+            answering: AbstractContextManager[object] = nullcontext()
+            if not self._answerers:
+                answering = self._bridge.resolver(self._plan.sellers, check=check)
+            with answering:
                 self._await(lambda: self._sold() >= _wanted(history, sales), "half messages are not published")
                 yield
+            self._stop(self._answerers)
         for transaction, decision in sales.all().items():
             call = self._recorder.start("decided", transaction=transaction)
             call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
