@@ -26,19 +26,21 @@ def assert_kept(
     seconds: float = chaos.SECONDS,
     kinds: Collection[str] = ALL_FAULTS,
     floor: Mapping[str, int] = FLOOR,
+    raw: bool = False,
     **settings: Any,
 ) -> None:
     """Run the hunt against a broker, or a URL; fail with the report unless all promises are kept.
 
     It fails also if less was tried than `floor` asks for. `settings` are those of `txnbridge.connect`. Faults of the
-    kinds "network" and "broker" are only for a broker that no other test uses.
+    kinds "network" and "broker" are only for a broker that no other test uses. With `raw` the broker's plain client
+    does the work.
     """
     chaos.begin()
     url, started = (broker, None) if isinstance(broker, str) else (broker.url, broker)
     backend = url.partition(":")[0]
     settings = {**settings, backend: {**SETTINGS.get(backend, {}).get(backend, {}), **settings.get(backend, {})}}
     grpc = broker.grpc_address() if isinstance(broker, RocketMQ) else ""  # by which its official client reads
-    plan = Plan(url, secrets.token_hex(3), chaos.SEED, seconds, str(folder / "run"), settings, grpc=grpc)
+    plan = Plan(url, secrets.token_hex(3), chaos.SEED, seconds, str(folder / "run"), settings, raw=raw, grpc=grpc)
     hunt(plan, lambda progress: None, started, kinds)
     history = read_history([plan.folder])
     findings = check(history)
