@@ -69,7 +69,7 @@ class CountingEntry:
 
 
 @dataclass(frozen=True)
-class Hold:
+class PartitionHold:
     """The undecided prepared transaction that acknowledges on a partition of a group, so that nobody else may there.
 
     `expires_at` (ms since 1970) is the time from which any process may abort it.
@@ -83,7 +83,7 @@ class Hold:
         return [list(self.id), {"at": list(self.begin.at), "id": self.begin.id}, self.expires_at]
 
     @classmethod
-    def from_json(cls, value: Any) -> Hold:
+    def from_json(cls, value: Any) -> PartitionHold:
         id, begin, expires_at = value
         return cls(read_path(id), read_begin(begin), int(expires_at))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from txnbridge._decisions.conclusions import CountingClaim, Hold, UnfinishedCommit, opening_json
+from txnbridge._decisions.conclusions import CountingClaim, PartitionHold, UnfinishedCommit, opening_json
 from txnbridge._decisions.openings import KnownOpening, Openings
 from txnbridge._decisions.records import (
     Claimed,
@@ -37,7 +37,7 @@ class IdFold:
     commits: dict[IdPath, dict[str | int | None, UnfinishedCommit]] = field(default_factory=dict)
     last_ackers: dict[GroupPartition, UnfinishedCommit] = field(default_factory=dict)
     # Undecided prepared transactions that acknowledge on a partition of a group, oldest first: the first one has it.
-    holds: dict[GroupPartition, list[Hold]] = field(default_factory=dict)
+    holds: dict[GroupPartition, list[PartitionHold]] = field(default_factory=dict)
 
     def open(self, position: Position, record: Opened) -> bool:
         """Fold an opening of an id; return whether it counts."""
@@ -82,7 +82,7 @@ class IdFold:
 
         The author of a later prepare record on the same partition finds that, and aborts its transaction.
         """
-        hold = Hold(id, prepared.begin, prepared.expires_at)
+        hold = PartitionHold(id, prepared.begin, prepared.expires_at)
         for place in prepared.places:
             if hold not in (known := self.holds.setdefault(place, [])):
                 known.append(hold)
@@ -173,7 +173,7 @@ class IdFold:
         for group, topic, number, position in body.get("groups", ()):  # version 1 had none
             fold.groups[str(group), (str(topic), int(number))] = read_position(position)
         for group, topic, number, *hold in body.get("holds", ()):  # older snapshots had none
-            fold.holds.setdefault((str(group), (str(topic), int(number))), []).append(Hold.from_json(hold))
+            fold.holds.setdefault((str(group), (str(topic), int(number))), []).append(PartitionHold.from_json(hold))
         fold._read_commits(body)
         return fold
 

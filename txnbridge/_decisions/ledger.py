@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from txnbridge._deadline import Deadline
-from txnbridge._decisions.conclusions import CountingClaim, Hold, UnfinishedCommit
+from txnbridge._decisions.conclusions import CountingClaim, PartitionHold, UnfinishedCommit
 from txnbridge._decisions.engine import Engine
 from txnbridge._decisions.id_fold import IdFold
 from txnbridge._decisions.queries import (
@@ -192,7 +192,7 @@ def _decided(commit: UnfinishedCommit) -> tuple[str, LedgerClaim]:
     return str(commit.id[0]), _public(commit.claim)
 
 
-def _held(hold: Hold) -> Held:
+def _held(hold: PartitionHold) -> Held:
     return Held(str(hold.id[0]), {"at": list(hold.begin.at), "id": hold.begin.id}, hold.expires_at)
 
 
