@@ -77,13 +77,6 @@ def test_undecided_halves_hold_nothing_back_and_are_published_once(bridge: Bridg
     assert set(values(seen(bridge, topic))[20:]) == {b"late %d" % number for number in range(100)}
 
 
-def test_what_a_process_has_committed_is_published_when_it_has_closed(bridge: Bridge, topic: str, group: str) -> None:
-    with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
-        for number in range(20):
-            sell(sales, topic, b"%d" % number)
-    assert values(seen(bridge, topic)) == [b"%d" % number for number in range(20)]
-
-
 def test_a_half_that_was_moved_is_published_at_once_and_in_order(
     txnbridge_url: str, bridge: Bridge, topic: str, group: str, with_timing: Callable[..., None]
 ) -> None:
