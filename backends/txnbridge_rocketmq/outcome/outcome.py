@@ -171,11 +171,16 @@ def _commit_with_acks(
         try:
             return ledger.claim(token.transaction, Decision.COMMIT, data, deadline, log=_log_of(token), acks=now)
         except Conflict:
+            if now == list(acks):
+                raise
             deadline.check("committing a prepared transaction")
 
 
 def _ack_now(ack: Ack, ledger: Ledger, deadline: Deadline) -> Ack:
-    positions, read_up_to = ledger.positions(ack.group, deadline)
+    try:
+        positions, read_up_to = ledger.positions(ack.group, deadline)
+    except EvidenceLost:  # what is known of the log since the transaction began can still show that nobody came between
+        return ack
     if (at := positions.get(ack.partition)) is None or VerifiableOffset.of(at).next != ack.first[0]:
         raise Conflict(f"group {ack.group!r} was moved in {ack.partition[0]}[{ack.partition[1]}]")
     return replace(ack, read_up_to=read_up_to)
