@@ -629,6 +629,17 @@ def test_a_file_of_another_form_is_refused_with_its_line(lines, text):
         History().add(lines, "a")
 
 
+def test_a_value_that_two_calls_send_is_refused_with_both_calls():
+    story = Story()
+    call = story.begin("a")
+    story.send("a", call, "1")
+    story.send("a", call, "1")  # as the dead letter of a message that it received twice
+    story.history()
+    story.txn("b", "2", "1")
+    with pytest.raises(HistoryError, match="b, line 3: call 0 of a and call 1 of b send the value '1'; each value"):
+        story.history()
+
+
 VALUES = st.none() | st.integers() | st.text(max_size=2) | st.lists(st.integers() | st.lists(st.integers(), max_size=2))
 
 
