@@ -322,7 +322,7 @@ def _fields(line: dict[str, Any]) -> dict[str, Any]:
     for name in ("transaction", "outcome", "error", "group", "session", "owner", "wish"):
         if line.get(name) is not None:
             _text(line[name])
-    for name in ("topics", "absent", "values", "settings"):
+    for name in ("topics", "absent", "values", "settings", "workloads"):
         if name in line:
             _texts(line[name])
     for name in ("deadline", "hold"):

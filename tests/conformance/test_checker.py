@@ -438,6 +438,26 @@ def test_what_a_broker_declares_absent_is_reported_and_breaks_nothing():
     assert judge(history, findings, {"committed": 2}).verdict is Verdict.THIN
 
 
+def test_each_workload_has_a_floor_of_what_it_does():
+    for workload, missing in (
+        ("half-messages", {"published": 5, "read": 100, "faults": 3}),
+        ("decisions", {"claims": 20, "faults": 3}),
+        ("a dance", {"committed": 20, "aborted": 5, "read": 100, "faults": 3}),
+    ):
+        story = Story()
+        story.end("run", story.begin("run", "declares", absent=[], workloads=[workload]))
+        for number, outcome in enumerate(["committed"] * 4 + ["aborted"] * 2 + ["unknown"]):
+            call = story.begin("a", "half")
+            story.send("a", call, f"{number}")
+            story.end("a", call, outcome=outcome)
+        for _ in range(19):
+            story.end("a", story.begin("a", "claim", transaction="1"), outcome="committed")
+        history = story.history()
+        judgement = judge(history, Findings())
+        assert (judgement.verdict, judgement.missing) == (Verdict.THIN, missing)
+        assert "4 published instead of 5" in judgement.sentence or workload != "half-messages"
+
+
 def owners(*turns: tuple[str, str]) -> list[str]:
     """Return the findings if owners of one id run transactions with these results, in turn; each opens it once."""
     story, opened = Story(), set()
