@@ -91,6 +91,7 @@ EMBEDDED: dict[type[Broken], set[str]] = {
     broken.PublishesHalvesAtOnce: {"phantom-commit"},
     broken.AsksAboutNoHalf: {"orphan-half"},
     broken.AsksOnce: {"orphan-half"},
+    broken.TakesTheLastAnswer: {"orphan-half"},
 }
 
 

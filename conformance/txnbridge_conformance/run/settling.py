@@ -165,8 +165,9 @@ class Settling:
                 self._await(lambda: self._sold() >= _wanted(history, sales), "half messages are not published")
                 yield
         for transaction, decision in sales.all().items():
-            call = self._recorder.start("decided", transaction=transaction)
-            call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
+            if decision is not Decision.UNDECIDED:
+                call = self._recorder.start("decided", transaction=transaction)
+                call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
 
     def _sold(self) -> set[str]:
         return {text_of(message) for topic in self._plan.sold for message in self._bridge.read(topic, ALL)}
@@ -247,12 +248,12 @@ class Settling:
 
 def _wanted(history: History, sales: Sales) -> set[str]:
     """Return the values of the half messages that must be published: their local work was done."""
-    decisions = sales.all()
+    done = {transaction for transaction, decision in sales.all().items() if decision is Decision.COMMIT}
+    halves = {each.order: each for each in history.operations if each.what == "half"}
     return {
         value
         for order, _, values in history.sends
-        if history.operations[order].what == "half"
-        and decisions.get(history.operations[order].transaction or "") is Decision.COMMIT
+        if order in halves and (halves[order].transaction in done or halves[order].outcome == "committed")
         for value in values
     }
 
