@@ -268,9 +268,8 @@ class _Lines:
         self._history.stored.append((_key(line["to"]), values, positions))
 
     def _poll(self, line: dict[str, Any]) -> None:
-        self._history.polls.append(
-            (self._open[line["poll"]].order, line["group"], [_read(message) for message in line["messages"]])
-        )
+        group = None if line["group"] is None else _text(line["group"])
+        self._history.polls.append((self._open[line["poll"]].order, group, [_read(each) for each in line["messages"]]))
 
     def _assign(self, line: dict[str, Any]) -> None:
         keys = frozenset(map(_key, line["keys"]))

@@ -328,6 +328,28 @@ def test_skips_and_steps_back_of_a_reader_are_found_within_a_call_and_between_tw
     assert poll_calls((0, ("1", "2")), (1, ("2",)), assign_between=True) == []
 
 
+@pytest.mark.parametrize("polls", [("13",), ("1", "3")])
+@pytest.mark.parametrize("other", [None, "before", "later"])
+def test_a_member_of_a_group_does_not_skip_what_no_member_has_begun_to_process(polls, other):
+    story = Story()
+    story.txn("a", "1", "2", "3")
+    story.read("1", "2", "3")
+
+    def take(process: str, log: str, result: str = "ok") -> None:
+        call = story.begin(process)
+        story._write(process, poll=call, group="g", messages=[[*T0, [int(value) - 1], value] for value in log])
+        story.ack(process, call, *log)
+        story.end(process, call, result)
+
+    if other == "before":
+        take("c", "2", "fail")  # the broker may still keep it for this member
+    for log in polls:
+        take("b", log)
+    if other == "later":
+        take("b", "2")  # a group may go back
+    assert story.found() == ([] if other == "before" else ["poll-skip" if len(polls) > 1 else "int-poll-skip"])
+
+
 def test_a_step_back_within_a_call_is_found():
     story = Story()
     story.txn("a", "1", "2")
