@@ -92,9 +92,11 @@ class Settling:
     def _wait(self, condition: Callable[[], bool], seconds: float = _SETTLING_SECONDS) -> str | None:
         """Wait until a condition is true. Return None, or the last error as text, perhaps "", if it stays false.
 
-        The time begins again whenever `_left` changes: a long run leaves much to read.
+        The time begins again whenever `_left` changes, because a long run leaves much to read, but the wait gets longer
+        only by the time of the run's work: where each transaction has to be repeated, reading would not end.
         """
         until, left = time.monotonic() + seconds, self._left
+        latest = until + self._plan.seconds
         failure = ""
         while time.monotonic() < until:
             self._replace_dead()
@@ -104,7 +106,7 @@ class Settling:
             except TxnBridgeError as error:
                 failure = f"{type(error).__name__}: {error}"
             if self._left != left:
-                until, left = time.monotonic() + seconds, self._left
+                until, left = min(latest, time.monotonic() + seconds), self._left
             time.sleep(0.2)
         return failure
 
