@@ -65,8 +65,10 @@ class Judgement:
     def sentence(self) -> str:
         """The verdict and the most important counts, as one sentence of English."""
         c = self.counts
-        tried = f"{c['committed']:,} committed, {c['aborted']:,} aborted and {c['unknown']:,} unknown transactions"
-        tried += "".join(f", {c[name]:,} {name}" for name in ("half messages", "claims") if c[name])
+        others = [f"{c[name]:,} {name}" for name in ("half messages", "claims") if c[name]]
+        results = f"{c['committed']:,} committed, {c['aborted']:,} aborted and {c['unknown']:,} unknown transactions"
+        some = c["committed"] or c["aborted"] or c["unknown"] or not others
+        tried = ", ".join([results, *others] if some else others)
         if self.verdict is Verdict.BROKEN:
             return f"Broken: {', '.join(self.broken)}, in {tried} under {c['faults']:,} faults."
         if self.verdict is Verdict.THIN:

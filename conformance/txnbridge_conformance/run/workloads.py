@@ -23,6 +23,8 @@ _NEWEST_TOKENS = 20_000
 _LONGEST_PAUSE = 2.0
 # The deadline of transactions that oversleep it, in seconds.
 _SHORT_DEADLINE = 1.0
+# The deadline of half messages about which the local work and the check-back answer differently, in seconds.
+_DISPUTED_DEADLINE = 0.5
 
 
 def write(client: Client) -> None:
@@ -216,9 +218,9 @@ def sell(client: Client) -> None:
 
     def execute(txn: HalfTransaction, call: RecordedCall) -> Decision:
         call.note(transaction=txn.id)
-        if txn.deadline <= _SHORT_DEADLINE:
+        if txn.deadline <= _DISPUTED_DEADLINE:
             sales.decide(txn.id, Decision.UNDECIDED)
-            client.stop.wait(_SHORT_DEADLINE + client.random.uniform(0, 2))
+            client.stop.wait(_DISPUTED_DEADLINE + client.random.uniform(0.2, 1.2))
             return Decision.COMMIT
         if chance() < 0.1:
             raise RuntimeError("the local work failed")
@@ -240,7 +242,7 @@ def sell(client: Client) -> None:
     with client.bridge(writers=1) as bridge:
         with bridge.half_messages(client.plan.sellers, execute=execute, check=check) as halves:
             while not client.stop.wait(client.random.uniform(0, 0.1)):
-                client.sell(halves, _SHORT_DEADLINE if chance() < 0.03 else SALE_SECONDS)
+                client.sell(halves, _DISPUTED_DEADLINE if chance() < 0.07 else SALE_SECONDS)
 
 
 WORK: dict[str, Callable[[Client], None]] = {
