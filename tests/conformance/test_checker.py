@@ -171,6 +171,13 @@ def test_a_message_that_nobody_sent_is_a_phantom():
     assert story.found() == ["phantom-message"]
 
 
+def test_a_message_in_another_partition_than_its_sender_chose_is_found():
+    story = Story()
+    story.txn("a", "1", "2")
+    story.read("1", p1="2")
+    assert story.found() == ["wrong-partition"]
+
+
 def test_a_message_of_an_aborted_transaction_is_a_dirty_read_and_of_a_fenced_one_a_zombie_write():
     story = Story()
     story.txn("a", "1", "2", result="fail")

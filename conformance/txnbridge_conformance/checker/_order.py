@@ -17,7 +17,8 @@ def ranks(tables: Tables, fate: Numbers) -> Numbers:
     """Return the rank of each value in its partition, or `NONE`. Ranks of adjacent values differ by 1.
 
     Only values that were read, or committed, at a known position have a rank, so control markers and aborted messages
-    between two values leave no gap. A value at several positions has the rank of the first.
+    between two values leave no gap. A value at several positions has the rank of the first. A value in another
+    partition than its sender chose has none.
     """
     stored, writer = tables.stored, tables.writer[tables.stored.value]
     committed = writer != NONE
@@ -27,6 +28,7 @@ def ranks(tables: Tables, fate: Numbers) -> Numbers:
     place = np.concatenate([tables.reads.place, stored.place[committed]])
     rows = np.lexsort((value, place, key))
     rows = rows[(value[rows] != NONE) & (place[rows] != NONE)]
+    rows = rows[(tables.home[value[rows]] == key[rows]) | (tables.home[value[rows]] == NONE)]
     key, place, value = key[rows], place[rows], value[rows]
     found = np.full(len(tables.values), NONE, np.int64)
     if not len(rows):

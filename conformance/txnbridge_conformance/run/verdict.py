@@ -17,6 +17,7 @@ EXCUSED_BY = {
     "half-ack": ("atomic-ack",),
     "replay-duplicate": ("atomic-ack", "conflict"),
     "precommitted-read": ("isolation",),
+    "wrong-partition": ("choose-partition",),
     "zombie-write": ("fencing",),
     "early-read": ("prepare",),
     "lost-prepare": ("prepare",),
