@@ -24,7 +24,7 @@ from txnbridge_conformance.brokers import Broker
 from txnbridge_conformance.run import raw_rocketmq
 from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import FLOOR, NEEDS, PARTITIONS, RAW_ROLES, SETTINGS, WORKLOADS, Plan
+from txnbridge_conformance.run.plan import NEEDS, PARTITIONS, RAW_ROLES, SETTINGS, WORKLOADS, Plan, floor_of
 from txnbridge_conformance.run.processes import RunFailed
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ class _Seconds(click.ParamType[float]):
 
 
 def _floor(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, int]:
-    floor = dict(FLOOR)
+    names, floor = floor_of(), {}
     for text in given:
         name, _, number = text.partition("=")
-        if name not in floor or not number.isdecimal():
-            raise click.BadParameter(f"{text!r} is not NAME=NUMBER with one of {', '.join(floor)}")
+        if name not in names or not number.isdecimal():
+            raise click.BadParameter(f"{text!r} is not NAME=NUMBER with one of {', '.join(names)}")
         floor[name] = int(number)
     return floor
 
@@ -323,7 +323,7 @@ def _judge(
     from txnbridge_conformance.checker import check
     from txnbridge_conformance.history import HistoryError, read_history
     from txnbridge_conformance.report import Report
-    from txnbridge_conformance.run.verdict import judge
+    from txnbridge_conformance.run.verdict import floor_for, judge
 
     try:
         history = read_history(paths)
@@ -331,7 +331,7 @@ def _judge(
         click.echo(f"not judged: {error}", err=True)
         sys.exit(_COULD_NOT_RUN)
     findings = check(history)
-    judgement = judge(history, findings, floor)
+    judgement = judge(history, findings, {**floor_for(history), **floor})
     report = Report(history, findings, judgement, command, contract)
     if folder:
         (folder / "report.txt").write_text(report.text())

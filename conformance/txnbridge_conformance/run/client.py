@@ -192,11 +192,11 @@ class Client:
             with open(self.plan.tokens, "ab", buffering=0) as file:
                 file.write(f"{txn.id} {txn.token}\n".encode())
 
-    def sell(self, halves: HalfMessages) -> None:
+    def sell(self, halves: HalfMessages, timeout: float) -> None:
         """Store one set of half messages, do their local work, and record both."""
-        call = self.recorder.start("half", deadline=SALE_SECONDS)
+        call = self.recorder.start("half", deadline=timeout)
         try:
-            with halves.transaction(call, timeout=SALE_SECONDS) as txn:
+            with halves.transaction(call, timeout=timeout) as txn:
                 self.send(txn, call, self.sends(*self.plan.sold))
         except TransactionAborted as error:
             call.end("fail", error=type(error).__name__)

@@ -26,7 +26,7 @@ from txnbridge_conformance.history import Recorder
 from txnbridge_conformance.run import official
 from txnbridge_conformance.run.client import Client, read_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
-from txnbridge_conformance.run.plan import Plan
+from txnbridge_conformance.run.plan import WORKLOADS, Plan
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.settling import ALL, Settling
 
@@ -112,8 +112,10 @@ class Hunt:
         settings: list[str] = []
         with suppress(TxnBridgeError):  # a right may be missing
             settings = [f"{each.subject}: {each.text}" for each in bridge.admin.check()]
-        self._recorder.start("declares", absent=absent, broker=bridge.backend, settings=settings).end("ok")
         self._roles = self._plan.roles(bridge.capabilities)
+        workloads = [each for each in self._plan.workloads if WORKLOADS[each][0] in self._roles]
+        declared = {"absent": absent, "broker": bridge.backend, "settings": settings, "workloads": workloads}
+        self._recorder.start("declares", **declared).end("ok")
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
             self._faults.append(AdminFaults(bridge, self._plan.topics))
         for role, count in self._roles.items():

@@ -30,7 +30,7 @@ ROLES = {
     "sell": 2,
 }
 
-# The roles of each workload, which a run may be restricted to.
+# The roles of each workload, which a run may be restricted to. The first role does what the floor counts.
 WORKLOADS = {
     "transactions": ("write", "oversleep", "finish", "watch"),
     "owners": ("own", "finish", "watch"),
@@ -47,9 +47,17 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "pulsar": {"pulsar": {"half_check_seconds": 2}},
 }
 
-# Below this a run is too thin: the least number of each, which a minute on a slow broker reaches easily.
-FLOOR = {"committed": 20, "aborted": 5, "faults": 3, "read": 100}
-
+# Below its floor a run is too thin: the least number of each, which a minute on a slow broker reaches easily. Every run
+# has the first floor, and for each of its workloads another one.
+_FLOOR = {"faults": 3}
+_TRANSACTIONS = {"committed": 20, "aborted": 5, "read": 100}
+_FLOORS: Mapping[str, Mapping[str, int]] = {
+    "transactions": _TRANSACTIONS,
+    "owners": _TRANSACTIONS,
+    "groups": _TRANSACTIONS,
+    "decisions": {"claims": 20},
+    "half-messages": {"published": 5, "dropped": 2, "read": 100},
+}
 
 # The capability without which a broker cannot have the processes of a role.
 NEEDS = {
@@ -69,6 +77,11 @@ RAW_ROLES = {
     "pulsar": frozenset({"write"}),
     "rocketmq": frozenset({"sell"}),
 }
+
+
+def floor_of(workloads: Collection[str] = tuple(WORKLOADS)) -> dict[str, int]:
+    """Return the floor of a run with these workloads: the least number by the name of a count."""
+    return {name: least for floor in (*map(_FLOORS.__getitem__, workloads), _FLOOR) for name, least in floor.items()}
 
 
 @dataclass(frozen=True)

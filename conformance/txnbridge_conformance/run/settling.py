@@ -96,9 +96,11 @@ class Settling:
     def _wait(self, condition: Callable[[], bool], seconds: float = _SETTLING_SECONDS) -> str | None:
         """Wait until a condition is true. Return None, or the last error as text, perhaps "", if it stays false.
 
-        The time begins again whenever `_left` changes: a long run leaves much to read.
+        The time begins again whenever `_left` changes, because a long run leaves much to read, but the wait gets longer
+        only by the time of the run's work: where each transaction has to be repeated, reading would not end.
         """
         until, left = time.monotonic() + seconds, self._left
+        latest = until + self._plan.seconds
         failure = ""
         while time.monotonic() < until:
             self._replace_dead()
@@ -108,7 +110,7 @@ class Settling:
             except TxnBridgeError as error:
                 failure = f"{type(error).__name__}: {error}"
             if self._left != left:
-                until, left = time.monotonic() + seconds, self._left
+                until, left = min(latest, time.monotonic() + seconds), self._left
             time.sleep(0.2)
         return failure
 
@@ -170,8 +172,9 @@ class Settling:
                 yield
             self._stop(self._answerers)
         for transaction, decision in sales.all().items():
-            call = self._recorder.start("decided", transaction=transaction)
-            call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
+            if decision is not Decision.UNDECIDED:
+                call = self._recorder.start("decided", transaction=transaction)
+                call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
 
     def _sold(self) -> set[str]:
         return {text_of(message) for topic in self._plan.sold for message in self._bridge.read(topic, ALL)}
@@ -254,12 +257,12 @@ class Settling:
 
 def _wanted(history: History, sales: Sales) -> set[str]:
     """Return the values of the half messages that must be published: their local work was done."""
-    decisions = sales.all()
+    done = {transaction for transaction, decision in sales.all().items() if decision is Decision.COMMIT}
+    halves = {each.order: each for each in history.operations if each.what == "half"}
     return {
         value
         for order, _, values in history.sends
-        if history.operations[order].what == "half"
-        and decisions.get(history.operations[order].transaction or "") is Decision.COMMIT
+        if order in halves and (halves[order].transaction in done or halves[order].outcome == "committed")
         for value in values
     }
 

@@ -27,6 +27,8 @@ _LEAVING_SHARE = 0.25
 _LATE_SECONDS = 3.0
 # The deadline of transactions that oversleep it, in seconds.
 _SHORT_DEADLINE = 1.0
+# The deadline of half messages about which the local work and the check-back answer differently, in seconds.
+_DISPUTED_DEADLINE = 0.5
 
 
 def write(client: Client) -> None:
@@ -228,12 +230,20 @@ def watch(client: Client) -> None:
 
 
 def sell(client: Client) -> None:
-    """Store half messages whose local work commits, aborts, fails, is late or undecided. Answer most check-backs."""
+    """Store half messages whose local work commits, aborts, fails, is late or undecided. Answer most check-backs.
+
+    For a few transactions, whose deadline is short, `check` answers ABORT after the deadline, and `execute` answers
+    COMMIT, mostly later. The broker must say to both which answer was the first.
+    """
     sales = Sales(client.plan.sales)
     chance = client.random.random
 
     def execute(txn: HalfTransaction, call: RecordedCall) -> Decision:
         call.note(transaction=txn.id)
+        if txn.deadline <= _DISPUTED_DEADLINE:
+            sales.decide(txn.id, Decision.UNDECIDED)
+            client.stop.wait(_DISPUTED_DEADLINE + client.random.uniform(0.2, 1.2))
+            return Decision.COMMIT
         if chance() < 0.1:
             raise RuntimeError("the local work failed")
         if chance() < 0.02:
@@ -254,7 +264,7 @@ def sell(client: Client) -> None:
     with client.bridge(writers=1) as bridge:
         with bridge.half_messages(client.plan.sellers, execute=execute, check=check) as halves:
             while not client.stop.wait(client.random.uniform(0, 0.1)):
-                client.sell(halves)
+                client.sell(halves, _DISPUTED_DEADLINE if chance() < 0.07 else SALE_SECONDS)
 
 
 WORK: dict[str, Callable[[Client], None]] = {
