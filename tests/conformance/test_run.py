@@ -25,6 +25,7 @@ from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.processing import ProcessorRecording
 from txnbridge_conformance.run.settling import acknowledged
 from txnbridge_conformance.run.verdict import judge
+from txnbridge_conformance.run.workloads import _end_prepared
 
 from tests.conformance import broken
 from tests.conformance.broken import scheme_of
@@ -248,3 +249,22 @@ def test_only_committed_transactions_acknowledge_messages(tmp_path):
     recorder.close()
     history = read_history([tmp_path])
     assert (acknowledged(history, "g"), acknowledged(history, "other")) == ({"taken in T1"}, set())
+
+
+def test_a_member_aborts_nothing_that_it_has_prepared_once_the_run_waits_for_its_group(tmp_path):
+    for number, settles in enumerate((False, True)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        plan = Plan(f"embedded:{folder / 'broker.db'}", "a", 1, 1.0, str(folder))
+        client = Client(plan, "copy0-1", Recorder(folder / "copy0-1.jsonl", "copy0-1", "c"), random.Random(1))
+        client.stop.set()  # so that nothing waits
+        if settles:
+            plan.closing.touch()
+        with connect(plan.url, create_topics=3) as bridge:
+            outcomes = set()
+            for _ in range(20):
+                with bridge.transaction(prepare=True) as txn:
+                    txn.send("t", b"1")
+                outcomes.add(_end_prepared(client, bridge, txn))
+        client.recorder.close()
+        assert outcomes == ({True} if settles else {True, False})

@@ -191,7 +191,10 @@ class Plan:
 
     @property
     def closing(self) -> Path:
-        """The path of a file. Once it exists, raw processes of the role "sell" store no more half messages."""
+        """The path of a file. Once it exists, raw processes of the role "sell" store no more half messages.
+
+        A member of a group then aborts nothing that it has prepared.
+        """
         return Path(self.folder) / "closing"
 
     def through(self, url: str) -> Plan:

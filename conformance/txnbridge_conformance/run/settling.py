@@ -26,6 +26,9 @@ _MEMBERS = ("copy", "process")
 _SETTLING_SECONDS = 90.0
 # The time in which the broker ends a transaction that its process has aborted.
 _ABORTING_SECONDS = 20.0
+# A prepared acknowledgement may count in a group's position, so an abort after the group has read everything would give
+# messages back that nobody reads any more.
+_ONLY_COMMIT = ("commit",)
 # The pause between two looks at the histories of a group's members.
 _LOOK_SECONDS = 3.0
 # A group has read everything if a new member receives nothing for so long.
@@ -81,7 +84,7 @@ class Settling:
         self._stop((*_MEMBERS, "watch"))
         for group, failure in zip(groups, drained, strict=True):
             self._note_drained(group, failure)
-        self._finish_all(read_history([self._plan.folder]))
+        self._finish_all(read_history([self._plan.folder]), _ONLY_COMMIT)
         self._await(self._nothing_open, "transactions of groups are still open")
 
     def _await(self, condition: Callable[[], bool], what: str, seconds: float = _SETTLING_SECONDS) -> None:
@@ -116,17 +119,18 @@ class Settling:
 
     # --- transactions -------------------------------------------------------------------------------------------------
 
-    def _finish_all(self, history: History) -> None:
-        """Ask for the status of each transaction with an unknown outcome. Commit or abort the prepared ones."""
-        self._await(functools.partial(self._finish, _without_outcome(history)), "transactions have no outcome")
+    def _finish_all(self, history: History, wishes: Sequence[str] = ("commit", "abort")) -> None:
+        """Ask for the status of each transaction with an unknown outcome. End the prepared ones as one of `wishes`."""
+        finish = functools.partial(self._finish, _without_outcome(history), wishes)
+        self._await(finish, "transactions have no outcome")
 
-    def _finish(self, left: dict[str, Operation]) -> bool:
+    def _finish(self, left: dict[str, Operation], wishes: Sequence[str]) -> bool:
         """Ask for or decide the outcome of these transactions, and remove each whose outcome is final.
 
         Return whether none is left.
         """
         for transaction, prepared in list(left.items()):
-            wish = self._client.random.choice(("commit", "abort")) if prepared.outcome == "prepared" else "status"
+            wish = self._client.random.choice(wishes) if prepared.outcome == "prepared" else "status"
             if self._client.finish(self._bridge, transaction, prepared.fields["token"], wish):
                 del left[transaction]
         return not left
@@ -243,7 +247,7 @@ class Settling:
             return False
         writers = (*_MEMBERS, "finish", "run")
         history = read_history([file for each in writers for file in Path(self._plan.folder).glob(f"{each}*.jsonl")])
-        self._finish(_without_outcome(history))
+        self._finish(_without_outcome(history), _ONLY_COMMIT)
         left = set(sent) - acknowledged(history, group)
         if left:
             outputs = (self._plan.topic("target"), self._plan.topic("processed"), self._plan.dead_letters)

@@ -147,7 +147,7 @@ def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) ->
 def _end_prepared(client: Client, bridge: Bridge, txn: Transaction) -> bool:
     """End a prepared transaction, unless the role "finish" has ended it before. Return whether it is committed."""
     client.stop.wait(client.random.uniform(0, 0.5))
-    wish = client.random.choice(("commit", "commit", "abort"))
+    wish = "commit" if client.plan.closing.exists() else client.random.choice(("commit", "commit", "abort"))
     client.finish(bridge, txn.id, str(txn.token), wish)
     return bridge.status(str(txn.token)).state is TokenState.COMMITTED
 
