@@ -20,6 +20,13 @@ TOPICS = {"orders": 3, "audit": 1}
 KEYS = (b"a", b"b", b"c")
 TIMEOUT = 4.0  # of a transaction; a process may be paused for longer, and then a resolver decides
 
+# Steps of txnbridge, before or behind which processes are killed or paused.
+STEPS = {
+    "outbox": ("prepare", "outbox.store", "resolve", "outbox.delete"),
+    "half": ("half.store", "half.check", "half.end", "half.publish", "decision.append"),
+}
+STEPS["db"] = (*STEPS["half"], "database.barrier", "database.commit")
+
 metadata = sa.MetaData()
 SOLD = sa.Table(
     "sold",
@@ -34,6 +41,14 @@ DECIDED = sa.Table(
     "decided", metadata, sa.Column("txn", sa.String(200), primary_key=True), sa.Column("decision", sa.String(6))
 )
 NUMBERS = sa.Table("numbers", metadata, sa.Column("key", sa.String(40), primary_key=True), sa.Column("n", sa.Integer))
+
+
+def create_tables(engine):
+    metadata.create_all(engine)
+    outbox().create(engine)
+    with engine.begin() as connection:
+        for topic, key in itertools.product(TOPICS, KEYS):
+            connection.execute(NUMBERS.insert().values(key=f"{topic} {key.decode()}", n=0))
 
 
 class Place(NamedTuple):
