@@ -13,6 +13,10 @@ CAPABILITIES = Capabilities(
     "Pulsar",
     {
         **dict.fromkeys(Capability, NATIVE),
+        Capability.GROUP_ORDER: absent(
+            "when a group goes back, for example because a transaction aborts, the broker may leave out entries, whose"
+            " messages come later: once, but behind later ones"
+        ),
         Capability.FENCING: emulated(
             "each transactional id has a fence topic, held by its newest owner, which names transactions there"
             " before they write; the opener aborts those of older owners"

@@ -19,6 +19,7 @@ CAPABILITIES = Capabilities(
             " others are published"
         ),
         Capability.PARTITION_ORDER: NATIVE,
+        Capability.GROUP_ORDER: NATIVE,
         Capability.FENCING: emulated("an opening of the id in the decision log voids what older owners write there"),
         Capability.PREPARE: emulated("the halves are stored, and a record in the decision log names them"),
         Capability.RESOLVE_ANYWHERE: emulated(

@@ -80,6 +80,8 @@ def _check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
     skips = (inside | between) & (steps.delta > 1)
     skips[skips & grouped] = _skips_unprocessed(tables, rank, steps, np.flatnonzero(skips & grouped))
     back = steps.delta < 1
+    _report(tables, steps, skips & grouped, "group-skip", "received", findings)
+    skips &= ~grouped
     _report(tables, steps, inside & skips, "int-poll-skip", "received", findings)
     _report(tables, steps, inside & back, "int-nonmonotonic-poll", "received", findings)
     _report(tables, steps, between & skips, "poll-skip", "received", findings)

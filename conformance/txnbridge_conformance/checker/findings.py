@@ -25,6 +25,7 @@ MEANINGS = {
     "replay-duplicate": "a group processed one message in two committed transactions",
     "half-ack": "a group's position has passed a message that no committed transaction acknowledged",
     # about order
+    "group-skip": "a group's member skipped messages of a partition that no member had begun to acknowledge",
     "int-poll-skip": "within one call a reader skipped messages of a partition",
     "int-nonmonotonic-poll": "within one call a reader received a partition's messages again or backwards",
     "poll-skip": "between two calls a reader skipped messages of a partition",

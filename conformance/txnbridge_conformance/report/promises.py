@@ -44,6 +44,7 @@ PROMISES = (
         (
             "wrong-partition",
             "inconsistent-offsets",
+            "group-skip",
             "int-poll-skip",
             "int-nonmonotonic-poll",
             "poll-skip",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
 
 import pytest
@@ -194,6 +195,22 @@ def test_after_an_abort_its_messages_come_again_next_and_in_order(bridge: Bridge
             txn.ack(take(consumer, 3))
             txn.abort()
         assert values(take(consumer, 4)) == [b"1", b"2", b"3", b"4"]
+
+
+@proves(Capability.GROUP_ORDER, chance=True)
+def test_a_group_that_goes_back_again_and_again_skips_nothing(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, *(b"%d" % number for number in range(200)))
+    at, commits = 0, itertools.cycle((False, False, True))
+    with bridge.consumer(topic, group) as consumer:
+        while at < 200:
+            messages = take(consumer, 10)
+            assert values(messages) == [b"%d" % number for number in range(at, at + 10)]
+            with bridge.transaction() as txn:
+                txn.ack(messages)
+                if next(commits):
+                    at += 10
+                else:
+                    txn.abort()
 
 
 @needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.ATOMIC_ACK)
