@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import time
 import zlib
@@ -21,6 +22,8 @@ _FAILURE_SHARE = 0.005
 _NEWEST_TOKENS = 20_000
 # The longest pause of most transactions: in it another owner can open the id, or the broker can be restarted.
 _LONGEST_PAUSE = 2.0
+# The share of tokens that the role "finish" puts off, and for how many seconds at most.
+_LATE_SHARE, _LATEST = 0.2, 8.0
 # The share of prepared transactions whose member leaves its group before they are decided, and the longest time until
 # anybody can decide them.
 _LEAVING_SHARE = 0.25
@@ -193,23 +196,29 @@ def finish(client: Client) -> None:
 
 
 def _tokens(client: Client) -> Iterator[tuple[str, str]]:
-    """Yield transaction and token for a random part of the lines in `Plan.tokens`, as the file grows.
+    """Yield transaction and token for a random part of the lines in `Plan.tokens`, as the file grows: some late.
 
     Most often begin near the end of the file: who begins with the oldest tokens never reaches the newest in a long run.
     """
+    late: list[tuple[float, str, str]] = []  # with the time from which on to yield each
     client.plan.tokens.touch()
     with open(client.plan.tokens, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _NEWEST_TOKENS) if client.random.random() < 0.8 else 0)
         file.readline()  # the rest of a line; of a whole file the first token is left to others
         while not client.stop.is_set():
+            if late and late[0][0] < time.monotonic():
+                yield heapq.heappop(late)[1:]
             line = file.readline()
             if not line.endswith(b"\n"):
                 file.seek(-len(line), 1)
                 client.stop.wait(0.05)
             elif client.random.random() < 0.6:
                 transaction, token = line.decode().split()
-                yield transaction, token
+                if client.random.random() < _LATE_SHARE:
+                    heapq.heappush(late, (time.monotonic() + client.random.uniform(0, _LATEST), transaction, token))
+                else:
+                    yield transaction, token
 
 
 def watch(client: Client) -> None:
