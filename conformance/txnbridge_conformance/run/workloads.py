@@ -27,7 +27,7 @@ _LATE_SHARE, _LATEST = 0.2, 8.0
 # The share of prepared transactions whose member leaves its group before they are decided, and the longest time until
 # anybody can decide them.
 _LEAVING_SHARE = 0.25
-_LATE_SECONDS = 3.0
+_LATE_SECONDS = 6.0
 # The deadline of transactions that oversleep it, in seconds.
 _SHORT_DEADLINE = 1.0
 # The deadline of half messages about which the local work and the check-back answer differently, in seconds.
