@@ -146,6 +146,11 @@ class ReceivedEntry:
         return max(1, len(delivered_indexes(self._index_words))) if self._index_words else self.count
 
     @property
+    def is_acknowledged(self) -> bool:
+        """Return whether all messages of the batch are acknowledged, or pending acks of open transactions."""
+        return bool(self._index_words) and min(delivered_indexes(self._index_words), default=self.count) >= self.count
+
+    @property
     def txn(self) -> TxnId | None:
         if "txnid_least_bits" not in self.metadata or "txnid_most_bits" not in self.metadata:
             return None
