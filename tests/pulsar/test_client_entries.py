@@ -125,6 +125,20 @@ def test_of_a_batch_only_what_is_not_acknowledged_is_given():
     assert entry.permits == 126
 
 
+@pytest.mark.parametrize(
+    ("left", "is_acknowledged"), [([], False), ([0b110], False), ([0b010], False), ([0b100], True)]
+)
+def test_a_batch_is_acknowledged_if_at_most_its_extra_index_is_left_and_its_size_is_known(left, is_acknowledged):
+    batch = MessageBatch()
+    batch.extend([b"1", b"2"])
+    entry = entry_of(batch)
+    entry._index_words = left
+    assert entry.is_acknowledged == is_acknowledged
+    unreadable = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}, "ack_set": left}, b"damaged")
+    assert unreadable.fault is not None
+    assert not unreadable.is_acknowledged
+
+
 # ---------------------------------------------------------------------------------------------------- acknowledging
 
 

@@ -313,11 +313,11 @@ class PulsarConsumer:
         """
         deadline = ClientDeadline(timeout)
         ids = list(ids)
-        if txn is not None and self._options.ordered:
+        extra_index = txn is not None and self._options.ordered
+        if extra_index:
             for id in {id[:2]: id for id in ids if id.batch_index >= 0}.values():
                 self._acknowledge_extra_index(id, id.batch_size)
-        fields = individual_ack_fields(ids, extra_index=txn is not None and self._options.ordered)
-        commands = _commands(fields, in_transaction=txn is not None)
+        commands = _commands(individual_ack_fields(ids, extra_index), in_transaction=txn is not None)
         return [self._acknowledge(_INDIVIDUAL, command, txn, deadline) for command in commands]
 
     def _acknowledge_extra_index(self, id: MessageId, size: int) -> None:

@@ -147,8 +147,10 @@ class ReceivedEntry:
 
     @property
     def is_acknowledged(self) -> bool:
-        """Return whether all messages of the batch are acknowledged, or pending acks of open transactions."""
-        return bool(self._index_words) and min(delivered_indexes(self._index_words), default=self.count) >= self.count
+        """Return whether all messages of a batch are acknowledged, or pending acks of open transactions."""
+        if not self._index_words or not self.is_batch:  # the size of an unreadable batch is not known
+            return False
+        return not any(index < self.count for index in delivered_indexes(self._index_words))
 
     @property
     def txn(self) -> TxnId | None:
