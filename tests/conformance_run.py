@@ -12,7 +12,7 @@ from txnbridge_conformance.checker import check
 from txnbridge_conformance.history import read_history
 from txnbridge_conformance.report import Report
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import FLOOR, SETTINGS, Plan
+from txnbridge_conformance.run.plan import SETTINGS, Plan
 from txnbridge_conformance.run.verdict import Verdict, judge
 
 from tests import chaos
@@ -25,20 +25,22 @@ def assert_kept(
     folder: Path,
     seconds: float = chaos.SECONDS,
     kinds: Collection[str] = ALL_FAULTS,
-    floor: Mapping[str, int] = FLOOR,
+    floor: Mapping[str, int] | None = None,
+    raw: bool = False,
     **settings: Any,
 ) -> None:
     """Run the hunt against a broker, or a URL; fail with the report unless all promises are kept.
 
-    It fails also if less was tried than `floor` asks for. `settings` are those of `txnbridge.connect`. Faults of the
-    kinds "network" and "broker" are only for a broker that no other test uses.
+    It fails also if less was tried than `floor` asks for, by default that of the run's workloads. `settings` are those
+    of `txnbridge.connect`. Faults of the kinds "network" and "broker" are only for a broker that no other test uses.
+    With `raw` the broker's plain client does the work.
     """
     chaos.begin()
     url, started = (broker, None) if isinstance(broker, str) else (broker.url, broker)
     backend = url.partition(":")[0]
     settings = {**settings, backend: {**SETTINGS.get(backend, {}).get(backend, {}), **settings.get(backend, {})}}
     grpc = broker.grpc_address() if isinstance(broker, RocketMQ) else ""  # by which its official client reads
-    plan = Plan(url, secrets.token_hex(3), chaos.SEED, seconds, str(folder / "run"), settings, grpc=grpc)
+    plan = Plan(url, secrets.token_hex(3), chaos.SEED, seconds, str(folder / "run"), settings, raw=raw, grpc=grpc)
     hunt(plan, lambda progress: None, started, kinds)
     history = read_history([plan.folder])
     findings = check(history)

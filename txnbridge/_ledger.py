@@ -8,7 +8,7 @@ from typing import Any
 from txnbridge._deadline import Deadline
 from txnbridge._messages import Position
 from txnbridge._token import Decision
-from txnbridge.spi import Ack, Ledger, LedgerClaim, LedgerEntry, Partition
+from txnbridge.spi import Ack, Held, Ledger, LedgerClaim, LedgerEntry, Partition
 
 
 class LazyLedger(Ledger):
@@ -61,3 +61,6 @@ class LazyLedger(Ledger):
 
     def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
         return self._find_ledger(deadline).positions(group, deadline)
+
+    def held(self, group: str, deadline: Deadline) -> dict[Partition, Held]:
+        return self._find_ledger(deadline).held(group, deadline)

@@ -56,6 +56,7 @@ __all__ = [
     "HalfMessage",
     "HalfStore",
     "Headers",
+    "Held",
     "Identity",
     "Item",
     "Ledger",
@@ -736,6 +737,18 @@ class Ack:
 
 
 @dataclass(frozen=True)
+class Held:
+    """The prepared transaction by which a partition of a group is held: undecided, and nobody else acknowledges there.
+
+    `log` is its `Evidence.log`; from `expires_at` (ms since 1970) on any process may claim its ABORT.
+    """
+
+    transaction: str
+    log: Mapping[str, Any]
+    expires_at: int
+
+
+@dataclass(frozen=True)
 class LedgerClaim:
     """The counting claim on a transaction. `opening` is the name of the opening under which an owner made the claim."""
 
@@ -836,6 +849,16 @@ class Ledger(ABC):
 
         The log position is the `Ack.read_up_to` of messages that are read from these positions on. A group's start
         positions are stored by a claim on a new transaction, whose acknowledged ranges end where they begin.
+        """
+
+    @abstractmethod
+    def held(self, group: str, deadline: Deadline) -> dict[Partition, Held]:
+        """Return the partitions of a group that undecided prepared transactions hold, by what was read of the log.
+
+        Expired transactions are left out. Call it after `positions`. A transaction holds the partitions of its
+        acknowledgements if the data of its "prepare" record has them as "acks": a list of group, topic, number and
+        more, together with its "log" and "expires_at" (see `Held`). A COMMIT with `acks` there is void unless its
+        author had read that record; who has read it waits, or raises `Conflict`.
         """
 
 

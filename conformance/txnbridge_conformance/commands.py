@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -20,9 +21,10 @@ from txnbridge.commands import json_and_debug
 from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import Broker
+from txnbridge_conformance.run import raw_rocketmq
 from txnbridge_conformance.run.faults import HookFaults
 from txnbridge_conformance.run.hunt import hunt
-from txnbridge_conformance.run.plan import FLOOR, NEEDS, PARTITIONS, RAW_ROLES, SETTINGS, WORKLOADS, Plan
+from txnbridge_conformance.run.plan import NEEDS, PARTITIONS, RAW_ROLES, SETTINGS, WORKLOADS, Plan, floor_of
 from txnbridge_conformance.run.processes import RunFailed
 
 if TYPE_CHECKING:
@@ -52,11 +54,11 @@ class _Seconds(click.ParamType[float]):
 
 
 def _floor(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, int]:
-    floor = dict(FLOOR)
+    names, floor = floor_of(), {}
     for text in given:
         name, _, number = text.partition("=")
-        if name not in floor or not number.isdecimal():
-            raise click.BadParameter(f"{text!r} is not NAME=NUMBER with one of {', '.join(floor)}")
+        if name not in names or not number.isdecimal():
+            raise click.BadParameter(f"{text!r} is not NAME=NUMBER with one of {', '.join(names)}")
         floor[name] = int(number)
     return floor
 
@@ -103,7 +105,7 @@ def _workloads(ctx: click.Context, param: click.Parameter, given: str | None) ->
     type=click.Choice(["bridge", "raw"]),
     default="bridge",
     show_default=True,
-    help="Whether processes use txnbridge, or the plain client of Kafka or Pulsar.",
+    help="Whether processes use txnbridge, or the broker's plain client.",
 )
 @click.option("--contract", is_flag=True, help="Run the contract suite first; it takes a minute or more.")
 @click.option("--hook", metavar="COMMAND", help="Calls COMMAND inject KIND TARGET, and later COMMAND heal KIND TARGET.")
@@ -150,13 +152,13 @@ def run(
     if (hook is None) is bool(targets):
         raise click.BadParameter("a hook needs a target, and a target a hook", param_hint="--hook")
     raw = through == "raw"
-    if raw and (urlsplit(url).scheme or url) not in RAW_ROLES:
-        raise click.BadParameter("plain clients of Kafka and Pulsar alone have transactions", param_hint="--through")
+    if raw:
+        _check_raw(urlsplit(url).scheme or url, starts or bool(grpc))
     kinds = faults or (_FAULTS if starts else frozenset({"client"}))
     click.echo(f"run {name}, seed {seed}, histories in {folder}", err=True)
     kept: list[ContractResult] = []
     try:
-        with _started(url) if starts else nullcontext() as broker:
+        with _started(url, raw) if starts else nullcontext() as broker:
             address = _url_of(broker) if broker else url
             grpc = broker.grpc_address() if isinstance(broker, brokers.RocketMQ) else grpc
             settings = SETTINGS.get(url, {})
@@ -180,7 +182,20 @@ def run(
     _judge([str(folder)], floor, as_json, folder, command, kept)
 
 
-def _started(name: str) -> AbstractContextManager[Broker]:
+def _check_raw(scheme: str, grpc: bool) -> None:
+    """Raise `BadParameter` if processes cannot use the plain client of this broker. `grpc`: its proxy is known."""
+    if scheme not in RAW_ROLES:
+        raise click.BadParameter(
+            "it is for Kafka, Pulsar and RocketMQ, which have plain clients with transactions", param_hint="--through"
+        )
+    if scheme == "rocketmq" and not (grpc and find_spec("rocketmq")):
+        text = "this needs --grpc, and `pip install rocketmq-python-client`"
+        raise click.BadParameter(text, param_hint="--through")
+
+
+def _started(name: str, raw: bool) -> AbstractContextManager[Broker]:
+    if name == "rocketmq" and raw:
+        return brokers.rocketmq(settings=raw_rocketmq.DEFAULTS)
     broker: AbstractContextManager[Broker] = getattr(brokers, name)()
     return broker
 
@@ -308,7 +323,7 @@ def _judge(
     from txnbridge_conformance.checker import check
     from txnbridge_conformance.history import HistoryError, read_history
     from txnbridge_conformance.report import Report
-    from txnbridge_conformance.run.verdict import judge
+    from txnbridge_conformance.run.verdict import floor_for, judge
 
     try:
         history = read_history(paths)
@@ -316,7 +331,7 @@ def _judge(
         click.echo(f"not judged: {error}", err=True)
         sys.exit(_COULD_NOT_RUN)
     findings = check(history)
-    judgement = judge(history, findings, floor)
+    judgement = judge(history, findings, {**floor_for(history), **floor})
     report = Report(history, findings, judgement, command, contract)
     if folder:
         (folder / "report.txt").write_text(report.text())

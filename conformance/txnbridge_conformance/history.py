@@ -174,6 +174,7 @@ class History:
     polls: list[tuple[int, str | None, Sequence[Read]]] = field(default_factory=list)  # with the group
     assigned: list[tuple[int, int, frozenset[Key]]] = field(default_factory=list)  # with the number of earlier polls
     acks: list[tuple[int, str, Sequence[str]]] = field(default_factory=list)  # with the group
+    senders: dict[str, int] = field(default_factory=dict)  # by value: the order of the operation that sends it
 
     def add(self, lines: Iterable[bytes], name: str) -> None:
         """Add the lines of one process. Raise `HistoryError` for a line that is not of this format.
@@ -249,7 +250,16 @@ class _Lines:
         self._open[line.pop("note")].fields.update(_fields(line))
 
     def _send(self, line: dict[str, Any]) -> None:
-        self._history.sends.append((self._open[line["send"]].order, _key(line["to"]), _texts(line["values"])))
+        order, values = self._open[line["send"]].order, _texts(line["values"])
+        for value in values:
+            if (first := self._history.senders.setdefault(value, order)) != order:
+                calls = " and ".join(map(self._call, (first, order)))
+                raise ValueError(f"{calls} send the value {value!r}; each value of a history is unique")
+        self._history.sends.append((order, _key(line["to"]), values))
+
+    def _call(self, order: int) -> str:
+        operation = self._history.operations[order]
+        return f"call {operation.number} of {self._history.processes[operation.process].name}"
 
     def _stored(self, line: dict[str, Any]) -> None:
         values, positions = _texts(line["values"]), [_position(position) for position in line["positions"]]
@@ -258,9 +268,8 @@ class _Lines:
         self._history.stored.append((_key(line["to"]), values, positions))
 
     def _poll(self, line: dict[str, Any]) -> None:
-        self._history.polls.append(
-            (self._open[line["poll"]].order, line["group"], [_read(message) for message in line["messages"]])
-        )
+        group = None if line["group"] is None else _text(line["group"])
+        self._history.polls.append((self._open[line["poll"]].order, group, [_read(each) for each in line["messages"]]))
 
     def _assign(self, line: dict[str, Any]) -> None:
         keys = frozenset(map(_key, line["keys"]))
@@ -312,7 +321,7 @@ def _fields(line: dict[str, Any]) -> dict[str, Any]:
     for name in ("transaction", "outcome", "error", "group", "session", "owner", "wish"):
         if line.get(name) is not None:
             _text(line[name])
-    for name in ("topics", "absent", "values", "settings"):
+    for name in ("topics", "absent", "values", "settings", "workloads"):
         if name in line:
             _texts(line[name])
     for name in ("deadline", "hold"):

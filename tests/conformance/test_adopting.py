@@ -53,7 +53,8 @@ def test_three_short_files_are_enough(project):
 @pytest.mark.xdist_group("conformance-runs")
 def test_a_run_attacks_an_installed_backend(project):
     url = f"{broken.scheme_of(broken.Sound)}:{project}/broker.db"
-    floor = ("--floor", "committed=1", "--floor", "aborted=0", "--floor", "read=1")
+    least = {"committed": 1, "aborted": 0, "read": 1, "claims": 0, "published": 0, "dropped": 0}
+    floor = [f"--floor={name}={number}" for name, number in least.items()]
     command = (sys.executable, "-m", "txnbridge.cli", "conformance", "run", url, "--time", "4", *floor)
     done = subprocess.run(command, cwd=project, env=environment(project), capture_output=True, text=True)
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr

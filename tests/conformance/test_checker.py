@@ -171,6 +171,13 @@ def test_a_message_that_nobody_sent_is_a_phantom():
     assert story.found() == ["phantom-message"]
 
 
+def test_a_message_in_another_partition_than_its_sender_chose_is_found():
+    story = Story()
+    story.txn("a", "1", "2")
+    story.read("1", p1="2")
+    assert story.found() == ["wrong-partition"]
+
+
 def test_a_message_of_an_aborted_transaction_is_a_dirty_read_and_of_a_fenced_one_a_zombie_write():
     story = Story()
     story.txn("a", "1", "2", result="fail")
@@ -328,6 +335,28 @@ def test_skips_and_steps_back_of_a_reader_are_found_within_a_call_and_between_tw
     assert poll_calls((0, ("1", "2")), (1, ("2",)), assign_between=True) == []
 
 
+@pytest.mark.parametrize("polls", [("13",), ("1", "3")])
+@pytest.mark.parametrize("other", [None, "before", "later"])
+def test_a_member_of_a_group_does_not_skip_what_no_member_has_begun_to_process(polls, other):
+    story = Story()
+    story.txn("a", "1", "2", "3")
+    story.read("1", "2", "3")
+
+    def take(process: str, log: str, result: str = "ok") -> None:
+        call = story.begin(process)
+        story._write(process, poll=call, group="g", messages=[[*T0, [int(value) - 1], value] for value in log])
+        story.ack(process, call, *log)
+        story.end(process, call, result)
+
+    if other == "before":
+        take("c", "2", "fail")  # the broker may still keep it for this member
+    for log in polls:
+        take("b", log)
+    if other == "later":
+        take("b", "2")  # a group may go back
+    assert story.found() == ([] if other == "before" else ["poll-skip" if len(polls) > 1 else "int-poll-skip"])
+
+
 def test_a_step_back_within_a_call_is_found():
     story = Story()
     story.txn("a", "1", "2")
@@ -436,6 +465,26 @@ def test_what_a_broker_declares_absent_is_reported_and_breaks_nothing():
         judgement = judge(history, findings, {"committed": 1})
         assert (judgement.verdict, findings.names) == (verdict, ["zombie-write"])
     assert judge(history, findings, {"committed": 2}).verdict is Verdict.THIN
+
+
+def test_each_workload_has_a_floor_of_what_it_does():
+    for workload, missing in (
+        ("half-messages", {"published": 5, "read": 100, "faults": 3}),
+        ("decisions", {"claims": 20, "faults": 3}),
+        ("a dance", {"committed": 20, "aborted": 5, "read": 100, "faults": 3}),
+    ):
+        story = Story()
+        story.end("run", story.begin("run", "declares", absent=[], workloads=[workload]))
+        for number, outcome in enumerate(["committed"] * 4 + ["aborted"] * 2 + ["unknown"]):
+            call = story.begin("a", "half")
+            story.send("a", call, f"{number}")
+            story.end("a", call, outcome=outcome)
+        for _ in range(19):
+            story.end("a", story.begin("a", "claim", transaction="1"), outcome="committed")
+        history = story.history()
+        judgement = judge(history, Findings())
+        assert (judgement.verdict, judgement.missing) == (Verdict.THIN, missing)
+        assert "4 published instead of 5" in judgement.sentence or workload != "half-messages"
 
 
 def owners(*turns: tuple[str, str]) -> list[str]:
@@ -627,6 +676,17 @@ def broken_lines() -> Iterator[tuple[list[bytes], str]]:
 def test_a_file_of_another_form_is_refused_with_its_line(lines, text):
     with pytest.raises(HistoryError, match=text):
         History().add(lines, "a")
+
+
+def test_a_value_that_two_calls_send_is_refused_with_both_calls():
+    story = Story()
+    call = story.begin("a")
+    story.send("a", call, "1")
+    story.send("a", call, "1")  # as the dead letter of a message that it received twice
+    story.history()
+    story.txn("b", "2", "1")
+    with pytest.raises(HistoryError, match="b, line 3: call 0 of a and call 1 of b send the value '1'; each value"):
+        story.history()
 
 
 VALUES = st.none() | st.integers() | st.text(max_size=2) | st.lists(st.integers() | st.lists(st.integers(), max_size=2))

@@ -65,7 +65,7 @@ EMBEDDED: dict[type[Broken], set[str]] = {
     broken.KnowsNoDeadline: {"hang"},
     broken.Reorders: {"int-nonmonotonic-send"},
     broken.ShufflesForEachReader: {"int-nonmonotonic-poll"},
-    broken.ChoosesThePartitionItself: {"poll-skip"},
+    broken.ChoosesThePartitionItself: {"wrong-partition"},
     broken.FencesNobody: {"zombie-write"},
     broken.LetsZombiesWrite: {"zombie-write"},
     broken.LetsZombiesPrepare: {"zombie-write"},
@@ -91,6 +91,7 @@ EMBEDDED: dict[type[Broken], set[str]] = {
     broken.PublishesHalvesAtOnce: {"phantom-commit"},
     broken.AsksAboutNoHalf: {"orphan-half"},
     broken.AsksOnce: {"orphan-half"},
+    broken.TakesTheLastAnswer: {"orphan-half"},
 }
 
 

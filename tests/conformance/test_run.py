@@ -25,6 +25,7 @@ from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.processing import ProcessorRecording
 from txnbridge_conformance.run.settling import acknowledged
 from txnbridge_conformance.run.verdict import judge
+from txnbridge_conformance.run.workloads import _end_prepared
 
 from tests.conformance import broken
 from tests.conformance.broken import scheme_of
@@ -51,7 +52,8 @@ def run(url: str, out: Path, *more: str, seconds: int = 8) -> subprocess.Complet
 def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(tmp_path):
     url = f"embedded:{tmp_path / 'broker.db'}"
     # How much a loaded machine does in a few seconds is not the point.
-    done = run(url, tmp_path / "out", "--floor", "committed=1", "--floor", "aborted=0", "--floor", "read=1")
+    floor = [f"--floor={name}=0" for name in ("aborted", "claims", "published", "dropped")]
+    done = run(url, tmp_path / "out", "--floor", "committed=1", "--floor", "read=1", *floor)
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr
     with connect(url) as bridge:
         assert bridge.admin.topics() == []
@@ -195,7 +197,7 @@ def test_a_plan_says_what_a_run_creates_and_changes_nothing(tmp_path):
         (["run", "embedded:{tmp}/b.db", "--hook", "true"], 2, "a hook needs a target"),
         (["run", "embedded:{tmp}/b.db", "--hook", "false", "--target", "a:b", "--out", "{tmp}/out"], 3, "ended with 1"),
         (["run", "embedded:{tmp}/b.db", "--workload", "dances"], 2, "is not a list of transactions"),
-        (["run", "embedded:{tmp}/b.db", "--through", "raw"], 2, "Kafka and Pulsar alone"),
+        (["run", "embedded:{tmp}/b.db", "--through", "raw"], 2, "Kafka, Pulsar and RocketMQ"),
         (["run", "nothing:here", "--out", "{tmp}/out"], 3, "no backend"),
         (["run", "embedded:{tmp}/b.db", "--plugin", "no.such", "--out", "{tmp}/out"], 3, "No module named"),
         (["check", "{tmp}"], 3, "no history"),
@@ -236,18 +238,33 @@ def test_an_aborted_dead_letter_and_the_one_that_repeats_it_have_different_value
     assert sent == [text_of(letter) for letter in letters] == ["dead:feed/1 in T1", "dead:feed/1 in T2"]
 
 
-def test_a_prepared_transaction_acknowledges_nothing_once_it_is_aborted_by_its_token(tmp_path):
+def test_only_committed_transactions_acknowledge_messages(tmp_path):
     recorder = Recorder(tmp_path / "copy0-1.jsonl", "copy0-1", "c")
-    for transaction, outcome, finished in (
-        ("T1", "prepared", "aborted"),
-        ("T2", "prepared", None),
-        ("T3", "aborted", None),
-    ):
+    for transaction, outcome in ("T1", "committed"), ("T2", "aborted"), ("T3", None):
         call = recorder.start("transaction", transaction=transaction)
         call.ack("g", [f"taken in {transaction}"])
-        call.end("ok" if outcome == "prepared" else "fail", outcome=outcome)
-        if finished is not None:
-            recorder.start("finish", transaction=transaction, wish="abort").end("ok", outcome=finished)
+        call.end("ok", outcome="prepared")
+        if outcome is not None:
+            recorder.start("finish", transaction=transaction).end("ok", outcome=outcome)
     recorder.close()
     history = read_history([tmp_path])
-    assert (acknowledged(history, "g"), acknowledged(history, "other")) == ({"taken in T2"}, set())
+    assert (acknowledged(history, "g"), acknowledged(history, "other")) == ({"taken in T1"}, set())
+
+
+def test_a_member_aborts_nothing_that_it_has_prepared_once_the_run_waits_for_its_group(tmp_path):
+    for number, settles in enumerate((False, True)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        plan = Plan(f"embedded:{folder / 'broker.db'}", "a", 1, 1.0, str(folder))
+        client = Client(plan, "copy0-1", Recorder(folder / "copy0-1.jsonl", "copy0-1", "c"), random.Random(1))
+        client.stop.set()  # so that nothing waits
+        if settles:
+            plan.closing.touch()
+        with connect(plan.url, create_topics=3) as bridge:
+            outcomes = set()
+            for _ in range(20):
+                with bridge.transaction(prepare=True) as txn:
+                    txn.send("t", b"1")
+                outcomes.add(_end_prepared(client, bridge, txn))
+        client.recorder.close()
+        assert outcomes == ({True} if settles else {True, False})

@@ -12,8 +12,8 @@ import itertools
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from txnbridge._deadline import Deadline
@@ -26,6 +26,7 @@ from txnbridge._decisions.records import (
     LogRecord,
     Opened,
     OpeningRef,
+    PreparedAcks,
     Presence,
     Renewed,
     Snapshot,
@@ -184,6 +185,19 @@ class Oracle:
         at = last.begin.at
         return str(last.id[0]) if until[at] > now and kept is not None and kept <= at else None
 
+    def held(self, at: Position) -> dict[Any, list[str]]:
+        """The prepared transactions that hold a group's partitions, as seen at a position, oldest first."""
+        found: dict[Any, list[str]] = {}
+        for position, record in self._records:
+            if position >= at:
+                break
+            if isinstance(record, EntryRecord) and (prepared := PreparedAcks.of(record)) is not None:
+                for place in prepared.places if self.is_newest(record.under, position) else ():
+                    found.setdefault(place, []).append(record.transaction)
+            elif isinstance(record, Claimed) and record.begin is not None and self._counts(position, record):
+                found = {place: [id for id in ids if (id,) != record.id] for place, ids in found.items()}
+        return found
+
     def is_done(self, id: Any, at: Position) -> bool:
         return any(
             isinstance(record, Done) and id[: len(record.id)] == record.id != id and id[len(record.id)] <= record.up_to
@@ -229,6 +243,10 @@ class Oracle:
             if at > read_up_to and isinstance(other, Claimed) and other.acked is not None:
                 shared = places & {each.place for each in other.acked.ranges}
                 if shared and (other.id, other.begin) != (record.id, record.begin):
+                    return True
+            if at > read_up_to and isinstance(other, EntryRecord) and (other.transaction,) != record.id:
+                prepared = PreparedAcks.of(other)
+                if prepared is not None and places & set(prepared.places):
                     return True
         return False
 
@@ -278,6 +296,9 @@ class Token:
     owner: str
     begin: dict[str, Any]
     prepared: bool = False
+    # What it acknowledges if it is prepared and holds the partitions until this time (ms since 1970).
+    acks: Sequence[Ack] = ()
+    expires_at: int = 0
 
 
 @dataclass
@@ -458,7 +479,10 @@ class Actor:
         """Decide somebody's transaction from outside: anything if it is prepared, ABORT if not."""
         if token := self._some_token():
             choice = self.random.choice(list(Decision)[:2]) if token.prepared else Decision.ABORT
-            self._claim(token.id, choice, begin=token.begin)
+            if token.acks and choice is Decision.COMMIT:
+                self._commit_acks(token)
+            else:
+                self._claim(token.id, choice, begin=token.begin)
 
     def ask(self) -> None:
         if token := self._some_token():
@@ -505,15 +529,73 @@ class Actor:
         known = self.known
         token = Token(f"c{self.random.getrandbits(40):x}", owner, dict(ledger.begin(deadline)))
         self.world.tokens.append(token)
-        data = {"by": self.name, "bulk": self.random.choice(BULKS)}
+        data = self._data()
         places = self.random.choice(([("a", 0)], [("a", 0), ("b", 0)]))
         acks = [self._ack(place, known) for place in places]
+        held = ledger.held("g", deadline)
+        for holder in [held[place] for place in places if place in held]:
+            if holder.expires_at > self.world.now * 1000:
+                self.world.told["held"] += 1
+                return
+            ledger.claim(holder.transaction, Decision.ABORT, self._data(), deadline, log=holder.log)
+        if self.random.random() < 0.2:
+            self._prepare_acks(ledger, token, acks)
+            return
         try:
             claim = ledger.claim(token.id, Decision.COMMIT, data, deadline, log=token.begin, acks=acks)
         except Conflict:
             claim = ledger.claim(token.id, Decision.ABORT, data, deadline, log=token.begin)
             self.world.told["Conflict"] += 1
         self._learnt(token, claim)
+
+    def _prepare_acks(self, ledger: Ledger, token: Token, acks: Sequence[Ack]) -> None:
+        """Prepare a transaction that acknowledges. It is prepared if it then holds the partitions where they stood."""
+        deadline, expires_at = Deadline(30), int(self.world.now * 1000) + 20_000
+        listed = [[ack.group, *ack.partition, list(ack.first), list(ack.end)] for ack in acks]
+        data = {"acks": listed, "log": token.begin, "expires_at": expires_at}
+        ledger.record("prepare", token.id, data, deadline)
+        positions, read_up_to = ledger.positions("g", deadline)
+        held, seen = ledger.held("g", deadline), (read_up_to[0] + 1,)
+        holders = {place: holder.transaction for place, holder in held.items()}
+        self._check(
+            lambda oracle: (
+                None
+                if all(id in oracle.held(seen).get(("g", place), ()) for place, id in holders.items())
+                else f"{self.name} saw {holders} hold partitions, and {oracle.held(seen)} did"
+            ),
+            token.begin["at"],
+        )
+        if all(
+            holders.get(ack.partition) == token.id and positions.get(ack.partition, (0,)) == ack.first for ack in acks
+        ):
+            token.prepared, token.acks, token.expires_at = True, acks, expires_at
+        else:
+            ledger.claim(token.id, Decision.ABORT, self._data(), deadline, log=token.begin)
+
+    def _commit_acks(self, token: Token) -> None:
+        """Commit a prepared transaction that acknowledges. Until its time is over, nobody else moves the group."""
+        ledger, deadline, on_time = self.decisions.ledger(token.owner), Deadline(30), False
+        while True:
+            positions, read_up_to = ledger.positions("g", deadline)
+            acks = [replace(ack, read_up_to=read_up_to) for ack in token.acks]
+            on_time = self.world.now * 1000 < token.expires_at
+            try:
+                if any(positions.get(ack.partition, (0,)) != ack.first for ack in acks):
+                    claim = ledger.claim(
+                        token.id, Decision.ABORT, self._data("moved" if on_time else ""), deadline, log=token.begin
+                    )
+                else:
+                    claim = ledger.claim(token.id, Decision.COMMIT, self._data(), deadline, log=token.begin, acks=acks)
+                break
+            except Conflict:
+                self.world.told["again"] += 1
+        if claim.data["bulk"] == "moved":
+            self.world.findings.append(f"{self.name} could not commit {token.id}, which held its partitions")
+        self.world.told["held to the end"] += 1
+        self._learnt(token, claim)
+
+    def _data(self, bulk: str | None = None) -> dict[str, Any]:
+        return {"by": self.name, "bulk": self.random.choice(BULKS) if bulk is None else bulk}
 
     def _learnt(self, token: Token, claim: LedgerClaim) -> None:
         self._check(
@@ -536,7 +618,7 @@ class Actor:
                 token.prepared = True
                 self._check(lambda oracle: self._is_prepared(oracle, token), token.begin["at"])
             if self.random.random() < 0.7:
-                data = {"by": self.name, "bulk": self.random.choice(BULKS)}
+                data = self._data()
                 self._learnt(token, ledger.claim(token.id, Decision.COMMIT, data, Deadline(30), log=token.begin))
             newest = ledger.newest_opening(Deadline(30))
         except Fenced:
@@ -579,7 +661,7 @@ class Actor:
         raise Killed
 
     acts = (open, transact, transact, transact, resolve, resolve, ask, ask_about_preparing, batch, batch, free,
-            ask_about_batch, consume, consume, consume, tidy, die)  # fmt: skip
+            ask_about_batch, consume, consume, consume, consume, tidy, die)  # fmt: skip
 
     # --- what it was told, to be judged at the end ------------------------------------------------------------------
 
@@ -597,7 +679,7 @@ class Actor:
 
     def _claim(self, id: Any, decision: Decision, **how: Any) -> Claim | None:
         try:
-            claim = self.decisions.claim(id, decision, {"by": self.name, "bulk": self.random.choice(BULKS)}, **how)
+            claim = self.decisions.claim(id, decision, self._data(), **how)
         except Fenced:
             at = self._end()
             self._check(

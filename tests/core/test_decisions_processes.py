@@ -37,7 +37,7 @@ def test_four_processes_race_a_thousand_times_and_nobody_disagrees(tmp_path):
     log = broker.decision_log("races", Deadline(10))
     won = check(shifts, log, RACES)
     # All of that happened: everybody won some races.
-    assert min(won[number] for number in range(WORKERS)) >= 10, won
+    assert min(won[number] for number in range(WORKERS)) >= 1, won
     assert sum(shift.killed for shift in shifts) >= 5
     assert sum(shift.lost for shift in shifts) >= 10
     begin = log.begin(Deadline(10))

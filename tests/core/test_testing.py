@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 
@@ -37,6 +39,8 @@ from txnbridge.testing import (
 )
 
 __all__ = ["bridge", "bridge_url"]
+
+SOON = 10
 
 
 def send(bridge: Bridge, value: bytes) -> None:
@@ -207,6 +211,20 @@ def test_a_child_that_dies_otherwise_is_reported() -> None:
     with Child(exit_at_once, 7) as child:
         with pytest.raises(AssertionError, match="exit_at_once ended with exit code 7 before it returned"):
             child.result()
+
+
+def test_a_child_that_has_ended_is_killed_at_once_while_a_sibling_keeps_its_pipe_open() -> None:
+    """A sibling that is paused just behind its fork has not yet closed its copy of the pipe that tells of the end."""
+    child = Child(time.sleep, 60)
+    pipe = os.readlink(f"/proc/self/fd/{child._process.sentinel}")
+    server = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1]
+    (copy,) = (each for each in Path(f"/proc/{server}/fd").iterdir() if os.readlink(each) == pipe)
+    with child, open(copy, "wb"):
+        child.kill()
+        again = threading.Thread(target=child.kill, daemon=True)
+        again.start()
+        again.join(SOON)
+        assert not again.is_alive()
 
 
 def test_a_child_is_killed_at_the_event_that_was_named(bridge_url: str, bridge: Bridge) -> None:

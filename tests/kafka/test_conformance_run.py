@@ -18,6 +18,10 @@ def test_a_run_with_faults_of_clients_finds_nothing(kafka_broker: brokers.Broker
     assert_kept(kafka_broker, tmp_path, 15, ("client",))
 
 
+def test_a_run_through_the_plain_client_finds_nothing(kafka_broker: brokers.Broker, tmp_path: Path) -> None:
+    assert_kept(kafka_broker, tmp_path, 15, (), {"committed": 20, "read": 100}, raw=True)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(chaos.SECONDS + 900)
 @pytest.mark.parametrize(

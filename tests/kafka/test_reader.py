@@ -93,6 +93,9 @@ class Openings(Ledger):
     def positions(self, group, deadline):
         raise NotImplementedError
 
+    def held(self, group, deadline):
+        raise NotImplementedError
+
 
 class Listener:
     """What the core is told: partitions with this reader, and those that left."""

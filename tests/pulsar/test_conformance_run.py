@@ -16,6 +16,10 @@ def test_a_run_with_faults_of_clients_finds_nothing(pulsar_broker: brokers.Broke
     assert_kept(pulsar_broker, tmp_path, 15, ("client",), pulsar={"admin_url": pulsar_broker.admin_url})
 
 
+def test_a_run_through_the_plain_client_finds_nothing(pulsar_broker: brokers.Broker, tmp_path: Path) -> None:
+    assert_kept(pulsar_broker, tmp_path, 15, (), {"committed": 20, "read": 100}, raw=True)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(chaos.SECONDS + 900)
 def test_a_run_with_all_faults_finds_nothing(start_pulsar: StartPulsar, tmp_path: Path) -> None:

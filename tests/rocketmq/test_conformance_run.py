@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ from tests.conformance_run import assert_kept
 
 def test_a_run_with_faults_of_clients_finds_nothing(rocketmq_broker: brokers.Broker, tmp_path: Path) -> None:
     assert_kept(rocketmq_broker, tmp_path, 15, ("client",))
+
+
+@pytest.mark.skipif(find_spec("rocketmq") is None, reason="RocketMQ's client for Python is not installed")
+def test_a_run_through_the_plain_client_finds_nothing(rocketmq_broker: brokers.Broker, tmp_path: Path) -> None:
+    assert_kept(rocketmq_broker, tmp_path, 15, (), {"half messages": 20, "read": 20}, raw=True)
 
 
 @pytest.mark.full

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import threading
 import time
 from collections.abc import Mapping
@@ -11,10 +9,8 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import sqlalchemy as sa
-
 import txnbridge
-from txnbridge import Abort, TxnBridgeError
+from txnbridge import TxnBridgeError
 from txnbridge.sql import Outbox
 from txnbridge.testing import tell
 
@@ -55,27 +51,3 @@ def relay_until_killed(shop: Shop, settings: Mapping[str, Any] = MappingProxyTyp
                 told = True
             relay.run()
         time.sleep(0.2)
-
-
-SENT = sa.Table("sent", sa.MetaData(), sa.Column("value", sa.String(100), primary_key=True))
-
-
-def shop_until_killed(shop: Shop, name: str, seed: int) -> None:
-    """Store orders and their messages; the table `sent` has the value of each message that has to be published.
-
-    The messages of a key are numbered as their transactions commit.
-    """
-    chance, numbers, box = random.Random(f"{name} {seed}"), itertools.count(), outbox()
-    engine = sa.create_engine(shop.database)
-    tell("runs")
-    while True:
-        with suppress(sa.exc.SQLAlchemyError, Abort), engine.begin() as connection:
-            for _ in range(chance.choice((1, 1, 2, 5, 50))):
-                value = f"{name}/{next(numbers)}"
-                key = chance.choice((None, name, f"{name} too"))
-                padding = "|" * int(1_000_000 ** chance.random()) if chance.random() < 0.1 else ""
-                box.send(connection, TOPIC, (value + padding).encode(), key=key)
-                connection.execute(SENT.insert().values(value=value))
-            if chance.random() < 0.2:
-                raise Abort
-        time.sleep(chance.uniform(0, 0.05))

@@ -58,11 +58,13 @@ class Postgres:
     def start(self) -> None:
         options = {"port": self._port, "listen_addresses": "127.0.0.1", "unix_socket_directories": ""}
         settings = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
-        with (self._folder / "log").open("ab") as log:
-            command = [str(_program("postgres")), "-D", str(self._folder / "data"), *settings]
-            self._process = subprocess.Popen(command, user=self._user, stdout=log, stderr=log, cwd="/")
+        command = [str(_program("postgres")), "-D", str(self._folder / "data"), *settings]
         deadline = time.monotonic() + 60
         while True:
+            # It gives up while a process of its killed predecessor has not ended yet.
+            if self._process is None or self._process.poll() is not None:
+                with (self._folder / "log").open("ab") as log:
+                    self._process = subprocess.Popen(command, user=self._user, stdout=log, stderr=log, cwd="/")
             try:
                 self.run(self._url("postgres"), "SELECT 1")
                 return

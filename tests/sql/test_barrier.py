@@ -20,7 +20,7 @@ import txnbridge
 from tests.core import half_topic_backend
 from tests.core.processor_kit import numbers, values
 from tests.sql.outbox_programs import Shop
-from tests.sql.test_outbox_chaos import started
+from tests.sql.test_database_chaos import started
 from txnbridge import (
     Abort,
     BrokerUnavailable,

@@ -16,6 +16,7 @@ from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from tests.sql.outbox_programs import TOPIC, Shop, outbox, publish_all, relay_until_killed
+from tests.sql.test_database_chaos import started
 from txnbridge import Outcome, Transaction, codecs
 from txnbridge.cli import main
 from txnbridge.errors import AccessDenied, DeliveryFailed, InvalidOption, OutcomeUnknown
@@ -256,29 +257,38 @@ def test_what_is_not_delivered_is_parked_after_three_attempts_and_a_missing_righ
 # --- exactly once ---------------------------------------------------------------------------------------------------
 
 
-def test_every_row_is_published_once_wherever_its_relay_dies(new_database, tmp_path):
-    numbers = itertools.count()
+WALKED = [("embedded", "sqlite"), pytest.param("embedded", "postgresql", marks=pytest.mark.live)]
+WALKED += [
+    pytest.param(name, "sqlite", marks=[pytest.mark.full, pytest.mark.live, pytest.mark.timeout(1800)])
+    for name in ("kafka", "pulsar", "rocketmq")
+]
+
+
+@pytest.mark.parametrize(("name", "new_database"), WALKED, indirect=["new_database"])
+def test_every_row_is_published_once_wherever_its_relay_dies(name, new_database, tmp_path):
+    topics: dict[str, str] = {}
 
     def fresh():
         database = new_database()
+        topic = topics[database] = f"orders{len(topics)}"
         engine = sa.create_engine(database)
         outbox().create(engine)
-        send(engine, *(b"%d" % number for number in range(4)))
+        send(engine, *(b"%d" % number for number in range(4)), topic=topic)
         engine.dispose()
-        address = f"embedded:{tmp_path / f'broker{next(numbers)}.db'}"
-        with txnbridge.connect(address) as bridge:
-            bridge.admin.create_topic(TOPIC, 3)
+        bridge.admin.create_topic(topic, 3)
         return Shop(address, database)
 
     def check(shop):
-        with txnbridge.connect(shop.url) as bridge:
-            # A batch that is prepared and not stored holds back readers until its deadline.
-            eventually(lambda: len(values(bridge)) >= 4, "a row is not published")
-            assert sorted(values(bridge)) == [b"0", b"1", b"2", b"3"]
+        # A batch that is prepared and not stored holds back readers until its deadline.
+        topic = topics[shop.database]
+        eventually(lambda: len(values(bridge, topic)) >= 4, "a row is not published")
+        assert sorted(values(bridge, topic)) == [b"0", b"1", b"2", b"3"]
 
-    died_at = {point.event for point in crash_everywhere(publish_all, check, fresh=fresh, at_once=2)}
-    assert {"prepare/after", "outbox.store/before", "outbox.store/after", "resolve/before", "resolve/after"} <= died_at
-    assert {"outbox.delete/before", "outbox.delete/after"} <= died_at
+    with started(name, tmp_path) as (address, _), txnbridge.connect(address) as bridge:
+        points = crash_everywhere(publish_all, check, fresh=fresh, at_once=2, timeout=120)
+    died_at = {point.event for point in points}
+    for step in ("message.send", "prepare", "outbox.store", "resolve", "outbox.delete"):
+        assert {f"{step}/before", f"{step}/after"} <= died_at
 
 
 @pytest.mark.parametrize("where", ["outbox.store/before", "outbox.store/after", "resolve/after"])
@@ -341,7 +351,7 @@ def test_a_batch_that_an_administrator_has_aborted_is_published_again(engine, sh
 def test_while_the_outcome_of_a_batch_is_unknown_its_rows_stay_and_nothing_is_published_twice(
     engine, shop, monkeypatch, caplog
 ):
-    with txnbridge.connect(shop.url, timeout=1) as bridge:
+    with txnbridge.connect(shop.url, timeout=6) as bridge:
         commit = bridge.commit
         monkeypatch.setattr(bridge, "commit", lambda token: Outcome.UNKNOWN)
         send(engine, b"1", b"2")

@@ -17,7 +17,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 import txnbridge
 from tests.core.processor_kit import LEASE, numbers, values
 from tests.sql.outbox_programs import Shop
-from tests.sql.test_outbox_chaos import started
+from tests.sql.test_database_chaos import started
 from txnbridge import Abort, AccessDenied, InvalidOption, InvalidState, Message, Outcome, Poison, TransactionAborted
 from txnbridge.sql import Outbox
 from txnbridge.sql.processing import DatabaseTransactions, _positions

@@ -69,6 +69,26 @@ class CountingEntry:
 
 
 @dataclass(frozen=True)
+class PartitionHold:
+    """The undecided prepared transaction that acknowledges on a partition of a group, so that nobody else may there.
+
+    `expires_at` (ms since 1970) is the time from which any process may abort it.
+    """
+
+    id: IdPath
+    begin: EvidenceBegin
+    expires_at: int
+
+    def to_json(self) -> list[Any]:
+        return [list(self.id), {"at": list(self.begin.at), "id": self.begin.id}, self.expires_at]
+
+    @classmethod
+    def from_json(cls, value: Any) -> PartitionHold:
+        id, begin, expires_at = value
+        return cls(read_path(id), read_begin(begin), int(expires_at))
+
+
+@dataclass(frozen=True)
 class Renewal:
     """An operator's renewal of the log: its position, its time (ms since 1970) and the operator's host."""
 

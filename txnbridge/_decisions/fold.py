@@ -23,6 +23,7 @@ from txnbridge._decisions.records import (
     IdPath,
     LogRecord,
     Opened,
+    PreparedAcks,
     Presence,
     Renewed,
     Snapshot,
@@ -162,8 +163,7 @@ class LogState:
         self._report(record.nonce, position, counts)
         if record.acked is not None:
             self._ack_windows.append((position, record.acked.read_up_to))
-        leaves_work = record.decision is Decision.COMMIT and (record.acked is not None or record.by is not None)
-        if leaves_work and counts and self.tokens.claims[record.id][record.begin] is claim:
+        if counts and self.tokens.claims[record.id][record.begin] is claim:
             self._judge(position, record, claim)
 
     def _assemble(self, stored: StoredBody) -> Mapping[str, Any] | None:
@@ -185,12 +185,18 @@ class LogState:
         elif isinstance(record, Done):
             self.ids.mark_done(record.id, record.up_to)
         elif isinstance(record, Claimed) and record.begin is not None and claim is not None:
-            self.ids.commit(record, self._unfinished(record.id, record.begin, claim))
+            if _leaves_work(record):
+                self.ids.commit(record, self._unfinished(record.id, record.begin, claim))
+            self.ids.release(record.id, record.begin)
             return  # `_take_claim` has reported it: whether it counts does not depend on the log's beginning
         elif isinstance(record, Claimed):
             counts = claim is not None and self.ids.claim(record, claim)
         elif not (counts := self.ids.openings.is_newest(record.under)):
             self.tokens.remove_entry(position, record)
+        elif (prepared := PreparedAcks.of(record)) is not None:
+            id: IdPath = (record.transaction,)
+            if prepared.begin not in self.tokens.claims.get(id, ()):  # else this is a late copy of the record
+                self.ids.hold(id, prepared)
         self._report(record.nonce, position, counts)
 
     def _unfinished(self, id: IdPath, begin: EvidenceBegin, claim: CountingClaim) -> UnfinishedCommit:
@@ -255,6 +261,8 @@ class LogState:
                     self.tokens.acknowledge(transaction, acked, position)
                 elif acked is not None and acked.read_up_to < max(records[0][0], claims.get(transaction, ())):
                     return False  # an earlier claim, which is not judged here, may make this claim void
+            elif isinstance(record, EntryRecord) and position <= snapshot.covers:
+                self.tokens.hold(position, record)
             elif isinstance(record, Snapshot) and position <= snapshot.covers:
                 self.covered = max(self.covered or record.covers, record.covers)
             elif isinstance(record, BodyPart) and position <= snapshot.covers:
@@ -286,7 +294,7 @@ class LogState:
         """
         openings = self.ids.openings
         if isinstance(record, Claimed) and record.begin is not None and claim is not None:
-            if not keeps_commits and (record.by is None or openings.is_newest(record.by)):
+            if not keeps_commits and _leaves_work(record) and (record.by is None or openings.is_newest(record.by)):
                 self.ids.keep_unfinished(record, self._unfinished(record.id, record.begin, claim))
         elif isinstance(record, Opened | EntryRecord) and not openings.is_newest(record.under):
             # The record was void from the start, or a newer opening followed it: the snapshot does not show which.
@@ -370,3 +378,8 @@ class LogState:
         self._unjudged = [late for late in self._unjudged if late[0] >= before]
         if not self.completeness.complete:
             self._ack_windows = [window for window in self._ack_windows if window[0] >= before]
+
+
+def _leaves_work(record: Claimed) -> bool:
+    """Return whether the broker may still have to carry out what a claim on a transaction with a token decides."""
+    return record.decision is Decision.COMMIT and (record.acked is not None or record.by is not None)

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from txnbridge._decisions.conclusions import CountingClaim, UnfinishedCommit, opening_json
+from txnbridge._decisions.conclusions import CountingClaim, PartitionHold, UnfinishedCommit, opening_json
 from txnbridge._decisions.openings import KnownOpening, Openings
 from txnbridge._decisions.records import (
     Claimed,
+    EvidenceBegin,
     GroupPartition,
     IdPath,
     Opened,
+    PreparedAcks,
     read_path,
     read_position,
     read_under,
@@ -34,6 +36,8 @@ class IdFold:
     # writer of an id's newest owner, and the last commit that acknowledged on each partition of a group.
     commits: dict[IdPath, dict[str | int | None, UnfinishedCommit]] = field(default_factory=dict)
     last_ackers: dict[GroupPartition, UnfinishedCommit] = field(default_factory=dict)
+    # Undecided prepared transactions that acknowledge on a partition of a group, oldest first: the first one has it.
+    holds: dict[GroupPartition, list[PartitionHold]] = field(default_factory=dict)
 
     def open(self, position: Position, record: Opened) -> bool:
         """Fold an opening of an id; return whether it counts."""
@@ -73,6 +77,21 @@ class IdFold:
         if record.acked is not None:
             self.last_ackers.update({each.place: commit for each in record.acked.ranges})
 
+    def hold(self, id: IdPath, prepared: PreparedAcks) -> None:
+        """Fold a counting prepare record: its transaction holds the partitions on which it acknowledges until it ends.
+
+        The author of a later prepare record on the same partition finds that, and aborts its transaction.
+        """
+        hold = PartitionHold(id, prepared.begin, prepared.expires_at)
+        for place in prepared.places:
+            if hold not in (known := self.holds.setdefault(place, [])):
+                known.append(hold)
+
+    def release(self, id: IdPath, begin: EvidenceBegin) -> None:
+        """Fold the first counting claim on a transaction: what it held is free."""
+        left = ((place, [h for h in held if (h.id, h.begin) != (id, begin)]) for place, held in self.holds.items())
+        self.holds = {place: held for place, held in left if held}
+
     def mark_done(self, id: IdPath, up_to: int) -> None:
         """Fold a done mark, and drop the claims on the ids that it covers."""
         self.done[id] = max(up_to, self.done.get(id, up_to))
@@ -82,6 +101,8 @@ class IdFold:
     def forget(self, since: Position) -> None:
         """Drop from memory the openings and commits of made-up ids before `since`; snapshots leave them out, too."""
         self.openings = self.openings.kept(since)
+        left = ((place, [hold for hold in held if hold.begin.at >= since]) for place, held in self.holds.items())
+        self.holds = {place: held for place, held in left if held}
         for id, last in list(self.commits.items()):
             claims = [commit.claim for commit in last.values()]
             if all(claim.by and claim.by.made_up and claim.position < since for claim in claims):
@@ -98,8 +119,8 @@ class IdFold:
     def to_json(self, log: str, since: Position | None = None) -> dict[str, Any]:
         """Return this fold as the body of a snapshot. `since` is the position of the oldest living presence.
 
-        Commits before `since` are left out, because their transactions have expired, and so are openings of made-up
-        ids.
+        Commits and holds before `since` are left out, because their transactions have expired, and so are openings of
+        made-up ids.
         """
         return {
             "log": log,
@@ -113,6 +134,12 @@ class IdFold:
                 for id, c in self.claims.items()
             ],
             "groups": [[group, *partition, list(at)] for (group, partition), at in self.groups.items()],
+            "holds": [
+                [group, *partition, *hold.to_json()]
+                for (group, partition), held in self.holds.items()
+                for hold in held
+                if hold.begin.at >= (since or ())
+            ],
             **self._commits_json(since or ()),
         }
 
@@ -145,6 +172,8 @@ class IdFold:
             fold.claims[read_path(id)] = claim
         for group, topic, number, position in body.get("groups", ()):  # version 1 had none
             fold.groups[str(group), (str(topic), int(number))] = read_position(position)
+        for group, topic, number, *hold in body.get("holds", ()):  # older snapshots had none
+            fold.holds.setdefault((str(group), (str(topic), int(number))), []).append(PartitionHold.from_json(hold))
         fold._read_commits(body)
         return fold
 

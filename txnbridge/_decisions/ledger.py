@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from txnbridge._deadline import Deadline
-from txnbridge._decisions.conclusions import CountingClaim, UnfinishedCommit
+from txnbridge._decisions.conclusions import CountingClaim, PartitionHold, UnfinishedCommit
 from txnbridge._decisions.engine import Engine
 from txnbridge._decisions.id_fold import IdFold
 from txnbridge._decisions.queries import (
@@ -22,7 +22,7 @@ from txnbridge._decisions.records import EntryRecord, EvidenceBegin, OpeningRef,
 from txnbridge._messages import Position
 from txnbridge._token import Decision
 from txnbridge.errors import EvidenceLost, InvalidOption, InvalidState, OutcomeUnknown
-from txnbridge.spi import Ack, Ledger, LedgerClaim, LedgerEntry, Partition
+from txnbridge.spi import Ack, Held, Ledger, LedgerClaim, LedgerEntry, Partition
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -175,9 +175,25 @@ class LogLedger(Ledger):
             assert state.cursor is not None
             return {place[1]: at for place, at in state.ids.groups.items() if place[0] == group}, state.cursor[0]
 
+    def held(self, group: str, deadline: Deadline) -> dict[Partition, Held]:
+        with self._engine.follower.looking(deadline) as state:
+            require_readable(state)
+            require_complete(state)
+            oldest = state.oldest_living(self._engine.now())
+            found: dict[Partition, Held] = {}
+            for (of, partition), holds in state.ids.holds.items():
+                living = [hold for hold in holds if oldest is not None and hold.begin.at >= oldest]
+                if of == group and living:
+                    found[partition] = _held(living[0])
+        return found
+
 
 def _decided(commit: UnfinishedCommit) -> tuple[str, LedgerClaim]:
     return str(commit.id[0]), _public(commit.claim)
+
+
+def _held(hold: PartitionHold) -> Held:
+    return Held(str(hold.id[0]), {"at": list(hold.begin.at), "id": hold.begin.id}, hold.expires_at)
 
 
 def _public(claim: CountingClaim) -> LedgerClaim:

@@ -21,6 +21,9 @@ VERSION = 2
 _READABLE = (1, VERSION)
 _MAGIC = b'{"txnbridge":'
 
+# The only kind of ledger entry that the fold interprets: a prepared transaction no longer depends on its owner.
+PREPARE = "prepare"
+
 # Brokers accept messages of 1 MB by default; the difference to 1 MB is for the broker's own headers.
 MAX_RECORD_BYTES = 900_000
 
@@ -146,6 +149,28 @@ class EntryRecord(LogRecord):
     about: str  # "prepare", "outcome", …
     transaction: str
     data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PreparedAcks:
+    """What a prepare record says about acknowledgements: where they are, and when its hold ends (ms since 1970)."""
+
+    begin: EvidenceBegin
+    expires_at: int
+    places: tuple[GroupPartition, ...]
+
+    @classmethod
+    def of(cls, record: EntryRecord) -> PreparedAcks | None:
+        """Return the acknowledgements of a prepare record; None if it has none, or is one of an older version."""
+        data = record.data
+        try:
+            if record.about != PREPARE or not data["acks"]:
+                return None
+            begin = EvidenceBegin(read_position(data["log"]["at"]), _text(data["log"]["id"]))
+            places = tuple((_text(group), (_text(topic), _number(number))) for group, topic, number, *_ in data["acks"])
+            return cls(begin, _number(data["expires_at"]), places)
+        except (KeyError, TypeError, ValueError):
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)

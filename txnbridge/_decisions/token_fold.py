@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from txnbridge._decisions.conclusions import CountingClaim, CountingEntry
 from txnbridge._decisions.openings import KnownOpening, Openings
 from txnbridge._decisions.records import (
+    PREPARE,
     ClaimAcks,
     Claimed,
     EntryRecord,
@@ -15,12 +17,10 @@ from txnbridge._decisions.records import (
     IdPath,
     Opened,
     OpeningRef,
+    PreparedAcks,
     Presence,
 )
 from txnbridge._messages import Position
-
-# The only kind of ledger entry that the fold interprets: a prepared transaction no longer depends on its owner.
-PREPARE = "prepare"
 
 TokenTransaction = tuple[IdPath, EvidenceBegin]
 
@@ -29,8 +29,9 @@ TokenTransaction = tuple[IdPath, EvidenceBegin]
 class AckHistory:
     """The last claim with acknowledgements on one partition of a group, and the last one by any other transaction.
 
-    Claims are kept here whether or not they count. Of consecutive claims by one transaction (copies, repeated attempts)
-    only the last is kept: these two claims suffice to see whether another transaction claimed after a given position.
+    A prepare record with acknowledgements is kept as a claim is. Claims are kept here whether or not they count. Of
+    consecutive claims by one transaction (copies, repeated attempts) only the last is kept: these two claims suffice to
+    see whether another transaction claimed after a given position.
     """
 
     last: TokenTransaction
@@ -70,6 +71,7 @@ class TokenFold:
             self.openings[record.under.id] = KnownOpening(record.under, position, record.host, record.data)
 
     def add_entry(self, position: Position, record: EntryRecord) -> None:
+        self.hold(position, record)
         if self.openings.is_void(record.under):
             return
         known = self.entries.setdefault((record.under.id, record.transaction), [])
@@ -119,10 +121,22 @@ class TokenFold:
         self.acknowledge(transaction, acked, position)
         return counts
 
+    def hold(self, position: Position, record: EntryRecord) -> None:
+        """Note where a prepared transaction acknowledges, so that a claim whose author did not know of it is void.
+
+        As with claims, it does not matter whether the record counts.
+        """
+        if (prepared := PreparedAcks.of(record)) is not None:
+            self._note(((record.transaction,), prepared.begin), prepared.places, position)
+
     def acknowledge(self, transaction: TokenTransaction, acked: ClaimAcks | None, position: Position) -> None:
         """Note on which partitions a claim acknowledges messages, whether or not the claim counts."""
-        for each in acked.ranges if acked is not None else ():
-            self.ack_histories.setdefault(each.place, AckHistory(transaction, position)).add(transaction, position)
+        if acked is not None:
+            self._note(transaction, [each.place for each in acked.ranges], position)
+
+    def _note(self, transaction: TokenTransaction, places: Iterable[GroupPartition], position: Position) -> None:
+        for place in places:
+            self.ack_histories.setdefault(place, AckHistory(transaction, position)).add(transaction, position)
 
     def _is_shut_out(self, by: OpeningRef, record: Claimed) -> bool:
         # An owner's claim on a prepared transaction counts even after a newer opening. If it acknowledges messages, its

@@ -198,8 +198,7 @@ class Child:
     def kill(self) -> None:
         """Kill the child with SIGKILL, and wait for its end."""
         self._signal(signal.SIGKILL)
-        wait([self._process.sentinel])
-        self._exit_code()
+        self._wait()
 
     def __enter__(self) -> Child:
         return self
@@ -241,9 +240,18 @@ class Child:
                 raise AssertionError(f"{self._name} returned before it {said}")
         raise AssertionError(f"{self._name} has not {said} within {timeout:g} s")
 
-    def _join(self, timeout: float) -> None:
-        wait([self._process.sentinel], timeout)
+    def _wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the process; return whether it has ended.
+
+        The sentinel of a process that is known to have ended may stay silent: a sibling that was paused just behind its
+        fork holds a copy of the pipe open.
+        """
         if self._exit_code() is None:
+            wait([self._process.sentinel], timeout)
+        return self._exit_code() is not None
+
+    def _join(self, timeout: float) -> None:
+        if not self._wait(timeout):
             raise AssertionError(f"{self._name} (pid {self.pid}) did not end within {timeout:g} s")
 
     def _exit_code(self) -> int | None:

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from txnbridge.errors import (
@@ -20,6 +20,7 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
+from txnbridge_rocketmq.read.verifiable_offset import VerifiableOffset
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, immunity, seconds_since
 from txnbridge_rocketmq.write.transaction_properties import is_over
 
@@ -39,9 +40,10 @@ class PrepareRecord:
     acks: Sequence[Ack]
     expires_at: int
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, log: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the record's data. `log` is the transaction's `Evidence.log`, for those who meet what it holds."""
         acks = [[ack.group, *ack.partition, list(ack.first), list(ack.end), list(ack.read_up_to)] for ack in self.acks]
-        return {**halves_as_json(self.topics), "acks": acks, "expires_at": self.expires_at}
+        return {**halves_as_json(self.topics), "acks": acks, "expires_at": self.expires_at, "log": dict(log)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PrepareRecord:
@@ -146,12 +148,42 @@ def _claim(
     log = _log_of(token)
     with ender.cluster.context.events.step("step:decide", token.transaction, decision=decision.value) as step:
         try:
-            acks = prepared.acks if decision is Decision.COMMIT else ()
-            claim = ledger.claim(token.transaction, decision, data, deadline, log=log, acks=acks)
+            if decision is Decision.COMMIT and prepared.acks:
+                claim = _commit_with_acks(token, prepared.acks, data, ledger, deadline)
+            else:
+                claim = ledger.claim(token.transaction, decision, data, deadline, log=log)
         except Conflict:
             claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=log)
         step["decided"] = claim.decision.value
     return claim
+
+
+def _commit_with_acks(
+    token: Token, acks: Sequence[Ack], data: Mapping[str, Any], ledger: Ledger, deadline: Deadline
+) -> LedgerClaim:
+    """Claim the commit of a prepared transaction. Raise `Conflict` if a group has moved although it was held.
+
+    Claims by members that did not know of the prepared transaction do not count, but make this claim void if they come
+    after its `read_up_to`: then it is made again (hazard H95).
+    """
+    while True:
+        now = [_ack_now(ack, ledger, deadline) for ack in acks]
+        try:
+            return ledger.claim(token.transaction, Decision.COMMIT, data, deadline, log=_log_of(token), acks=now)
+        except Conflict:
+            if now == list(acks):
+                raise
+            deadline.check("committing a prepared transaction")
+
+
+def _ack_now(ack: Ack, ledger: Ledger, deadline: Deadline) -> Ack:
+    try:
+        positions, read_up_to = ledger.positions(ack.group, deadline)
+    except EvidenceLost:  # what is known of the log since the transaction began can still show that nobody came between
+        return ack
+    if (at := positions.get(ack.partition)) is None or VerifiableOffset.of(at).next != ack.first[0]:
+        raise Conflict(f"group {ack.group!r} was moved in {ack.partition[0]}[{ack.partition[1]}]")
+    return replace(ack, read_up_to=read_up_to)
 
 
 def _log_of(token: Token) -> Mapping[str, Any]:

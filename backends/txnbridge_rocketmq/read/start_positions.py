@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from txnbridge.errors import Conflict, EvidenceLost, PositionLost
-from txnbridge.spi import Ack, Context, Deadline, Decision, Partition, Position, Subscription
+from txnbridge.spi import Ack, Context, Deadline, Decision, Held, Partition, Position, Subscription
 from txnbridge_rocketmq.client import groups, read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import RemotingError
@@ -25,6 +25,7 @@ from txnbridge_rocketmq.read.verifiable_offset import ReferenceRecord, Verifiabl
 from txnbridge_rocketmq.settings.names import encoded
 from txnbridge_rocketmq.write.half_batch import halves_as_json
 from txnbridge_rocketmq.write.message_format import timestamp_of
+from txnbridge_rocketmq.write.transaction_properties import is_over
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ Targets = Mapping[Partition, SeekTarget | None]
 # The wait between two reads of a stored message that is not readable yet, and of a missing reference record.
 _VISIBLE_POLL_SECONDS = 0.01
 _MISSING_RECORD_POLL_SECONDS = 0.1
+# The wait while prepared transactions hold all partitions that a member would read.
+_HELD_POLL_SECONDS = 0.1
 # Timeout of committing a group's offset to the broker. Only administrators and tools need that offset.
 _OFFSET_COMMIT_SECONDS = 5.0
 
@@ -160,6 +163,7 @@ class GroupPositions:
         self._starts = starts
         self._group = group
         self._ender = ender
+        self._skew = ender.cluster.settings.timing.clocks_differ
         self._events = context.events
         self._ledger = context.ledger(context.application, f"group/{group}")
 
@@ -170,6 +174,27 @@ class GroupPositions:
         """
         positions, read_up_to = self._verifiable_offsets(deadline)
         return {partition: position.next for partition, position in positions.items()}, read_up_to
+
+    def held(self, deadline: Deadline) -> dict[Partition, Held]:
+        """Return the partitions that undecided prepared transactions hold, by the log up to the last `positions`."""
+        with self._with_evidence():
+            return self._ledger.held(self._group, deadline)
+
+    def _free(self, targets: Targets, deadline: Deadline) -> Targets:
+        """Return the targets in partitions that no prepared transaction holds (hazard H95).
+
+        Abort a transaction whose hold is over: perhaps nobody has its token any more. If all partitions are held, wait
+        a moment, because the caller asks again.
+        """
+        self.positions(deadline)  # reads the log
+        held = self.held(deadline)
+        for partition in [each for each in targets if each in held and is_over(held[each].expires_at, self._skew)]:
+            holder = held[partition]
+            self._ledger.claim(holder.transaction, Decision.ABORT, halves_as_json(()), deadline, log=holder.log)
+        free = {partition: target for partition, target in targets.items() if partition not in held}
+        if targets and not free:
+            time.sleep(min(_HELD_POLL_SECONDS, deadline.left()))
+        return free
 
     def _verifiable_offsets(self, deadline: Deadline) -> tuple[dict[Partition, VerifiableOffset], Position]:
         with self._with_evidence():
@@ -188,11 +213,13 @@ class GroupPositions:
     def resolve(self, targets: Targets, queues: Queues, deadline: Deadline) -> ResolvedPositions:
         """Return where the partitions of `targets` continue: at the group's position, or at a later target of a seek.
 
-        `queues` has all partitions of the topics, because a group claims its first positions in a whole topic at once.
+        Partitions that a prepared transaction holds are left out until it has ended. `queues` has all partitions of the
+        topics, because a group claims its first positions in a whole topic at once.
         In a partition whose target is None, first publish the transaction that moved the group last. In a recreated
         topic, move the group to the target that the user has chosen, even if that is an earlier offset.
         """
-        while True:
+        targets = self._free(targets, deadline)
+        while targets:
             current, read_up_to = self._verifiable_offsets(deadline)
             recreated = self._recreated({each: current[each] for each in targets if each in current}, queues, deadline)
             chosen = {each: target.at for each in recreated if (target := targets[each]) is not None and target.chosen}
@@ -225,6 +252,8 @@ class GroupPositions:
                 continue
             self._publish_before({p for p, target in targets.items() if target is None and p in current}, deadline)
             return self._resolved(targets, {**current, **begun}, lost, queues, deadline)
+
+        return ResolvedPositions()
 
     def _resolved(
         self,

@@ -60,7 +60,9 @@ class RocketMQAckContext:
         before = {ack.partition: ack for ack in so_far}
         with self._guard:
             readers = {partition: self._here(partition) for partition in (*before, *positions)}
-        positions_in_log, read_up_to = self._starts.positions(deadline or Deadline(self._timeout))
+        deadline = deadline or Deadline(self._timeout)
+        positions_in_log, read_up_to = self._starts.positions(deadline)
+        held = self._starts.held(deadline)
         claimed: dict[Partition, Ack] = {}
         with self._guard:
             for partition, reader in readers.items():
@@ -72,7 +74,7 @@ class RocketMQAckContext:
                 at = (positions_in_log.get(partition, -1),)
                 reader.undecided_acks = [acked for acked in reader.undecided_acks if acked[1] > at[0]]
                 others = [acked for acked in reader.undecided_acks if earlier is None or acked[0] != earlier.first[0]]
-                if at < (0,) or at > first or others or (earlier and at != earlier.first):
+                if at < (0,) or at > first or others or partition in held or (earlier and at != earlier.first):
                     reader.overtaken = True
                     raise _moved(self.group, partition)
                 claimed[partition] = Ack(self.group, partition, at, end, read_up_to)
@@ -81,6 +83,18 @@ class RocketMQAckContext:
         for partition, ack in claimed.items():
             self._on_ack(readers[partition], ack.first[0])
         return list(claimed.values())
+
+    def require_held(self, acks: Sequence[Ack], transaction: str, deadline: Deadline) -> None:
+        """Raise `Conflict` unless a prepared transaction holds the partitions of its acks where they begin.
+
+        Behind its prepare record nobody else's acknowledgement there counts; another one may have counted before.
+        """
+        positions, _ = self._starts.positions(deadline)
+        held = self._starts.held(deadline)
+        for ack in acks:
+            holder = held.get(ack.partition)
+            if holder is None or holder.transaction != transaction or positions.get(ack.partition) != ack.first[0]:
+                raise _moved(self.group, ack.partition)
 
     def _here(self, partition: Partition) -> QueueReader:
         reader = self._readers.get(partition)

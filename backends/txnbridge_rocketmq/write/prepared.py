@@ -23,10 +23,12 @@ class RocketMQPreparedWriter(RocketMQWriter):
         prepared = PrepareRecord(self._halves.topics, self._all_acks(), self._expires_at)
         try:
             with self._cluster.context.events.step("step:record", transaction):
-                self._owner.ledger.record(PREPARE, transaction, prepared.as_json(), deadline)
+                self._owner.ledger.record(PREPARE, transaction, prepared.as_json(self._origin.log), deadline)
                 claim = self._owner.ledger.decided(transaction, deadline, log=self._origin.log)
                 if claim is not None and claim.decision is Decision.ABORT:
                     raise TransactionAborted("another process aborted the transaction; run it again")
+                for context, acks in self._acks.items():
+                    context.require_held(acks, transaction, deadline)
         except BaseException:
             # The prepare record may be stored although the call failed, but the caller gets no token to end it.
             self._abort_quietly(deadline)

@@ -9,12 +9,12 @@ and processes. `findings` has the names of findings and their meanings.
 from __future__ import annotations
 
 from txnbridge_conformance.checker import _acks, _call_order, _cycles, _hangs_and_crashes, _messages, _order
-from txnbridge_conformance.checker._fates import ABORTED, fates
+from txnbridge_conformance.checker._fates import ABORTED, COMMITTED, fates
 from txnbridge_conformance.checker._tables import Tables
 from txnbridge_conformance.checker.findings import MEANINGS, Finding, Findings
 from txnbridge_conformance.history import History
 
-__all__ = ["ABORTED", "MEANINGS", "Finding", "Findings", "check", "fates"]
+__all__ = ["ABORTED", "COMMITTED", "MEANINGS", "Finding", "Findings", "check", "fates"]
 
 
 def check(history: History) -> Findings:

@@ -33,7 +33,7 @@ def check_positions(tables: Tables, findings: Findings) -> None:
 def check_reads(tables: Tables, fate: Numbers, findings: Findings) -> None:
     """Find messages that were read although no process sent them, or although their transaction was aborted.
 
-    Find also messages that were read in the transaction that sent them.
+    Find also messages that were read in the transaction that sent them, or from a partition to which nobody sent them.
     """
     rows = np.flatnonzero(tables.reads.value != NONE)
     values, first = np.unique(tables.reads.value[rows], return_index=True)
@@ -47,6 +47,12 @@ def check_reads(tables: Tables, fate: Numbers, findings: Findings) -> None:
         fenced = tables.operations[writer].fields.get("error") == "Fenced"
         text = f"{tables.name(reader)} read {value} of the aborted {tables.name(writer)}"
         findings.add("zombie-write" if fenced else "G1a", text, [writer, reader], [value])
+    strays = rows[first][(writers != NONE) & (tables.home[values] != tables.reads.key[rows[first]])]
+    for row in strays:
+        reader, number = int(tables.reads.operation[row]), int(tables.reads.value[row])
+        there, chosen = tables.key(tables.reads.key[row]), tables.key(tables.home[number])
+        text = f"{tables.name(reader)} read {tables.value(number)} from {there}, its sender chose {chosen}"
+        findings.add("wrong-partition", text, [int(tables.writer[number]), reader], [tables.value(number)])
     for row in rows[tables.reads.operation[rows] == tables.writer[tables.reads.value[rows]]]:
         operation, value = int(tables.reads.operation[row]), tables.value(tables.reads.value[row])
         findings.add("precommitted-read", f"{tables.name(operation)} read its own {value}", [operation], [value])

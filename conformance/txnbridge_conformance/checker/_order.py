@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
 from txnbridge_conformance.checker._fates import ABORTED, COMMITTED
-from txnbridge_conformance.checker._tables import NONE, Flags, Numbers, Tables
+from txnbridge_conformance.checker._tables import NONE, Flags, Names, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
-from txnbridge_conformance.history import Key
+from txnbridge_conformance.history import Key, Operation
 
 
 def ranks(tables: Tables, fate: Numbers) -> Numbers:
     """Return the rank of each value in its partition, or `NONE`. Ranks of adjacent values differ by 1.
 
     Only values that were read, or committed, at a known position have a rank, so control markers and aborted messages
-    between two values leave no gap. A value at several positions has the rank of the first.
+    between two values leave no gap. A value at several positions has the rank of the first. A value in another
+    partition than its sender chose has none.
     """
     stored, writer = tables.stored, tables.writer[tables.stored.value]
     committed = writer != NONE
@@ -26,6 +28,7 @@ def ranks(tables: Tables, fate: Numbers) -> Numbers:
     place = np.concatenate([tables.reads.place, stored.place[committed]])
     rows = np.lexsort((value, place, key))
     rows = rows[(value[rows] != NONE) & (place[rows] != NONE)]
+    rows = rows[(tables.home[value[rows]] == key[rows]) | (tables.home[value[rows]] == NONE)]
     key, place, value = key[rows], place[rows], value[rows]
     found = np.full(len(tables.values), NONE, np.int64)
     if not len(rows):
@@ -67,13 +70,53 @@ def _check_polls(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
     counted = reads.value != NONE
     steps = _steps(tables, rank, reads.operation[counted], reads.key[counted], reads.value[counted], span[counted])
     inside = steps.inside
-    _report(tables, steps, inside & (steps.delta > 1), "int-poll-skip", "received", findings)
-    _report(tables, steps, inside & (steps.delta < 1), "int-nonmonotonic-poll", "received", findings)
     # A consumer reads again from its group's position after a transaction that did not commit.
     settled = np.array([operation.result == "ok" for operation in tables.operations], bool) & (fate != ABORTED)
     between = ~inside & settled[steps.operation_before]
-    _report(tables, steps, between & (steps.delta > 1), "poll-skip", "received", findings)
-    _report(tables, steps, between & (steps.delta < 1), "nonmonotonic-poll", "received", findings)
+    in_group = np.zeros(len(tables.operations), bool)
+    for order, group, _ in tables.history.polls:
+        in_group[order] = group is not None
+    grouped = in_group[steps.operation_after]
+    skips = (inside | between) & (steps.delta > 1)
+    skips[skips & grouped] = _skips_unprocessed(tables, rank, steps, np.flatnonzero(skips & grouped))
+    back = steps.delta < 1
+    _report(tables, steps, inside & skips, "int-poll-skip", "received", findings)
+    _report(tables, steps, inside & back, "int-nonmonotonic-poll", "received", findings)
+    _report(tables, steps, between & skips, "poll-skip", "received", findings)
+    _report(tables, steps, between & back & ~grouped, "nonmonotonic-poll", "received", findings)
+
+
+def _skips_unprocessed(tables: Tables, rank: Numbers, steps: _Steps, rows: Numbers) -> list[bool]:
+    """Return whether each of these steps skips a message that no member of the group had begun to acknowledge.
+
+    A call that had no effect counts as a begin, too, because the broker may have kept the message back until its end.
+    So does a call on a host with another clock.
+    """
+    begun: dict[tuple[str, str], list[Operation]] = defaultdict(list)  # by group and value
+    for order, group, values in tables.history.acks:
+        for value in values:
+            begun[group, value].append(tables.operations[order])
+    groups = {order: group for order, group, _ in tables.history.polls}
+    places: dict[int, dict[int, int]] = defaultdict(dict)  # by partition: the value of each rank
+    for number in map(int, np.flatnonzero((rank != NONE) & (tables.home != NONE))):
+        places[int(tables.home[number])][int(rank[number])] = number
+
+    def skips_unprocessed(row: int) -> bool:
+        reader = tables.operations[int(steps.operation_after[row])]
+        group, log = groups[reader.order], places[int(steps.key[row])]
+        skipped = range(int(rank[steps.before[row]]) + 1, int(rank[steps.after[row]]))
+        return any(
+            at in log and not any(_precedes(tables, ack, reader) for ack in begun[group or "", tables.value(log[at])])
+            for at in skipped
+        )
+
+    return [skips_unprocessed(int(row)) for row in rows]
+
+
+def _precedes(tables: Tables, one: Operation, other: Operation) -> bool:
+    """Return whether an operation may have begun before another one."""
+    hosts = {tables.history.processes[each.process].host for each in (one, other)}
+    return len(hosts) > 1 or one.start < other.start
 
 
 def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Findings) -> None:
@@ -101,8 +144,9 @@ def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, valu
 
 
 def _reading_spans(tables: Tables) -> Numbers:
-    """Return the span of each row of `Tables.reads`: a number for the assignment, read or poll, that it is in."""
+    """Return the span of each row of `Tables.reads`: a number for the group, assignment or read that it is in."""
     span = np.zeros(len(tables.reads.key), np.int64)
+    spans = Names()
     starts: dict[tuple[int, int], int] = {}
     held: dict[int, frozenset[Key]] = {}
     end: frozenset[Key] = frozenset()
@@ -118,12 +162,11 @@ def _reading_spans(tables: Tables) -> Numbers:
             held[process] = change[2]
             change = next(changes)
         operation = tables.operations[order]
-        # A full read begins at the start of each partition, whatever its process has read before. A member of a group
-        # continues where the group is, of which other members are a part; `check_acks` judges what a group reads.
-        by_itself = operation.what == "read" or group is not None
+        # A full read begins at the start of each partition, whatever its process has read before.
+        whole = ("read", order) if operation.what == "read" else ("group", group) if group is not None else None
         for topic, partition, *_ in messages:
             key = tables.keys.find((topic, partition))
-            span[row] = -order - 1 if by_itself else starts.get((operation.process, key), 0)
+            span[row] = spans.number(whole or ("assigned", starts.get((operation.process, key), 0)))
             row += 1
     return span
 

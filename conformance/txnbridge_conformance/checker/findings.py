@@ -15,6 +15,7 @@ MEANINGS = {
     "duplicate": "one message is at two or more positions of its partition",
     "inconsistent-offsets": "one position of a partition holds two or more messages",
     "phantom-message": "a message was read that no process of the history sent",
+    "wrong-partition": "a message was read from another partition than its sender chose",
     "G1a": "a message of an aborted transaction was read",
     "torn-transaction": "a reader that read everything read a part of a transaction's messages",
     "zombie-write": "a transaction of a fenced owner took effect",

@@ -40,8 +40,9 @@ PROMISES = (
     ),
     Promise(
         "in order",
-        "Each partition has one order, the same for every reader.",
+        "Each message is in the partition that its sender chose, and each partition has one order for all readers.",
         (
+            "wrong-partition",
             "inconsistent-offsets",
             "int-poll-skip",
             "int-nonmonotonic-poll",

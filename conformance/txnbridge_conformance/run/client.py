@@ -125,8 +125,8 @@ class Client:
     ) -> Transaction | None:
         """Run one transaction and record it. Return the transaction if it was committed or prepared, else None.
 
-        The token of a prepared transaction is appended to the file `Plan.tokens`. `ack` is a group, and the messages to
-        acknowledge for the group. The transaction pauses for `pause` seconds before one of its steps or before its end.
+        `ack` is a group, and the messages to acknowledge for the group. The transaction pauses for `pause` seconds
+        before one of its steps or before its end.
         """
         call = self.start_transaction(**({"deadline": timeout} if timeout else {}))
         if ack is not None:
@@ -156,7 +156,6 @@ class Client:
                 call.end("fail", error="Abort")
             elif prepare:
                 call.end("ok", outcome="prepared", token=str(txn.token))
-                self._publish_token(str(txn.token), txn.id)
                 return txn
             else:
                 call.end("ok", outcome="committed")
@@ -187,15 +186,17 @@ class Client:
             raise
         call.end("ok")
 
-    def _publish_token(self, token: str, transaction: str) -> None:
-        with open(self.plan.tokens, "ab", buffering=0) as file:
-            file.write(f"{transaction} {token}\n".encode())
+    def publish_token(self, txn: Transaction | None) -> None:
+        """Append the token of a transaction, if it has one, to the file `Plan.tokens`, for the role "finish"."""
+        if txn is not None and txn.token is not None:
+            with open(self.plan.tokens, "ab", buffering=0) as file:
+                file.write(f"{txn.id} {txn.token}\n".encode())
 
-    def sell(self, halves: HalfMessages) -> None:
+    def sell(self, halves: HalfMessages, timeout: float) -> None:
         """Store one set of half messages, do their local work, and record both."""
-        call = self.recorder.start("half", deadline=SALE_SECONDS)
+        call = self.recorder.start("half", deadline=timeout)
         try:
-            with halves.transaction(call, timeout=SALE_SECONDS) as txn:
+            with halves.transaction(call, timeout=timeout) as txn:
                 self.send(txn, call, self.sends(*self.plan.sold))
         except TransactionAborted as error:
             call.end("fail", error=type(error).__name__)

@@ -26,7 +26,7 @@ from txnbridge_conformance.history import Recorder
 from txnbridge_conformance.run import official
 from txnbridge_conformance.run.client import Client, read_of
 from txnbridge_conformance.run.faults import AdminFaults, BrokerFaults, ClientFaults, Faults, Injected, NetworkFaults
-from txnbridge_conformance.run.plan import PARTITIONS, Plan
+from txnbridge_conformance.run.plan import WORKLOADS, Plan
 from txnbridge_conformance.run.processes import Process
 from txnbridge_conformance.run.settling import ALL, Settling
 
@@ -79,7 +79,7 @@ class Hunt:
         """Create the run's topics, yield a bridge, and delete the topics at the end of the block."""
         with self._client.bridge() as bridge:
             for topic in self._plan.all_topics:
-                bridge.admin.create_topic(topic, 1 if topic == self._plan.dead_letters else PARTITIONS)
+                bridge.admin.create_topic(topic, self._plan.partitions(topic))
             try:
                 yield bridge
             finally:
@@ -112,8 +112,10 @@ class Hunt:
         settings: list[str] = []
         with suppress(TxnBridgeError):  # a right may be missing
             settings = [f"{each.subject}: {each.text}" for each in bridge.admin.check()]
-        self._recorder.start("declares", absent=absent, broker=bridge.backend, settings=settings).end("ok")
         self._roles = self._plan.roles(bridge.capabilities)
+        workloads = [each for each in self._plan.workloads if WORKLOADS[each][0] in self._roles]
+        declared = {"absent": absent, "broker": bridge.backend, "settings": settings, "workloads": workloads}
+        self._recorder.start("declares", **declared).end("ok")
         if self._clients and bridge.capabilities[Capability.END_OPEN]:
             self._faults.append(AdminFaults(bridge, self._plan.topics))
         for role, count in self._roles.items():
@@ -160,7 +162,7 @@ class Hunt:
         """Stop the processes, and end each transaction that they left open or prepared."""
         self._progress("stopping")
         with self._client.bridge(timeout=_READING_SECONDS) as bridge:
-            Settling(self._client, bridge, self._roles, self._stop, self._replace_dead).settle()
+            Settling(self._client, bridge, self._roles, self._stop, self._replace_dead, self._plan.raw).settle()
 
     def _stop(self, roles: Collection[str]) -> None:
         for process in [each for each in self._processes if each.role in roles]:

@@ -30,7 +30,7 @@ ROLES = {
     "sell": 2,
 }
 
-# The roles of each workload, which a run may be restricted to.
+# The roles of each workload, which a run may be restricted to. The first role does what the floor counts.
 WORKLOADS = {
     "transactions": ("write", "oversleep", "finish", "watch"),
     "owners": ("own", "finish", "watch"),
@@ -47,9 +47,17 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "pulsar": {"pulsar": {"half_check_seconds": 2}},
 }
 
-# Below this a run is too thin: the least number of each, which a minute on a slow broker reaches easily.
-FLOOR = {"committed": 20, "aborted": 5, "faults": 3, "read": 100}
-
+# Below its floor a run is too thin: the least number of each, which a minute on a slow broker reaches easily. Every run
+# has the first floor, and for each of its workloads another one.
+_FLOOR = {"faults": 3}
+_TRANSACTIONS = {"committed": 20, "aborted": 5, "read": 100}
+_FLOORS: Mapping[str, Mapping[str, int]] = {
+    "transactions": _TRANSACTIONS,
+    "owners": _TRANSACTIONS,
+    "groups": _TRANSACTIONS,
+    "decisions": {"claims": 20},
+    "half-messages": {"published": 5, "dropped": 2, "read": 100},
+}
 
 # The capability without which a broker cannot have the processes of a role.
 NEEDS = {
@@ -64,7 +72,16 @@ NEEDS = {
 }
 
 # By scheme of the broker's URL: the roles that can use the broker's plain client instead of txnbridge.
-RAW_ROLES = {"kafka": frozenset({"write", "own", "feed", "copy", "watch"}), "pulsar": frozenset({"write"})}
+RAW_ROLES = {
+    "kafka": frozenset({"write", "own", "feed", "copy", "watch"}),
+    "pulsar": frozenset({"write"}),
+    "rocketmq": frozenset({"sell"}),
+}
+
+
+def floor_of(workloads: Collection[str] = tuple(WORKLOADS)) -> dict[str, int]:
+    """Return the floor of a run with these workloads: the least number by the name of a count."""
+    return {name: least for floor in (*map(_FLOORS.__getitem__, workloads), _FLOOR) for name, least in floor.items()}
 
 
 @dataclass(frozen=True)
@@ -120,6 +137,12 @@ class Plan:
     def all_topics(self) -> list[str]:
         return [*self.topics, self.dead_letters]
 
+    def partitions(self, topic: str) -> int:
+        """Return the number of partitions that the run gives a topic."""
+        # RocketMQ's official client does not let the sender of a half message choose the queue.
+        chosen = topic != self.dead_letters and not (self.raw and topic in self.sold)
+        return PARTITIONS if chosen else 1
+
     def roles(self, capabilities: Capabilities) -> dict[str, int]:
         """Return the number of processes by role, for the roles of the plan's workloads that the broker can have."""
         wanted = {role for workload in self.workloads for role in WORKLOADS[workload]}
@@ -165,6 +188,14 @@ class Plan:
         """Return `address`, a URL without options, with the options of the plan's URL."""
         _, mark, options = self.url.partition("?")
         return address + mark + options
+
+    @property
+    def closing(self) -> Path:
+        """The path of a file. Once it exists, raw processes of the role "sell" store no more half messages.
+
+        A member of a group then aborts nothing that it has prepared.
+        """
+        return Path(self.folder) / "closing"
 
     def through(self, url: str) -> Plan:
         """Return a copy of this plan with another broker URL, such as the URL of a proxy."""

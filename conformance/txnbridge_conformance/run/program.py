@@ -18,10 +18,14 @@ import txnbridge
 from txnbridge import plugins
 from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance.history import Recorder
+from txnbridge_conformance.run import raw_rocketmq
 from txnbridge_conformance.run.client import Client, KillAt
 from txnbridge_conformance.run.plan import Plan
 from txnbridge_conformance.run.processes import end_with
 from txnbridge_conformance.run.workloads import WORK
+
+# The plain clients of raw runs, by the scheme of the broker's URL.
+CLIENTS = {"kafka": "confluent_kafka", "rocketmq": "rocketmq-python-client"}
 
 
 def main(text: str, role: str, process: str, number: str, tried: str) -> None:
@@ -32,7 +36,7 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
         from txnbridge_conformance.run import raw_pulsar  # it imports all that starts brokers
 
         raw_pulsar.become_java(plan, process)
-    client_name = "confluent_kafka" if plan.raw else f"txnbridge {txnbridge.__version__}"
+    client_name = CLIENTS[urlsplit(plan.url).scheme] if plan.raw else f"txnbridge {txnbridge.__version__}"
     recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, client_name)
     with closing(recorder):
         client = Client(plan, process, recorder, random.Random(f"{plan.seed} {process}"))
@@ -40,9 +44,10 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the shell reaches the run, which ends its processes
         if int(number):
             plugins.register(KillAt(int(number), tried.split(","), recorder, process), "kill-at")
+        work = raw_rocketmq.sell if plan.raw and role == "sell" else WORK[role]
         while not client.stop.is_set():
             try:
-                WORK[role](client)
+                work(client)
             except TxnBridgeError:  # fenced, or the broker is away: begin again with a new bridge
                 client.stop.wait(0.2)
 

@@ -10,7 +10,10 @@ from txnbridge import Decision
 
 
 class Sales:
-    """A database of decisions on half messages. For each transaction, the first stored decision counts."""
+    """A database of decisions on half messages. For each transaction, the first stored decision counts.
+
+    If this is UNDECIDED, no decision counts: the processes answer for the transaction without asking each other.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -22,11 +25,11 @@ class Sales:
         return sqlite3.connect(self._path, timeout=60)
 
     def decide(self, transaction: str, decision: Decision) -> Decision:
-        """Store a decision if the transaction has none. Return the stored decision, which counts."""
+        """Store a decision if the transaction has none. Return the decision that counts, or this one if none does."""
         with closing(self._open()) as database, database:
             database.execute("INSERT OR IGNORE INTO sales VALUES (?, ?)", (transaction, decision.name))
             (name,) = database.execute("SELECT decision FROM sales WHERE id = ?", (transaction,)).fetchone()
-        return Decision[name]
+        return decision if name == Decision.UNDECIDED.name else Decision[name]
 
     def all(self) -> dict[str, Decision]:
         with closing(self._open()) as database:

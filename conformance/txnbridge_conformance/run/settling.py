@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from txnbridge import Bridge, Capability, Decision, Message
 from txnbridge.errors import NotFound, TxnBridgeError
-from txnbridge_conformance.checker import ABORTED, Findings, fates
-from txnbridge_conformance.history import History, read_history
+from txnbridge_conformance.checker import COMMITTED, Findings, fates
+from txnbridge_conformance.history import History, Operation, read_history
 from txnbridge_conformance.run.client import Client, text_of
 from txnbridge_conformance.run.plan import PARTITIONS
 from txnbridge_conformance.run.sales import Sales
@@ -26,6 +26,9 @@ _MEMBERS = ("copy", "process")
 _SETTLING_SECONDS = 90.0
 # The time in which the broker ends a transaction that its process has aborted.
 _ABORTING_SECONDS = 20.0
+# A prepared acknowledgement may count in a group's position, so an abort after the group has read everything would give
+# messages back that nobody reads any more.
+_ONLY_COMMIT = ("commit",)
 # The pause between two looks at the histories of a group's members.
 _LOOK_SECONDS = 3.0
 # A group has read everything if a new member receives nothing for so long.
@@ -37,7 +40,8 @@ _ABORTED_BY_PROCESS = ("Abort", "InvalidState")
 class Settling:
     """Settles a run whose processes have the given roles.
 
-    `stop` stops the processes of some roles, and `replace_dead` starts processes again that have ended.
+    `stop` stops the processes of some roles, and `replace_dead` starts processes again that have ended. `raw` says that
+    they use the broker's plain client.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Settling:
         roles: Collection[str],
         stop: Callable[[Collection[str]], None],
         replace_dead: Callable[[], None],
+        raw: bool,
     ) -> None:
         self._client = client
         self._plan = client.plan
@@ -55,12 +60,15 @@ class Settling:
         self._roles = roles
         self._stop = stop
         self._replace_dead = replace_dead
+        # RocketMQ asks the plain clients that stored a half message, so these run until nothing is asked any more.
+        self._answerers = ("sell",) if raw else ()
         self._next_look = 0.0
         self._left = 0  # the number of messages that a group has not read
 
     def settle(self) -> None:
         """Stop the processes, and end each transaction that they left open or prepared. Members of groups stop last."""
-        self._stop(_SOURCES)
+        self._plan.closing.touch()
+        self._stop([role for role in _SOURCES if role not in self._answerers])
         self._stop(("finish",))
         history = read_history([self._plan.folder])
         self._finish_all(history)
@@ -76,8 +84,7 @@ class Settling:
         self._stop((*_MEMBERS, "watch"))
         for group, failure in zip(groups, drained, strict=True):
             self._note_drained(group, failure)
-        # What a member prepared counts as acknowledged, so nothing of it may be aborted now.
-        self._finish_all(read_history([self._plan.folder]), wishes=("commit",))
+        self._finish_all(read_history([self._plan.folder]), _ONLY_COMMIT)
         self._await(self._nothing_open, "transactions of groups are still open")
 
     def _await(self, condition: Callable[[], bool], what: str, seconds: float = _SETTLING_SECONDS) -> None:
@@ -92,9 +99,11 @@ class Settling:
     def _wait(self, condition: Callable[[], bool], seconds: float = _SETTLING_SECONDS) -> str | None:
         """Wait until a condition is true. Return None, or the last error as text, perhaps "", if it stays false.
 
-        The time begins again whenever `_left` changes: a long run leaves much to read.
+        The time begins again whenever `_left` changes, because a long run leaves much to read, but the wait gets longer
+        only by the time of the run's work: where each transaction has to be repeated, reading would not end.
         """
         until, left = time.monotonic() + seconds, self._left
+        latest = until + self._plan.seconds
         failure = ""
         while time.monotonic() < until:
             self._replace_dead()
@@ -104,7 +113,7 @@ class Settling:
             except TxnBridgeError as error:
                 failure = f"{type(error).__name__}: {error}"
             if self._left != left:
-                until, left = time.monotonic() + seconds, self._left
+                until, left = min(latest, time.monotonic() + seconds), self._left
             time.sleep(0.2)
         return failure
 
@@ -112,21 +121,19 @@ class Settling:
 
     def _finish_all(self, history: History, wishes: Sequence[str] = ("commit", "abort")) -> None:
         """Ask for the status of each transaction with an unknown outcome. End the prepared ones as one of `wishes`."""
-        known = {each.transaction for each in history.operations if each.outcome in ("committed", "aborted")}
-        left = {
-            each.transaction: (each.fields["token"], each.outcome == "prepared")
-            for each in history.operations
-            if each.transaction and each.fields.get("token") and each.transaction not in known
-        }
+        finish = functools.partial(self._finish, _without_outcome(history), wishes)
+        self._await(finish, "transactions have no outcome")
 
-        def finish_left() -> bool:
-            for transaction, (token, prepared) in list(left.items()):
-                wish = self._client.random.choice(wishes) if prepared else "status"
-                if self._client.finish(self._bridge, transaction, token, wish):
-                    del left[transaction]
-            return not left
+    def _finish(self, left: dict[str, Operation], wishes: Sequence[str]) -> bool:
+        """Ask for or decide the outcome of these transactions, and remove each whose outcome is final.
 
-        self._await(finish_left, "transactions have no outcome")
+        Return whether none is left.
+        """
+        for transaction, prepared in list(left.items()):
+            wish = self._client.random.choice(wishes) if prepared.outcome == "prepared" else "status"
+            if self._client.finish(self._bridge, transaction, prepared.fields["token"], wish):
+                del left[transaction]
+        return not left
 
     def _nothing_open(self) -> bool:
         """Return whether the broker lists no open transaction on the run's topics, or cannot list transactions."""
@@ -161,12 +168,17 @@ class Settling:
                 self._client.note_check(transaction, messages)
                 return sales.decide(transaction, Decision.ABORT)
 
-            with self._bridge.resolver(self._plan.sellers, check=check):
+            answering: AbstractContextManager[object] = nullcontext()
+            if not self._answerers:
+                answering = self._bridge.resolver(self._plan.sellers, check=check)
+            with answering:
                 self._await(lambda: self._sold() >= _wanted(history, sales), "half messages are not published")
                 yield
+            self._stop(self._answerers)
         for transaction, decision in sales.all().items():
-            call = self._recorder.start("decided", transaction=transaction)
-            call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
+            if decision is not Decision.UNDECIDED:
+                call = self._recorder.start("decided", transaction=transaction)
+                call.end("ok", outcome="committed" if decision is Decision.COMMIT else "aborted")
 
     def _sold(self) -> set[str]:
         return {text_of(message) for topic in self._plan.sold for message in self._bridge.read(topic, ALL)}
@@ -225,15 +237,17 @@ class Settling:
         return len(lag) == PARTITIONS and not any(lag.values())
 
     def _has_acknowledged(self, group: str, sent: Collection[str]) -> bool:
-        """Return whether transactions of a group's members have acknowledged all messages of the source topic.
+        """Return whether committed transactions have acknowledged all messages of the source topic for a group.
 
-        A member may be killed after its commit and before it records the commit. So a transaction also counts as
-        committed if its output can be read. The group's lag cannot be used: some brokers count control markers in it.
+        What its members have prepared is ended before. A member may be killed after its commit and before it records
+        the commit. So a transaction also counts as committed if its output can be read. The group's lag cannot be used:
+        some brokers count control markers in it.
         """
         if time.monotonic() < self._next_look:
             return False
         writers = (*_MEMBERS, "finish", "run")
         history = read_history([file for each in writers for file in Path(self._plan.folder).glob(f"{each}*.jsonl")])
+        self._finish(_without_outcome(history), _ONLY_COMMIT)
         left = set(sent) - acknowledged(history, group)
         if left:
             outputs = (self._plan.topic("target"), self._plan.topic("processed"), self._plan.dead_letters)
@@ -247,23 +261,30 @@ class Settling:
 
 def _wanted(history: History, sales: Sales) -> set[str]:
     """Return the values of the half messages that must be published: their local work was done."""
-    decisions = sales.all()
+    done = {transaction for transaction, decision in sales.all().items() if decision is Decision.COMMIT}
+    halves = {each.order: each for each in history.operations if each.what == "half"}
     return {
         value
         for order, _, values in history.sends
-        if history.operations[order].what == "half"
-        and decisions.get(history.operations[order].transaction or "") is Decision.COMMIT
+        if order in halves and (halves[order].transaction in done or halves[order].outcome == "committed")
         for value in values
     }
 
 
-def acknowledged(history: History, group: str) -> set[str]:
-    """Return the values that a history's committed and prepared transactions acknowledge for a group.
+def _without_outcome(history: History) -> dict[str, Operation]:
+    """Return, by transaction, the calls that returned a token, if no call has returned the transaction's outcome."""
+    known = {each.transaction for each in history.operations if each.outcome in ("committed", "aborted")}
+    return {
+        each.transaction: each
+        for each in history.operations
+        if each.transaction and each.fields.get("token") and each.transaction not in known
+    }
 
-    A transaction that was prepared and then aborted by its token acknowledges nothing.
-    """
+
+def acknowledged(history: History, group: str) -> set[str]:
+    """Return the values that the committed transactions of a history acknowledge for a group."""
     fate = fates(history.operations, Findings())
-    orders = {each.order for each in history.operations if each.result == "ok" and fate[each.order] != ABORTED}
+    orders = {each.order for each in history.operations if fate[each.order] == COMMITTED}
     return _acknowledged_by(orders, history, group)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from txnbridge_conformance.checker import Findings
+from txnbridge_conformance.checker import ABORTED, COMMITTED, Findings, fates
 from txnbridge_conformance.history import History
-from txnbridge_conformance.run.plan import FLOOR
+from txnbridge_conformance.run.plan import WORKLOADS, floor_of
 
 # Findings that a broker does not promise to avoid if it declares one of these capabilities absent.
 EXCUSED_BY = {
@@ -17,6 +17,7 @@ EXCUSED_BY = {
     "half-ack": ("atomic-ack",),
     "replay-duplicate": ("atomic-ack", "conflict"),
     "precommitted-read": ("isolation",),
+    "wrong-partition": ("choose-partition",),
     "zombie-write": ("fencing",),
     "early-read": ("prepare",),
     "lost-prepare": ("prepare",),
@@ -65,7 +66,10 @@ class Judgement:
     def sentence(self) -> str:
         """The verdict and the most important counts, as one sentence of English."""
         c = self.counts
-        tried = f"{c['committed']:,} committed, {c['aborted']:,} aborted and {c['unknown']:,} unknown transactions"
+        others = [f"{c[name]:,} {name}" for name in ("half messages", "claims") if c[name]]
+        results = f"{c['committed']:,} committed, {c['aborted']:,} aborted and {c['unknown']:,} unknown transactions"
+        some = c["committed"] or c["aborted"] or c["unknown"] or not others
+        tried = ", ".join([results, *others] if some else others)
         if self.verdict is Verdict.BROKEN:
             return f"Broken: {', '.join(self.broken)}, in {tried} under {c['faults']:,} faults."
         if self.verdict is Verdict.THIN:
@@ -74,14 +78,16 @@ class Judgement:
         return f"Kept: nothing is wrong in {tried} under {c['faults']:,} faults."
 
 
-def judge(history: History, findings: Findings, floor: Mapping[str, int] = FLOOR) -> Judgement:
+def judge(history: History, findings: Findings, floor: Mapping[str, int] | None = None) -> Judgement:
     """Decide whether a history keeps the broker's promises: BROKEN if a finding breaks one, else KEPT or THIN.
 
-    THIN means that a count of the history is below its least number in `floor`. Findings break no promise if the broker
-    declares the needed capability absent, or if no broker promises to avoid them.
+    THIN means that a count of the history is below its least number in `floor`, by default the floor of the history's
+    workloads. Findings break no promise if the broker declares the needed capability absent, or if no broker promises
+    to avoid them.
     """
     counts = count(history)
-    missing = {name: least for name, least in floor.items() if counts[name] < least}
+    wanted = floor_for(history) if floor is None else floor
+    missing = {name: least for name, least in wanted.items() if counts[name] < least}
     absent = declared_absent(history)
     excused = {name for name, needed in EXCUSED_BY.items() if not absent.isdisjoint(needed)} | NOT_PROMISED
     broken = tuple(name for name in findings.names if name not in excused)
@@ -99,6 +105,12 @@ def declared_absent(history: History) -> frozenset[str]:
     return frozenset(found)
 
 
+def floor_for(history: History) -> dict[str, int]:
+    """Return the floor of the workloads that a run has declared; for a history without them, that of transactions."""
+    declared = [name for each in history.operations for name in each.fields.get("workloads", ())]
+    return floor_of([name for name in declared if name in WORKLOADS] or ["transactions"])
+
+
 def count(history: History) -> dict[str, int]:
     """Return the counts of what a run tried, by name: transactions by result, messages, faults and others."""
     results = Counter(
@@ -107,6 +119,8 @@ def count(history: History) -> dict[str, int]:
         if operation.what == "transaction"
     )
     calls = Counter(operation.what for operation in history.operations)
+    fate = fates(history.operations, Findings())
+    halves = Counter(fate[operation.order] for operation in history.operations if operation.what == "half")
     begun = [fault.kind for fault in history.faults if fault.phase == "begin"]
     return {
         "committed": results["committed"],
@@ -116,6 +130,9 @@ def count(history: History) -> dict[str, int]:
         "finished": calls["finish"],
         "fenced": sum(operation.fields.get("error") == "Fenced" for operation in history.operations),
         "half messages": calls["half"],
+        "published": halves[COMMITTED],
+        "dropped": halves[ABORTED],
+        "claims": calls["claim"],
         "sent": sum(len(values) for _, _, values in history.sends),
         "read": sum(len(messages) for _, _, messages in history.polls),
         "faults": len(begun),

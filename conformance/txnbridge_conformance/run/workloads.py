@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-from txnbridge import Bridge, Capability, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
+from txnbridge import Bridge, Capability, Consumer, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
 from txnbridge.errors import Poison, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall
 from txnbridge_conformance.run.client import SALE_SECONDS, Client, read_of, text_of
@@ -21,8 +21,14 @@ _FAILURE_SHARE = 0.005
 _NEWEST_TOKENS = 20_000
 # The longest pause of most transactions: in it another owner can open the id, or the broker can be restarted.
 _LONGEST_PAUSE = 2.0
+# The share of prepared transactions whose member leaves its group before they are decided, and the longest time until
+# anybody can decide them.
+_LEAVING_SHARE = 0.25
+_LATE_SECONDS = 3.0
 # The deadline of transactions that oversleep it, in seconds.
 _SHORT_DEADLINE = 1.0
+# The deadline of half messages about which the local work and the check-back answer differently, in seconds.
+_DISPUTED_DEADLINE = 0.5
 
 
 def write(client: Client) -> None:
@@ -54,7 +60,9 @@ def _one(client: Client, bridge: Bridge, pauses: float) -> bool:
     # A few come close to their deadline, or pass it: then brokers ask back, and the end is late.
     longest = client.plan.timeout * 1.1 if client.random.random() < 0.1 else _LONGEST_PAUSE
     pause = client.random.uniform(0, longest) if client.random.random() < pauses else 0.0
-    return client.transact(bridge, sends, abort=abort, prepare=prepare, pause=pause) is not None
+    txn = client.transact(bridge, sends, abort=abort, prepare=prepare, pause=pause)
+    client.publish_token(txn)
+    return txn is not None
 
 
 def oversleep(client: Client) -> None:
@@ -64,7 +72,7 @@ def oversleep(client: Client) -> None:
             sends = client.sends(client.plan.topic("left"), client.plan.topic("right"))
             pause = _SHORT_DEADLINE + client.random.uniform(0, 1)
             prepare = bool(bridge.capabilities[Capability.PREPARE]) and client.random.random() < 0.3
-            client.transact(bridge, sends, prepare=prepare, timeout=_SHORT_DEADLINE, pause=pause)
+            client.publish_token(client.transact(bridge, sends, prepare=prepare, timeout=_SHORT_DEADLINE, pause=pause))
 
 
 def decide(client: Client) -> None:
@@ -101,29 +109,45 @@ def copy(client: Client) -> None:
     """Copy messages as a member of a group: acknowledge the input and send the output in one transaction.
 
     A transaction that was prepared is ended by its token. If it is then not committed, return: the program calls this
-    again, and the new consumer gets the messages again.
+    again, and the new consumer gets the messages again. Sometimes the member leaves its group before that, so that the
+    next member meets acknowledgements that are not decided yet.
     """
     plan = client.plan
-    with client.bridge(writers=1) as bridge, bridge.consumer(plan.topic("source"), plan.copiers) as consumer:
-        while not client.stop.is_set():
-            if messages := consumer.poll(client.random.choice((1, 5, 50)), timeout=0.2):
-                sends = {(plan.topic("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
-                for message in messages:
-                    sends[plan.topic("target"), message.partition] += client.values(1)
-                prepares = 1 if bridge.capabilities[Capability.PREPARE] else 0
-                way = client.random.choices(("commit", "abort", "prepare"), (7, 2, prepares))[0]
-                abort, prepare = way == "abort", way == "prepare"
-                pause = client.random.choice((0, 0, 0, client.random.uniform(0, _LONGEST_PAUSE)))
-                ack = (plan.copiers, messages)
-                txn = client.transact(bridge, sends, abort=abort, prepare=prepare, ack=ack, pause=pause)
-                if txn and prepare and not _end_prepared(client, bridge, txn):
-                    return
+    with client.bridge(writers=1) as bridge:
+        with bridge.consumer(plan.topic("source"), plan.copiers) as consumer:
+            left = _copy_until_undecided(client, bridge, consumer)
+        if left is not None:
+            client.stop.wait(client.random.uniform(0, _LATE_SECONDS))
+            client.publish_token(left)
+
+
+def _copy_until_undecided(client: Client, bridge: Bridge, consumer: Consumer) -> Transaction | None:
+    """Copy messages until a prepared transaction is not committed. Return it if nobody knows its token yet."""
+    plan = client.plan
+    while not client.stop.is_set():
+        if messages := consumer.poll(client.random.choice((1, 5, 50)), timeout=0.2):
+            sends = {(plan.topic("target"), m.partition): [] for m in messages}  # type: ignore[var-annotated]
+            for message in messages:
+                sends[plan.topic("target"), message.partition] += client.values(1)
+            prepares = 1 if bridge.capabilities[Capability.PREPARE] else 0
+            way = client.random.choices(("commit", "abort", "prepare"), (7, 2, prepares))[0]
+            abort, prepare = way == "abort", way == "prepare"
+            pause = client.random.choice((0, 0, 0, client.random.uniform(0, _LONGEST_PAUSE)))
+            ack = (plan.copiers, messages)
+            txn = client.transact(bridge, sends, abort=abort, prepare=prepare, ack=ack, pause=pause)
+            if txn and prepare:
+                if client.random.random() < _LEAVING_SHARE:
+                    return txn
+                client.publish_token(txn)
+                if not _end_prepared(client, bridge, txn):
+                    return None
+    return None
 
 
 def _end_prepared(client: Client, bridge: Bridge, txn: Transaction) -> bool:
     """End a prepared transaction, unless the role "finish" has ended it before. Return whether it is committed."""
     client.stop.wait(client.random.uniform(0, 0.5))
-    wish = client.random.choice(("commit", "commit", "abort"))
+    wish = "commit" if client.plan.closing.exists() else client.random.choice(("commit", "commit", "abort"))
     client.finish(bridge, txn.id, str(txn.token), wish)
     return bridge.status(str(txn.token)).state is TokenState.COMMITTED
 
@@ -206,12 +230,20 @@ def watch(client: Client) -> None:
 
 
 def sell(client: Client) -> None:
-    """Store half messages whose local work commits, aborts, fails, is late or undecided. Answer most check-backs."""
+    """Store half messages whose local work commits, aborts, fails, is late or undecided. Answer most check-backs.
+
+    For a few transactions, whose deadline is short, `check` answers ABORT after the deadline, and `execute` answers
+    COMMIT, mostly later. The broker must say to both which answer was the first.
+    """
     sales = Sales(client.plan.sales)
     chance = client.random.random
 
     def execute(txn: HalfTransaction, call: RecordedCall) -> Decision:
         call.note(transaction=txn.id)
+        if txn.deadline <= _DISPUTED_DEADLINE:
+            sales.decide(txn.id, Decision.UNDECIDED)
+            client.stop.wait(_DISPUTED_DEADLINE + client.random.uniform(0.2, 1.2))
+            return Decision.COMMIT
         if chance() < 0.1:
             raise RuntimeError("the local work failed")
         if chance() < 0.02:
@@ -232,7 +264,7 @@ def sell(client: Client) -> None:
     with client.bridge(writers=1) as bridge:
         with bridge.half_messages(client.plan.sellers, execute=execute, check=check) as halves:
             while not client.stop.wait(client.random.uniform(0, 0.1)):
-                client.sell(halves)
+                client.sell(halves, _DISPUTED_DEADLINE if chance() < 0.07 else SALE_SECONDS)
 
 
 WORK: dict[str, Callable[[Client], None]] = {

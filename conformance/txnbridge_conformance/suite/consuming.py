@@ -211,6 +211,31 @@ def test_acknowledgements_of_a_prepared_transaction_follow_its_token(
     assert next_of(bridge, topic, group) == (b"2" if decision == "commit" else b"1")
 
 
+@needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.ATOMIC_ACK)
+@pytest.mark.parametrize("decision", ["commit", "abort"])
+def test_what_a_prepared_transaction_acknowledges_comes_to_no_other_member_before_its_end(
+    connect: Connect, bridge: Bridge, topic: str, group: str, decision: str
+) -> None:
+    send(bridge, topic, b"1", b"2")
+    member = connect()
+    with member.consumer(topic, group) as consumer:
+        with member.transaction(prepare=True) as txn:
+            txn.ack(take(consumer, 1))
+    member.close()
+    other = connect()
+    with other.consumer(topic, group) as consumer:
+        early = consumer.poll(timeout=3)  # on some brokers what is behind it
+        with other.transaction() as following:
+            following.ack(early)
+        assert values(early) in ([], [b"2"])
+        outcome = (bridge.commit if decision == "commit" else bridge.abort)(str(txn.token))
+        assert outcome is (Outcome.COMMITTED if decision == "commit" else Outcome.ABORTED)
+        left = [b"1", b"2"][decision == "commit" : 1 if early else 2]
+        if left:
+            assert values(take(consumer, len(left))) == left
+        assert values(consumer.poll(timeout=1)) == []
+
+
 @needs(Capability.STATUS_LOOKUP, Capability.ATOMIC_ACK)
 @pytest.mark.parametrize("happened", [True, False], ids=["committed", "aborted"])
 def test_after_a_lost_answer_a_consumer_goes_on_where_the_truth_is(

@@ -47,7 +47,7 @@ def acks_outside() -> None:
     replace(KafkaWriter, "ack", ack)
 
 
-@KAFKA.mutant("half-ack", workload="groups")
+@KAFKA.mutant("half-ack", "poll-skip", workload="groups")
 def reads_on_after_an_abort() -> None:
     """A reader does not go back to the messages of an aborted transaction."""
     replace(KafkaReader, "rewind", nothing)
