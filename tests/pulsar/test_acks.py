@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
 from txnbridge_pulsar import client as wire
@@ -19,7 +19,7 @@ from tests.core.reading_kit import by_partition, values
 from tests.pulsar.client_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
-from tests.pulsar.writing_kit import new_topic
+from tests.pulsar.writing_kit import concrete, connect_to, new_topic
 from txnbridge import Message, Outcome
 from txnbridge.errors import Conflict, NotSupported, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline
@@ -212,6 +212,38 @@ def test_an_entry_whose_extra_index_was_not_acknowledged_leaves_when_it_comes_ag
     reader = member(topic)
     has_left(client, reader, topic)
     assert not reader.until(lambda: acknowledged(reader) == found[0].position[:2])
+
+
+@pytest.mark.full
+def test_without_indexes_in_the_cursor_entries_that_are_acknowledged_one_by_one_leave_the_backlog(start_pulsar):
+    broker = start_pulsar(settings={"acknowledgmentAtBatchIndexLevelEnabled": "false"})
+    with connect_to(broker.url, broker.admin_url) as bridge:
+        name = new_topic(bridge)
+        topic = concrete(name)
+
+        def backlog():
+            return admin(broker, "GET", f"{path_of(topic)}/stats")["subscriptions"]["group"]["msgBacklog"]
+
+        def pass_on(*counts, commit=True):
+            for count in counts:
+                with suppress(KeyError), bridge.transaction() as txn:
+                    for message in polled(consumer, count):
+                        txn.ack(message)
+                    if not commit:
+                        raise KeyError
+
+        with PulsarClient(service(broker)) as client, bridge.consumer(name, "group") as consumer:
+            write(client, topic, batch_of(b"1", b"2", b"3", b"4", b"5", b"6"))
+            pass_on(6, commit=False)
+            pass_on(2, 3)
+            assert backlog()
+            for left in (1, 6):  # in the last of several transactions, and in a single one
+                pass_on(left)
+                until = time.monotonic() + SOON
+                while backlog():
+                    assert time.monotonic() < until
+                    time.sleep(0.2)
+                write(client, topic, batch_of(b"1", b"2", b"3", b"4", b"5", b"6"))
 
 
 @BOTH_ENDS

@@ -327,12 +327,22 @@ class PulsarConsumer:
         of the entry are pending or acknowledged (hazard H89). Transactions therefore name an extra index in each batch
         of which they acknowledge a part, and do not acknowledge it. Outside of transactions it is acknowledged in the
         subscription's cursor only, on exclusive and failover subscriptions; without it the broker would keep the entry
-        as unacknowledged. The command may be repeated. If it gets lost, the broker redelivers the entry, from which all
-        messages are left out.
+        as unacknowledged. A cursor without indexes ignores this ACK, and needs `acknowledge_entries` once the entry's
+        transactions are committed. The command may be repeated. If it gets lost, the broker redelivers the entry, from
+        which all messages are left out.
         """
-        self._open_connection().post(
-            command("ack", consumer_id=self._id, ack_type=_INDIVIDUAL, message_id=[extra_index_ack_fields(id, size)])
-        )
+        self._post_ack([extra_index_ack_fields(id, size)])
+
+    def acknowledge_entries(self, ids: Iterable[MessageId]) -> None:
+        """Acknowledge whole entries outside of transactions, without an answer. Raise `BrokerConnectionLost` if the
+        consumer is lost.
+        """
+        entries = [MessageId(ledger, entry) for ledger, entry in dict.fromkeys(id[:2] for id in ids)]
+        for fields in _commands(individual_ack_fields(entries), in_transaction=False):
+            self._post_ack(fields)
+
+    def _post_ack(self, ids: Sequence[Fields]) -> None:
+        self._open_connection().post(command("ack", consumer_id=self._id, ack_type=_INDIVIDUAL, message_id=ids))
 
     def acknowledge_up_to(self, id: MessageId, txn: TxnId | None = None, *, timeout: float) -> None:
         """Acknowledge all messages up to and including this one, on an exclusive or failover subscription.
