@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import PulsarClient
 from txnbridge_pulsar.client.deadline import ClientDeadline
+from txnbridge_pulsar.client.ids import individual_ack_fields
 from txnbridge_pulsar.outcome.outcome import end
 from txnbridge_pulsar.settings.timing import Timing
 
@@ -18,7 +19,7 @@ from tests.core.reading_kit import by_partition, values
 from tests.pulsar.client_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
-from tests.pulsar.writing_kit import new_topic
+from tests.pulsar.writing_kit import concrete, connect_to, new_topic
 from txnbridge import Message, Outcome
 from txnbridge.errors import Conflict, NotSupported, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline
@@ -169,6 +170,80 @@ def test_while_its_transaction_is_aborted_by_others_a_reader_goes_on_with_what_i
     assert sorted(values(reader.take(4))) == [b"0", b"1", b"4", b"5"]
     reader.pass_on(in_hand)
     has_left(client, reader, topic)
+
+
+@BOTH_ENDS
+@pytest.mark.parametrize("first", ["older", "newer"])
+def test_of_two_members_only_one_acknowledges_the_rest_of_an_entry(pulsar_broker, client, topic, member, first, commit):
+    """A partition moves, and the older member, which has not heard of it, acknowledges the same part as the newer."""
+    admin(pulsar_broker, "PUT", f"{path_of(topic)}/partitions", 2)
+    for number in range(2):
+        write(client, wire.partition_name(topic, number), batch_of(b"1", b"2"))
+    older = member(topic)
+    found = older.take(4)
+    older.pass_on([m for m in found if m.value == b"1"])
+    newer = member(topic)
+    (again,) = newer.take(1)
+    (held,) = [m for m in found if m.value == b"2" and m.partition == again.partition]
+    begun = [(each, each.begin((topic, again.partition)), its) for each, its in ((older, held), (newer, again))]
+    (winner, kept, its), (loser, given_up, same) = begun if first == "older" else reversed(begun)
+    winner.ack(kept, [its])
+    with pytest.raises(Conflict):
+        loser.ack(given_up, [same])
+    loser.end(given_up, commit=False)
+    winner.end(kept, commit)
+    go_back(newer, [again])
+    has_left(client, newer, wire.partition_name(topic, again.partition), *([] if commit else [b"2"]))
+
+
+def test_an_entry_whose_extra_index_was_not_acknowledged_leaves_when_it_comes_again(monkeypatch, client, topic, member):
+    def acknowledged(reader):
+        return reader.reader._partitions[topic, 0].consumer.progress(SOON)[1][:2]
+
+    write(client, topic, batch_of(b"1", b"2"))
+    reader = member(topic)
+    with monkeypatch.context() as lost:
+        lost.setattr(wire.PulsarConsumer, "_acknowledge_extra_index", lambda *_: None)
+        found = reader.take(2)
+        for each in found:
+            reader.pass_on([each])
+    assert acknowledged(reader) < found[0].position[:2]
+    reader.leave()
+    reader = member(topic)
+    has_left(client, reader, topic)
+    assert not reader.until(lambda: acknowledged(reader) == found[0].position[:2])
+
+
+@pytest.mark.full
+def test_without_indexes_in_the_cursor_entries_that_are_acknowledged_one_by_one_leave_the_backlog(start_pulsar):
+    broker = start_pulsar(settings={"acknowledgmentAtBatchIndexLevelEnabled": "false"})
+    with connect_to(broker.url, broker.admin_url) as bridge:
+        name = new_topic(bridge)
+        topic = concrete(name)
+
+        def backlog():
+            return admin(broker, "GET", f"{path_of(topic)}/stats")["subscriptions"]["group"]["msgBacklog"]
+
+        def pass_on(*counts, commit=True):
+            for count in counts:
+                with suppress(KeyError), bridge.transaction() as txn:
+                    for message in polled(consumer, count):
+                        txn.ack(message)
+                    if not commit:
+                        raise KeyError
+
+        with PulsarClient(service(broker)) as client, bridge.consumer(name, "group") as consumer:
+            write(client, topic, batch_of(b"1", b"2", b"3", b"4", b"5", b"6"))
+            pass_on(6, commit=False)
+            pass_on(2, 3)
+            assert backlog()
+            for left in (1, 6):  # in the last of several transactions, and in a single one
+                pass_on(left)
+                until = time.monotonic() + SOON
+                while backlog():
+                    assert time.monotonic() < until
+                    time.sleep(0.2)
+                write(client, topic, batch_of(b"1", b"2", b"3", b"4", b"5", b"6"))
 
 
 @BOTH_ENDS
@@ -535,6 +610,27 @@ def test_an_acknowledgement_that_is_repeated_in_its_transaction_conflicts_with_i
     client.transactions.end(txn, True, SOON)
     naive.close()
     assert left_over(client, topic) == []
+
+
+@pytest.mark.parametrize("size", [2, 64, 100])
+def test_two_naive_transactions_acknowledge_the_rest_of_an_entry(client, topic, size):
+    write(client, topic, batch_of(*(b"%d" % number for number in range(size))))
+    naive = Naive(client, topic, wire.SubscriptionType.FAILOVER)
+    *others, last = naive.take(size)
+
+    def acknowledge(txn, messages):
+        client.transactions.register(txn, SOON, subscriptions=[(topic, "group")])
+        naive.consumer._acknowledge(
+            0, individual_ack_fields([m.id for m in messages]), txn, ClientDeadline(SOON)
+        ).result(SOON)
+
+    passed, *both = [client.transactions.begin(60_000, SOON) for _ in range(3)]
+    acknowledge(passed, others)
+    client.transactions.end(passed, True, SOON)
+    for txn in both:
+        acknowledge(txn, [last])
+    for txn in both:
+        client.transactions.end(txn, True, SOON)
 
 
 def test_a_plain_acknowledgement_of_what_a_transaction_holds_wins_over_its_abort(client, topic, member):

@@ -23,7 +23,13 @@ from txnbridge_pulsar.client.chunks import CHUNK_OVERHEAD_BYTES, MAX_INCOMPLETE_
 from txnbridge_pulsar.client.codec import encode
 from txnbridge_pulsar.client.compression import Compression, compress, decompress
 from txnbridge_pulsar.client.frames import FrameReader, command, parse, send_command, split_entry
-from txnbridge_pulsar.client.ids import ack_set, cumulative_ack_fields, delivered_indexes, individual_ack_fields
+from txnbridge_pulsar.client.ids import (
+    ack_set,
+    cumulative_ack_fields,
+    delivered_indexes,
+    extra_index_ack_fields,
+    individual_ack_fields,
+)
 from txnbridge_pulsar.client.pending_sends import Content
 
 pytestmark = pytest.mark.offline
@@ -119,6 +125,20 @@ def test_of_a_batch_only_what_is_not_acknowledged_is_given():
     assert entry.permits == 126
 
 
+@pytest.mark.parametrize(
+    ("left", "is_acknowledged"), [([], False), ([0b110], False), ([0b010], False), ([0b100], True)]
+)
+def test_a_batch_is_acknowledged_if_at_most_its_extra_index_is_left_and_its_size_is_known(left, is_acknowledged):
+    batch = MessageBatch()
+    batch.extend([b"1", b"2"])
+    entry = entry_of(batch)
+    entry._index_words = left
+    assert entry.is_acknowledged == is_acknowledged
+    unreadable = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}, "ack_set": left}, b"damaged")
+    assert unreadable.fault is not None
+    assert not unreadable.is_acknowledged
+
+
 # ---------------------------------------------------------------------------------------------------- acknowledging
 
 
@@ -142,6 +162,16 @@ def test_ids_of_one_batch_become_one_with_bits_and_others_none():
 def test_a_batch_acknowledged_as_a_whole_goes_with_its_size():
     ids = [MessageId(1, 2, -1, index, 2) for index in range(2)]
     assert individual_ack_fields(ids) == [{"ledger_id": 1, "entry_id": 2, "ack_set": [], "batch_size": 2}]
+
+
+@given(st.integers(1, 300), st.data())
+def test_the_extra_index_of_a_batch_is_never_acknowledged_together_with_messages(size, data):
+    acked = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
+    (fields,) = individual_ack_fields([MessageId(1, 2, -1, index, size) for index in acked], extra_index=True)
+    left = sorted(set(range(size)) - acked)
+    assert delivered_indexes(fields["ack_set"]) == ([*left, size] if left else [])
+    assert fields["batch_size"] == size + bool(left)
+    assert delivered_indexes(extra_index_ack_fields(MessageId(1, 2), size)["ack_set"]) == list(range(size))
 
 
 def test_acknowledging_up_to_the_middle_of_a_batch_leaves_its_rest():

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from txnbridge_pulsar.admin import doctor
-from txnbridge_pulsar.client import BrokerConnectionLost, Compression, MessageId, PulsarClient, RequestTimedOut, TxnId
+from txnbridge_pulsar.client import (
+    BrokerConnectionLost,
+    Compression,
+    MessageId,
+    PulsarClient,
+    RequestTimedOut,
+    SubscriptionType,
+    TxnId,
+)
 from txnbridge_pulsar.client.errors import server_error
 from txnbridge_pulsar.outcome import in_doubt, late_writes
 from txnbridge_pulsar.outcome import outcome as outcome_module
@@ -19,11 +27,12 @@ from txnbridge_pulsar.outcome.end_delivery import Participants
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
-from txnbridge_pulsar.read.partition import PulsarPartition
+from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
 from txnbridge_pulsar.settings.timing import Timing
 from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.write import owner as owner_module
 from txnbridge_pulsar.write import prepared, writer
+from txnbridge_pulsar.write.acks import PulsarAckContext
 from txnbridge_pulsar.write.batching import TransactionProducer
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord, ProofLocation
 from txnbridge_pulsar.write.owner import PulsarOwner
@@ -139,6 +148,44 @@ def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(
 
 
 # --- prepared ---------------------------------------------------------------------------------------------------------
+
+
+# --- entries that are acknowledged in parts --------------------------------------------------------------------------
+
+
+def test_an_entry_is_acknowledged_whole_once_known_commits_have_acknowledged_all_its_parts(
+    monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter
+) -> None:
+    def ended(peer: Peer, fields: dict[str, Any]) -> None:
+        if "request_id" in fields:
+            peer.say("ack_response", consumer_id=fields["consumer_id"], request_id=fields["request_id"])
+
+    def end(*indexes: int, by: Callable[[Deadline], None], ended: EndResult) -> None:
+        ready.begin(Begin("app/host/1", Deadline(SOON), False, None))
+        ready._txn, ready.proof, ready._evidence = TXN, PROOF_LOCATION, TokenEvidence(TXN, PROOF_LOCATION, False)
+        partition._sizes[7, 3], partition._outstanding[7, 3] = 3, 0b111
+        ready._acks = [context.acknowledge(TXN, {key: [(7, 3, index)]}, Deadline(SOON)) for index in indexes]
+        answering(monkeypatch, ended, OutcomeUnknown("no answer"))
+        with suppress(OutcomeUnknown):
+            by(Deadline(SOON))
+
+    with fake_broker(ack=ended) as broker:
+        owns_everything(broker)
+        with PulsarClient(broker.url) as client:
+            full, key = "persistent://public/default/t", ("t", 0)
+            consumer = client.subscribe(full, "group", timeout=SOON, type=SubscriptionType.FAILOVER)
+            partition = PulsarPartition(key, full, consumer, True, 100)
+            partition.arrive(None, BEGIN)
+            context = PulsarAckContext("group", False, {key: partition}, threading.Lock())
+            end(0, 1, 2, by=ready.abort, ended=EndResult.ABORTED)
+            end(0, 1, 2, by=ready.commit, ended=EndResult.UNCLEAR)
+            end(0, 2, by=ready.commit, ended=EndResult.COMMITTED)
+            end(1, by=ready.commit, ended=EndResult.COMMITTED)
+            end(1, 0, 2, by=ready.commit, ended=EndResult.COMMITTED)
+            acks = [frame.fields for frame in broker.wait_for("ack", 26)]
+    whole = [at for at, ack in enumerate(acks) if not ack["message_id"][0].get("ack_set")]
+    assert whole == [18, 25]  # each part takes two commands, one of them for the extra index
+    assert all(acks[at]["message_id"][0]["entry_id"] == 3 and "txnid_least_bits" not in acks[at] for at in whole)
 
 
 def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypatch: pytest.MonkeyPatch) -> None:

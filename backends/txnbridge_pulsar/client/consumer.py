@@ -20,7 +20,16 @@ from .connection import BrokerConnection
 from .deadline import ClientDeadline
 from .errors import BrokerConnectionLost, Closed, PulsarError
 from .frames import command
-from .ids import EARLIEST, MessageId, TxnId, cumulative_ack_fields, individual_ack_fields, message_id, position_fields
+from .ids import (
+    EARLIEST,
+    MessageId,
+    TxnId,
+    cumulative_ack_fields,
+    extra_index_ack_fields,
+    individual_ack_fields,
+    message_id,
+    position_fields,
+)
 from .inbox import Inbox
 from .lookup import Lookup
 from .pending_response import Response
@@ -222,6 +231,9 @@ class PulsarConsumer:
             return None
         if not self._options.durable and not self._is_after_start(entry):
             return None
+        if entry.is_acknowledged and self._options.durable and self._options.ordered:
+            with suppress(PulsarError):
+                self._acknowledge_extra_index(entry.id, entry.count)
         id, chunk = entry.id, entry.chunk
         # The limit for a message in chunks does not depend on the number of consumers that share the inbox.
         whole = entry if chunk is None else self._chunks.add(entry, chunk, self.inbox.max_bytes)
@@ -300,8 +312,37 @@ class PulsarConsumer:
         errors of `acknowledge`.
         """
         deadline = ClientDeadline(timeout)
-        commands = _commands(individual_ack_fields(ids), in_transaction=txn is not None)
+        ids = list(ids)
+        extra_index = txn is not None and self._options.ordered
+        if extra_index:
+            for id in {id[:2]: id for id in ids if id.batch_index >= 0}.values():
+                self._acknowledge_extra_index(id, id.batch_size)
+        commands = _commands(individual_ack_fields(ids, extra_index), in_transaction=txn is not None)
         return [self._acknowledge(_INDIVIDUAL, command, txn, deadline) for command in commands]
+
+    def _acknowledge_extra_index(self, id: MessageId, size: int) -> None:
+        """Acknowledge the extra index of an entry, outside of transactions and without an answer.
+
+        A broker compares the acknowledgements of transactions with the pending acks of an entry, except if all indexes
+        of the entry are pending or acknowledged (hazard H89). Transactions therefore name an extra index in each batch
+        of which they acknowledge a part, and do not acknowledge it. Outside of transactions it is acknowledged in the
+        subscription's cursor only, on exclusive and failover subscriptions; without it the broker would keep the entry
+        as unacknowledged. A cursor without indexes ignores this ACK, and needs `acknowledge_entries` once the entry's
+        transactions are committed. The command may be repeated. If it gets lost, the broker redelivers the entry, from
+        which all messages are left out.
+        """
+        self._post_ack([extra_index_ack_fields(id, size)])
+
+    def acknowledge_entries(self, ids: Iterable[MessageId]) -> None:
+        """Acknowledge whole entries outside of transactions, without an answer. Raise `BrokerConnectionLost` if the
+        consumer is lost.
+        """
+        entries = [MessageId(ledger, entry) for ledger, entry in dict.fromkeys(id[:2] for id in ids)]
+        for fields in _commands(individual_ack_fields(entries), in_transaction=False):
+            self._post_ack(fields)
+
+    def _post_ack(self, ids: Sequence[Fields]) -> None:
+        self._open_connection().post(command("ack", consumer_id=self._id, ack_type=_INDIVIDUAL, message_id=ids))
 
     def acknowledge_up_to(self, id: MessageId, txn: TxnId | None = None, *, timeout: float) -> None:
         """Acknowledge all messages up to and including this one, on an exclusive or failover subscription.

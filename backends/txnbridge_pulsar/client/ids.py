@@ -81,9 +81,10 @@ def position_fields(id: MessageId) -> Fields:
     return fields
 
 
-def individual_ack_fields(ids: Iterable[MessageId]) -> list[Fields]:
+def individual_ack_fields(ids: Iterable[MessageId], extra_index: bool = False) -> list[Fields]:
     """Return MessageIdData for ACK commands, one for each entry. If only some messages of a batch are acknowledged,
-    bits name the messages that stay unacknowledged.
+    bits name the messages that stay unacknowledged. With `extra_index` such a batch has one more index after its last
+    message, which stays unacknowledged (hazard H89).
 
     An id that has a batch size and no index means the whole batch. Such an id is sent without bits, but with the batch
     size, because the broker counts by that size. The bits describe only this acknowledgement, because earlier
@@ -104,11 +105,17 @@ def individual_ack_fields(ids: Iterable[MessageId]) -> list[Fields]:
     for entry, acked in indexes.items():
         fields: Fields = {"ledger_id": entry[0], "entry_id": entry[1]}
         if acked:
-            size = sizes[entry]
-            fields["ack_set"] = [] if len(acked) == size else ack_set(size, acked)
+            is_whole = len(acked) == sizes[entry]
+            size = sizes[entry] + (extra_index and not is_whole)
+            fields["ack_set"] = [] if is_whole else ack_set(size, acked)
             fields["batch_size"] = size
         acks.append(fields)
     return acks
+
+
+def extra_index_ack_fields(id: MessageId, size: int) -> Fields:
+    """Return the MessageIdData that acknowledges the extra index of an entry's batch, and none of its messages."""
+    return {"ledger_id": id.ledger, "entry_id": id.entry, "ack_set": ack_set(size, ())}
 
 
 def cumulative_ack_fields(id: MessageId) -> Fields:

@@ -146,6 +146,13 @@ class ReceivedEntry:
         return max(1, len(delivered_indexes(self._index_words))) if self._index_words else self.count
 
     @property
+    def is_acknowledged(self) -> bool:
+        """Return whether all messages of a batch are acknowledged, or pending acks of open transactions."""
+        if not self._index_words or not self.is_batch:  # the size of an unreadable batch is not known
+            return False
+        return not any(index < self.count for index in delivered_indexes(self._index_words))
+
+    @property
     def txn(self) -> TxnId | None:
         if "txnid_least_bits" not in self.metadata or "txnid_most_bits" not in self.metadata:
             return None

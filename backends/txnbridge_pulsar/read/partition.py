@@ -47,6 +47,9 @@ class AckedMessages:
 # acknowledged it, or retention has removed it.
 _MAX_REPEATED_REDELIVERIES = 5
 
+# Entries whose committed parts are kept, besides the outstanding entries. Another transaction may acknowledge the rest.
+_MAX_COMMITTED_IN_PART = 1000
+
 
 class PulsarPartition:
     """A reader's state for one partition: the received entries, the next position, and the outstanding messages.
@@ -83,6 +86,7 @@ class PulsarPartition:
         self._rest_of: wire.ReceivedEntry | None = None
         self._outstanding: _Bits = {}
         self._acked: list[AckedMessages] = []
+        self._committed: _Bits = {}  # parts of entries that committed transactions have acknowledged
         self._sizes: dict[_EntryId, int] = {}  # batch sizes of outstanding entries
         # Chunk ids of outstanding messages that came in chunks.
         self._parts: dict[_EntryId, tuple[wire.MessageId, ...]] = {}
@@ -107,6 +111,7 @@ class PulsarPartition:
         """Start a new assignment of this partition to the reader, at the position `first`."""
         self.source, self.next = source, first
         self.assignment = object()
+        self._committed.clear()  # the subscription may have been reset
         self.is_assigned = True
 
     def leave(self) -> None:
@@ -378,6 +383,22 @@ class PulsarPartition:
         """
         self.refused += ids
         self._forget(acked)
+
+    def committed(self, ids: Sequence[wire.MessageId]) -> list[wire.MessageId]:
+        """Note that a transaction which has acknowledged `ids` was committed. Return the entries that are acknowledged
+        in parts, and of which committed transactions have by now acknowledged all messages.
+        """
+        complete = []
+        for id in ids:
+            if id.batch_index >= 0:
+                bits = self._committed.pop(id[:2], 0) | 1 << id.batch_index
+                if bits.bit_count() == id.batch_size:
+                    complete.append(id)
+                else:
+                    self._committed[id[:2]] = bits
+        while len(self._committed) > _MAX_COMMITTED_IN_PART + len(self._outstanding):
+            del self._committed[next(iter(self._committed))]
+        return complete
 
     def _forget(self, acked: AckedMessages) -> None:
         if acked in self._acked:

@@ -8,6 +8,8 @@ A writer gets a `PulsarAckContext` from a reader, and calls it in this order:
     sent = context.acknowledge(txn, positions, deadline) # sends without waiting
     ...
     sent.settle(deadline)                                # before COMMIT, and before ABORT even if it raises
+    ...
+    sent.acknowledge_committed_entries()                 # after COMMIT, if the transaction is known to be committed
 
 Acknowledgements are individual, and by batch index inside entries. A cumulative acknowledgement in a transaction makes
 the broker skip individual ones on the same subscription, and does nothing on shared subscriptions. If an answer is
@@ -38,6 +40,7 @@ class _PartitionAcks:
 
     partition: PulsarPartition
     assignment: object
+    generation: int
     txn: wire.TxnId
     ids: Sequence[wire.MessageId]
     acked: AckedMessages
@@ -77,7 +80,9 @@ class PulsarAckContext:
             for partition, given in partitions.items():
                 partition.check_outstanding(given)
             taken = [
-                _PartitionAcks(partition, partition.assignment, txn, *partition.acknowledge(given))
+                _PartitionAcks(
+                    partition, partition.assignment, partition.consumer.generation, txn, *partition.acknowledge(given)
+                )
                 for partition, given in partitions.items()
             ]
         return SentAcks(taken, self._subscription, self._shared, self._guard, deadline)
@@ -147,6 +152,23 @@ class SentAcks:
             if each.given_up:
                 with suppress(wire.BrokerConnectionLost):
                     each.partition.consumer.redeliver(each.given_up)
+
+    def acknowledge_committed_entries(self) -> None:
+        """Acknowledge entries whole, outside of transactions and without waiting, if committed transactions have
+        acknowledged all of their messages in parts.
+
+        With `acknowledgmentAtBatchIndexLevelEnabled=false` brokers keep such entries in the backlog otherwise, because
+        the transactions leave the entries' extra index unacknowledged (hazard H89). In other cases this ACK repeats
+        what the broker knows. Shared subscriptions have no extra index. If the consumer was reopened since, nothing is
+        sent, because the subscription may have been reset and may have to deliver the entries again.
+        """
+        if self._shared:
+            return
+        with self._guard:
+            for each in self._sent:
+                if each.partition.consumer.generation == each.generation:
+                    with suppress(wire.PulsarError):
+                        each.partition.consumer.acknowledge_entries(each.partition.committed(each.ids))
 
     def acks_by_batch_index(self) -> Iterator[tuple[str, wire.MessageId]]:
         """On a shared subscription, yield topic and id of each message acknowledged by its index in a batch."""

@@ -377,6 +377,8 @@ class PulsarWriter(Writer):
             for sent in self._acks:  # the transaction may have been aborted
                 sent.drop_rest_of_entries()
             raise
+        for sent in self._acks:
+            sent.acknowledge_committed_entries()
         self._finish()
 
     def _participants(self, deadline: Deadline) -> list[Participant]:
