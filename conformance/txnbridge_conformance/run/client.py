@@ -1,4 +1,4 @@
-"""`Client`: the recording client of one process of a run, and `KillAt`, by which a process kills itself."""
+"""`Client`: the recording client of one process of a run; `KillAt` and `PauseAt`, by which it attacks itself."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ _RESULTS: dict[Outcome, Result] = {Outcome.COMMITTED: "ok", Outcome.ABORTED: "fa
 
 _FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 
+# The share of events at which a process with `PauseAt` pauses, and the longest pause in seconds. In it another process
+# can open a transactional id, and a short lease ends.
+_PAUSE_SHARE, _LONGEST_PAUSE = 0.01, 4.0
+
 
 class KillAt:
     """A plug-in that kills its process at the n-th of its events, not counting events named in `tried`.
@@ -66,6 +70,26 @@ class KillAt:
             if self._left == 0:
                 self._recorder.fault(f"kill at {name}", self._process, "begin")
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+class PauseAt:
+    """A plug-in that pauses the calling thread at random events, and records each pause as a fault.
+
+    So something else happens between two steps of a call, which a pause of the whole process seldom hits. It does not
+    pause at single messages, of which there are many: a workload pauses between them itself.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._random = random.Random(client.random.random())  # of its own, because threads have events at any time
+
+    @hookimpl
+    def txnbridge_event(self, event: Event) -> None:
+        if event.name != "message.send" and self._random.random() < _PAUSE_SHARE:
+            fault = f"pause at {event.name}/{event.phase}", self._client.process
+            self._client.recorder.fault(*fault, "begin")
+            self._client.stop.wait(self._random.uniform(0, _LONGEST_PAUSE))
+            self._client.recorder.fault(*fault, "end")
 
 
 @dataclass

@@ -97,7 +97,8 @@ class Process:
         """Return the event at which the process killed itself, by its history's last line; None if it did not."""
         with suppress(OSError, ValueError, IndexError):
             last = json.loads((Path(self._plan.folder) / f"{self.name}.jsonl").read_bytes().splitlines()[-1])
-            return str(last.get("fault", "")).removeprefix("kill at ") or None
+            kind, _, event = str(last.get("fault", "")).partition(" at ")
+            return event if kind == "kill" else None
         return None
 
     def _has_connected(self) -> bool:

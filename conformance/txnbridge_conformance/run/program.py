@@ -2,7 +2,7 @@
 
 The process works until SIGTERM, and records each call in its history. With N above 0 the process kills itself at the
 N-th event of txnbridge, not counting events named in TRIED (separated by commas). So the kills of a run reach one event
-after the other.
+after the other. Half of the other processes pause at random events.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from txnbridge import plugins
 from txnbridge.errors import TxnBridgeError
 from txnbridge_conformance.history import Recorder
 from txnbridge_conformance.run import raw_rocketmq
-from txnbridge_conformance.run.client import Client, KillAt
+from txnbridge_conformance.run.client import Client, KillAt, PauseAt
 from txnbridge_conformance.run.plan import Plan
 from txnbridge_conformance.run.processes import end_with
 from txnbridge_conformance.run.workloads import WORK
@@ -44,6 +44,8 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the shell reaches the run, which ends its processes
         if int(number):
             plugins.register(KillAt(int(number), tried.split(","), recorder, process), "kill-at")
+        elif client.random.random() < 0.5:  # not always: with a listener, the quick way of sending is not taken
+            plugins.register(PauseAt(client), "pause-at")
         work = raw_rocketmq.sell if plan.raw and role == "sell" else WORK[role]
         while not client.stop.is_set():
             try:

@@ -7,7 +7,6 @@ from typing import Any
 
 from txnbridge_rocketmq.half_store import RocketMQHalfStore
 from txnbridge_rocketmq.outcome import check_back, end_transaction, outcome
-from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.read.reader import RocketMQReader
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json
@@ -39,19 +38,10 @@ def publishes_at_once() -> None:
     replace(RocketMQWriter, "_store", make)
 
 
-@ROCKETMQ.mutant("unseen", "lost-write", workload="transactions")
-def aborts_what_is_undecided() -> None:
-    """The answer to a check-back is ABORT if the decision log has no decision yet (hazard H66)."""
-
-    def make(settle: Callable[..., bool]) -> Any:
-        def answer(self: CheckBackHandler, transaction: str, halves: Sequence[Any], deadline: Deadline) -> bool:
-            return self._decided(transaction, halves[0], deadline) is None or settle(
-                self, transaction, halves, deadline
-            )
-
-        return answer
-
-    replace(CheckBackHandler, "_settle", make)
+@ROCKETMQ.mutant("lost-prepare", workload="transactions")
+def aborts_before_the_deadline() -> None:
+    """A check-back lets an undecided transaction be aborted before its deadline (hazard H67)."""
+    replace(check_back, "is_over", lambda _: lambda *_: True)
 
 
 @ROCKETMQ.mutant("duplicate", workload="transactions", needs="rocketmq")
@@ -67,7 +57,7 @@ def publishes_without_a_look() -> None:
     replace(HalfEnder, "publish", lambda _: publish)
 
 
-@ROCKETMQ.mutant("torn-transaction", "unseen", "outcome-lie", "G1a", workload="transactions")
+@ROCKETMQ.mutant("torn-transaction", "unseen", "outcome-lie", "G1a", workload="transactions", seconds=60)
 def commits_without_a_record() -> None:
     """A commit of a transaction without acknowledgements is not written to the decision log (hazard H66)."""
 
