@@ -365,10 +365,11 @@ class Relay(Service):
         opened = False
         while not self._stop.asked and not self._connection.closed:
             try:
-                if not opened:
+                if opened:
+                    worked = self._work()
+                else:
                     self._store.open(self._look_deadline())
-                    opened = True
-                worked = self._work()
+                    worked = opened = True
             except (EvidenceLost, InvalidToken) as error:
                 self._failing_since = self._failing_since or float("-inf")
                 _log.error("the relay stands still until `txnbridge relay end-batch` is called: %s", error)
@@ -378,6 +379,8 @@ class Relay(Service):
             except TxnBridgeError as error:
                 if self._connection.closed:
                     return
+                if not opened and isinstance(error, InvalidOption):  # a database that is not suitable stays so
+                    raise
                 self._failing_since = self._failing_since or time.monotonic()
                 _log.warning("the %s retries in %.1f s: %s", self._name, pause, error)
                 self._stop.sleep(pause)
