@@ -62,6 +62,7 @@ class Settling:
         self._replace_dead = replace_dead
         # RocketMQ asks the plain clients that stored a half message, so these run until nothing is asked any more.
         self._answerers = ("sell",) if raw else ()
+        self._topics = frozenset(self._plan.topics)
         self._next_look = 0.0
         self._left = 0  # the number of messages that a group has not read
 
@@ -78,14 +79,14 @@ class Settling:
                 "aborted transactions are still open",
                 _ABORTING_SECONDS,
             )
-            self._await(self._nothing_open, "transactions of the run are still open")
+            self._await(self._ended_all(), "transactions of the run are still open")
         groups = self._plan.groups(self._roles)
         drained = [self._wait(functools.partial(self._is_drained, group, self._sent(history))) for group in groups]
         self._stop((*_MEMBERS, "watch"))
         for group, failure in zip(groups, drained, strict=True):
             self._note_drained(group, failure)
         self._finish_all(read_history([self._plan.folder]), _ONLY_COMMIT)
-        self._await(self._nothing_open, "transactions of groups are still open")
+        self._await(self._ended_all(), "transactions of groups are still open")
 
     def _await(self, condition: Callable[[], bool], what: str, seconds: float = _SETTLING_SECONDS) -> None:
         """Wait until a condition is true, for `seconds` at most. Record the wait and its result in the history.
@@ -135,12 +136,23 @@ class Settling:
                 del left[transaction]
         return not left
 
-    def _nothing_open(self) -> bool:
-        """Return whether the broker lists no open transaction on the run's topics, or cannot list transactions."""
-        if not self._bridge.capabilities[Capability.LIST_OPEN]:
-            return True
-        topics = {topic for each in self._bridge.admin.transactions() for topic, _ in each.partitions}
-        return topics.isdisjoint(self._plan.topics)
+    def _ended_all(self) -> Callable[[], bool]:
+        """Return a condition: all transactions that were open on the run's topics when it was first asked have ended.
+
+        Members of groups may still work, and have begun others since.
+        """
+        left: set[str] | None = None
+
+        def ended() -> bool:
+            nonlocal left
+            if not self._bridge.capabilities[Capability.LIST_OPEN]:
+                return True
+            listed = self._bridge.admin.transactions()
+            now = {each.transaction for each in listed if not self._topics.isdisjoint(t for t, _ in each.partitions)}
+            left = now if left is None else left & now
+            return not left
+
+        return ended
 
     def _ended_is_closed(self, history: History) -> bool:
         """Return whether the broker lists no transaction as open that its process has aborted."""
