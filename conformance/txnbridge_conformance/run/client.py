@@ -44,7 +44,7 @@ _FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 
 # The share of events at which a process with `PauseAt` pauses, and the longest pause in seconds. In it another process
 # can open a transactional id, and a short lease ends.
-_PAUSE_SHARE, _LONGEST_PAUSE = 0.01, 4.0
+_PAUSE_SHARE, _LONGEST_PAUSE = 0.002, 4.0
 
 
 class KillAt:
@@ -73,7 +73,7 @@ class KillAt:
 
 
 class PauseAt:
-    """A plug-in that pauses the calling thread at random events, and records each pause as a fault.
+    """A plug-in that pauses the calling thread at random events until the run settles, and records each as a fault.
 
     So something else happens between two steps of a call, which a pause of the whole process seldom hits. It does not
     pause at single messages, of which there are many: a workload pauses between them itself.
@@ -81,11 +81,12 @@ class PauseAt:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self._plan = client.plan
         self._random = random.Random(client.random.random())  # of its own, because threads have events at any time
 
     @hookimpl
     def txnbridge_event(self, event: Event) -> None:
-        if event.name != "message.send" and self._random.random() < _PAUSE_SHARE:
+        if event.name != "message.send" and self._random.random() < _PAUSE_SHARE and not self._plan.closing.exists():
             fault = f"pause at {event.name}/{event.phase}", self._client.process
             self._client.recorder.fault(*fault, "begin")
             self._client.stop.wait(self._random.uniform(0, _LONGEST_PAUSE))
