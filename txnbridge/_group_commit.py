@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -105,6 +105,7 @@ class GroupCommit:
 
     def take(self, parameters: Begin) -> TakenWriter:
         """Return a gathered transaction, or take a writer if few transactions are open."""
+        self.writers.clear_abandoned()
         transactions = self.writers.open_transactions
         try:
             transactions.add(parameters.transaction)
@@ -181,20 +182,20 @@ class GroupCommit:
             for member in members:
                 member.end(shared, error)
 
-    def _gather(self, member: Member | None, members: list[Member]) -> None:
+    def _gather(self, first: Member, members: list[Member]) -> None:
         """Add members that have joined, in their order, while there is room for another one."""
         messages, size = self._batch_messages, self._batch_bytes
-        try:
-            while True:
-                if member is not None and member.claim():
+        member: Member | None = first
+        with suppress(Empty):
+            while member is not None:
+                if member.claim():
                     members.append(member)
                     messages -= len(member.kept)
                     size -= member.bytes
                 if messages < self.member_messages or size < self.member_bytes:
                     return
                 member = self._joined.get_nowait()
-        except Empty:
-            pass
+            self._joined.put(None)  # the thread is to end after this batch
 
     def _commit(self, shared: SharedTransaction, members: Sequence[Member]) -> None:
         places = set()
@@ -408,7 +409,8 @@ class Member(TakenWriter, Writer):
         if self.writer is None:
             if deadline.expired:
                 raise TransactionTimedOut(f"transaction {self.parameters.transaction} was not ended by its deadline")
-            if deadline.left() >= self._group.least_seconds and self._commit_in_batch(deadline):
+            alone = deadline.left() < self._group.least_seconds or self._writers.loses_answers
+            if not alone and self._commit_in_batch(deadline):
                 return
         self._promoted()
         self.open = False

@@ -45,6 +45,11 @@ class Writers:
         """The number of writers in use."""
         return self._turns.busy
 
+    @property
+    def loses_answers(self) -> bool:
+        """Return whether the testing kit decides the outcome of the next commit."""
+        return self.commit is not _commit
+
     def open(self, deadline: Deadline) -> None:
         """Open all writers at once, because opening the transactional id fences its older owner.
 
