@@ -195,7 +195,7 @@ def test_a_bridge_out_of_writers_makes_the_next_transaction_wait_no_longer_than_
     connect: Connect, topic: str
 ) -> None:
     bridge = connect(writers=1)
-    with bridge.transaction() as txn:
+    with bridge.transaction(alone=True) as txn:
         txn.send(topic, b"hello")
         begun = time.monotonic()
         with pytest.raises(DeadlineExceeded):
