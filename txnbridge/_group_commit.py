@@ -14,7 +14,8 @@ transactions gather meanwhile; there is no timer.
 | member            | the outcome of the shared transaction is unknown    | it is unknown, with the shared token   |
 | member            | the shared transaction is aborted                   | it is promoted, and commits alone      |
 
-So a member that the broker refuses fails alone. An error of the transactional id, `Fenced`, is true for all members.
+So acknowledgements are never shared (hazard H96), and a member that the broker refuses fails alone (hazard H97).
+`Fenced`, an error of the transactional id, is true for all members.
 """
 
 from __future__ import annotations
