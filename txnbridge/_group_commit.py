@@ -112,10 +112,10 @@ class GroupCommit:
             transactions.add(parameters.transaction)
             if len(transactions) > self._beyond:
                 return Member(self, parameters)
-        except BaseException:
+            return self.writers.take(parameters)
+        except BaseException:  # perhaps from a signal handler, before the writers know the transaction
             transactions.discard(parameters.transaction)
             raise
-        return self.writers.take(parameters)
 
     def close(self) -> None:
         """Ask the thread to end after the batches of members that have joined."""
