@@ -6,7 +6,18 @@ from importlib import import_module
 
 from benchmarks._harness import machine, make_parser, opened
 
-NAMES: tuple[str, ...] = ("send", "imports", "write", "read", "commit", "writers", "wakeup", "memory", "large_file")
+NAMES: tuple[str, ...] = (
+    "send",
+    "imports",
+    "write",
+    "read",
+    "commit",
+    "group_commit",
+    "writers",
+    "wakeup",
+    "memory",
+    "large_file",
+)
 NAMES += ("checker",)
 NAMES += (
     "kafka_write",
@@ -14,6 +25,7 @@ NAMES += (
     "kafka_read",
     "kafka_token",
     "kafka_small",
+    "kafka_group_commit",
     "kafka_process",
     "kafka_half_messages",
 )  # these start a broker

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from txnbridge_embedded.client.schema import PAGE_BYTES
 from txnbridge_embedded.client.store import CHECKPOINT_BYTES
@@ -42,9 +43,9 @@ def fresh(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def fresh_bridge(folder: Path) -> Iterator[txnbridge.Bridge]:
+def fresh_bridge(folder: Path, **settings: Any) -> Iterator[txnbridge.Bridge]:
     """A bridge to an empty file of the embedded broker, with its defaults: durability=full."""
-    with fresh(folder) as path, txnbridge.connect(url(path)) as bridge:
+    with fresh(folder) as path, txnbridge.connect(url(path), **settings) as bridge:
         yield bridge
 
 

@@ -13,8 +13,10 @@ import shutil
 import sqlite3
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -98,6 +100,35 @@ def in_turn(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Round]]:
 def as_turn(contender: Contender, settings: Settings) -> Turn:
     """A round as `alternate` makes them."""
     return lambda: _run(contender, settings.seconds, WALL)
+
+
+def by_threads(contenders: Sequence[Contender], seconds: float) -> Round:
+    """One round of all contenders at once, each on a thread of its own; a lap is one of any of them.
+
+    The round's units are the laps times the threads, so that its seconds for a unit are wall time.
+    """
+    ready = threading.Barrier(len(contenders))
+    laps: list[float] = []
+
+    def work(contender: Contender) -> None:
+        with contender() as lap:
+            lap()  # the first one opens what it needs; it does not count
+            ready.wait()
+            mine = _laps(lap, seconds)
+        laps.extend(mine)
+
+    with ThreadPoolExecutor(len(contenders)) as pool:
+        list(pool.map(work, contenders))
+    return Round(laps, len(laps) * len(contenders))
+
+
+def _laps(lap: Lap, seconds: float) -> list[float]:
+    laps: list[float] = []
+    until = WALL() + seconds
+    while (start := WALL()) < until:
+        lap()
+        laps.append(WALL() - start)
+    return laps
 
 
 def quantile(values: Sequence[float], part: float) -> float:

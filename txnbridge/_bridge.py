@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from txnbridge._admin import Admin
@@ -21,6 +22,7 @@ from txnbridge._consumer import Consumer
 from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline, check_times
 from txnbridge._decision_logs import DecisionLogs, LogProvider
+from txnbridge._group_commit import GroupCommit
 from txnbridge._messages import Message
 from txnbridge._plugins import plugins
 from txnbridge._publisher import Publisher
@@ -31,8 +33,8 @@ from txnbridge._transaction import Transaction
 from txnbridge._url import check_opening, find_backend, indirect, parse_url, resolve_options, unknown_option
 from txnbridge._writers import Writers
 from txnbridge.capabilities import Capabilities, Capability, Limits
-from txnbridge.errors import BackendMissing, InvalidOption
-from txnbridge.spi import Backend, Begin, Context, DecisionLog, Identity
+from txnbridge.errors import BackendMissing, InvalidOption, NotSupported
+from txnbridge.spi import Backend, Begin, Context, DecisionLog, Identity, Option
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -54,6 +56,10 @@ _LOOK_SECONDS = 0.01
 _CHECKS_SHARE = 0.5
 
 
+# The options of `connect` that the URL may have.
+_OPTIONS = {"group_commit": Option(bool, None, "whether small transactions of several threads share one")}
+
+
 def connect(
     url: str | None = None,
     *,
@@ -64,6 +70,7 @@ def connect(
     writers: int = 4,
     create_topics: int | None = None,
     decision_log: str | Engine | None = None,
+    group_commit: bool | None = None,
     **backend: Mapping[str, Any],
 ) -> Bridge:
     """Open a bridge to the broker at `url`, by default that of the environment variable `TXNBRIDGE_URL`.
@@ -71,7 +78,9 @@ def connect(
     `transactional_id` names one running instance of the program: opening the id fences its older owner and ends the
     transactions that this owner left open. `timeout` is the deadline of each call and each transaction in seconds;
     `hold` is how long a transaction may stay prepared after its deadline. At most `writers` transactions can be open at
-    once. A backend's own options are given in the URL's query or as a mapping under the backend's name, such as
+    the broker at once. `group_commit` is whether small transactions of several threads share one transaction of the
+    broker: None for the backend's default, True also for a transaction that is the only one. A backend's own options
+    are given in the URL's query or as a mapping under the backend's name, such as
     `connect(url, embedded={"durability": "normal"})`. `decision_log` is another store for the decision logs: a broker's
     URL, or a database as SQLAlchemy's URL or an `Engine`; it must be the same in all bridges of an application.
 
@@ -82,8 +91,10 @@ def connect(
     url = url or os.environ.get("TXNBRIDGE_URL")
     if not url:
         raise InvalidOption("connect() needs a URL, such as embedded:orders.db, or TXNBRIDGE_URL set to one")
-    check_opening(transactional_id, application, timeout, hold, writers, create_topics)
     address, options = parse_url(url)
+    if "group_commit" in options and group_commit is None:
+        ((_, group_commit),) = resolve_options(_OPTIONS, {"group_commit": options.pop("group_commit")}, "")[0].items()
+    check_opening(transactional_id, application, timeout, hold, writers, create_topics, group_commit)
     chosen = find_backend(address.scheme)
     for name, settings in backend.items():
         if name != chosen.name:
@@ -113,6 +124,7 @@ def connect(
             writers=writers,
             create_topics=create_topics,
             elsewhere=elsewhere,
+            group_commit=group_commit,
         )
     except BaseException:
         if elsewhere is not None:
@@ -152,6 +164,7 @@ class Bridge:
         writers: int,
         create_topics: int | None,
         elsewhere: LogProvider | None = None,
+        group_commit: bool | None = None,
     ) -> None:
         self._url = url
         self._hold = hold
@@ -185,6 +198,7 @@ class Bridge:
             try:
                 connection.broker = backend.open(url, ours, context, deadline)
                 try:
+                    self._group_commit = self._new_group_commit(group_commit, writers)
                     if identity.owned:
                         self._writers.open(deadline)
                 except BaseException:
@@ -195,6 +209,20 @@ class Bridge:
                 raise
         self._let_go = False
         _live.add(self)
+
+    def _new_group_commit(self, wanted: bool | None, writers: int) -> GroupCommit | None:
+        connection = self._connection
+        broker = connection.broker
+        if wanted and not broker.group_commit:
+            raise NotSupported(
+                "the transactions of several threads cannot share one on this broker (group_commit=True)"
+            )
+        if not (broker.group_commit if wanted is None else wanted):
+            return None
+        # Up to so many transactions are not gathered. Most brokers commit those of several writers side by side.
+        beyond = 0 if wanted else 1 if broker.commits_in_turn else writers
+        new_parameters = lambda: self._new_begin(None, False, None)  # noqa: E731
+        return GroupCommit(connection, self._writers, self._outcomes, new_parameters, beyond)
 
     # --- properties -----------------------------------------------------------------------------------------------
 
@@ -249,6 +277,7 @@ class Bridge:
         prepare: bool = False,
         hold: float | None = None,
         fingerprint: bool = False,
+        alone: bool = False,
     ) -> Transaction: ...
 
     @overload
@@ -263,6 +292,7 @@ class Bridge:
         prepare: bool = False,
         hold: float | None = None,
         fingerprint: bool = False,
+        alone: bool = False,
         db: SessionOrEngine | None = None,
         group: str | None = None,
     ) -> Transaction | BarrierTransaction:
@@ -271,6 +301,7 @@ class Bridge:
         With `prepare=True` the end of the block does not commit the transaction, but makes it durable, still invisible
         to readers: any process can commit or abort it by `txn.token` within `hold` seconds. `fingerprint=True` puts a
         checksum of the messages, independent of their order, into the token (this needs the package xxhash).
+        `alone=True` keeps the transaction from sharing one of the broker with other threads (group commit).
 
         With `db=`, an `Engine`, a `Session` or a sessionmaker of SQLAlchemy, the end of the block commits a transaction
         of this database and publishes the messages, both or neither:
@@ -288,8 +319,8 @@ class Bridge:
         connection = self._connection
         connection.check_open()
         if db is not None:
-            if prepare or hold is not None or fingerprint:
-                raise InvalidOption("db= goes with timeout= and group=, not with prepare=, hold= and fingerprint=")
+            if prepare or hold is not None or fingerprint or alone:
+                raise InvalidOption("db= goes with timeout= and group=, not with prepare=, hold=, fingerprint=, alone=")
             return self._open_barriers().transaction(db, group, timeout)
         if group is not None:
             raise InvalidOption("group= is for transactions with db=")
@@ -297,7 +328,10 @@ class Bridge:
         if fingerprint:
             _require_xxhash()
         with connection.events.step("transaction.begin", begin.transaction, prepare=prepare):
-            taken = self._writers.take(begin)
+            if self._group_commit is None or alone or prepare or fingerprint:
+                taken = self._writers.take(begin)
+            else:
+                taken = self._group_commit.take(begin)
             try:
                 taken.start()
             except BaseException:
@@ -408,7 +442,7 @@ class Bridge:
 
         return Processor(
             self._consumers,
-            self.transaction,
+            partial(self.transaction, alone=True),
             inputs,
             group=group,
             each=each,
@@ -466,7 +500,7 @@ class Bridge:
 
         with self._guard:
             if self._half_topics is None:
-                begin = lambda timeout: self.transaction(timeout=timeout)  # noqa: E731
+                begin = lambda timeout: self.transaction(timeout=timeout, alone=True)  # noqa: E731
                 self._half_topics = HalfTopicStore(self._consumers, begin, self._create_topics or 0, self._logs)
             return self._half_topics
 
@@ -610,6 +644,8 @@ class Bridge:
             self._end_calls(deadline)
             self._consumers.close(Deadline(min(deadline.left(), connection.timing.closing_polls)), deadline)
             self._writers.close()
+            if self._group_commit is not None:
+                self._group_commit.close()
             # The broker is closed before the decision logs, to which it may append what its publishers have stored.
             close_logging_errors(connection.broker.close, deadline)
             self._logs.close()
@@ -637,7 +673,7 @@ class Bridge:
                 unfinished = list(self._transactions)
             for transaction in unfinished:
                 self._abort_unfinished(transaction, deadline)
-            if not self._writers.busy and not connection.running_calls:
+            if not (self._writers.busy or self._writers.open_transactions or connection.running_calls):
                 return
             if deadline.expired:
                 break

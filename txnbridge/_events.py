@@ -32,6 +32,7 @@ EVENT_NAMES = (
     "decision.append",
     "decision.read",
     "commit",
+    "group.commit",
     "abort",
     "resolve",
     "status",

@@ -124,7 +124,7 @@ class Redrive:
                 foreign += letter is None
         moved = [] if self._in_place else others
         if chosen or moved:
-            with self._bridge.transaction() as txn:
+            with self._bridge.transaction(alone=True) as txn:
                 for message, letter in chosen:
                     self._send_original(txn, message, letter)
                 for message in moved:

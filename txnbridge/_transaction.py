@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -86,12 +87,11 @@ class Transaction(ConnectionUser):
     )
 
     def __init__(self, connection: Connection, taken: TakenWriter, outcomes: Outcomes, fingerprint: int | None) -> None:
-        assert taken.writer is not None
         self._connection = connection
         self._outcomes = outcomes
         self._taken = taken
-        self._writer = writer = taken.writer
-        self._begin = begin = taken.begin
+        self._writer = writer = taken.interface
+        self._begin = begin = taken.parameters
         self._prepare = begin.prepare
         self._events = connection.events
         self._state = State.OPEN
@@ -415,8 +415,8 @@ class Transaction(ConnectionUser):
         try:
             ask()
         except BaseException:
-            if self._state in (State.COMMITTING, State.ABORTING):
-                self._end_unknown()  # a signal handler's exception or a bug: the request may have been sent
+            if self._state in (State.COMMITTING, State.ABORTING):  # a signal handler's exception, or a bug
+                self._end_interrupted()
             elif self._state not in _UNFINISHED:
                 self._end(self._state)
             raise
@@ -425,7 +425,7 @@ class Transaction(ConnectionUser):
         self._taken.open = False
         self._state = State.COMMITTING
         try:
-            with self._events.step("commit", self.id):
+            with self._commit_step():
                 self._taken.commit(self._begin.deadline)
         except (TransactionAborted, Fenced):
             self._end(State.ABORTED)
@@ -440,6 +440,10 @@ class Transaction(ConnectionUser):
             raise
         else:
             self._end(State.COMMITTED)
+
+    def _commit_step(self) -> AbstractContextManager[object]:
+        """Return the event step of the commit."""
+        return self._events.step("commit", self.id)
 
     def _settle(self, error: OutcomeUnknown) -> None:
         """Ask the broker for the outcome after a commit without an answer, until the transaction's deadline.
@@ -490,8 +494,15 @@ class Transaction(ConnectionUser):
             raise
         self._end(State.PREPARED)
 
+    def _end_interrupted(self) -> None:
+        state = self._taken.state_after_interrupt()
+        if state is State.UNKNOWN:  # the request may have been sent
+            self._end_unknown()
+        else:
+            self._end(state)
+
     def _end_unknown(self) -> None:
-        self._token = self._outcomes.token_of(self._writer, self.id, prepared=False)
+        self._token = self._taken.token or self._outcomes.token_of(self._writer, self.id, prepared=False)
         self._end(State.UNKNOWN)
 
     def _end(self, state: State) -> None:

@@ -76,6 +76,7 @@ def check_opening(
     hold: object,
     writers: object,
     create_topics: object,
+    group_commit: object,
 ) -> None:
     """Raise `InvalidOption` for an argument of `connect` that is invalid on every broker."""
     for name, given in (("transactional_id", transactional_id), ("application", application)):
@@ -86,6 +87,8 @@ def check_opening(
         raise InvalidOption("writers is a whole number from 1")
     if create_topics is not None and (type(create_topics) is not int or create_topics < 0):
         raise InvalidOption("create_topics is a number of partitions from 0, which is to create none")
+    if group_commit not in (None, True, False):
+        raise InvalidOption("group_commit is True, False or None, the backend's default")
 
 
 def find_backend(scheme: str) -> Backend:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from txnbridge._connection import Connection, close_logging_errors
 from txnbridge._deadline import Deadline
 from txnbridge._fair_semaphore import FairSemaphore, Place
+from txnbridge._token import Token
+from txnbridge._transaction_state import State
 from txnbridge.errors import DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Begin, Ledger, Writer
 
@@ -32,13 +34,21 @@ class Writers:
         self._guard = threading.RLock()  # reentrant, because a signal handler may run while it is held
         self._idle: list[Writer] | None = None  # None: not opened yet, or closed
         self._doubtful: set[Writer] = set()  # writers that must be reopened before the next transaction
+        self._closed = False
         self._abandoned: deque[TakenWriter] = deque()  # writers of transactions that were garbage-collected unfinished
         self.commit: Callable[[Writer, Deadline], None] = _commit  # replaced by the testing kit, which loses answers
+        # The ids of transactions that have not ended, with those that wait for a writer. One call on a set is atomic.
+        self.open_transactions: set[str] = set()
 
     @property
     def busy(self) -> int:
         """The number of writers in use."""
         return self._turns.busy
+
+    @property
+    def loses_answers(self) -> bool:
+        """Return whether the testing kit decides the outcome of the next commit."""
+        return self.commit is not _commit
 
     def open(self, deadline: Deadline) -> None:
         """Open all writers at once, because opening the transactional id fences its older owner.
@@ -57,14 +67,17 @@ class Writers:
         finally:
             self._opening.release()
 
-    def take(self, begin: Begin) -> TakenWriter:
+    def take(self, begin: Begin, *, running: bool = False) -> TakenWriter:
         """Wait for a free writer until the transaction's deadline, and take it.
 
-        A transaction that will be prepared gets a new writer of its own.
+        A transaction that will be prepared gets a new writer of its own. With `running`, the call is part of a running
+        call, so it is not refused because the bridge is being closed.
         """
-        taken = TakenWriter(self, begin, self._turns.place())
+        place = self._turns.place()
+        taken = TakenWriter(self, begin, place)
         try:
-            self._wait_for_place(taken.place, begin.deadline)
+            self.open_transactions.add(begin.transaction)
+            self._wait_for_place(place, begin.deadline, running)
             self._choose(taken)
         except BaseException:
             taken.give_back(sound=False)
@@ -73,7 +86,9 @@ class Writers:
 
     def _choose(self, taken: TakenWriter) -> None:
         connection = self._connection
-        begin = taken.begin
+        begin = taken.parameters
+        if self._closed:
+            raise connection.refusal()
         if begin.prepare:
             with connection.events.step("writer.open", begin.transaction, prepare=True):
                 taken.writer = connection.broker.prepare_writer(connection.identity, self._ledger(), begin.deadline)
@@ -90,12 +105,13 @@ class Writers:
                 taken.writer.reopen(begin.deadline)
             self._doubtful.discard(taken.writer)
 
-    def _wait_for_place(self, place: Place, deadline: Deadline) -> None:
+    def _wait_for_place(self, place: Place, deadline: Deadline, running: bool) -> None:
         while True:
             self.clear_abandoned()
             # Wait in short steps: neither a transaction's garbage collection nor `close` wakes this thread.
             entered = place.enter(Deadline(min(deadline.left(), self._connection.timing.writer_checks)))
-            self._connection.check_open()
+            if not running:
+                self._connection.check_open()
             if entered:
                 return
             if deadline.expired:
@@ -109,7 +125,7 @@ class Writers:
         writer = taken.writer
         if writer is not None:
             with self._guard:
-                idle = None if taken.begin.prepare else self._idle
+                idle = None if taken.parameters.prepare else self._idle
                 if idle is not None:
                     if not sound:
                         self._doubtful.add(writer)
@@ -118,14 +134,15 @@ class Writers:
             if idle is None:  # the writer was made for this transaction alone, or the bridge is closed
                 close_logging_errors(writer.close)
                 taken.writer = None
-        taken.place.leave()
+        if taken.place is not None:
+            taken.place.leave()
 
     def _leave_behind(self, taken: TakenWriter) -> None:
         """Keep the writer of a garbage-collected transaction for `clear_abandoned`.
 
         The garbage collector calls this, so it takes no lock.
         """
-        left = TakenWriter(self, taken.begin, taken.place)
+        left = TakenWriter(self, taken.parameters, taken.place)
         left.writer, left.open = taken.writer, taken.open
         self._abandoned.append(left)
 
@@ -137,7 +154,7 @@ class Writers:
                 taken = self._abandoned.popleft()
             except IndexError:
                 return
-            transaction = taken.begin.transaction
+            transaction = taken.parameters.transaction
             sound = False
             try:
                 if taken.open and taken.writer is not None:
@@ -152,6 +169,7 @@ class Writers:
     def close(self) -> None:
         """Close the free writers; a writer that is still in use is closed when it is given back."""
         with self._guard:
+            self._closed = True
             idle, self._idle = self._idle or [], None
         for writer in idle:
             close_logging_errors(writer.close)
@@ -163,25 +181,36 @@ class TakenWriter:
     If an exception from a signal handler keeps the writer from being given back, `__del__` gives it back.
     """
 
-    __slots__ = ("_writers", "begin", "open", "place", "writer")
+    __slots__ = ("_writers", "open", "parameters", "place", "token", "writer")
 
-    def __init__(self, writers: Writers, begin: Begin, place: Place) -> None:
+    def __init__(self, writers: Writers, parameters: Begin, place: Place | None) -> None:
         self._writers = writers
-        self.begin = begin
+        self.parameters = parameters
         self.place = place
         self.writer: Writer | None = None
         self.open = False  # True from the transaction's begin until a request to end it is sent
+        self.token: Token | None = None  # that of the shared transaction, if the outcome of a group commit is unknown
+
+    @property
+    def interface(self) -> Writer:
+        """The writer that the transaction calls."""
+        assert self.writer is not None
+        return self.writer
 
     def start(self) -> None:
         """Begin the transaction on its writer."""
         assert self.writer is not None
-        self.writer.begin(self.begin)
+        self.writer.begin(self.parameters)
         self.open = True
 
     def commit(self, deadline: Deadline) -> None:
         """Commit the transaction on its writer."""
         assert self.writer is not None
         self._writers.commit(self.writer, deadline)
+
+    def state_after_interrupt(self) -> State:
+        """Return the transaction's state after an exception interrupted the request to end it."""
+        return State.UNKNOWN
 
     def give_back(self, sound: bool) -> None:
         """Return the writer to the pool, so that the next waiting thread can use it. Safe to repeat.
@@ -190,6 +219,7 @@ class TakenWriter:
         """
         self.open = False
         self._writers._give_back(self, sound)
+        self._writers.open_transactions.discard(self.parameters.transaction)
 
     def __del__(self) -> None:
         if getattr(self, "writer", None) is not None:

@@ -51,6 +51,7 @@ _NO_LISTENER_SECONDS = 1.0
 class KafkaBroker(Broker):
     """A bridge's connection to a Kafka cluster. It makes the bridge's writers, readers and publishers."""
 
+    group_commit = True
     notices_renewed_topics_late = True
 
     def __init__(self, settings: KafkaSettings, context: Context, deadline: Deadline) -> None:

@@ -327,6 +327,8 @@ def _fields(line: dict[str, Any]) -> dict[str, Any]:
     for name in ("deadline", "hold"):
         if name in line and type(line[name]) not in (int, float):
             raise ValueError(f"{name} is a number of seconds, not {line[name]!r}")
+    if type(line.get("thread", 0)) is not int:
+        raise ValueError(f"thread is the number of a thread, not {line['thread']!r}")
     if line.get("session") is not None and line.get("owner") is None:
         raise ValueError("a session needs the transactional id of its owner")
     return line

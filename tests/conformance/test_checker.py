@@ -379,6 +379,11 @@ def test_sends_out_of_order_are_found_and_a_message_between_two_is_told():
     story.read("2", "1")
     assert story.found() == ["nonmonotonic-send", "G0-realtime"]
     story = Story()
+    story.txn("a", "1", thread=1)
+    story.txn("a", "2", thread=2)
+    story.read("2", "1")
+    assert story.found() == ["G0-realtime"]
+    story = Story()
     story.txn("a", "1", "3")
     story.txn("b", "2")
     story.read("1", "2", "3")

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.core.toy import ToyBackend, ToyBroker, ToyWriter, connect_toy
+from tests.core.toy import SlowWriter, ToyBackend, ToyBroker, ToyWriter, connect_toy
 from tests.in_time import within
 from txnbridge import (
     Abort,
@@ -510,19 +510,6 @@ def test_a_block_whose_bridge_was_closed_meanwhile_does_not_end_as_if_it_had_com
         with pytest.raises(InvalidState, match="closed"):
             txn.send("t", b"1")
     assert txn.outcome is Outcome.ABORTED
-
-
-class SlowWriter(ToyWriter):
-    """Its commit lasts until it may end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.may_end = threading.Event(), threading.Event()
-
-    def commit(self, deadline: Deadline) -> None:
-        self.begun.set()
-        assert self.may_end.wait(60)
-        super().commit(deadline)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -103,6 +104,19 @@ class ToyWriter(Writer):
 
     def close(self) -> None:
         self._call("close")
+
+
+class SlowWriter(ToyWriter):
+    """Its commit lasts until it may end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def commit(self, deadline: Deadline) -> None:
+        self.begun.set()
+        assert self.may_end.wait(60)
+        super().commit(deadline)
 
 
 class ToyReader(Reader):
@@ -255,4 +269,4 @@ def connect_toy(backend: ToyBackend | None = None, **options: Any) -> tuple[Brid
     return bridge, backend.brokers[-1]
 
 
-__all__ = ["Decision", "ToyBackend", "ToyBroker", "ToyReader", "ToyWriter", "connect_toy"]
+__all__ = ["Decision", "SlowWriter", "ToyBackend", "ToyBroker", "ToyReader", "ToyWriter", "connect_toy"]

@@ -1,4 +1,4 @@
-"""Checks of order: each process sends and receives the messages of a partition in the partition's order."""
+"""Checks of order: each thread sends and receives the messages of a partition in the partition's order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ranks(tables: Tables, fate: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class _Steps:
-    """A table of pairs of values that a process sent, or received, one directly after the other in a partition."""
+    """A table of pairs of values that a thread sent, or received, one directly after the other in a partition."""
 
     before: Numbers
     after: Numbers
@@ -134,11 +134,15 @@ def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
 
 
 def _steps(tables: Tables, rank: Numbers, operation: Numbers, key: Numbers, value: Numbers, span: Numbers) -> _Steps:
-    """Return the steps among these messages, in the order of time: within a process, a partition (`key`) and a span."""
-    process = np.array([each.process for each in tables.operations], np.int64)[operation]
-    rows = np.lexsort((np.arange(len(key)), span, key, process))
+    """Return the steps among these messages, in the order of time: within a thread, a partition (`key`) and a span."""
+    threads: dict[tuple[int, int], int] = {}
+    for each in tables.operations:
+        threads.setdefault((each.process, each.fields.get("thread", 0)), len(threads))
+    numbers = [threads[each.process, each.fields.get("thread", 0)] for each in tables.operations]
+    thread = np.array(numbers, np.int64)[operation]
+    rows = np.lexsort((np.arange(len(key)), span, key, thread))
     first, second = rows[:-1], rows[1:]
-    same = (process[first] == process[second]) & (key[first] == key[second]) & (span[first] == span[second])
+    same = (thread[first] == thread[second]) & (key[first] == key[second]) & (span[first] == span[second])
     first, second = first[same], second[same]
     before, after = rank[value[first]], rank[value[second]]
     delta = np.where((before == NONE) | (after == NONE), 1, after - before)

@@ -147,13 +147,16 @@ class Client:
         ack: tuple[str, Sequence[Message]] | None = None,
         timeout: float | None = None,
         pause: float = 0.0,
+        thread: int = 0,
     ) -> Transaction | None:
         """Run one transaction and record it. Return the transaction if it was committed or prepared, else None.
 
         `ack` is a group, and the messages to acknowledge for the group. The transaction pauses for `pause` seconds
-        before one of its steps or before its end.
+        before one of its steps or before its end. `thread` is the number of the calling thread, if there are several.
         """
-        call = self.start_transaction(**({"deadline": timeout} if timeout else {}))
+        call = self.start_transaction(
+            **({"deadline": timeout} if timeout else {}), **({"thread": thread} if thread else {})
+        )
         if ack is not None:
             call.poll([read_of(message) for message in ack[1]], ack[0])
         steps: list[Callable[[Transaction], None]] = [

@@ -7,6 +7,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge import Bridge, Capability, Consumer, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
 from txnbridge.errors import Poison, TxnBridgeError
@@ -20,6 +21,8 @@ _POISON_EVERY = 25
 _FAILURE_SHARE = 0.005
 # The newest part of the file of tokens, in bytes.
 _NEWEST_TOKENS = 20_000
+# The threads of the role "write" that share one bridge: more than its writers, so that they commit together.
+_THREADS = 4
 # The longest pause of most transactions: in it another owner can open the id, or the broker can be restarted.
 _LONGEST_PAUSE = 2.0
 # The share of tokens that the role "finish" puts off, and for how many seconds at most.
@@ -35,10 +38,16 @@ _DISPUTED_DEADLINE = 0.5
 
 
 def write(client: Client) -> None:
-    """Run random transactions without a transactional id: committed, aborted and prepared ones."""
+    """Run random transactions without a transactional id, in several threads: committed, aborted and prepared ones."""
     with client.bridge(writers=2) as bridge:
-        while not client.stop.wait(client.random.uniform(0, 0.02)):
-            _one(client, bridge, pauses=0.05)
+
+        def work(thread: int) -> None:
+            while not client.stop.wait(client.random.uniform(0, 0.02)):
+                _one(client, bridge, pauses=0.05, thread=thread)
+
+        threads = 1 if client.plan.raw else _THREADS
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, range(threads)))
 
 
 def own(client: Client) -> None:
@@ -50,7 +59,7 @@ def own(client: Client) -> None:
                 return  # open the id again
 
 
-def _one(client: Client, bridge: Bridge, pauses: float) -> bool:
+def _one(client: Client, bridge: Bridge, pauses: float, thread: int = 0) -> bool:
     """Run a transaction that randomly commits, aborts, prepares or fails before it is prepared.
 
     `pauses` is the share of transactions that pause. Return whether the transaction was committed or prepared.
@@ -63,7 +72,7 @@ def _one(client: Client, bridge: Bridge, pauses: float) -> bool:
     # A few come close to their deadline, or pass it: then brokers ask back, and the end is late.
     longest = client.plan.timeout * 1.1 if client.random.random() < 0.1 else _LONGEST_PAUSE
     pause = client.random.uniform(0, longest) if client.random.random() < pauses else 0.0
-    txn = client.transact(bridge, sends, abort=abort, prepare=prepare, pause=pause)
+    txn = client.transact(bridge, sends, abort=abort, prepare=prepare, pause=pause, thread=thread)
     client.publish_token(txn)
     return txn is not None
 

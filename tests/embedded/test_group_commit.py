@@ -1,0 +1,122 @@
+"""Group commit on the embedded broker: killed and interrupted anywhere, each transaction is there as a whole or not."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from txnbridge_embedded.broker import EmbeddedBroker
+from txnbridge_embedded.write.writer import PlainWriter
+
+import txnbridge
+from tests.interrupts import interrupted_everywhere
+from txnbridge import Bridge, Outcome, OutcomeUnknown, Status, TokenState, Transaction, _group_commit
+from txnbridge.spi import Deadline
+from txnbridge.testing import crash_everywhere, next_commit
+
+pytestmark = pytest.mark.filterwarnings("ignore:transaction .* was left unfinished:ResourceWarning")
+
+THREADS = 3
+
+
+@pytest.fixture
+def bridge(path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_group_commit, "_TOPIC_SECONDS", 60)
+    with txnbridge.connect(f"embedded:{path}", group_commit=True, timeout=60) as bridge:
+        bridge.ensure_topics("left", "right")
+        yield bridge
+
+
+def send(bridge: Bridge, name: str) -> Transaction:
+    with bridge.transaction() as txn:
+        for topic in ("left", "right"):
+            txn.send(topic, name.encode())
+    return txn
+
+
+def read(bridge: Bridge) -> tuple[Counter[bytes | None], Counter[bytes | None]]:
+    left, right = (Counter(m.value for m in bridge.read(topic, 1000)) for topic in ("left", "right"))
+    return left, right
+
+
+def send_by_threads(url: str) -> None:
+    with txnbridge.connect(url, group_commit=True, timeout=60) as bridge:
+        bridge.ensure_topics("left", "right")
+        send(bridge, "first")  # alone, so that the topics are known
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda _: send(bridge, os.urandom(8).hex()), range(THREADS)))
+
+
+def check_whole(url: str) -> None:
+    with txnbridge.connect(url) as bridge:
+        left, right = read(bridge)
+    assert left == right
+    assert THREADS <= sum(left.values()) - left[b"first"] <= 2 * THREADS
+
+
+def test_a_kill_at_any_event_leaves_each_transaction_whole_or_not_at_all():
+    events = {point.event for point in crash_everywhere(send_by_threads, check_whole, at_once=2)}
+    assert {"group.commit/before", "group.commit/after", "step:store/before", "step:store/after"} <= events
+
+
+def test_a_transaction_that_is_interrupted_anywhere_has_its_true_outcome(bridge: Bridge):
+    sent = 0
+    last: Transaction | None = None
+
+    def act() -> None:
+        nonlocal sent, last
+        sent, last = sent + 1, None
+        with bridge.transaction() as txn:
+            last = txn
+            for topic in ("left", "right"):
+                txn.send(topic, b"%d" % sent)
+
+    def recover() -> None:
+        if last is not None and last.outcome is None:  # the end of the block was interrupted before it began
+            last.abort()
+        outcome = None if last is None else last.outcome
+        if outcome is Outcome.UNKNOWN:
+            assert last is not None and last.token is not None
+            send(bridge, "next")  # reopens the writer, which makes it certain
+            outcome = Outcome(bridge.status(last.token).state.value)
+        left, right = read(bridge)
+        assert left == right
+        assert ((b"%d" % sent) in left) is (outcome is Outcome.COMMITTED)
+        assert not bridge._writers.open_transactions
+
+    send(bridge, "first")
+    assert interrupted_everywhere(act, recover) > 20
+
+
+@pytest.mark.parametrize(("happened", "state"), [(True, TokenState.COMMITTED), (False, TokenState.ABORTED)])
+def test_a_lost_answer_is_known_later_by_the_token(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch, happened: bool, state: TokenState
+):
+    send(bridge, "first")
+    commit = PlainWriter.commit
+
+    def lose_the_answer(writer: PlainWriter, deadline: Deadline) -> None:
+        if happened:
+            commit(writer, deadline)
+        else:
+            writer.abort(deadline)
+        raise OutcomeUnknown("the answer is lost")
+
+    with monkeypatch.context() as patch, pytest.raises(OutcomeUnknown) as caught:
+        patch.setattr(PlainWriter, "commit", lose_the_answer)
+        patch.setattr(EmbeddedBroker, "status", lambda *_: Status(TokenState.UNKNOWN))
+        with bridge.transaction(timeout=2) as txn:
+            txn.send("left", b"lost")
+    send(bridge, "next")  # reopens the writer, which makes it certain
+    assert txn.outcome is Outcome.UNKNOWN
+    assert bridge.status(caught.value.token or "").state is state
+    assert (b"lost" in read(bridge)[0]) is happened
+
+
+def test_the_testing_kit_loses_the_answer_of_one_transaction(bridge: Bridge):
+    send(bridge, "first")
+    with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as caught:
+        send(bridge, "lost")
+    assert bridge.status(caught.value.token or "").state is TokenState.COMMITTED
