@@ -18,6 +18,7 @@ from txnbridge_embedded.client.schema import OFFSET_BITS
 import txnbridge
 from tests.spark.kit import mostly_embedded, new_run, where_positions_are_numbers
 from txnbridge import Capability, InvalidOption, Message, NotFound, NotSupported, PositionLost
+from txnbridge._messages import columns_of
 from txnbridge.spi import NO_HEADERS
 
 pytest.importorskip("pyspark.sql", reason="needs PySpark")
@@ -459,7 +460,7 @@ def test_positions_of_any_kind_survive_a_checkpoint():
 
 def test_positions_of_more_than_a_number_have_a_column_of_their_own():
     messages = [Message("a", 2, (3, number, -1), None, b"v", NO_HEADERS, 0, 1, None) for number in range(2)]
-    found = _fetch.to_arrow(messages, headers=False)
+    found = _fetch.to_arrow(columns_of(messages), headers=False)
     assert found.column("position").to_pylist() == [[3, 0, -1], [3, 1, -1]]
     assert found.schema.names == [column.split()[0] for column in _fetch.columns((3, 0, -1), False).split(", ")]
     assert pa.types.is_int32(found.column("partition").type)
