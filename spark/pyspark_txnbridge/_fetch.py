@@ -26,25 +26,27 @@ _POLL_SECONDS = 0.02
 
 def read_range(options: SourceOptions, wanted: OffsetRange) -> Iterator[pa.RecordBatch]:
     """Yield a range's rows in order. Raise `PositionLost` for missing rows, unless failOnDataLoss is off."""
-    with _feeds.held(options, lambda: TopicFeed(options)) as feed:  # closed also if Spark stops reading early
+    topics = options.topics or (wanted.topic,)  # with subscribePattern each topic has a connection
+    key = options, topics
+    with _feeds.held(key, lambda: TopicFeed(options, topics)) as feed:  # closed also if Spark stops reading early
         if feed.has(wanted):
             yield from feed.read(wanted)
             return
-    _feeds.drop(options)  # the topic has more partitions now, or was recreated
-    with _feeds.held(options, lambda: TopicFeed(options)) as feed:
+    _feeds.drop(key)  # the topic has more partitions now, or was recreated
+    with _feeds.held(key, lambda: TopicFeed(options, topics)) as feed:
         yield from feed.read(wanted)
 
 
 class TopicFeed:
-    """A process's connection to a query's topics. All partitions are paused except the one that is being read."""
+    """A process's connection to topics of a query. All partitions are paused except the one that is being read."""
 
-    def __init__(self, options: SourceOptions) -> None:
+    def __init__(self, options: SourceOptions, topics: Sequence[str]) -> None:
         self._options = options
         self._bridge = connect(options)
         try:
-            self._topic_ids = self._bridge.admin.topic_ids(options.topics)
+            self._topic_ids = self._bridge.admin.topic_ids(topics)
             # The consumer starts at the end, so that it fetches nothing before a task names a position.
-            self._consumer = self._bridge.consumer(options.topics, start="latest")
+            self._consumer = self._bridge.consumer(topics, start="latest")
             self._consumer.pause()
         except BaseException:
             self._bridge.close()
