@@ -14,7 +14,7 @@ from txnbridge._bridge import Bridge, connect
 from txnbridge._consumer import Consumer
 from txnbridge._events import Event, EventLogger, JsonLinesRecorder
 from txnbridge._half_messages import HalfMessages, HalfTransaction
-from txnbridge._messages import Batch, Headers, Message, Position
+from txnbridge._messages import Batch, Headers, Message, MessageColumns, Position
 from txnbridge._plugins import hookimpl, plugins
 from txnbridge._processor import Processor
 from txnbridge._publisher import Publisher
@@ -80,6 +80,7 @@ __all__ = [
     "Level",
     "Limits",
     "Message",
+    "MessageColumns",
     "NotFound",
     "NotSupported",
     "Outcome",

@@ -12,7 +12,7 @@ from txnbridge._connection import ConnectionUser
 from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._deliveries import Assignment, Deliveries
-from txnbridge._messages import Batch, Message, Position, as_messages
+from txnbridge._messages import Batch, Message, MessageColumns, Position, as_messages, columns_of
 from txnbridge._reopening import ReopeningReader
 from txnbridge._topic import Topic, as_topic
 from txnbridge.capabilities import Capability
@@ -91,6 +91,25 @@ class Consumer(ConnectionUser):
         self._deliveries.on_the_way = None
         return batch
 
+    def poll_columns(self, max_messages: int = 10_000, timeout: float = 1.0) -> list[MessageColumns]:
+        """Return messages as `poll` does, but undecoded and as columns, which takes less time for many messages.
+
+        Raise `InvalidState` for a consumer in a group: only a `Message` can be acknowledged.
+        """
+        with self._guard:
+            self._begin("poll")
+            if self._subscription.group is not None:
+                raise InvalidState("columns are read without a group, because nothing acknowledges them; use poll")
+            _check_limits(max_messages, timeout)
+            if self._deliveries.fetched():
+                columns = columns_of(self._deliveries.hand_out(max_messages))
+            else:
+                with self._connection.events.step("reader.poll", None, group=None) as found:
+                    columns = self._reader.poll_columns(max_messages, Deadline(timeout))
+                    found["messages"] = sum(map(len, columns))
+        self._deliveries.on_the_way, self._reader.interrupted = None, False
+        return columns
+
     def batches(self, max_messages: int = 500, max_wait: float = 1.0) -> Iterator[Batch]:
         """Yield non-empty batches without end; wait up to `max_wait` seconds for each batch to become full."""
         while True:
@@ -121,10 +140,8 @@ class Consumer(ConnectionUser):
 
     def _fetch(self, most: int, timeout: float, full: bool = False) -> None:
         """Poll the reader unless a message (with `full`, `most` messages) is ready for the program."""
-        if type(most) is not int or most < 1:
-            raise InvalidOption(f"max_messages is a whole number from 1, not {most!r}")
+        _check_limits(most, timeout)
         most = min(most, self._connection.timing.unacked_messages)
-        check_seconds("timeout", timeout)
         self._settle(timeout)
         there = len(self._deliveries.fetched())
         if there < (most if full else 1):
@@ -431,6 +448,12 @@ class _ConsumerListener:
     def _leave(self, partitions: Sequence[Partition], event: str) -> None:
         if (consumer := self._consumer()) is not None:
             consumer._leave(partitions, event)
+
+
+def _check_limits(max_messages: int, timeout: float) -> None:
+    if type(max_messages) is not int or max_messages < 1:
+        raise InvalidOption(f"max_messages is a whole number from 1, not {max_messages!r}")
+    check_seconds("timeout", timeout)
 
 
 def _is_time(given: object) -> bool:

@@ -1,8 +1,12 @@
-"""`Message`, `Batch` and `Headers`, and the checks of values that a program sends."""
+"""`Message`, `Batch`, `MessageColumns` and `Headers`, and the checks of values that a program sends."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
 from txnbridge.errors import InvalidOption
@@ -224,3 +228,50 @@ class Batch(Sequence[Message]):
 
     def __repr__(self) -> str:
         return f"<Batch of {len(self)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class MessageColumns:
+    """Successive messages of one partition as parallel columns, which cost less than an object for each message.
+
+    `numbers` has a column for each number of a position; `zip(*numbers)` are the positions. A message without headers
+    has None (or nothing) in the column of headers.
+    """
+
+    topic: str
+    partition: int
+    numbers: tuple[Sequence[int], ...]
+    keys: Sequence[bytes | None]
+    values: Sequence[bytes | None]
+    headers: Sequence[Sequence[tuple[str, bytes | None]] | None]
+    timestamps: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def position(self) -> Position:
+        """The position of the first message."""
+        return tuple(column[0] for column in self.numbers)
+
+    def before(self, position: Position) -> MessageColumns:
+        """Return the messages before a position, perhaps none."""
+        count = len(self)
+        if count and tuple(column[-1] for column in self.numbers) >= position:
+            count = bisect_left(list(zip(*self.numbers, strict=True)), position)
+        if count == len(self):
+            return self
+        numbers = tuple(column[:count] for column in self.numbers)
+        rest = (column[:count] for column in (self.keys, self.values, self.headers, self.timestamps))
+        return MessageColumns(self.topic, self.partition, numbers, *rest)  # type: ignore[arg-type]
+
+
+def columns_of(messages: Iterable[Message]) -> list[MessageColumns]:
+    """Return messages as columns, one object for each run of messages of one partition."""
+    found = []
+    for (topic, partition), run in groupby(messages, itemgetter(0, 1)):
+        _, _, positions, keys, values, headers, timestamps, *_ = zip(*run, strict=True)
+        numbers = tuple(zip(*positions, strict=True))
+        raw = [each.raw for each in headers]
+        found.append(MessageColumns(topic, partition, numbers, keys, values, raw, timestamps))
+    return found

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from txnbridge._deadline import Deadline
-from txnbridge._messages import Message, Position
+from txnbridge._messages import Message, MessageColumns, Position
 from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Partition, Reader, ReaderListener, Subscription
 
@@ -37,7 +37,7 @@ class ReopeningReader(Reader):
         self._alone = subscription.group is None
         self._timeout = timeout
         self._events = _ReaderEvents(listener)
-        self._interrupted = False  # whether the last call was interrupted
+        self.interrupted = False  # whether the last call was interrupted
         self._paused: set[Partition] = set()
         self._to_pause: set[Partition] = set()  # paused partitions that are not assigned to the new reader yet
         self.reader = open(subscription, self._events, deadline)
@@ -52,7 +52,7 @@ class ReopeningReader(Reader):
         except TxnBridgeError:
             raise
         except BaseException:
-            self._interrupted = not self.reader.resumes
+            self.interrupted = not self.reader.resumes
             raise
 
     def mend(self) -> None:
@@ -61,7 +61,7 @@ class ReopeningReader(Reader):
         Raise the errors of opening a reader, and `PositionLost` if the new reader cannot continue at its position; the
         next call of `mend` then tries again.
         """
-        if not self._interrupted:
+        if not self.interrupted:
             return
         deadline = Deadline(self._timeout)
         self._events.leave()
@@ -76,7 +76,7 @@ class ReopeningReader(Reader):
             if self._alone:
                 self._go_on(reader)
             self.reader, self._events, self._to_pause = reader, events, set(self._paused)
-            self._interrupted = False
+            self.interrupted = False
         except BaseException:
             reader.close(deadline)
             raise
@@ -95,6 +95,21 @@ class ReopeningReader(Reader):
             self._stood = self.reader.positions()
         return self._drive(lambda: self._pause_again(self.reader.poll(max_messages, deadline)))
 
+    def poll_columns(self, max_messages: int, deadline: Deadline) -> list[MessageColumns]:
+        """Return what the reader's `poll_columns` returns. Without an error `interrupted` is True afterwards.
+
+        The caller sets it to False, by plain assignment right before it returns the columns.
+        """
+        self._stood = self.reader.positions()
+        self.interrupted = True
+        try:
+            if self._to_pause:  # these columns would need a change like that of `_pause_again`
+                return super().poll_columns(max_messages, deadline)
+            return self.reader.poll_columns(max_messages, deadline)
+        except TxnBridgeError:
+            self.interrupted = False
+            raise
+
     def _pause_again(self, messages: list[Message]) -> list[Message]:
         if not self._to_pause:
             return messages
@@ -112,12 +127,12 @@ class ReopeningReader(Reader):
         return [message for message in messages if (message.topic, message.partition) not in here]
 
     def positions(self) -> dict[Partition, Position]:
-        if self._interrupted:
+        if self.interrupted:
             return dict(self._stood)
         return self.reader.positions()
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
-        if self._interrupted:
+        if self.interrupted:
             self._stood = {**self._stood, **positions} if self._alone else {}
             self.mend()
         self._drive(lambda: self.reader.seek(positions))
@@ -127,7 +142,7 @@ class ReopeningReader(Reader):
         self._drive(lambda: self.reader.rewind(positions))
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
-        if self._interrupted:
+        if self.interrupted:
             self._stood = {}
             self.mend()
         self._drive(lambda: self.reader.seek_to_time(timestamp, deadline))

@@ -25,7 +25,17 @@ from txnbridge._background_task import BackgroundTask
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
 from txnbridge._fair_semaphore import FairSemaphore
-from txnbridge._messages import NO_HEADERS, Batch, Headers, Message, Position, encode_headers, encode_item
+from txnbridge._messages import (
+    NO_HEADERS,
+    Batch,
+    Headers,
+    Message,
+    MessageColumns,
+    Position,
+    columns_of,
+    encode_headers,
+    encode_item,
+)
 from txnbridge._plugins import hookimpl
 from txnbridge._token import Decision, Outcome, Status, Token, TokenState
 from txnbridge.capabilities import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
@@ -66,6 +76,7 @@ __all__ = [
     "Level",
     "Limits",
     "Message",
+    "MessageColumns",
     "OpenTransaction",
     "Option",
     "Outcome",
@@ -451,6 +462,14 @@ class Reader(ABC):
 
         Keys and values are bytes or None. Raise `PositionLost` if retention has deleted the next message to read.
         """
+
+    def poll_columns(self, max_messages: int, deadline: Deadline) -> list[MessageColumns]:
+        """Return the messages of a `poll` as columns; only a reader without a group gets this call.
+
+        A reader that has columns without making messages overrides this. It may lose what it has read if an exception
+        from a signal handler ends this call, because the core then opens a new reader, whatever `resumes` says.
+        """
+        return columns_of(self.poll(max_messages, deadline))
 
     @abstractmethod
     def positions(self) -> dict[Partition, Position]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from pyspark_txnbridge._kept_bridges import ClientPool
 from pyspark_txnbridge._offset_ranges import RECREATED, OffsetRange, connect, in_json, is_recreated, report_loss
 from pyspark_txnbridge._source_options import SourceOptions
-from txnbridge import InvalidState, Message, Position, PositionLost
+from txnbridge import InvalidState, MessageColumns, Position, PositionLost
 from txnbridge.spi import Deadline
 
 if TYPE_CHECKING:
@@ -27,25 +26,27 @@ _POLL_SECONDS = 0.02
 
 def read_range(options: SourceOptions, wanted: OffsetRange) -> Iterator[pa.RecordBatch]:
     """Yield a range's rows in order. Raise `PositionLost` for missing rows, unless failOnDataLoss is off."""
-    with _feeds.held(options, lambda: TopicFeed(options)) as feed:  # closed also if Spark stops reading early
+    topics = options.topics or (wanted.topic,)  # with subscribePattern each topic has a connection
+    key = options, topics
+    with _feeds.held(key, lambda: TopicFeed(options, topics)) as feed:  # closed also if Spark stops reading early
         if feed.has(wanted):
             yield from feed.read(wanted)
             return
-    _feeds.drop(options)  # the topic has more partitions now, or was recreated
-    with _feeds.held(options, lambda: TopicFeed(options)) as feed:
+    _feeds.drop(key)  # the topic has more partitions now, or was recreated
+    with _feeds.held(key, lambda: TopicFeed(options, topics)) as feed:
         yield from feed.read(wanted)
 
 
 class TopicFeed:
-    """A process's connection to a query's topics. All partitions are paused except the one that is being read."""
+    """A process's connection to topics of a query. All partitions are paused except the one that is being read."""
 
-    def __init__(self, options: SourceOptions) -> None:
+    def __init__(self, options: SourceOptions, topics: Sequence[str]) -> None:
         self._options = options
         self._bridge = connect(options)
         try:
-            self._topic_ids = self._bridge.admin.topic_ids(options.topics)
+            self._topic_ids = self._bridge.admin.topic_ids(topics)
             # The consumer starts at the end, so that it fetches nothing before a task names a position.
-            self._consumer = self._bridge.consumer(options.topics, start="latest")
+            self._consumer = self._bridge.consumer(topics, start="latest")
             self._consumer.pause()
         except BaseException:
             self._bridge.close()
@@ -88,17 +89,17 @@ class TopicFeed:
         consumer.resume([partition])
         patience = Deadline(self._options.timeout)
         while self._position(wanted) < wanted.end:
-            messages = consumer.poll(_MAX_ROWS, _POLL_SECONDS)
-            if messages:
+            found = consumer.poll_columns(_MAX_ROWS, _POLL_SECONDS)
+            if found:
                 patience = Deadline(self._options.timeout)
             elif not consumer.lag()[partition]:
                 break  # only control markers are left up to the end
             else:
                 patience.check(f"reading {wanted.topic}[{wanted.partition}] up to {in_json(wanted.end)}")
-            if others := {(m.topic, m.partition) for m in messages} - {partition}:
+            if others := {(each.topic, each.partition) for each in found} - {partition}:
                 consumer.pause(sorted(others))  # partitions that were added to the topics meanwhile
-            rows = [m for m in messages if m.position < wanted.end and (m.topic, m.partition) == partition]
-            if rows:
+            rows = [each.before(wanted.end) for each in found if (each.topic, each.partition) == partition]
+            if any(map(len, rows)):
                 yield to_arrow(rows, self._options.headers)
         consumer.pause([partition])
 
@@ -128,29 +129,36 @@ def columns(position: Position, headers: bool) -> str:
     return f"{names}, headers array<struct<key:string,value:binary>>" if headers else names
 
 
-def to_arrow(messages: Sequence[Message], headers: bool) -> pa.RecordBatch:
+def to_arrow(found: Sequence[MessageColumns], headers: bool) -> pa.RecordBatch:
+    """Return messages, at least one, as one batch of rows."""
     import pyarrow as pa
 
-    count, first = len(messages), messages[0]
-    positions = list(map(itemgetter(2), messages))
-    if len(first.position) == 1:
-        name, where = "offset", pa.array([position[0] for position in positions], pa.int64())
+    (rows,) = pa.Table.from_batches([_to_arrow(each, headers) for each in found]).combine_chunks().to_batches()
+    return rows
+
+
+def _to_arrow(found: MessageColumns, headers: bool) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    count = len(found)
+    if len(found.numbers) == 1:
+        name, where = "offset", pa.array(found.numbers[0], pa.int64())
     else:
+        positions = list(zip(*found.numbers, strict=True))
         name, where = "position", pa.array(positions, pa.list_(pa.field("element", pa.int64())))
-    times = pa.array([message.timestamp for message in messages], pa.timestamp("ms", "UTC"))
     fields = {
-        "key": pa.array([message.key for message in messages], pa.binary()),
-        "value": pa.array([message.value for message in messages], pa.binary()),
-        "topic": pa.repeat(pa.scalar(first.topic, pa.string()), count),
-        "partition": pa.repeat(pa.scalar(first.partition, pa.int32()), count),
+        "key": pa.array(found.keys, pa.binary()),
+        "value": pa.array(found.values, pa.binary()),
+        "topic": pa.repeat(pa.scalar(found.topic, pa.string()), count),
+        "partition": pa.repeat(pa.scalar(found.partition, pa.int32()), count),
         name: where,
-        "timestamp": times.cast(pa.timestamp("us", "UTC")),
+        "timestamp": pa.array(found.timestamps, pa.timestamp("ms", "UTC")).cast(pa.timestamp("us", "UTC")),
         "timestampType": pa.nulls(count, pa.int32()),
     }
     if headers:
         pair = pa.struct([("key", pa.string()), ("value", pa.binary())])
         fields["headers"] = pa.array(
-            [[{"key": key, "value": value} for key, value in message.headers.raw] or None for message in messages],
+            [[{"key": key, "value": value} for key, value in pairs] if pairs else None for pairs in found.headers],
             pa.list_(pa.field("element", pair)),
         )
     return pa.RecordBatch.from_pydict(fields)

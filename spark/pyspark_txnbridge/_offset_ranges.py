@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import txnbridge
 from pyspark_txnbridge._kept_bridges import ClientPool, connect_with_retry
 from pyspark_txnbridge._sink_options import as_keywords
-from pyspark_txnbridge._source_options import EARLIEST, LATEST, TOPIC_ID, OffsetsOption, SourceOptions, position_of
-from txnbridge import Bridge, InvalidOption, NotSupported, Position, PositionLost
-from txnbridge.spi import Partition
+from pyspark_txnbridge._source_options import (
+    EARLIEST,
+    LATEST,
+    TOPIC_ID,
+    OffsetsOption,
+    Since,
+    SourceOptions,
+    position_of,
+)
+from txnbridge import Bridge, InvalidOption, NotFound, NotSupported, Position, PositionLost
+from txnbridge.spi import Deadline, Partition
 
 _log = logging.getLogger("txnbridge.spark")
+
+# How many messages are read at a time to find the first one since a time, and for how long to wait for them.
+_LOOKED_AT, _POLL_SECONDS = 100, 0.05
 
 Offsets = dict[Partition, Position]
 Bounds = Mapping[Partition, tuple[Position, Position]]
@@ -41,8 +54,22 @@ def connect(options: SourceOptions) -> Bridge:
 def topic_bounds(options: SourceOptions) -> tuple[TopicIds, Bounds]:
     """Return the topics' ids, and each partition's readable bounds. Raise `NotFound` for a missing topic."""
     with _planners.held(options, lambda: connect(options)) as bridge:
+        topics = _topics(bridge, options)
         # The ids are read first, so that positions of a topic recreated in between are not taken for the old topic's.
-        return bridge.admin.topic_ids(options.topics), bridge.admin.bounds(options.topics)
+        topic_ids, bounds = bridge.admin.topic_ids(topics), bridge.admin.bounds(topics)
+    if missing := sorted(set(options.partitions) - bounds.keys()):
+        topic, number = missing[0]
+        raise NotFound(f"option assign names {topic}[{number}], and the topic has no such partition")
+    return topic_ids, {each: bounds[each] for each in options.partitions or bounds}
+
+
+def _topics(bridge: Bridge, options: SourceOptions) -> Sequence[str]:
+    if options.pattern is None:
+        return options.topics
+    topics = [topic.name for topic in bridge.admin.topics() if re.fullmatch(options.pattern, topic.name)]
+    if not topics:
+        raise NotFound(f"no topic has a name that subscribePattern={options.pattern} matches")
+    return topics
 
 
 def close_planner(options: SourceOptions) -> None:
@@ -56,18 +83,71 @@ _planners: ClientPool[Bridge] = ClientPool()
 # --- where to begin and to end ---------------------------------------------------------------------------------------
 
 
-def resolve(name: str, wanted: OffsetsOption, bounds: Bounds) -> Offsets:
+def resolve_start(options: SourceOptions, default: str, bounds: Bounds) -> Offsets:
+    """Return the positions at which a query begins. Raise `InvalidOption` like `_resolve`."""
+    start = _resolve("startingOffsets", options.starting or default, bounds, options)
+    for (topic, number), at in start.items():
+        if isinstance(at, Since) and not options.latest_if_later:
+            raise InvalidOption(
+                f"{topic}[{number}] has no message at or after {at.milliseconds} (milliseconds since 1970). With"
+                " startingOffsetsByTimestampStrategy=latest the query begins at its end"
+            )
+    return _ends_for_times(start, bounds)
+
+
+def resolve_end(options: SourceOptions, bounds: Bounds) -> Offsets:
+    """Return the positions at which a batch ends. Raise `InvalidOption` like `_resolve`."""
+    return _ends_for_times(_resolve("endingOffsets", options.ending, bounds, options), bounds)
+
+
+def _ends_for_times(positions: Mapping[Partition, Position | Since], bounds: Bounds) -> Offsets:
+    return {each: bounds[each][1] if isinstance(at, Since) else at for each, at in positions.items()}
+
+
+def _resolve(
+    name: str, wanted: OffsetsOption, bounds: Bounds, options: SourceOptions
+) -> dict[Partition, Position | Since]:
     """Return the positions that the option `name` means with the value `wanted`.
 
-    Raise `InvalidOption` if the partitions that the value names are not exactly those that are read.
+    A time stays a time if its partition has no message since then. Raise `InvalidOption` if the partitions that the
+    value names are not exactly those that are read.
     """
-    positions = dict.fromkeys(bounds, wanted) if isinstance(wanted, str) else dict(wanted)
+    positions = dict.fromkeys(bounds, wanted) if isinstance(wanted, str | Since) else dict(wanted)
     if strange := sorted(positions.keys() ^ bounds.keys()):
         topic, number = strange[0]
         problem = "does not say anything about" if strange[0] in bounds else "names a partition that is not read:"
         raise InvalidOption(f"option {name} {problem} {topic}[{number}]")
     words = {EARLIEST: 0, LATEST: 1}
-    return {each: bounds[each][words[at]] if isinstance(at, str) else at for each, at in sorted(positions.items())}
+    found: dict[Partition, Position | Since] = {}
+    for each, at in sorted(positions.items()):
+        found[each] = bounds[each][words[at]] if isinstance(at, str) else at
+    for since in {at for at in found.values() if isinstance(at, Since)}:
+        found |= _first_since(since, [each for each, at in found.items() if at == since], bounds, options)
+    return found
+
+
+def _first_since(since: Since, partitions: Sequence[Partition], bounds: Bounds, options: SourceOptions) -> Offsets:
+    """Return, for each partition that has a message since a time, the position of the first one."""
+    missing, found, patience = set(partitions), Offsets(), Deadline(options.timeout)
+    topics = sorted({topic for topic, _ in partitions})
+    with (
+        _planners.held(options, lambda: connect(options)) as bridge,
+        bridge.consumer(topics, start=since.milliseconds) as consumer,
+    ):
+        while missing:
+            for columns in consumer.poll_columns(_LOOKED_AT, _POLL_SECONDS):
+                patience = Deadline(options.timeout)
+                each = columns.topic, columns.partition
+                if each in missing:
+                    found[each] = min(columns.position, bounds[each][1])
+                consumer.pause([each])
+            missing -= found.keys()
+            if missing and patience.expired:
+                patience.check(f"looking for messages since {since.milliseconds}")
+            if missing:
+                # What has no lag had no message since then.
+                missing -= {each for each, left in consumer.lag().items() if not left}
+    return found
 
 
 def ranges(
@@ -86,6 +166,30 @@ def ranges(
         if at < stop:
             planned.append(OffsetRange(topic, number, at, stop, (topic_ids or {}).get(topic)))
     return planned
+
+
+def divide(ranges: Sequence[OffsetRange], options: SourceOptions) -> list[OffsetRange]:
+    """Divide ranges as the options minPartitions and maxRecordsPerPartition say."""
+    if not options.min_tasks and options.max_rows is None:
+        return list(ranges)
+    if any(len(each.end) != 1 for each in ranges):
+        raise NotSupported(
+            "minPartitions and maxRecordsPerPartition count positions, and this broker's are more than a number"
+        )
+    total = sum(each.end[0] - each.start[0] for each in ranges)
+    return [part for each in ranges for part in _parts(each, total, options)]
+
+
+def _parts(whole: OffsetRange, total: int, options: SourceOptions) -> list[OffsetRange]:
+    begin, size = whole.start[0], whole.end[0] - whole.start[0]
+    count = max(_ceil(size * options.min_tasks, total), _ceil(size, options.max_rows or size))
+    count = min(count, size)
+    cuts = [begin + size * number // count for number in range(count + 1)]
+    return [replace(whole, start=(at,), end=(end,)) for at, end in pairwise(cuts)]
+
+
+def _ceil(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
 
 
 def _check_kept(partition: Partition, at: Position, stop: Position, bounds: Bounds, options: SourceOptions) -> None:

@@ -25,8 +25,8 @@ class BatchReader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         topic_ids, bounds = _offset_ranges.topic_bounds(self._options)
-        start = _offset_ranges.resolve("startingOffsets", self._options.starting or EARLIEST, bounds)
-        end = _offset_ranges.resolve("endingOffsets", self._options.ending, bounds)
+        start = _offset_ranges.resolve_start(self._options, EARLIEST, bounds)
+        end = _offset_ranges.resolve_end(self._options, bounds)
         for (topic, number), at in start.items():
             readable = bounds[topic, number][1]
             if end[topic, number] < at <= readable:
@@ -34,14 +34,14 @@ class BatchReader(DataSourceReader):
                     f"the end of {topic}[{number}], {_offset_ranges.in_json(end[topic, number])}, lies before its"
                     f" start, {_offset_ranges.in_json(at)}: endingOffsets is behind startingOffsets"
                 )
-        return tasks(_offset_ranges.ranges(start, end, bounds, self._options, topic_ids))
+        return tasks(_offset_ranges.ranges(start, end, bounds, self._options, topic_ids), self._options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(self._options, partition)
 
 
-def tasks(ranges: Sequence[_offset_ranges.OffsetRange]) -> list[InputPartition]:
-    return [InputPartition(each) for each in ranges]
+def tasks(ranges: Sequence[_offset_ranges.OffsetRange], options: SourceOptions) -> list[InputPartition]:
+    return [InputPartition(each) for each in _offset_ranges.divide(ranges, options)]
 
 
 def read(options: SourceOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:

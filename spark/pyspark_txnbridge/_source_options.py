@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,18 @@ _NAMES = {
         "url",
         "topic",
         "subscribe",
+        "subscribePattern",
+        "assign",
         "startingOffsets",
+        "startingOffsetsByTimestamp",
+        "startingOffsetsByTimestampStrategy",
+        "startingTimestamp",
         "endingOffsets",
+        "endingOffsetsByTimestamp",
+        "endingTimestamp",
         "maxOffsetsPerTrigger",
+        "maxRecordsPerPartition",
+        "minPartitions",
         "failOnDataLoss",
         "includeHeaders",
         "timeout",
@@ -32,8 +42,16 @@ _WORDS: Mapping[Any, str] = {-2: EARLIEST, -1: LATEST, EARLIEST: EARLIEST, LATES
 # The key of a topic's id in a checkpoint, next to the topic's partitions. The id shows whether the topic was recreated.
 TOPIC_ID = "topicId"
 
-# One word for all partitions, or a position or word for each partition.
-OffsetsOption = str | tuple[tuple[Partition, Position | str], ...]
+
+@dataclass(frozen=True)
+class Since:
+    """The position of a partition's first message whose timestamp is at or after a time (milliseconds since 1970)."""
+
+    milliseconds: int
+
+
+# One word or time for all partitions, or a position, word or time for each partition.
+OffsetsOption = str | Since | tuple[tuple[Partition, Position | str | Since], ...]
 
 
 @dataclass(frozen=True)
@@ -41,11 +59,16 @@ class SourceOptions:
     """The options of one source, checked as far as possible without a broker."""
 
     url: str = field(repr=False)  # may hold a password
-    topics: tuple[str, ...]
+    topics: tuple[str, ...] = ()  # empty with `pattern`
+    pattern: str | None = None  # a regular expression for the topics' whole names
+    partitions: tuple[Partition, ...] = ()  # the partitions that are read; empty: all
     settings: Settings = field(default=(), repr=False)
     starting: OffsetsOption | None = None  # default: earliest for a batch, latest for a stream
     ending: OffsetsOption = LATEST
+    latest_if_later: bool = False  # start at the end of a partition without a message since the starting time
     max_offsets: int | None = None
+    max_rows: int | None = None  # the most positions of a task
+    min_tasks: int = 0
     fail_on_data_loss: bool = True
     headers: bool = False
     timeout: float = 30.0
@@ -58,50 +81,116 @@ class SourceOptions:
             raise InvalidOption("load() takes no path here: the option url names the broker, topic the topic")
         url, settings = take_address(options, "read")
         check_names(options, _NAMES)
-        parsed = cls(
+        return cls(
             url=url,
             settings=settings,
-            topics=_topics(options),
-            starting=_offsets_option(options, "startingOffsets", (EARLIEST, LATEST)),
-            ending=_offsets_option(options, "endingOffsets", (LATEST,)) or cls.ending,
-            max_offsets=number(options, "maxOffsetsPerTrigger"),
+            **_topics(options),
+            starting=_start_or_end(options, "starting", (EARLIEST, LATEST)),
+            ending=_start_or_end(options, "ending", (LATEST,)) or cls.ending,
+            latest_if_later=_is_latest(options, "startingOffsetsByTimestampStrategy"),
+            max_offsets=_count(options, "maxOffsetsPerTrigger"),
+            max_rows=_count(options, "maxRecordsPerPartition"),
+            min_tasks=_count(options, "minPartitions") or cls.min_tasks,
             fail_on_data_loss=flag(options, "failOnDataLoss", cls.fail_on_data_loss),
             headers=flag(options, "includeHeaders", cls.headers),
             timeout=seconds(options, "timeout", cls.timeout),
         )
-        if parsed.max_offsets == 0:
-            raise InvalidOption("option maxOffsetsPerTrigger is at least 1: with 0 the query would read nothing")
-        return parsed
 
 
-def _topics(options: Mapping[str, str]) -> tuple[str, ...]:
-    given = [options[name] for name in ("topic", "subscribe") if name in options]
-    names = [name.strip() for name in given[0].split(",")] if len(given) == 1 else []
-    if not names or "" in names:
-        raise InvalidOption("say what to read, once: option topic, or subscribe with a list such as orders,refunds")
-    return tuple(dict.fromkeys(names))
+def _count(options: Mapping[str, str], name: str) -> int | None:
+    count = number(options, name)
+    if count == 0:
+        raise InvalidOption(f"option {name} is at least 1: with 0 the query would read nothing")
+    return count
 
 
-def _offsets_option(options: Mapping[str, str], name: str, words: tuple[str, ...]) -> OffsetsOption | None:
-    value = options.get(name.lower())
-    if value is None or value.strip().lower() in words:
-        return value and value.strip().lower()
+def _topics(options: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of `SourceOptions` that say what is read."""
+    given = [name for name in ("topic", "subscribe", "subscribepattern", "assign") if options.get(name, "").strip()]
+    if len(given) != 1:
+        raise InvalidOption(
+            "say what to read, once: option topic, subscribe with a list such as orders,refunds, subscribePattern, or"
+            " assign"
+        )
+    value = options[given[0]].strip()
+    if given == ["subscribepattern"]:
+        try:
+            return {"pattern": re.compile(value).pattern}
+        except re.error as error:
+            raise InvalidOption(f"option subscribePattern is no regular expression: {error}") from None
+    if given == ["assign"]:
+        partitions = _assigned(value)
+        return {"partitions": partitions, "topics": tuple(dict.fromkeys(topic for topic, _ in partitions))}
+    names = [name.strip() for name in value.split(",")]
+    if "" in names:
+        raise InvalidOption("say what to read, once: a name in the list of topics is empty")
+    return {"topics": tuple(dict.fromkeys(names))}
+
+
+def _assigned(value: str) -> tuple[Partition, ...]:
     try:
-        return tuple(sorted(_positions(json.loads(value)), key=lambda pair: pair[0]))
+        given = [(topic, number) for topic, numbers in json.loads(value).items() for number in numbers]
+        if not given or not all(type(number) is int and number >= 0 for _, number in given):
+            raise ValueError
+        return tuple(sorted(set(given)))
     except (ValueError, AttributeError, TypeError):
         raise InvalidOption(
-            f"option {name} is {' or '.join(words)}, or a position or word for each partition, such as"
-            f' {{"orders": {{"0": 23, "1": "latest"}}}}, not {value!r:.100}'
+            f'option assign names partitions, such as {{"orders": [0, 1], "refunds": [2]}}, not {value!r:.100}'
         ) from None
 
 
-def _positions(given: Any) -> Iterator[tuple[Partition, Position | str]]:
-    for topic, partitions in given.items():
-        for partition, at in partitions.items():
-            if partition == TOPIC_ID:
-                continue  # the offsets were copied from a checkpoint
-            word = None if isinstance(at, list) else _WORDS.get(at)
-            yield (topic, int(partition)), word or position_of(at)
+def _start_or_end(options: Mapping[str, str], side: str, words: tuple[str, ...]) -> OffsetsOption | None:
+    names = f"{side}Offsets", f"{side}OffsetsByTimestamp", f"{side}Timestamp"
+    given = [name for name in names if name.lower() in options]
+    if len(given) > 1:
+        raise InvalidOption(f"options {' and '.join(given)} contradict each other: give one of them")
+    offsets, by_timestamp, timestamp = names
+    if timestamp in given:
+        return Since(number(options, timestamp) or 0)
+    if by_timestamp in given:
+        return _for_each(
+            options, by_timestamp, _since, 'a time for each partition, such as {"orders": {"0": 1700000000000}}'
+        )
+    value = options.get(offsets.lower(), "").strip().lower()
+    if offsets not in given or value in words:
+        return value or None
+    example = '{"orders": {"0": 23, "1": "latest"}}'
+    form = f"{' or '.join(words)}, or a position or word for each partition, such as {example}"
+    return _for_each(options, offsets, _position_or_word, form)
+
+
+def _for_each(
+    options: Mapping[str, str], name: str, parse: Callable[[Any], Position | str | Since], form: str
+) -> OffsetsOption:
+    """Return an option that is JSON with a value for each partition, which `parse` parses."""
+    value = options[name.lower()]
+    try:
+        found = {
+            (topic, int(partition)): parse(at)
+            for topic, partitions in json.loads(value).items()
+            for partition, at in partitions.items()
+            if partition != TOPIC_ID  # the offsets were copied from a checkpoint
+        }
+    except (ValueError, AttributeError, TypeError):
+        raise InvalidOption(f"option {name} is {form}, not {value!r:.100}") from None
+    return tuple(sorted(found.items(), key=lambda pair: pair[0]))
+
+
+def _position_or_word(given: Any) -> Position | str:
+    word = None if isinstance(given, list) else _WORDS.get(given)
+    return word or position_of(given)
+
+
+def _since(given: Any) -> Since:
+    (milliseconds,) = position_of(given)
+    return Since(milliseconds)
+
+
+def _is_latest(options: Mapping[str, str], name: str) -> bool:
+    value = options.get(name.lower(), "error").strip().lower()
+    if value not in ("error", LATEST):
+        raise InvalidOption(f"option {name} is error or latest, not {value!r:.100}")
+    return value == LATEST
 
 
 def position_of(given: Any) -> Position:

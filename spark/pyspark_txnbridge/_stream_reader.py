@@ -30,9 +30,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 (Spark's names, here and below)
         topic_ids, bounds = _offset_ranges.topic_bounds(self._options)
-        return _offset_ranges.to_json(
-            _offset_ranges.resolve("startingOffsets", self._options.starting or LATEST, bounds), topic_ids
-        )
+        return _offset_ranges.to_json(_offset_ranges.resolve_start(self._options, LATEST, bounds), topic_ids)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         most = self._options.max_offsets
@@ -71,7 +69,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if not _offset_ranges.is_recreated(before.get(partition[0]), planned.get(partition[0]))
         }
         until = _offset_ranges.without_recreated(_offset_ranges.from_json(end), planned, topic_ids, self._options)
-        return tasks(_offset_ranges.ranges(begin, until, bounds, self._options, planned))
+        return tasks(_offset_ranges.ranges(begin, until, bounds, self._options, planned), self._options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(self._options, partition)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from txnbridge.spi import Deadline, Reader
+from txnbridge.spi import Deadline, Headers, Message, MessageColumns, Reader
 
 # Far more than anything takes, also on a busy machine.
 SOON = 60.0
+
+
+def rows(columns: MessageColumns) -> list[Message]:
+    """The messages that columns stand for; equal messages are equal in all but the number of their deliveries."""
+    topic, number = columns.topic, columns.partition
+    positions = list(zip(*columns.numbers, strict=True))
+    fields = zip(positions, columns.keys, columns.values, columns.headers, columns.timestamps, strict=True)
+    return [
+        Message(topic, number, at, key, value, Headers(raw or ()), time, 1, None)
+        for at, key, value, raw, time in fields
+    ]
 
 
 class Listener:

@@ -490,6 +490,13 @@ def test_a_paused_partition_delivers_nothing_that_was_fetched_before(room: Room)
     assert values(room.consumer.poll()) == [b"1", b"2", b"3", b"4"]
 
 
+def test_columns_are_for_readers_without_a_group(room: Room) -> None:
+    with pytest.raises(InvalidState, match="without a group"):
+        room.consumer.poll_columns()
+    with pytest.raises(InvalidOption, match="whole number from 1"):
+        room.bridge.consumer("t").poll_columns(0)
+
+
 def test_a_poll_that_outlasts_its_bridge_is_the_last_one(
     room: Room, monkeypatch: pytest.MonkeyPatch, with_timing: Callable[..., None]
 ) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.reading_kit import rows
 from txnbridge import Batch, Headers, InvalidOption, Message
+from txnbridge._messages import columns_of
 from txnbridge.spi import NO_HEADERS, encode_headers, encode_item
 
 names = st.text(min_size=1)
@@ -100,3 +103,16 @@ def test_an_item_of_many_is_a_value_a_pair_or_a_triple(value: bytes, key: str | 
 def test_an_item_of_another_kind_is_refused(bad: object) -> None:
     with pytest.raises(InvalidOption):
         encode_item(bad)
+
+
+positions = st.one_of(
+    st.lists(st.tuples(st.integers(0, 9)), unique=True), st.lists(st.tuples(*[st.integers(0, 3)] * 3), unique=True)
+)
+
+
+@given(positions, st.data())
+def test_columns_have_the_messages_before_a_position(found: list[Any], data: st.DataObject) -> None:
+    messages = [message(position=at, value=bytes(at)) for at in sorted(found)]
+    end = data.draw(st.sampled_from([*found, (5,), (2, 0, 0)]) if found else st.just((5,)))
+    kept = [each for columns in columns_of(messages) for each in rows(columns.before(end))]
+    assert kept == [each for each in messages if each.position < end]

@@ -160,3 +160,18 @@ def test_a_broker_that_is_away_is_asked_again(bridge: Bridge, monkeypatch: pytes
         with pytest.raises(BrokerUnavailable):
             consumer.poll(3, 0)
     assert poll(consumer) == [3, 4, 5]
+
+
+def test_columns_are_lost_no_more_than_messages(bridge: Bridge) -> None:
+    def columns(count: int = 3) -> list[Any]:
+        return [value for found in consumer.poll_columns(count, 0) for value in found.values]
+
+    consumer = bridge.consumer("t")
+    assert next(iter(consumer)).value == 0
+    assert columns() == [1, 2, 3]  # they had come with the first message
+    consumer.seek({P: (2,)})
+    Topic.interrupts = True
+    with pytest.raises(Interrupted):
+        columns()
+    assert consumer.positions() == {P: (2,)}
+    assert [*columns(), *poll(consumer), *columns()] == [2, 3, 4, 5, 6, 7, 8, 9]

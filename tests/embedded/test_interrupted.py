@@ -27,6 +27,27 @@ def bridge(path) -> Iterator[Bridge]:
         yield bridge
 
 
+def test_columns_that_an_interrupted_call_had_read_come_with_the_next_one(bridge: Bridge) -> None:
+    bridge.ensure_topics("in")
+    consumer = bridge.consumer("in")
+    sent, found = 0, list[int]()
+
+    def step() -> None:
+        found.extend(int(value or b"") for each in consumer.poll_columns(3, 0) for value in each.values)
+
+    def recover() -> None:
+        nonlocal sent
+        with bridge.transaction() as txn:
+            txn.send_many("in", [b"%d" % number for number in range(sent, sent + 4)])
+        sent += 4
+        while len(found) < sent:
+            step()
+        assert sorted(found) == list(range(sent))
+
+    recover()
+    assert interrupted_everywhere(step, recover) > 8
+
+
 class Work:
     """Copies messages from one topic to another; more of them come before each step."""
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from contextlib import suppress
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from txnbridge_embedded.client.schema import OFFSET_BITS
 from txnbridge_embedded.read import base_reader
 
+import txnbridge
+from tests.core.reading_kit import rows
 from tests.embedded import kit
 from tests.in_time import within
 from txnbridge.errors import InvalidOption, InvalidState, NotFound, PositionLost, StorageFailed
@@ -90,6 +95,36 @@ def test_a_message_comes_as_it_was_sent(broker, reading):
     assert (empty.value, empty.key, empty.position) == (b"", b"", (2,))
     assert before - 60_000 < empty.timestamp < before + 60_000
     assert full.source == "source of orders[0]"
+
+
+texts = st.none() | st.binary(max_size=3)
+sent = st.tuples(
+    st.integers(0, 1), texts, texts, st.none() | st.lists(st.tuples(st.text(min_size=1, max_size=2), texts), max_size=2)
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.lists(sent, min_size=1, max_size=6))), st.integers(1, 7), st.integers(0, 5))
+def test_columns_have_the_same_rows_as_messages(transactions, most, start):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        txnbridge.connect(f"embedded:{folder}/b.db", create_topics=2) as bridge,
+    ):
+        bridge.ensure_topics("orders")
+        for commits, messages in transactions:
+            with bridge.transaction() as txn:
+                for partition, key, value, headers in messages:
+                    txn.send("orders", value, key=key, headers=headers, partition=partition, timestamp=partition)
+                if not commits:
+                    txn.abort()
+        one, other = bridge.consumer("orders"), bridge.consumer("orders")
+        for consumer in (one, other):
+            consumer.seek({("orders", 1): (start,)})
+        while messages := [message._replace(source=None) for message in one.poll(most, 0)]:
+            found = other.poll_columns(most, 0)
+            assert [row for columns in found for row in rows(columns)] == messages
+            assert other.positions() == one.positions()
+        assert other.poll_columns(most, 0) == []
 
 
 def test_partitions_are_read_each_in_order(opened, reading, broker):

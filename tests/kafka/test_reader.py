@@ -15,11 +15,13 @@ from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaExcepti
 from txnbridge_kafka import cluster as asked
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.read import partition as read_partition
+from txnbridge_kafka.read.partition import KafkaPartition
 from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.timing import Timing
 from txnbridge_kafka.topics import KafkaTopics
 
+from tests.core.reading_kit import rows
 from tests.in_time import within
 from txnbridge.errors import (
     AccessDenied,
@@ -353,6 +355,21 @@ def test_a_message_comes_with_all_its_fields(cluster, join):
     assert (empty.key, empty.value) == (None, b"")
 
 
+def test_columns_have_the_same_rows_as_messages(cluster, join):
+    topic = cluster.topic(2)
+    for number in range(46):
+        headers = [("a", b"1"), ("none", None), ("a", b"\xff")] if number % 5 == 0 else None
+        key, value = None if number % 2 else b"key", b"%d" % number if number % 7 else None
+        cluster.write(topic, value, key=key, headers=headers, partition=number % 4 // 3)
+    one, other = join(topic, None, timing=TENS), join(topic, None, timing=TENS)
+    messages, found, deadline = one.take(46), list[Any](), Deadline(30)
+    while len(found) < 46:
+        found += [row for columns in other.reader.poll_columns(35, deadline) for row in rows(columns)]
+        deadline.check("reading")
+    assert sorted(found) == sorted(message._replace(source=None) for message in messages)
+    assert other.positions() == one.positions()
+
+
 def pieces(monkeypatch, member, before_second=lambda: None):
     """Note how many of the client's messages are taken at a time; something happens before the second time."""
     asked = []
@@ -404,16 +421,29 @@ def test_what_was_read_of_a_partition_that_leaves_within_the_same_poll_is_not_ha
     assert leaving[0].partition not in {message.partition for message in found}
 
 
+def undecodable(*_):
+    raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no such name can be sent from here")
+
+
+def test_columns_that_the_client_cannot_decode_are_told_and_not_skipped(cluster, join, monkeypatch):
+    topic = cluster.topic()
+    cluster.write(topic, b"1")
+    member = join(topic, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(KafkaPartition, "to_columns", undecodable)
+        with pytest.raises(NotSupported, match=rf"{topic}\[0\]"):
+            while True:
+                member.reader.poll_columns(1, Deadline(1))
+    assert values(member.take(1)) == [b"1"]
+
+
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "group"])
 def test_what_the_client_cannot_decode_is_told_and_not_skipped(cluster, join, group, monkeypatch, alone):
-    def fail(pairs):
-        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no such name can be sent from here")
-
     topic = cluster.topic()
     cluster.write(topic, b"1")
     cluster.write(topic, b"2", headers=[("name", b"")])
     member = join(topic, None if alone else group)
-    monkeypatch.setattr(read_partition, "_headers", fail)
+    monkeypatch.setattr(read_partition, "_headers", undecodable)
     found = []
     for _ in range(2):
         with pytest.raises(NotSupported, match=rf"{topic}\[0\]"):

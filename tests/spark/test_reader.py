@@ -18,6 +18,7 @@ from txnbridge_embedded.client.schema import OFFSET_BITS
 import txnbridge
 from tests.spark.kit import mostly_embedded, new_run, where_positions_are_numbers
 from txnbridge import Capability, InvalidOption, Message, NotFound, NotSupported, PositionLost
+from txnbridge._messages import columns_of
 from txnbridge.spi import NO_HEADERS
 
 pytest.importorskip("pyspark.sql", reason="needs PySpark")
@@ -108,6 +109,63 @@ def test_a_batch_reads_between_positions(spark, url, bridge, topic):
     assert numbers(load(spark, url, topic=topic, startingOffsets=start, endingOffsets=end)) == [3, 4, 5, 6]
 
 
+def test_a_pattern_finds_topics_also_those_that_are_made_later(url, bridge, topic):
+    send(bridge, topic, [1])
+    pattern = {"subscribePattern": f"{topic}(-.)?"}
+    assert batch_of(url, **pattern) == [1]
+    stream = Stream(url, **pattern)
+    bridge.admin.create_topic(f"{topic}-2", partitions=1)
+    bridge.admin.create_topic(f"{topic}-other", partitions=1)
+    send(bridge, f"{topic}-2", [2])
+    send(bridge, f"{topic}-other", [3])
+    assert flat(stream.run()) == [2]
+    with pytest.raises(NotFound, match="no topic has a name that subscribePattern=nothing matches"):
+        batch_of(url, subscribePattern="nothing")
+
+
+def test_only_assigned_partitions_are_read(url, bridge, topic):
+    send(bridge, topic, [1], partition=0)
+    send(bridge, topic, [2], partition=1)
+    assert batch_of(url, assign=json.dumps({topic: [1]})) == [2]
+    with pytest.raises(NotFound, match=rf"assign names {topic}\[2\]"):
+        batch_of(url, assign=json.dumps({topic: [1, 2]}))
+
+
+def test_a_batch_reads_between_times(url, bridge, topic):
+    if not bridge.capabilities[Capability.START_BY_TIME]:
+        pytest.skip("this broker finds no message by its time")
+    begin = 1_700_000_000_000
+    for number in range(6):  # the first partition has the times 0, 2, 4, the second one 1, 3, 5
+        with bridge.transaction() as txn:
+            txn.send(topic, b"%d" % number, partition=number % 2, timestamp=begin + number)
+    eventually(lambda: len(bridge.read(topic, 10)) == 6, "it can be read")
+    assert batch_of(url, topic, startingTimestamp=str(begin + 2), endingTimestamp=str(begin + 4)) == [2, 3]
+    assert batch_of(url, topic, startingTimestamp=str(begin + 3), endingTimestamp=str(begin + 9)) == [3, 4, 5]
+    each = json.dumps({topic: {"0": begin + 4, "1": begin + 1}})
+    assert batch_of(url, topic, startingOffsetsByTimestamp=each) == [1, 3, 4, 5]
+    with pytest.raises(InvalidOption, match=rf"{topic}\[0\] has no message at or after {begin + 5}"):
+        batch_of(url, topic, startingTimestamp=str(begin + 5))
+    late = {"startingTimestamp": str(begin + 5), "startingOffsetsByTimestampStrategy": "latest"}
+    assert batch_of(url, topic, **late) == [5]
+    assert Stream(url, topic, **late).run() == [[5]]
+
+
+@where_positions_are_numbers
+@pytest.mark.parametrize(
+    ("option", "least", "most"), [({"minPartitions": "6"}, 6, 40), ({"maxRecordsPerPartition": "10"}, 5, 10)]
+)
+def test_a_batch_is_divided_among_as_many_tasks_as_asked_for(url, bridge, topic, option, least, most):
+    send(bridge, topic, range(40), partition=0)
+    send(bridge, topic, range(40, 45), partition=1)
+    stream = Stream(url, topic, startingOffsets="earliest", **option)
+    batch = BatchReader(SourceOptions.parse({"url": url, "topic": topic, **option}))
+    micro_batch = stream.reader.partitions(stream.at, stream.plan())
+    for reader, tasks in [(batch, batch.partitions()), (stream.reader, micro_batch)]:
+        rows = [values(reader, [task]) for task in tasks]
+        assert len(rows) >= least and max(map(len, rows)) <= most
+        assert sorted(flat(rows)) == list(range(45))
+
+
 @mostly_embedded
 def test_several_topics_are_read_together(spark, url, bridge, topic):
     other = f"in-{new_run()}"
@@ -125,7 +183,7 @@ def test_a_topic_without_messages_has_no_rows(spark, url, topic):
 # --- streams, as Spark drives them -----------------------------------------------------------------------------------
 
 
-def batch_of(url, topic, **given):
+def batch_of(url, topic="", **given):
     """Return the values that a batch reads."""
     reader = BatchReader(SourceOptions.parse({"url": url, "topic": topic, **given}))
     return sorted(values(reader, reader.partitions()))
@@ -138,7 +196,7 @@ def values(reader, tasks):
 class Stream:
     """A query that reads: where it stands is what Spark writes into its checkpoint."""
 
-    def __init__(self, url, topic, start=None, **given):
+    def __init__(self, url, topic="", start=None, **given):
         self.reader = StreamReader(SourceOptions.parse({"url": url, "topic": topic, **given}))
         self.at = start or self.reader.initialOffset()
 
@@ -388,6 +446,19 @@ def test_a_batch_that_ends_before_it_begins_is_refused(url, bridge, topic):
         ({"topic": ""}, "say what to read, once"),
         ({"provider": "txnbridge", "owner": "me"}, "CREATE TEMPORARY VIEW"),
         ({"subscribe": "a,b"}, "say what to read, once"),
+        ({"topic": "", "subscribe": "a,,b"}, "a name in the list of topics is empty"),
+        ({"assign": '{"in": [0]}'}, "say what to read, once"),
+        ({"topic": "", "assign": "in"}, "option assign names partitions"),
+        ({"topic": "", "assign": '{"in": [-1]}'}, "option assign names partitions"),
+        ({"topic": "", "assign": "{}"}, "option assign names partitions"),
+        ({"topic": "", "subscribePattern": "in("}, "no regular expression"),
+        ({"startingTimestamp": "today"}, "startingTimestamp is a whole number"),
+        ({"startingOffsetsByTimestamp": '{"in": {"0": [1, 2]}}'}, "startingOffsetsByTimestamp is a time for each"),
+        ({"startingOffsetsByTimestamp": "1"}, "startingOffsetsByTimestamp is a time for each"),
+        ({"startingOffsets": "latest", "startingTimestamp": "1"}, "contradict each other"),
+        ({"startingOffsetsByTimestampStrategy": "earliest"}, "is error or latest"),
+        ({"minPartitions": "0"}, "at least 1"),
+        ({"maxRecordsPerPartition": "0"}, "at least 1"),
         ({"startingOffset": "latest"}, "did you mean startingOffsets"),
         ({"startingOffsets": "soon"}, "startingOffsets is earliest or latest, or a position or word"),
         ({"startingOffsets": '{"in": {"0": -3}}'}, "startingOffsets is earliest or latest"),
@@ -455,11 +526,14 @@ def test_positions_of_any_kind_survive_a_checkpoint():
     assert _offset_ranges.from_json(told) == offsets
     with pytest.raises(NotSupported, match="more than a number"):
         _offset_ranges.limit_offsets(offsets, offsets, {}, 5)
+    options = SourceOptions("embedded:nowhere", min_tasks=2)
+    with pytest.raises(NotSupported, match="more than a number"):
+        _offset_ranges.divide([_offset_ranges.OffsetRange("a", 0, (0, 0, 1), (3, 4, 0))], options)
 
 
 def test_positions_of_more_than_a_number_have_a_column_of_their_own():
     messages = [Message("a", 2, (3, number, -1), None, b"v", NO_HEADERS, 0, 1, None) for number in range(2)]
-    found = _fetch.to_arrow(messages, headers=False)
+    found = _fetch.to_arrow(columns_of(messages), headers=False)
     assert found.column("position").to_pylist() == [[3, 0, -1], [3, 1, -1]]
     assert found.schema.names == [column.split()[0] for column in _fetch.columns((3, 0, -1), False).split(", ")]
     assert pa.types.is_int32(found.column("partition").type)

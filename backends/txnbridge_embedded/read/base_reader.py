@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from txnbridge.errors import (
@@ -22,7 +22,7 @@ from txnbridge_embedded.client.change_notification import ChangeNotification
 from txnbridge_embedded.client.readable_ranges import Bounds
 from txnbridge_embedded.client.store import FileConnection, Store, now_ms, translate
 from txnbridge_embedded.outcome.outcome import end_expired
-from txnbridge_embedded.read.partition import Cursor, position_lost
+from txnbridge_embedded.read.partition import Cursor, Found, Row, position_lost
 from txnbridge_embedded.settings import Settings
 
 # The interval at which a reader reads the state of partitions and group. It does so without a commit too, because
@@ -114,6 +114,17 @@ class PollingReader(Reader):
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+        def read() -> bool:
+            if not self._unreturned:
+                self._read_messages(max_messages, deadline)
+            return bool(self._unreturned)
+
+        self._wait_until(read, deadline)
+        messages, self._unreturned = self._unreturned, []
+        return messages
+
+    def _wait_until(self, read: Callable[[], bool], deadline: Deadline) -> None:
+        """Call `read` after each change of the file, until it returns True, or until the deadline."""
         looked = False
         while True:
             trouble: BrokerUnavailable | None = None
@@ -124,17 +135,14 @@ class PollingReader(Reader):
             except BrokerUnavailable as error:
                 trouble = error  # raised after the messages that were read before
             try:
-                if not self._unreturned:
-                    self._read_messages(max_messages, deadline)
-                if self._unreturned:
-                    messages, self._unreturned = self._unreturned, []
-                    return messages
+                if read():
+                    return
             except BrokerUnavailable as error:
                 trouble = error
             if trouble is not None and not isinstance(trouble, DeadlineExceeded):
                 raise trouble
             if looked and deadline.expired:
-                return []
+                return
             self._changes.wait(min(deadline.left(), self._refresh_at - time.monotonic()))
             time.sleep(min(deadline.left(), max(0.0, self._not_before - time.monotonic())))
             self._refresh_at = 0.0
@@ -174,15 +182,20 @@ class PollingReader(Reader):
         return ()
 
     def _read_messages(self, limit: int, deadline: Deadline) -> None:
-        """Read messages into `_unreturned`, one partition after the other."""
+        """Read messages into `_unreturned`."""
+        self._take(limit, Cursor.to_messages, self._unreturned)
+
+    def _take(self, limit: int, convert: Callable[[Cursor, list[Row]], list[Found]], into: list[Found]) -> None:
+        """Read up to `limit` messages into the list `into`, one partition after the other."""
         room = POLL_BYTES
         try:
             for cursor in self._rotated_cursors():
-                while len(self._unreturned) < limit and room > 0 and cursor.ready:
-                    room -= cursor.take(self._connection, limit - len(self._unreturned), room, self._unreturned)
+                while limit > 0 and room > 0 and cursor.ready:
+                    count, size = cursor.take(self._connection, limit, room, convert, into)
+                    limit, room = limit - count, room - size
         except (PositionLost, StorageFailed, sqlite3.Error) as error:
             # Messages that were read before are returned first. The next poll raises the error again.
-            if not self._unreturned:
+            if not into:
                 if isinstance(error, sqlite3.Error):
                     raise translate(error, f"reading {self._store.path}") from error
                 raise

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from txnbridge.errors import PositionLost, StorageFailed
-from txnbridge.spi import NO_HEADERS, Message, Partition
+from txnbridge.spi import NO_HEADERS, Message, MessageColumns, Partition
 from txnbridge_embedded.client import headers
 from txnbridge_embedded.client.ranges import Range, merged, without
 from txnbridge_embedded.client.readable_ranges import Bounds
@@ -19,6 +20,9 @@ _SAMPLES = 16
 _MOST_DELIVERY_COUNTS = 1000  # with more, the counts of acknowledged messages are dropped
 
 Row = tuple[int, int, bytes | None, str | None, bytes | None]
+
+# What `poll` returns a list of, or what `poll_columns` does.
+Found = TypeVar("Found", bound=Message | MessageColumns)
 
 
 class Cursor:
@@ -72,10 +76,18 @@ class Cursor:
         if len(self._delivery_counts) > _MOST_DELIVERY_COUNTS:
             self._delivery_counts = {key: count for key, count in self._delivery_counts.items() if key >= offset}
 
-    def take(self, connection: sqlite3.Connection, limit: int, room: int, into: list[Message]) -> int:
-        """Append the next messages to the list `into`, those for redelivery first; return their size in bytes.
+    def take(
+        self,
+        connection: sqlite3.Connection,
+        limit: int,
+        room: int,
+        convert: Callable[[Cursor, list[Row]], list[Found]],
+        into: list[Found],
+    ) -> tuple[int, int]:
+        """Append the next messages to the list `into`, those for redelivery first; return their number and bytes.
 
-        There may be none even if `ready` is true. Raise `PositionLost` if retention has removed the next message.
+        `convert` is `Cursor.to_messages` or `Cursor.to_columns`. There may be none even if `ready` is true. Raise
+        `PositionLost` if retention has removed the next message.
         """
         repeating = bool(self._again)
         if repeating:
@@ -86,13 +98,13 @@ class Cursor:
             stop = min(self.taken[0][0], self.bounds.end) if self.taken else self.bounds.end
         rows, size, reached = self._read(connection, first, stop, limit, room)
         try:
-            messages = self._messages(rows)
+            found = convert(self, rows)
         except StorageFailed:
             rows = self._before_damage(rows)
-            messages, reached = self._messages(rows), rows[-1][0] - (self.id << OFFSET_BITS) + 1
+            found, reached = convert(self, rows), rows[-1][0] - (self.id << OFFSET_BITS) + 1
         handed = max(self._handed_out_to, reached)
         # There are no calls below, so no signal handler's exception can come between the changes of list and position.
-        into += messages
+        into += found
         self._handed_out_to = handed
         if not repeating:
             self.next = reached
@@ -100,7 +112,7 @@ class Cursor:
             self._again[0] = (reached, last)
         else:
             self._again.popleft()
-        return size
+        return len(rows), size
 
     def _read(
         self, connection: sqlite3.Connection, first: int, stop: int, limit: int, room: int
@@ -119,7 +131,7 @@ class Cursor:
             self.lost = True
             raise position_lost(self._owner, self.partition, first, row[0])
 
-    def _messages(self, rows: list[Row]) -> list[Message]:
+    def to_messages(self, rows: list[Row]) -> list[Message]:
         topic, number = self.partition
         base = self.id << OFFSET_BITS
         source, new, none, unpack = self.source, tuple.__new__, NO_HEADERS, headers.unpack
@@ -133,6 +145,14 @@ class Cursor:
             Message(topic, number, (id - base,), key, value, unpack(h), at, self._count(id - base), source)
             for id, at, key, h, value in rows
         ]
+
+    def to_columns(self, rows: list[Row]) -> list[MessageColumns]:
+        if not rows:
+            return []
+        ids, times, keys, texts, values = zip(*rows, strict=True)
+        base = self.id << OFFSET_BITS
+        raw = [headers.unpack_raw(text) if text else None for text in texts]
+        return [MessageColumns(*self.partition, ([id - base for id in ids],), keys, values, raw, times)]
 
     def _before_damage(self, rows: list[Row]) -> list[Row]:
         """Return the rows before the first one with damaged headers. Raise `StorageFailed` if that is the first row."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from txnbridge.errors import InvalidState
-from txnbridge.spi import Deadline, Partition, Position
+from txnbridge.spi import Deadline, MessageColumns, Partition, Position
 from txnbridge_embedded.client.readable_ranges import Bounds, count_between, first_since, read_bounds
 from txnbridge_embedded.read.base_reader import PollingReader
 from txnbridge_embedded.read.partition import Cursor
@@ -46,6 +46,18 @@ class UngroupedReader(PollingReader):
                 self._check_kept(cursor, offset)
         for cursor, offset in offsets.items():
             cursor.replay(offset)
+
+    def poll_columns(self, max_messages: int, deadline: Deadline) -> list[MessageColumns]:
+        if self._unreturned:  # messages of an interrupted poll come first
+            return super().poll_columns(max_messages, deadline)
+        found: list[MessageColumns] = []
+
+        def read() -> bool:
+            self._take(max_messages, Cursor.to_columns, found)
+            return bool(found)
+
+        self._wait_until(read, deadline)
+        return found
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         self._refresh_state(deadline)

@@ -1,19 +1,27 @@
-"""One partition's state in one reader, and the conversion of the client's messages into the core's."""
+"""One partition's state in one reader, and the conversion of the client's messages into the core's or into columns."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import dropwhile, groupby
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeVar
 
 from confluent_kafka import Message as Raw
 from confluent_kafka import TopicPartition
 
-from txnbridge.spi import NO_HEADERS, Headers, Message, Partition
+from txnbridge.spi import NO_HEADERS, Headers, Message, MessageColumns, Partition
 
 _MOST_DELIVERY_COUNTS = 1000  # kept for each partition
+
+# What `poll` returns a list of, or what `poll_columns` does.
+Found = TypeVar("Found", bound=Message | MessageColumns)
+
+Conversion = Callable[["KafkaPartition", Sequence[Any]], list[Found]]
+
+_SECOND = itemgetter(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,18 +117,29 @@ class KafkaPartition:
         """Return the client's `TopicPartition` of this partition with the `next` offset."""
         return TopicPartition(*self.partition, self.next or 0)
 
-    def hand_out(self, run: Sequence[Any]) -> list[Message]:
-        """Convert the client's messages into the core's, and set `next` to the offset after the last one."""
+    def hand_out(self, run: Sequence[Any], convert: Conversion[Found]) -> list[Found]:
+        """Convert the client's messages, and set `next` to the offset after the last one.
+
+        `convert` is `KafkaPartition.to_messages` or `KafkaPartition.to_columns`.
+        """
         next_offset = run[-1].offset() + 1
         if self.since is not None:
             run = self._skip_before(self.since, run)
             if not run:
                 self.next = next_offset
                 return []
+        found = convert(self, run)
+        if self._first is None:
+            self._first = run[0].offset()
+        self.next = next_offset
+        self._handed_out_to = max(self._handed_out_to, next_offset)
+        return found
+
+    def to_messages(self, run: Sequence[Any]) -> list[Message]:
         topic, number = self.partition
         source, new, none, handed = self.source, tuple.__new__, NO_HEADERS, self._handed_out_to
         # This runs for every message, so tuple.__new__ is used, which is much faster than Message(...).
-        messages = [
+        return [
             new(
                 Message,
                 (
@@ -137,11 +156,12 @@ class KafkaPartition:
             )
             for message in run
         ]
-        if self._first is None:
-            self._first = run[0].offset()
-        self.next = next_offset
-        self._handed_out_to = max(handed, next_offset)
-        return messages
+
+    def to_columns(self, run: Sequence[Any]) -> list[MessageColumns]:
+        # These loops run in C.
+        fields: tuple[Any, ...] = Raw.offset, Raw.key, Raw.value, Raw.headers, Raw.timestamp
+        offsets, keys, values, headers, times = (list(map(field, run)) for field in fields)
+        return [MessageColumns(*self.partition, (offsets,), keys, values, headers, list(map(_SECOND, times)))]
 
     def _skip_before(self, since: tuple[int, int], run: Sequence[Any]) -> Sequence[Any]:
         """Drop the messages before the first one that is not older than the time of a seek; return the rest.

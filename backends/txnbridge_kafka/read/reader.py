@@ -24,6 +24,7 @@ from txnbridge.spi import (
     Context,
     Deadline,
     Message,
+    MessageColumns,
     Partition,
     Position,
     Reader,
@@ -36,7 +37,15 @@ from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_group
 from txnbridge_kafka.read.assignment import KafkaAssignment
-from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState, SeekRequest, has_errors, split_runs
+from txnbridge_kafka.read.partition import (
+    Conversion,
+    Found,
+    KafkaPartition,
+    PartitionReadState,
+    SeekRequest,
+    has_errors,
+    split_runs,
+)
 from txnbridge_kafka.read.rebalance import GroupRebalance
 from txnbridge_kafka.read.start_lookup import StartLookup
 from txnbridge_kafka.read.start_positions import (
@@ -127,6 +136,12 @@ class KafkaReader(Reader):
             self._lookup.apply({each: each.request for each in assigned.values()}, first)
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+        return self._poll(max_messages, deadline, KafkaPartition.to_messages)
+
+    def poll_columns(self, max_messages: int, deadline: Deadline) -> list[MessageColumns]:
+        return self._poll(max_messages, deadline, KafkaPartition.to_columns)
+
+    def _poll(self, max_messages: int, deadline: Deadline, convert: Conversion[Found]) -> list[Found]:
         while True:
             self._raise_pending_error()
             self._lookup.advance()
@@ -137,14 +152,14 @@ class KafkaReader(Reader):
             room = min(max_messages, self._timing.converted_at_once) - len(batch)
             if room > 0:
                 batch += self._assignment.fetch(room, 0.0 if batch else wait)
-            messages = self._hand_out(batch)
-            if messages and len(batch) == self._timing.converted_at_once < max_messages:
-                messages = self._add_buffered(messages, max_messages, sum(map(len, batch)))
-            if messages:
-                messages = self._without_recreated(messages, deadline)
-            if messages:
+            found = self._hand_out(batch, convert)
+            if found and len(batch) == self._timing.converted_at_once < max_messages:
+                found = self._add_buffered(found, max_messages - len(batch), sum(map(len, batch)), convert)
+            if found:
+                found = self._without_recreated(found, deadline)
+            if found:
                 self._assignment.renew_context()
-                return messages
+                return found
             if why_lost:
                 raise PositionLost(why_lost)
             if deadline.expired:
@@ -156,26 +171,27 @@ class KafkaReader(Reader):
         lost = (each for each in self._assignment.partitions.values() if each.state is PartitionReadState.LOST)
         return next((each.why_lost for each in lost if each.partition not in self._assignment.paused), "")
 
-    def _add_buffered(self, messages: list[Message], max_messages: int, size: int) -> list[Message]:
-        """Add messages that the client has buffered, up to `max_messages` in all; return the old and new messages.
+    def _add_buffered(self, found: list[Found], room: int, size: int, convert: Conversion[Found]) -> list[Found]:
+        """Add up to `room` messages that the client has buffered; return the old and new messages.
 
         Stop at `Timing.poll_bytes`, too: `size` is the number of bytes of the old messages. Messages of a partition
         that was revoked meanwhile are left out.
         """
         assignment, revocations, timing = self._assignment, self._assignment.revocations, self._timing
-        while len(messages) < max_messages and size < timing.poll_bytes and not assignment.errors:
-            batch = assignment.fetch(min(timing.converted_at_once, max_messages - len(messages)), 0)
+        while room > 0 and size < timing.poll_bytes and not assignment.errors:
+            batch = assignment.fetch(min(timing.converted_at_once, room), 0)
             if not batch:
                 break
+            room -= len(batch)
             size += sum(map(len, batch))
-            messages += self._hand_out(batch)
+            found += self._hand_out(batch, convert)
         if assignment.revocations == revocations:
-            return messages
+            return found
         # A partition was revoked meanwhile. The member that has it now gets its messages again.
         here = {(*partition, each.source) for partition, each in assignment.partitions.items()}
-        return [message for message in messages if (message.topic, message.partition, message.source) in here]
+        return [each for each in found if isinstance(each, Message) and (*each[:2], each.source) in here]
 
-    def _without_recreated(self, messages: list[Message], deadline: Deadline) -> list[Message]:
+    def _without_recreated(self, messages: list[Found], deadline: Deadline) -> list[Found]:
         """Drop the messages of topics that were deleted and created again, and return the other messages.
 
         The partitions of such topics are marked as lost. Topic ids are looked up every tenth of a second, and by each
@@ -208,13 +224,13 @@ class KafkaReader(Reader):
         if self._fatal_error is not None:
             raise self._fatal_error
 
-    def _hand_out(self, batch: list[Any]) -> list[Message]:
+    def _hand_out(self, batch: list[Any], convert: Conversion[Found]) -> list[Found]:
         if has_errors(batch):
             for message in batch:
                 if (error := message.error()) is not None:
                     self._note_error(error, message)
             batch = [message for message in batch if message.error() is None]
-        messages: list[Message] = []
+        found: list[Found] = []
         for partition, run in split_runs(batch, self._subscription.topics) if batch else ():
             assigned = self._assignment.partitions.get(partition)
             if assigned is None:
@@ -223,14 +239,14 @@ class KafkaReader(Reader):
                 assigned.reached = None
                 continue
             try:
-                messages += assigned.hand_out(run)
+                found += assigned.hand_out(run, convert)
             except UnicodeDecodeError as error:
                 # The client cannot decode a header name. The reader stays there until the user seeks beyond.
                 assigned.seek(SeekRequest(target=assigned.next, topic_id=assigned.topic_id))
                 at = f"{assigned.next} of {partition[0]}[{partition[1]}]"
                 text = f"a message at or after {at} has a header name that is not UTF-8; seek beyond the message"
                 self._assignment.raise_later(NotSupported(text), error)
-        return messages
+        return found
 
     def _note_error(self, error: KafkaError, message: Any) -> None:
         """Handle an error that the client returned in place of a message.
