@@ -32,7 +32,7 @@ MEANINGS = {
     "nonmonotonic-poll": "between two calls a reader received a partition's messages again or went back",
     "int-send-skip": "another message lies between two messages that one call sent to a partition",
     "int-nonmonotonic-send": "within one call a later message lies before an earlier one",
-    "nonmonotonic-send": "a later call's message lies before one of an earlier call of the process",
+    "nonmonotonic-send": "a later call's message lies before one of an earlier call of the same process and thread",
     # about isolation
     "G0": "transactions that each wrote before the other",
     "G0-realtime": "a write order that contradicts the order in which transactions ended and began",
