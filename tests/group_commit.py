@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.observing import eventually, seen
+from txnbridge_conformance.plugin import Connect
 
 import txnbridge
 from txnbridge import Bridge, Outcome, TokenState, Transaction, TxnBridgeError
@@ -52,11 +53,12 @@ def check(bridge: Bridge, topics: list[str], done: Done) -> None:
 
 
 def check_that_members_are_whole_while_it_is_killed(
-    broker: brokers.Broker, through: Bridge, bridge: Bridge, topics: list[str]
+    broker: brokers.Broker, connect: Connect, bridge: Bridge, topics: list[str]
 ) -> None:
-    """Kill the broker twice under transactions of many threads of the bridge `through`."""
+    """Kill the broker twice under transactions of many threads of one bridge."""
     stop = threading.Event()
     with recorded() as events:
+        through = connect(timeout=15)
         with ThreadPoolExecutor(THREADS) as pool:
             working = [
                 pool.submit(work, through, topics, lambda: not stop.is_set(), thread) for thread in range(THREADS)

@@ -13,7 +13,7 @@ def test_transactions_that_share_are_whole_while_the_broker_is_killed(
     kafka_broker: brokers.Broker, connect: Connect, bridge: Bridge, new_topic: NewTopic
 ) -> None:
     topics = [new_topic(), new_topic()]
-    group_commit.check_that_members_are_whole_while_it_is_killed(kafka_broker, connect(timeout=15), bridge, topics)
+    group_commit.check_that_members_are_whole_while_it_is_killed(kafka_broker, connect, bridge, topics)
 
 
 def test_a_shared_commit_whose_answer_is_lost_is_known_to_each_member(
