@@ -8,22 +8,16 @@ from contextlib import contextmanager
 from benchmarks._harness import (
     Lap,
     Report,
-    Round,
     Settings,
     a_second,
     as_turn,
     at_least,
-    at_most,
-    by_threads,
-    estimate,
     in_turn,
-    quantile,
     run,
     speed,
 )
 from benchmarks._kafka import broker, new_topic, plain_producer
-from benchmarks._small import BODY, small
-from txnbridge import connect
+from benchmarks._small import BODY, by_threads_of_one_bridge, report_spread
 
 
 @contextmanager
@@ -39,21 +33,16 @@ def by_hand(url: str, topic: str) -> Iterator[Lap]:
     yield lap
 
 
-def ours(settings: Settings, url: str, topic: str, threads: int, group_commit: bool | None = None) -> Round:
-    with connect(url, group_commit=group_commit) as bridge:
-        return by_threads([small(bridge, topic)] * threads, settings.seconds)
-
-
 def measure(settings: Settings) -> None:
     with broker() as url:
         topic = new_topic(url, 6)
         found = in_turn(
             {
                 "by hand": as_turn(lambda: by_hand(url, topic), settings),
-                "64": lambda: ours(settings, url, topic, 64),
-                "64 off": lambda: ours(settings, url, topic, 64, False),
-                "1": lambda: ours(settings, url, topic, 1),
-                "1 off": lambda: ours(settings, url, topic, 1, False),
+                "64": lambda: by_threads_of_one_bridge(settings, url, topic, 64),
+                "64 off": lambda: by_threads_of_one_bridge(settings, url, topic, 64, False),
+                "1": lambda: by_threads_of_one_bridge(settings, url, topic, 1),
+                "1 off": lambda: by_threads_of_one_bridge(settings, url, topic, 1, False),
             },
             settings.rounds,
         )
@@ -62,8 +51,7 @@ def measure(settings: Settings) -> None:
     report.figure("64 threads / the same, group_commit=False", speed(found["64"], found["64 off"]))
     for name in ("64", "64 off", "1", "by hand"):
         report.figure(f"{name}: transactions a second", a_second(found[name]))
-    ratios = [quantile(each.laps, 0.99) / quantile(each.laps, 0.5) for each in found["64"]]
-    report.figure("64 threads: p99 / p50", estimate(ratios), "", at_most(5))
+    report_spread(report, found["64"])
     report.figure("1 thread / the same, group_commit=False", speed(found["1"], found["1 off"]), "", at_least(0.95))
 
 

@@ -57,6 +57,8 @@ COORDINATORS = "pulsar/system"
 class PulsarBroker(Broker):
     """An open connection of one bridge, made by `PulsarBackend.open`."""
 
+    group_commit = True
+
     def __init__(self, settings: PulsarSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
         self._context = context

@@ -41,6 +41,7 @@ TARGETS = {
     "pulsar_memory": 4,
     "pulsar_spark": 0,
     "pulsar_half_messages": 4,
+    "pulsar_group_commit": 3,
     "rocketmq_write": 3,
     "rocketmq_read": 2,
     "rocketmq_recover": 0,
