@@ -44,6 +44,7 @@ class RocketMQDecisionLog(DecisionLog):
         self._client = client
         self._queue = queue
         self.keeps = keeps
+        self._has_records = False  # whether a record was seen in the log
 
     # --- begin and end ------------------------------------------------------------------------------------------------
 
@@ -68,12 +69,15 @@ class RocketMQDecisionLog(DecisionLog):
         return at
 
     def end(self, deadline: Deadline) -> Position | None:
-        first, end_offset = self._bounds(deadline)
+        # A log that had records stays numbered on when the broker drops them, so the first offset is not needed. A
+        # reader that has read up to the end finds the drop at its next record (hazard H68).
+        first, end_offset = (0, self._end_offset(deadline)) if self._has_records else self._bounds(deadline)
+        self._has_records = first < end_offset
         return (end_offset - 1,) if first < end_offset else None
 
     def was_used(self, deadline: Deadline) -> bool:
         """Return whether the log has or had records, which the broker may have dropped."""
-        return self._bounds(deadline)[1] > 0
+        return self._end_offset(deadline) > 0
 
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
         """Return the offset of the first record, and the offset after the last record.

@@ -502,6 +502,23 @@ def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(broker, l
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
+def test_who_falls_asleep_behind_his_decision_looks_before_he_publishes(broker, log):
+    owner, other = (Process(broker, log, name, publisher_stalled=0.05, look_up_valid=0.5) for name in ("one", "other"))
+    token = prepared(owner)
+    answer = broker.answer
+
+    def sleep(request: RpcRequest[Any]) -> Any:
+        if request.code == RequestCode.LOCK_BATCH_MQ:  # the first request behind the claim
+            broker.answer = answer
+            assert finish(other, token) is Outcome.COMMITTED
+            time.sleep(0.5)
+        return answer(request)
+
+    broker.answer = sleep
+    assert finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
 def test_where_looking_takes_longer_than_a_look_holds_fewer_are_looked_for(owner, broker, log):
     other = Process(broker, log, "other", look_up_valid=0.1)
     token = prepared(owner)
@@ -825,7 +842,7 @@ def test_whatever_is_lost_and_whoever_dies_what_is_decided_is_published_once_and
 
 
 def test_without_a_look_first_messages_come_twice(monkeypatch):
-    def publish(self, transaction, parts, deadline, *, first=False):
+    def publish(self, transaction, parts, deadline, *, unpublished_at=None):
         lines = self._sequences(end_transaction._expected(transaction, parts), deadline)
         self._commit_halves(lines, True, deadline)
 

@@ -234,41 +234,54 @@ class HalfEnder:
     # --- publishing after a look-up -----------------------------------------------------------------------------------
 
     def publish(
-        self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
+        self,
+        transaction: str,
+        topics: Sequence[HalfCount],
+        deadline: Deadline,
+        *,
+        unpublished_at: float | None = None,
     ) -> None:
         """Publish every message of a committed transaction that is not published yet.
 
-        `topics` has the number of the transaction's messages in each topic. `first` means that the caller has just
-        decided the transaction, so that no message can be published yet. Raise `BrokerUnavailable`, `AccessDenied` if
-        the user may not publish, or `EvidenceLost` if a message is not published and its half is gone.
+        `topics` has the number of the transaction's messages in each topic. `unpublished_at` is a time by
+        `time.monotonic()` at which no process can have published a message: the caller decided the transaction after
+        it. Raise `BrokerUnavailable`, `AccessDenied` if the user may not publish, or `EvidenceLost` if a message is not
+        published and its half is gone.
         """
         missing = _expected(transaction, topics)
-        if not first and (missing := self._unpublished(missing, deadline)):
+        if unpublished_at is None and (missing := self._unpublished(missing, deadline)):
             # Another process may have committed a half just now, and the index does not have the message yet.
             time.sleep(min(self._timing.index_delay, deadline.left()))
         missing.sort(key=lambda each: each.number)  # publish all topics in parallel
         at_once = most = self._timing.published_at_once
         while missing:
-            self._keep_locked(transaction)
             some, others = missing[:at_once], missing[at_once:]
-            left = self._publish_some(some, deadline)
+            left = self._publish_some(some, unpublished_at, deadline)
             # If none of them was published, their look-up took longer than a look-up stays valid: look fewer up.
             at_once = max(1, at_once // 2) if len(left) == len(some) else min(2 * at_once, most)
             missing = left + others
+            if left:
+                unpublished_at = None  # a commit of this call may have taken effect
             if missing:
                 deadline.check("publishing a transaction")
+                self._keep_locked(transaction)
 
-    def _publish_some(self, missing: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
+    def _publish_some(
+        self, missing: Sequence[_Expected], unpublished_at: float | None, deadline: Deadline
+    ) -> list[_Expected]:
         """Look some messages up, commit the halves of unpublished ones, and return the messages still not published."""
         sequences = self._sequences(missing, deadline)
         looked = time.monotonic()
-        left = {each.key for each in self._still_missing(missing, deadline)}
-        for sequence in sequences:
-            sequence.halves = deque(half for half in sequence.halves if half.unique_key in left)
+        if unpublished_at is not None and looked < unpublished_at + self._timing.look_up_valid:
+            looked = unpublished_at  # this proves as much as a look-up at that time
+        else:
+            left = {each.key for each in self._still_missing(missing, deadline)}
+            for sequence in sequences:
+                sequence.halves = deque(half for half in sequence.halves if half.unique_key in left)
         self._commit_halves(sequences, True, deadline, looked + self._timing.look_up_valid)
         _require_rights(sequences)
         self._wait_until_expired(sequences, deadline)
-        left = {half.unique_key or "" for sequence in sequences for half in sequence.halves}
+        left = {half.unique_key for sequence in sequences for half in sequence.halves}
         self._wait_for([each for each in missing if each.key not in left], deadline)
         return self._unpublished([each for each in missing if each.key in left], deadline)
 
