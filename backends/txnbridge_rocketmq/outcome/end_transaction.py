@@ -23,7 +23,6 @@ from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client import groups
 from txnbridge_rocketmq.client.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC, Property, ResponseCode
-from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.records import MessageExt
@@ -60,11 +59,10 @@ class LockHolder(Enum):
 
 @dataclass
 class EndSequence:
-    """The halves of one queue that are still to be committed, in order. One request at a time is in flight."""
+    """The halves of one queue that are still to be committed, in order, one after another."""
 
     queue: Queue
     halves: deque[HalfAddress]
-    call: Call[None] | None = None
     stopped: RemotingError | None = None  # the error after which no more halves of the sequence are committed
 
 
@@ -174,17 +172,13 @@ class HalfEnder:
         waiting = deque(halves)
         while waiting:
             chunk = [waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(waiting)))]
-            try:
-                calls = [
-                    self.cluster.client.submit(broker, end(half, HalfEnd.ABORT, from_check=True), deadline.left())
-                    for broker, half in chunk
-                ]
-                for call in calls:
-                    call.result()
-            except RemotingError as error:
+            asked = [(broker, end(half, HalfEnd.ABORT, from_check=True)) for broker, half in chunk]
+            found = self.cluster.client.call_all(asked, deadline.left())
+            failed = [error for error in found if isinstance(error, RemotingError)]
+            for error in failed:
                 _log.debug("a half stays until the broker's check-back: %s", error)
-                if not error.may_have_had_effect:
-                    return
+            if any(not error.may_have_had_effect for error in failed):
+                return
 
     def _commit_halves(
         self, sequences: Sequence[EndSequence], from_check: bool, deadline: Deadline, until: float = math.inf
@@ -195,34 +189,18 @@ class HalfEnder:
         """
         going = [sequence for sequence in sequences if sequence.halves]
         while going and time.monotonic() < until:
-            paused = False
-            for sequence in going:
-                paused |= not self._submit(sequence, end(sequence.halves[0], HalfEnd.COMMIT, from_check), deadline)
-            for sequence in going:
-                paused |= not self._receive(sequence, deadline)
+            asked = [(each.queue.broker, end(each.halves[0], HalfEnd.COMMIT, from_check)) for each in going]
+            failed = False
+            errors = self.cluster.client.call_all(asked, deadline.left())
+            for sequence, error in zip(going, errors, strict=True):
+                if error is None:
+                    sequence.halves.popleft()
+                else:
+                    failed = True
+                    self._stop(sequence, error, deadline)
             going = [sequence for sequence in going if sequence.halves and sequence.stopped is None]
-            if paused and going:
+            if failed and going:
                 time.sleep(self._timing.end_pause)
-
-    def _submit(self, sequence: EndSequence, request: RpcRequest[None], deadline: Deadline) -> bool:
-        try:
-            sequence.call = self.cluster.client.submit(sequence.queue.broker, request, deadline.left())
-        except RemotingError as error:
-            self._stop(sequence, error, deadline)
-            return False
-        return True
-
-    def _receive(self, sequence: EndSequence, deadline: Deadline) -> bool:
-        call, sequence.call = sequence.call, None
-        if call is None:
-            return True
-        try:
-            call.result()
-        except RemotingError as error:
-            self._stop(sequence, error, deadline)
-            return False
-        sequence.halves.popleft()
-        return True
 
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
         """Stop a sequence after a failed request, unless the request had no effect and may succeed if repeated."""
