@@ -484,6 +484,19 @@ def test_of_two_that_publish_at_once_one_waits_for_the_other(owner, other, broke
         assert waiting.result(60) is Outcome.COMMITTED
 
 
+def test_what_its_owner_has_published_is_not_looked_up_when_the_broker_asks(owner, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(5))
+    checks = broker.ask()
+    writer.commit(Deadline(5))
+    asked: list[int] = []
+    broker.fault = lambda request: asked.append(request.code)
+    owner.checks.answer(checks)
+    assert asked == [RequestCode.END_TRANSACTION] * len(VALUES)
+    assert broker.seen("a") == VALUES and not broker.open
+
+
 def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(broker, log):
     owner, other = (Process(broker, log, name, publisher_stalled=0.05, look_up_valid=0.5) for name in ("one", "other"))
     token = prepared(owner)

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +45,18 @@ _LOCK_GROUP = "txnbridge-resolver"
 _REAL_QUEUE_PROPERTY = "REAL_QID"
 
 
+# The number of settled and of lost transactions that are remembered: brokers send a check-back for each half of them,
+# and for some halves that their owner has just ended.
+_MOST_REMEMBERED = 10_000
+
+
+def remember(known: OrderedDict[str, None], transaction: str) -> None:
+    """Add a transaction, and drop the oldest one if there are too many."""
+    known[transaction] = None
+    if len(known) > _MOST_REMEMBERED:
+        known.popitem(last=False)
+
+
 class PublishedMessageMissing(BrokerUnavailable):
     """Raised if a look-up does not find a message although the broker answered that it published the message."""
 
@@ -74,10 +86,21 @@ class HalfEnder:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _being_ended: set[str] = field(default_factory=set)
     _verified_brokers: set[str] = field(default_factory=set)  # a look-up found a message that they published
+    _settled: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
     @property
     def _timing(self) -> RocketMQTiming:
         return self.cluster.settings.timing
+
+    # --- settled transactions -----------------------------------------------------------------------------------------
+
+    def has_settled(self, transaction: str) -> bool:
+        """Return whether a transaction is known to be aborted, or completely published."""
+        return transaction in self._settled
+
+    def remember_settled(self, transaction: str) -> None:
+        with self._lock:
+            remember(self._settled, transaction)
 
     # --- locks --------------------------------------------------------------------------------------------------------
 

@@ -202,6 +202,7 @@ class RocketMQWriter(Writer):
                 if not self._owner.ender.publish_fresh(halves, deadline):
                     return False
                 self._owner.ender.confirm_published(halves, deadline)
+                self._owner.ender.remember_settled(self._begun.transaction)
             except PublishedMessageMissing as error:
                 raise self._unpublished_error(error) from error
             except TxnBridgeError:
