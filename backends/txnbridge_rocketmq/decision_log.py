@@ -29,8 +29,10 @@ T = TypeVar("T")
 
 # The consumer group in the log's requests. It has no members; the broker stores the trim position as its offset.
 GROUP = "txnbridge-log"
-# The wait between two reads of a stored record that is not readable yet. It becomes readable after a millisecond.
-_VISIBLE_POLL_SECONDS = 0.001
+# The wait before the first read of a stored record, and between two reads. A broker makes records readable each
+# millisecond. A pull that waits at the broker is not safe here: if the record becomes readable while the broker begins
+# to hold the pull, it is answered up to five seconds later.
+_VISIBLE_POLL_SECONDS = 0.0005
 # The number of pull requests that `read` sends ahead. Each response has 256 KB at most.
 _PULLS_AHEAD = 8
 # An append reads the records since the last one that was read if they are fewer. For so many seconds, `read` takes
@@ -151,6 +153,7 @@ class RocketMQDecisionLog(DecisionLog):
         at = first = self._read_up_to if 0 <= offset - self._read_up_to < _LONGEST_TAIL else offset
         records: list[MessageExt] = []
         asked_at = time.monotonic()
+        time.sleep(_VISIBLE_POLL_SECONDS)
         while at <= offset:
             pulled = self._call(self._pull_request(at), deadline)
             if [record.queue_offset for record in pulled.records] != list(range(at, at + len(pulled.records))):

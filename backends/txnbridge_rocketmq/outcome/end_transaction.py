@@ -368,7 +368,7 @@ class HalfEnder:
     def _wait_for(self, published: Sequence[_Expected], deadline: Deadline) -> None:
         """Wait until a look-up finds these published messages. Raise `PublishedMessageMissing` after some seconds."""
         until = Deadline(min(self._timing.index_timeout, deadline.left() / 2))
-        left = published
+        left, pause = published, self._timing.publish_look_up_pause / 8  # mostly the index has it after a millisecond
         while left := self._unpublished(left, deadline):
             if until.expired:
                 deadline.check("looking for what is published")
@@ -376,7 +376,8 @@ class HalfEnder:
                     f"broker {left[0].broker} answered that it has published a message to {left[0].topic}, but the"
                     " message is missing. Do not connect to a proxy: it answers so without publishing"
                 )
-            time.sleep(self._timing.publish_look_up_pause)
+            time.sleep(pause)
+            pause = min(2 * pause, self._timing.publish_look_up_pause)
         self._verified_brokers.update(each.broker for each in published)
 
     def _wait_until_expired(self, sequences: Sequence[EndSequence], deadline: Deadline) -> None:
