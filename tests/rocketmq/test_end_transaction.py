@@ -484,6 +484,19 @@ def test_of_two_that_publish_at_once_one_waits_for_the_other(owner, other, broke
         assert waiting.result(60) is Outcome.COMMITTED
 
 
+def test_what_its_owner_has_published_is_not_looked_up_when_the_broker_asks(owner, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(5))
+    checks = broker.ask()
+    writer.commit(Deadline(5))
+    asked: list[int] = []
+    broker.fault = lambda request: asked.append(request.code)
+    owner.checks.answer(checks)
+    assert asked == [RequestCode.END_TRANSACTION] * len(VALUES)
+    assert broker.seen("a") == VALUES and not broker.open
+
+
 def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(broker, log):
     owner, other = (Process(broker, log, name, publisher_stalled=0.05, look_up_valid=0.5) for name in ("one", "other"))
     token = prepared(owner)
@@ -496,6 +509,23 @@ def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(broker, l
             assert finish(other, token) is Outcome.COMMITTED  # `other` takes the sleeping process for dead
             time.sleep(0.5)
         return answered
+
+    broker.answer = sleep
+    assert finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_who_falls_asleep_behind_his_decision_looks_before_he_publishes(broker, log):
+    owner, other = (Process(broker, log, name, publisher_stalled=0.05, look_up_valid=0.5) for name in ("one", "other"))
+    token = prepared(owner)
+    answer = broker.answer
+
+    def sleep(request: RpcRequest[Any]) -> Any:
+        if request.code == RequestCode.LOCK_BATCH_MQ:  # the first request behind the claim
+            broker.answer = answer
+            assert finish(other, token) is Outcome.COMMITTED
+            time.sleep(0.5)
+        return answer(request)
 
     broker.answer = sleep
     assert finish(owner, token) is Outcome.COMMITTED
@@ -825,7 +855,7 @@ def test_whatever_is_lost_and_whoever_dies_what_is_decided_is_published_once_and
 
 
 def test_without_a_look_first_messages_come_twice(monkeypatch):
-    def publish(self, transaction, parts, deadline, *, first=False):
+    def publish(self, transaction, parts, deadline, *, unpublished_at=None):
         lines = self._sequences(end_transaction._expected(transaction, parts), deadline)
         self._commit_halves(lines, True, deadline)
 

@@ -64,19 +64,17 @@ def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Led
     COMMITTED means that every message is published. Raise `BrokerUnavailable` only if this call has decided nothing,
     `OutcomeUnknown` if the outcome is not known or not carried out yet, `EvidenceLost` if halves or records are gone.
     """
-    log = _log_of(token)
     prepared = _prepared(token, ledger, deadline)
     call = uuid.uuid4().hex
-    claim = ledger.decided(token.transaction, deadline, log=log)
-    if claim is None:
-        claim = _claim(ender, token, decision, prepared, call, ledger, deadline)
-    first = claim.data.get("by") == call
+    undecided_at = time.monotonic()
+    claim = _claim(ender, token, decision, prepared, call, ledger, deadline)
+    unpublished_at = undecided_at if claim.data.get("by") == call else None
     if claim.decision is Decision.ABORT:
         with _as_decided(token, "aborted"), ender.cluster.context.events.step("step:drop", token.transaction):
             ender.withdraw(token.transaction, prepared.topics, deadline)
         return Outcome.ABORTED
     with _as_decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
-        publish_exclusively(ender, token.transaction, prepared.topics, deadline, first=first)
+        publish_exclusively(ender, token.transaction, prepared.topics, deadline, unpublished_at=unpublished_at)
     return Outcome.COMMITTED
 
 
@@ -93,20 +91,26 @@ def _as_decided(token: Token, outcome: str) -> Iterator[None]:
 
 
 def publish_exclusively(
-    ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
+    ender: HalfEnder,
+    transaction: str,
+    topics: Sequence[HalfCount],
+    deadline: Deadline,
+    *,
+    unpublished_at: float | None = None,
 ) -> None:
     """Publish a committed transaction under its lock, or wait until another process has published it.
 
-    If the process that holds the lock publishes nothing for some seconds, publish without the lock.
+    If the process that holds the lock publishes nothing for some seconds, publish without the lock. `unpublished_at` is
+    that of `HalfEnder.publish`.
     """
     stalled = ender.cluster.settings.timing.publisher_stalled
     left, patience = -1, Deadline(stalled)
     while True:
         with ender.exclusively(transaction, deadline) as holder:
             if holder is LockHolder.CALLER or (holder is LockHolder.OTHER_PROCESS and patience.expired):
-                ender.publish(transaction, topics, deadline, first=first)
+                ender.publish(transaction, topics, deadline, unpublished_at=unpublished_at)
                 return
-        first = False  # the holder of the lock may be about to publish
+        unpublished_at = None  # the holder of the lock may be about to publish
         if (missing := ender.missing(transaction, topics, deadline)) != left:
             left, patience = missing, Deadline(stalled)
         deadline.check("waiting for another process that publishes the same transaction")
@@ -193,7 +197,7 @@ def _log_of(token: Token) -> Mapping[str, Any]:
 
 
 def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord:
-    for entry in ledger.find(token.transaction, deadline):
+    for entry in ledger.find(token.transaction, deadline, log=_log_of(token)):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)
     raise InvalidToken("this token's transaction was never prepared: a newer owner opened its transactional id before")

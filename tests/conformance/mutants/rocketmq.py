@@ -31,7 +31,7 @@ def publishes_at_once() -> None:
     def make(store: Callable[[RocketMQWriter, Deadline], None]) -> Any:
         def store_and_publish(self: RocketMQWriter, deadline: Deadline) -> None:
             store(self, deadline)
-            self._owner.ender.publish_fresh(self._halves.stored(deadline), deadline)
+            self._owner.ender.publish_fresh(self._halves.stored(), deadline)
 
         return store_and_publish
 
@@ -49,7 +49,12 @@ def publishes_without_a_look() -> None:
     """Halves are committed without a look-up that shows which messages are published already (hazard H62)."""
 
     def publish(
-        self: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
+        self: HalfEnder,
+        transaction: str,
+        topics: Sequence[HalfCount],
+        deadline: Deadline,
+        *,
+        unpublished_at: float | None = None,
     ) -> None:
         halves = self._sequences(end_transaction._expected(transaction, topics), deadline)
         self._commit_halves(halves, True, deadline)
