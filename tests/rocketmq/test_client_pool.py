@@ -115,6 +115,25 @@ def test_a_deadline_before_the_whole_response_closes_the_connection(pool, broker
     assert answered(pool, broker) is not peer
 
 
+def test_a_response_that_has_come_counts_although_its_thread_reads_it_behind_the_deadline(pool, broker):
+    exchange = pool.begin([echo()], time.monotonic() + SHORT)
+    peer = broker.peer()
+    peer.answer(peer.next(), remark="fine")
+    time.sleep(SHORT)  # as a thread that has waited for another broker
+    assert exchange.results() == ["fine"]
+
+
+def test_a_connection_that_fails_takes_the_idle_ones_with_it(pool, broker):
+    exchanges = [pool.begin([echo()], time.monotonic() + LONG) for _ in range(2)]
+    for _ in exchanges:
+        peer = broker.peer()
+        peer.answer(peer.next())
+    assert [exchange.results() for exchange in exchanges] == [[""], [""]]
+    (failed,) = ask(pool, timeout=SHORT)
+    assert isinstance(failed, ResponseTimeout)
+    assert pool._connections == set()
+
+
 @pytest.mark.parametrize(
     ("deed", "error"),
     [(lambda peer: peer.hang_up(), Disconnected), (lambda peer: peer.send(b"HTTP"), ProtocolViolation)],

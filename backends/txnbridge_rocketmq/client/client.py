@@ -117,7 +117,8 @@ class RemotingClient:
         found: list[T | RemotingError] = [Unreachable("not sent")] * len(asked)
         exchanges: list[tuple[list[int], Exchange]] = []
         try:
-            for broker in dict.fromkeys(broker for broker, _ in asked):
+            # In one order, so that threads that hold connections to some brokers do not wait for each other's.
+            for broker in sorted({broker for broker, _ in asked}):
                 places = [place for place, (name, _) in enumerate(asked) if name == broker]
                 try:
                     exchanges.append((places, self._begin(broker, [asked[place][1] for place in places], until)))

@@ -122,7 +122,7 @@ class BlockingPool:
             self._idle.append(connection)
         else:
             self._drop(connection)
-        if self._closed.is_set():
+        if self._closed.is_set() or not connection.is_open:  # if one failed, the server may be gone from the others
             self._close_idle()
         self._slots.put(None)
 
@@ -170,7 +170,9 @@ class BlockingConnection:
         left = memoryview(data)
         try:
             while left:
-                self._limit_wait(until, action)
+                if time.monotonic() >= until:
+                    raise ResponseTimeout(f"{action}: no time was left")
+                self._limit_wait(until)
                 with suppress(BlockingIOError, TimeoutError):
                     left = left[self._socket.send(left) :]
         except (OSError, ResponseTimeout) as error:
@@ -178,12 +180,9 @@ class BlockingConnection:
             effect = not alone and len(left) < len(data)
             raise kind(f"{action}: not sent to {self.address}: {error}", may_have_had_effect=effect) from error
 
-    def _limit_wait(self, until: float, action: str) -> None:
-        """Let the next system call wait until the deadline, or for a second. Raise `ResponseTimeout` behind it."""
-        left = until - time.monotonic()
-        if left <= 0:
-            raise ResponseTimeout(f"{action}: no time was left")
-        wait = min(_WAIT_SECONDS, left)
+    def _limit_wait(self, until: float) -> None:
+        """Let the next system call wait until the deadline, or for a second."""
+        wait = max(0.001, min(_WAIT_SECONDS, until - time.monotonic()))
         if wait == self._wait:
             return
         self._wait = wait
@@ -218,8 +217,11 @@ class BlockingConnection:
         return answers
 
     def _next(self, until: float) -> bytes:
+        """Return the next bytes. Behind the deadline, return those that have come already."""
         while True:
-            self._limit_wait(until, "waiting for a response")
+            if time.monotonic() >= until and self.is_quiet():
+                raise ResponseTimeout("no time was left")
+            self._limit_wait(until)
             try:
                 data = self._socket.recv(_READ_BYTES)
             except (BlockingIOError, TimeoutError):

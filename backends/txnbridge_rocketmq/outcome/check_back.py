@@ -37,7 +37,7 @@ class CheckBackHandler:
         self._timing = ender.cluster.settings.timing
         self._group = ender.cluster.settings.producer_group
         self._lock = threading.Lock()
-        self._lost: OrderedDict[str, None] = OrderedDict()  # transactions that were reported as lost
+        self._lost: OrderedDict[str, float] = OrderedDict()  # transactions that were reported as lost
         self._deadlines: set[Deadline] = set()
         self._closed = threading.Event()
 

@@ -48,11 +48,14 @@ _REAL_QUEUE_PROPERTY = "REAL_QID"
 # The number of settled and of lost transactions that are remembered: brokers send a check-back for each half of them,
 # and for some halves that their owner has just ended.
 _MOST_REMEMBERED = 10_000
+# For this long, a transaction is known to be settled. Later a broker that has failed may have lost what was published,
+# and asks about the half that it still has: then the message is looked up, and published again if it is gone.
+_SETTLED_SECONDS = 10.0
 
 
-def remember(known: OrderedDict[str, None], transaction: str) -> None:
-    """Add a transaction, and drop the oldest one if there are too many."""
-    known[transaction] = None
+def remember(known: OrderedDict[str, float], transaction: str) -> None:
+    """Add a transaction with the present time, and drop the oldest one if there are too many."""
+    known[transaction] = time.monotonic()
     if len(known) > _MOST_REMEMBERED:
         known.popitem(last=False)
 
@@ -86,7 +89,7 @@ class HalfEnder:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _being_ended: set[str] = field(default_factory=set)
     _verified_brokers: set[str] = field(default_factory=set)  # a look-up found a message that they published
-    _settled: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _settled: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     @property
     def _timing(self) -> RocketMQTiming:
@@ -95,8 +98,8 @@ class HalfEnder:
     # --- settled transactions -----------------------------------------------------------------------------------------
 
     def has_settled(self, transaction: str) -> bool:
-        """Return whether a transaction is known to be aborted, or completely published."""
-        return transaction in self._settled
+        """Return whether a transaction was found, a few seconds ago, to be aborted or completely published."""
+        return time.monotonic() < self._settled.get(transaction, -math.inf) + _SETTLED_SECONDS
 
     def remember_settled(self, transaction: str) -> None:
         with self._lock:
@@ -235,50 +238,39 @@ class HalfEnder:
     # --- publishing after a look-up -----------------------------------------------------------------------------------
 
     def publish(
-        self,
-        transaction: str,
-        topics: Sequence[HalfCount],
-        deadline: Deadline,
-        *,
-        unpublished_at: float | None = None,
+        self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
     ) -> None:
         """Publish every message of a committed transaction that is not published yet.
 
-        `topics` has the number of the transaction's messages in each topic. `unpublished_at` is a time by
-        `time.monotonic()` at which no process can have published a message: the caller decided the transaction after
-        it. Raise `BrokerUnavailable`, `AccessDenied` if the user may not publish, or `EvidenceLost` if a message is not
-        published and its half is gone.
+        `topics` has the number of the transaction's messages in each topic. `first` means that the caller has just
+        decided the transaction. Another process may have read the decision and published since (hazard H64), so the
+        messages are looked up nevertheless; but whoever held the lock before has seen its messages in the index. Raise
+        `BrokerUnavailable`, `AccessDenied` if the user may not publish, or `EvidenceLost` if a message is not published
+        and its half is gone.
         """
         missing = _expected(transaction, topics)
-        if unpublished_at is None and (missing := self._unpublished(missing, deadline)):
+        if not first and (missing := self._unpublished(missing, deadline)):
             # Another process may have committed a half just now, and the index does not have the message yet.
             time.sleep(min(self._timing.index_delay, deadline.left()))
         missing.sort(key=lambda each: each.number)  # publish all topics in parallel
         at_once = most = self._timing.published_at_once
         while missing:
             some, others = missing[:at_once], missing[at_once:]
-            left = self._publish_some(some, unpublished_at, deadline)
+            left = self._publish_some(some, deadline)
             # If none of them was published, their look-up took longer than a look-up stays valid: look fewer up.
             at_once = max(1, at_once // 2) if len(left) == len(some) else min(2 * at_once, most)
             missing = left + others
-            if left:
-                unpublished_at = None  # a commit of this call may have taken effect
             if missing:
                 deadline.check("publishing a transaction")
                 self._keep_locked(transaction)
 
-    def _publish_some(
-        self, missing: Sequence[_Expected], unpublished_at: float | None, deadline: Deadline
-    ) -> list[_Expected]:
+    def _publish_some(self, missing: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
         """Look some messages up, commit the halves of unpublished ones, and return the messages still not published."""
         sequences = self._sequences(missing, deadline)
         looked = time.monotonic()
-        if unpublished_at is not None and looked < unpublished_at + self._timing.look_up_valid:
-            looked = unpublished_at  # this proves as much as a look-up at that time
-        else:
-            left = {each.key for each in self._still_missing(missing, deadline)}
-            for sequence in sequences:
-                sequence.halves = deque(half for half in sequence.halves if half.unique_key in left)
+        left = {each.key for each in self._still_missing(missing, deadline)}
+        for sequence in sequences:
+            sequence.halves = deque(half for half in sequence.halves if half.unique_key in left)
         self._commit_halves(sequences, True, deadline, looked + self._timing.look_up_valid)
         _require_rights(sequences)
         self._wait_until_expired(sequences, deadline)

@@ -66,15 +66,14 @@ def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Led
     """
     prepared = _prepared(token, ledger, deadline)
     call = uuid.uuid4().hex
-    undecided_at = time.monotonic()
     claim = _claim(ender, token, decision, prepared, call, ledger, deadline)
-    unpublished_at = undecided_at if claim.data.get("by") == call else None
+    first = claim.data.get("by") == call
     if claim.decision is Decision.ABORT:
         with _as_decided(token, "aborted"), ender.cluster.context.events.step("step:drop", token.transaction):
             ender.withdraw(token.transaction, prepared.topics, deadline)
         return Outcome.ABORTED
     with _as_decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
-        publish_exclusively(ender, token.transaction, prepared.topics, deadline, unpublished_at=unpublished_at)
+        publish_exclusively(ender, token.transaction, prepared.topics, deadline, first=first)
     return Outcome.COMMITTED
 
 
@@ -91,26 +90,20 @@ def _as_decided(token: Token, outcome: str) -> Iterator[None]:
 
 
 def publish_exclusively(
-    ender: HalfEnder,
-    transaction: str,
-    topics: Sequence[HalfCount],
-    deadline: Deadline,
-    *,
-    unpublished_at: float | None = None,
+    ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
 ) -> None:
     """Publish a committed transaction under its lock, or wait until another process has published it.
 
-    If the process that holds the lock publishes nothing for some seconds, publish without the lock. `unpublished_at` is
-    that of `HalfEnder.publish`.
+    If the process that holds the lock publishes nothing for some seconds, publish without the lock.
     """
     stalled = ender.cluster.settings.timing.publisher_stalled
     left, patience = -1, Deadline(stalled)
     while True:
         with ender.exclusively(transaction, deadline) as holder:
             if holder is LockHolder.CALLER or (holder is LockHolder.OTHER_PROCESS and patience.expired):
-                ender.publish(transaction, topics, deadline, unpublished_at=unpublished_at)
+                ender.publish(transaction, topics, deadline, first=first)
                 return
-        unpublished_at = None  # the holder of the lock may be about to publish
+        first = False  # the holder of the lock may be about to publish
         if (missing := ender.missing(transaction, topics, deadline)) != left:
             left, patience = missing, Deadline(stalled)
         deadline.check("waiting for another process that publishes the same transaction")

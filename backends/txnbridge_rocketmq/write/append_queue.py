@@ -43,11 +43,11 @@ class AppendQueue(Generic[T]):
     def store(self, message: WireMessage, deadline: Deadline) -> T:
         """Store a message, and return its result. Raise a `RemotingError`."""
         append: _Append[T] = _Append(message)
-        with self._lock:
-            self._waiting.append(append)
-            append.sends = not self._has_sender
-            self._has_sender = True
         try:
+            with self._lock:
+                self._waiting.append(append)
+                append.sends = not self._has_sender
+                self._has_sender = True
             if append.sends or (append.wake.acquire(timeout=deadline.left()) and append.sends):
                 self._send_waiting(deadline)
         finally:

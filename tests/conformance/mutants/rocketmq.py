@@ -49,12 +49,7 @@ def publishes_without_a_look() -> None:
     """Halves are committed without a look-up that shows which messages are published already (hazard H62)."""
 
     def publish(
-        self: HalfEnder,
-        transaction: str,
-        topics: Sequence[HalfCount],
-        deadline: Deadline,
-        *,
-        unpublished_at: float | None = None,
+        self: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline, *, first: bool = False
     ) -> None:
         halves = self._sequences(end_transaction._expected(transaction, topics), deadline)
         self._commit_halves(halves, True, deadline)
