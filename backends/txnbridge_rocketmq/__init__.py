@@ -19,7 +19,8 @@ The rooms:
 
 - `broker` opens everything else; `cluster` finds the cluster's identity; `decision_log` and `half_store` are on topics.
 - `client/` is the protocol client, which is independent of bridges.
-- `write/`: `owner`, `writer`, `prepared` and `acks`; `half_batch` sends halves with their `transaction_properties`.
+- `write/`: `owner`, `writer`, `prepared` and `acks`; `half_batch` sends halves with their `transaction_properties`;
+  `append_queue` joins the records that several threads append to the decision log at once.
 - `read/`: a `reader` with a `partition` for each queue; `pull`, `duplicates`, `start_positions`, `rebalance`.
 - `outcome/`: `outcome` by tokens, `end_transaction` for halves, `check_back` with its `producer_groups`.
 - `admin/`: `admin`, `doctor` and `open_halves`. `settings/`: the options, `names`, and `broker_config` of brokers.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, PositionLost, TxnBridgeError
@@ -14,21 +16,28 @@ from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.read_requests import PullResult
+from txnbridge_rocketmq.client.read_requests import PullResult, PullStatus
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.retry import retry
-from txnbridge_rocketmq.client.send_requests import SendResult, WireMessage, send
+from txnbridge_rocketmq.client.send_requests import WireMessage, send, send_together
 from txnbridge_rocketmq.errors import translate, translated
+from txnbridge_rocketmq.write.append_queue import AppendQueue
 from txnbridge_rocketmq.write.message_format import pack_value, unpack_value
 
 T = TypeVar("T")
 
 # The consumer group in the log's requests. It has no members; the broker stores the trim position as its offset.
 GROUP = "txnbridge-log"
-# The wait between two reads of a stored record that is not readable yet. It becomes readable after a millisecond.
-_VISIBLE_POLL_SECONDS = 0.001
+# The wait before the first read of a stored record, and between two reads. A broker makes records readable each
+# millisecond. A pull that waits at the broker is not safe here: if the record becomes readable while the broker begins
+# to hold the pull, it is answered up to five seconds later.
+_VISIBLE_POLL_SECONDS = 0.0005
 # The number of pull requests that `read` sends ahead. Each response has 256 KB at most.
 _PULLS_AHEAD = 8
+# An append reads the records since the last one that was read if they are fewer. For so many seconds, `read` takes
+# them from there: later the log may have been made anew.
+_LONGEST_TAIL, _TAIL_SECONDS = 256, 1.0
 # For this long, a broker that has just started may report an end that is lower than the offsets of stored records.
 _RESTARTED_BROKER_SECONDS = 2.0
 
@@ -44,6 +53,10 @@ class RocketMQDecisionLog(DecisionLog):
         self._client = client
         self._queue = queue
         self.keeps = keeps
+        self._has_records = False  # whether a record was seen in the log
+        self._appends = AppendQueue(self._store)
+        self._read_up_to = -1  # the offset of the last record that was read
+        self._tail: _Tail | None = None  # the records that the last append has read
 
     # --- begin and end ------------------------------------------------------------------------------------------------
 
@@ -68,12 +81,15 @@ class RocketMQDecisionLog(DecisionLog):
         return at
 
     def end(self, deadline: Deadline) -> Position | None:
-        first, end_offset = self._bounds(deadline)
+        # A log that had records stays numbered on when the broker drops them, so the first offset is not needed. A
+        # reader that has read up to the end finds the drop at its next record (hazard H68).
+        first, end_offset = (0, self._end_offset(deadline)) if self._has_records else self._bounds(deadline)
+        self._has_records = first < end_offset
         return (end_offset - 1,) if first < end_offset else None
 
     def was_used(self, deadline: Deadline) -> bool:
         """Return whether the log has or had records, which the broker may have dropped."""
-        return self._bounds(deadline)[1] > 0
+        return self._end_offset(deadline) > 0
 
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
         """Return the offset of the first record, and the offset after the last record.
@@ -97,24 +113,61 @@ class RocketMQDecisionLog(DecisionLog):
     def append(self, record: bytes, deadline: Deadline) -> Position:
         body, properties = pack_value(record)
         message = WireMessage(self._queue.topic, body, properties)
-        offset = self._retry(lambda: self._send(message, deadline), "appending to it", deadline).queue_offset
+        offset, is_visible = self._retry(lambda: self._send(message, deadline), "appending to it", deadline)
         try:
-            while self._end_offset(deadline) <= offset:  # until then `read` would end before this record
-                deadline.check("reading it back")
-                time.sleep(_VISIBLE_POLL_SECONDS)
+            if not is_visible:
+                self._retry(lambda: self._read_back(offset, deadline), "reading a stored record back", deadline)
         except TxnBridgeError as error:  # the record is stored, and the caller must not take it for not stored
             raise self._unknown(str(error)) from error
         return (offset,)
 
-    def _send(self, message: WireMessage, deadline: Deadline) -> SendResult:
+    def _send(self, message: WireMessage, deadline: Deadline) -> tuple[int, bool]:
         """Store a record. Raise `OutcomeUnknown` if the record may be stored, the client's error if it is not."""
         try:
-            return self._call(send(message, GROUP, self._queue.queue), deadline)
+            return self._appends.store(message, deadline)
         except RemotingError as error:
             # This includes `NotDurable`: the record is stored, but not flushed or replicated as configured.
             if error.may_have_had_effect:
                 raise self._unknown(str(error)) from error
             raise
+
+    def _store(self, messages: Sequence[WireMessage], deadline: Deadline) -> list[tuple[int, bool]]:
+        """Store records by one request, and read them back. Return the offset of each, and whether it is visible."""
+        queue = self._queue.queue
+        if len(messages) == 1:
+            first = self._call(send(messages[0], GROUP, queue), deadline).queue_offset
+        else:
+            first = self._call(send_together(messages, GROUP, queue), deadline)
+        is_visible = False
+        with suppress(RemotingError, TxnBridgeError):  # then each thread reads its own record back
+            self._read_back(first + len(messages) - 1, deadline)
+            is_visible = True
+        return [(first + number, is_visible) for number in range(len(messages))]
+
+    def _read_back(self, offset: int, deadline: Deadline) -> None:
+        """Wait until a stored record can be read: until then `read` would end before it.
+
+        Keep all records since the last one that was read, for the thread that reads next. It compares the last one with
+        what it has read, because the log may have been made anew.
+        """
+        at = first = self._read_up_to if 0 <= offset - self._read_up_to < _LONGEST_TAIL else offset
+        records: list[MessageExt] = []
+        asked_at = time.monotonic()
+        time.sleep(_VISIBLE_POLL_SECONDS)
+        while at <= offset:
+            pulled = self._call(self._pull_request(at), deadline)
+            if [record.queue_offset for record in pulled.records] != list(range(at, at + len(pulled.records))):
+                return  # `read` raises `PositionLost`
+            records += pulled.records
+            at += len(pulled.records)
+            if not pulled.records:
+                if pulled.next_offset > offset:
+                    return  # dropped already
+                if pulled.next_offset > at:
+                    at, first, records = offset, offset, []  # the last record that was read is gone
+                deadline.check("reading it back")
+                time.sleep(_VISIBLE_POLL_SECONDS)
+        self._tail = _Tail(first, records, asked_at)
 
     def _unknown(self, why: str) -> OutcomeUnknown:
         return OutcomeUnknown(f"a record may or may not be in the decision log {self._queue.topic}: {why}")
@@ -133,15 +186,17 @@ class RocketMQDecisionLog(DecisionLog):
         ahead = _ReadAhead(self._submit, stop)
         while at <= stop:
             deadline.check(f"reading the decision log {self._queue.topic}")
-            pulled = ahead.take(at, deadline) or self._pull(at, deadline)
+            pulled = self._known(at, stop) or ahead.take(at, deadline) or self._pull(at, deadline)
             self._check_gap(pulled, at)
             for record in pulled.records:
                 if record.queue_offset != at:
                     raise self._lost(at)
+                self._read_up_to = at
                 with translated(f"the decision log {self._queue.topic}, reading record {at}"):
                     yield (at,), unpack_value(record) or b""
                 at += 1
                 if at > stop:
+                    self._drop_tail(stop)
                     return
             if pulled.records:
                 late = None
@@ -152,6 +207,19 @@ class RocketMQDecisionLog(DecisionLog):
                 return
             time.sleep(_VISIBLE_POLL_SECONDS)
 
+    def _known(self, at: int, stop: int) -> PullResult | None:
+        """Return the records from `at` to `stop` if an append has read all of them."""
+        tail = self._tail
+        if tail is None or not tail.first <= at <= stop < tail.end or time.monotonic() - tail.asked_at > _TAIL_SECONDS:
+            return None
+        records = tail.records[at - tail.first : stop + 1 - tail.first]
+        return PullResult(PullStatus.FOUND, stop + 1, tail.first, tail.end, records)
+
+    def _drop_tail(self, read_up_to: int) -> None:
+        tail = self._tail
+        if tail is not None and read_up_to >= tail.end - 1:
+            self._tail = None
+
     def _check_gap(self, pulled: PullResult, at: int) -> None:
         """Raise `PositionLost` if the broker skips offsets: queues have no gaps, so it dropped records (hazard H68)."""
         if not pulled.records and pulled.next_offset > at:
@@ -161,12 +229,14 @@ class RocketMQDecisionLog(DecisionLog):
         return PositionLost(f"the decision log {self._queue.topic} was trimmed: the broker has dropped record {at}")
 
     def _submit(self, at: int, deadline: Deadline) -> Call[PullResult]:
-        request = read_requests.pull(self._queue.topic, self._queue.queue, at, GROUP)
-        return self._client.submit(self._queue.broker, request, deadline.left())
+        return self._client.submit(self._queue.broker, self._pull_request(at), deadline.left())
 
     def _pull(self, at: int, deadline: Deadline, count: int = read_requests.PULL_MOST) -> PullResult:
-        request = read_requests.pull(self._queue.topic, self._queue.queue, at, GROUP, count)
+        request = self._pull_request(at, count)
         return self._retry(lambda: self._call(request, deadline), "reading it", deadline)
+
+    def _pull_request(self, at: int, count: int = read_requests.PULL_MOST) -> RpcRequest[PullResult]:
+        return read_requests.pull(self._queue.topic, self._queue.queue, at, GROUP, count)
 
     # --- trimming -----------------------------------------------------------------------------------------------------
 
@@ -180,6 +250,19 @@ class RocketMQDecisionLog(DecisionLog):
 
     def _retry(self, attempt: Callable[[], T], action: str, deadline: Deadline) -> T:
         return retry(attempt, f"the decision log {self._queue.topic}, {action}", deadline, _translate)
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """Consecutive records that were read by requests since `asked_at`, a time by `time.monotonic()`."""
+
+    first: int
+    records: list[MessageExt]
+    asked_at: float
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.records)
 
 
 class _ReadAhead:
@@ -197,6 +280,8 @@ class _ReadAhead:
         Return None if a request failed. The caller then requests the offset `at` again.
         """
         self._calls = {offset: call for offset, call in self._calls.items() if offset >= at}
+        if not self._calls and self._stop - at < self._stride:
+            return None  # the calling thread reads one response itself
         try:
             for offset in range(at, min(self._stop + 1, at + _PULLS_AHEAD * self._stride), self._stride):
                 if offset not in self._calls:

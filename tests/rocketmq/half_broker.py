@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, Property, RequestCode, ResponseCode
-from txnbridge_rocketmq.client.errors import Disconnected
+from txnbridge_rocketmq.client.errors import Disconnected, RemotingError
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Membership, Queue
 from txnbridge_rocketmq.client.records import OffsetId, decode_records, unpack_properties
@@ -206,6 +206,9 @@ class HalfClient:
     def call(self, broker: str, request: RpcRequest[Any], timeout: float) -> Any:
         return _Call(self.broker, request).result()
 
+    def call_all(self, asked: Sequence[tuple[str, RpcRequest[Any]]], timeout: float) -> list[Any]:
+        return [_Call(self.broker, request).result_or_error() for _, request in asked]
+
 
 class _Call:
     """A request, carried out at once. "lose request", "lose answer", or a response code, is the fault that it meets."""
@@ -220,13 +223,16 @@ class _Call:
         elif fault != "lose request":
             self._answer = broker.answer(request)
 
-    def done(self) -> bool:
-        return True
-
     def result(self) -> Any:
         if not self._heard:
             raise self._error
         return self.request.result(self._answer)
+
+    def result_or_error(self) -> Any:
+        try:
+            return self.result()
+        except RemotingError as error:
+            return error
 
 
 class _Topics:

@@ -168,9 +168,8 @@ def test_a_call_ends_by_its_time_wherever_it_waits(cluster):
             client.call("a", echo(), SHORT)
 
 
-def test_many_threads_that_come_first_share_one_connection(cluster, client):
-    address = cluster.broker.address
-    threads = [threading.Thread(target=client.call_address, args=(address, echo(), LONG)) for _ in range(16)]
+def test_many_threads_that_submit_first_share_one_connection(cluster, client):
+    threads = [threading.Thread(target=lambda: client.submit("a", echo(), LONG).result()) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -179,12 +178,17 @@ def test_many_threads_that_come_first_share_one_connection(cluster, client):
     assert len(cluster.broker.peers) == 1
 
 
+def test_requests_to_several_brokers_are_sent_at_once_and_one_that_is_unknown_fails_alone(cluster, client):
+    unknown, done, busy = client.call_all([("b", echo()), ("a", echo()), ("a", echo(2))], LONG)
+    assert (type(unknown), done, type(busy)) == (Unreachable, "done", ErrorResponse)
+
+
 def test_closing_ends_what_waits_and_every_thread(cluster):
     before = our_threads()
     client = RemotingClient([cluster.name_server.address])
     client.join(SHOP, LONG)
     call = client.submit("a", members("g"), LONG)
-    assert len(our_threads(before)) == 4  # two connections, heartbeats, callbacks
+    assert len(our_threads(before)) == 3  # the connection with check-backs, heartbeats, callbacks
     client.close()
     client.close()
     with pytest.raises(Disconnected):
@@ -287,7 +291,7 @@ def test_a_callback_may_ask_the_broker(cluster):
 
 
 def test_what_this_client_does_not_do_is_answered_as_such(cluster, client):
-    client.call("a", echo(), LONG)
+    client.submit("a", echo(), LONG).result()
     cluster.broker.peers[0].send(frame(307, 99, 0))
     assert becomes_true(lambda: cluster.requests(3) != [])
     (answer,) = cluster.requests(3)
@@ -308,7 +312,7 @@ def test_what_is_asked_while_the_callback_is_at_work_comes_together(cluster):
         assert becomes_true(lambda: together == [1])
         for _ in range(3):
             cluster.broker.peers[0].send(QUESTION)
-        client.call("a", echo(), LONG)  # the response follows the notifications
+        client.submit("a", echo(), LONG).result()  # the response follows the notifications
         go_on.set()
         assert becomes_true(lambda: together == [1, 3])
 

@@ -27,6 +27,7 @@ from txnbridge_rocketmq.client.send_requests import (
     half_address,
     send,
     send_half,
+    send_together,
 )
 
 from tests.in_time import within
@@ -98,6 +99,15 @@ def test_a_batch_that_a_java_client_stored_as_one_is_taken_apart(client):
     assert all(record.holds_several for record in records)
     found = [(each.queue_offset, each.payload(), each.keys) for record in records for each in unwrap(record)]
     assert found == [(0, b"one", ["a"]), (1, b"two", ["b"]), (2, b"one", ["a"]), (3, b"two", ["b"])]
+
+
+def test_messages_that_are_sent_together_get_offsets_of_their_own(client, topic):
+    client.call(BROKER, send(WireMessage(topic, b"before"), ALONE, 0), LONG)
+    messages = [WireMessage(topic, b"%d" % number, {"own": str(number)}) for number in range(40)]
+    assert client.call(BROKER, send_together(messages, ALONE, 0), LONG) == 1
+    found = read_all(client, topic)[1:]
+    assert [(each.queue_offset, each.body) for each in found] == [(1 + number, b"%d" % number) for number in range(40)]
+    assert [each.properties["own"] for each in found] == [str(number) for number in range(40)]
 
 
 def test_queues_have_bounds_and_are_searched_by_time(client, topic):

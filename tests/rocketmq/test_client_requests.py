@@ -14,7 +14,7 @@ from txnbridge_rocketmq.client.errors import ErrorResponse, NotDurable, Protocol
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Membership, Queue
 from txnbridge_rocketmq.client.read_requests import NewestByKey, PullStatus
-from txnbridge_rocketmq.client.records import unpack_properties
+from txnbridge_rocketmq.client.records import decode_records, unpack_properties, unwrap
 from txnbridge_rocketmq.client.send_requests import (
     HalfAddress,
     HalfEnd,
@@ -24,6 +24,7 @@ from txnbridge_rocketmq.client.send_requests import (
     half_address,
     send,
     send_half,
+    send_together,
 )
 
 from tests.rocketmq.kit import pairs, stored
@@ -59,6 +60,20 @@ def test_a_message_is_sent_with_its_fields_by_their_letters():
         "m": "false",
     }
     assert (request.code, request.body) == (310, b"hello")
+
+
+def test_messages_that_are_sent_together_are_stored_one_by_one():
+    messages = [WireMessage("orders", b"%d" % number, {"own": "x"}, flag=number) for number in range(3)]
+    request = send_together(messages, "shop", 2)
+    assert (request.code, request.fields["b"], request.fields["e"], request.fields["m"]) == (320, "orders", "2", "true")
+    (together,) = decode_records(stored(request.body, "orders", queue_offset=7))
+    found = list(unwrap(together))
+    assert [(each.body, each.flag, each.queue_offset) for each in found] == [(b"0", 0, 7), (b"1", 1, 8), (b"2", 2, 9)]
+    assert {each.properties["own"] for each in found} == {"x"} and len({each.unique_key for each in found}) == 3
+    several = {**STORED, "msgId": ",".join([STORED["msgId"]] * 3)}
+    assert request.result(RemotingCommand(0, fields=several)) == 5
+    with pytest.raises(NotDurable):
+        request.result(RemotingCommand(ResponseCode.FLUSH_DISK_TIMEOUT, fields=several))
 
 
 def test_a_half_says_that_it_is_one_and_whose():

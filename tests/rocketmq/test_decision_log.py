@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 from click.testing import CliRunner
+from txnbridge_rocketmq import decision_log
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.records import decode_records, unwrap
 from txnbridge_rocketmq.client.send_requests import WireMessage, send
 from txnbridge_rocketmq.cluster import identify_cluster
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
@@ -300,6 +305,104 @@ def test_of_a_record_that_was_stored_nobody_says_that_nothing_was():
     """Otherwise a commit that counts would be taken for one that was never claimed, and would be run again."""
     with forgetful() as log:
         takes(0.5, OutcomeUnknown, lambda deadline: log.append(b"stored", deadline))
+
+
+# --- appends, by a broker that keeps a log in memory ------------------------------------------------------------------
+
+
+class MemoryQueue:
+    """A broker with one queue, whose messages can be read a little after they were stored. It counts requests."""
+
+    def __init__(self):
+        self.records, self.visible_at = [], []
+        self.counts: Counter[str] = Counter()
+        self.lock = threading.Lock()
+        self.address = ""
+
+    def __call__(self, peer, command):
+        if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
+            table = f'{{"brokerAddrTable":{{"b":{{"brokerName":"b","brokerAddrs":{{0:"{self.address}"}}}}}}}}'
+            return peer.answer(command, body=table.encode())
+        with self.lock:
+            self.counts[RequestCode(command.code).name] += 1
+            end = sum(at <= time.monotonic() for at in self.visible_at)
+            if command.code in (RequestCode.SEND_MESSAGE_V2, RequestCode.SEND_BATCH_MESSAGE):
+                return peer.answer(command, fields=self.store(command))
+            if command.code == RequestCode.PULL_MESSAGE:
+                return self.pull(peer, command, end)
+        offset = end if command.code == RequestCode.GET_MAX_OFFSET else 0
+        return peer.answer(command, fields={"offset": str(offset)})
+
+    def store(self, command):
+        bodies, batch = [command.body], stored(command.body, "log", system_flag=0)
+        if command.code == RequestCode.SEND_BATCH_MESSAGE:
+            bodies = [each.body for each in unwrap(decode_records(batch)[0])]
+        first = len(self.records)
+        self.records += bodies
+        self.visible_at += [time.monotonic() + 0.003] * len(bodies)
+        return {"msgId": "7F00000100002A9F00000000000000FF", "queueId": "0", "queueOffset": str(first)}
+
+    def pull(self, peer, command, end):
+        at = int(command.fields["queueOffset"])
+        found = range(at, min(end, at + int(command.fields["maxMsgNums"])))
+        body = b"".join(stored(self.records[each], "log", queue=0, queue_offset=each) for each in found)
+        code = ResponseCode.SUCCESS if found else ResponseCode.PULL_NOT_FOUND
+        told = {"nextBeginOffset": at + len(found), "minOffset": 0, "maxOffset": end}
+        peer.answer(command, int(code), fields={name: str(value) for name, value in told.items()}, body=body)
+
+
+@pytest.fixture
+def memory_queue():
+    reply = MemoryQueue()
+    with FakeBroker(reply) as broker, RemotingClient([broker.address]) as client:
+        reply.address = broker.address
+        yield reply, RocketMQDecisionLog(client, Queue("log", "b", 0))
+
+
+@pytest.mark.offline
+def test_an_append_is_one_request_and_reading_it_back_begins_with_the_last_known_record(memory_queue):
+    queue, log = memory_queue
+    (first,) = append(log, b"0")
+    assert read(log, first, first) == [((0,), b"0")]
+    queue.counts.clear()
+    (second,) = append(log, b"1")
+    pulls = queue.counts["PULL_MESSAGE"]
+    assert read(log, first, second) == [((0,), b"0"), ((1,), b"1")]
+    assert queue.counts == {"SEND_MESSAGE_V2": 1, "PULL_MESSAGE": pulls}
+    # What was read once is read anew, because the log may have been made anew.
+    queue.records[0] = b"other"
+    assert read(log, first, second) == [((0,), b"other"), ((1,), b"1")]
+    append(log, b"2")
+    assert read(log, second, (2,))[0] == (second, b"1")
+    queue.records[2] = b"other"
+    append(log, b"3")
+    assert read(log, (2,), (3,)) == [((2,), b"other"), ((3,), b"3")]
+
+
+@pytest.mark.offline
+def test_what_an_append_has_read_is_not_taken_for_the_log_a_second_later(memory_queue, monkeypatch):
+    queue, log = memory_queue
+    monkeypatch.setattr(decision_log, "_TAIL_SECONDS", 0.0)
+    (at,) = append(log, b"0")
+    queue.records[0] = b"other"
+    assert read(log, at, at) == [(at, b"other")]
+
+
+@pytest.mark.offline
+def test_threads_that_append_at_once_share_requests_and_each_finds_its_record(memory_queue):
+    queue, log = memory_queue
+    decisions = Decisions(log, timeout=30)
+    begin = decisions.begin()
+    queue.counts.clear()
+
+    def claim(number):
+        return decisions.claim(f"id-{number}", Decision.COMMIT, {"number": number}, begin=begin)
+
+    with ThreadPoolExecutor(16) as pool:
+        claims = list(pool.map(claim, range(160)))
+    assert all(each.mine and each.data == {"number": number} for number, each in enumerate(claims))
+    assert len({each.position for each in claims}) == 160
+    assert queue.counts["SEND_BATCH_MESSAGE"] and queue.counts.total() < 160
 
 
 # --- a topic that is not the same any more ----------------------------------------------------------------------------

@@ -484,6 +484,31 @@ def test_of_two_that_publish_at_once_one_waits_for_the_other(owner, other, broke
         assert waiting.result(60) is Outcome.COMMITTED
 
 
+def test_what_its_owner_has_published_is_not_looked_up_when_the_broker_asks(owner, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(5))
+    checks = broker.ask()
+    writer.commit(Deadline(5))
+    asked: list[int] = []
+    broker.fault = lambda request: asked.append(request.code)
+    owner.checks.answer(checks)
+    assert asked == [RequestCode.END_TRANSACTION] * len(VALUES)
+    assert broker.seen("a") == VALUES and not broker.open
+
+
+def test_what_a_broker_has_lost_is_published_again_when_it_asks(owner, broker, monkeypatch):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(5))
+    checks = broker.ask()
+    writer.commit(Deadline(5))
+    broker.published.clear()  # as after a power failure, which needs some time
+    monkeypatch.setattr(end_transaction, "_SETTLED_SECONDS", 0.0)
+    owner.checks.answer(checks)
+    assert broker.seen("a") == VALUES
+
+
 def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(broker, log):
     owner, other = (Process(broker, log, name, publisher_stalled=0.05, look_up_valid=0.5) for name in ("one", "other"))
     token = prepared(owner)
@@ -498,6 +523,21 @@ def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(broker, l
         return answered
 
     broker.answer = sleep
+    assert finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_what_another_process_publishes_as_soon_as_it_is_decided_is_not_published_again(owner, other, broker):
+    token = prepared(owner)
+    answer = broker.answer
+
+    def let_the_other_publish(request: RpcRequest[Any]) -> Any:
+        if request.code == RequestCode.LOCK_BATCH_MQ:  # the first request behind the claim
+            broker.answer = answer
+            assert finish(other, token) is Outcome.COMMITTED
+        return answer(request)
+
+    broker.answer = let_the_other_publish
     assert finish(owner, token) is Outcome.COMMITTED
     assert broker.seen("a") == [b"10", b"11", b"12"]
 

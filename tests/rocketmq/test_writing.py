@@ -483,28 +483,16 @@ def test_local_work_that_raises_aborts_what_it_was_to_decide(
     assert bodies(client, one) == []
 
 
-def test_a_message_that_is_stored_but_not_as_asked_aborts_all(
-    bridge: Bridge, client: RemotingClient, one: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_that_is_stored_but_not_as_asked_aborts_all(bridge: Bridge, client: RemotingClient, one: str) -> None:
     with pytest.raises(DeliveryFailed, match="not flushed or replicated"), bridge.transaction() as txn:
         txn.send(one, b"1")
         txn.send(one, b"2")
         flush(txn)
         second = txn._writer._halves._sent[1]  # type: ignore[attr-defined]
-        second.stored = None
-        monkeypatch.setattr(
-            second.call, "result", raises(NotDurable(ResponseCode.FLUSH_DISK_TIMEOUT, "", "sending", "0" * 32))
-        )
+        second.result = NotDurable(ResponseCode.FLUSH_DISK_TIMEOUT, "", "sending", "0" * 32)
         flush(txn)
     assert txn.outcome is Outcome.ABORTED
     assert bodies(client, one) == []
-
-
-def raises(error: Exception) -> Callable[[], None]:
-    def result() -> None:
-        raise error
-
-    return result
 
 
 def test_an_owner_that_dies_before_the_decision_has_published_nothing_and_never_will(

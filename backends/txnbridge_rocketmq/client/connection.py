@@ -19,7 +19,7 @@ from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import Disconnected, ProtocolViolation, RemotingError, ResponseTimeout
 from txnbridge_rocketmq.client.frames import ANSWER, FrameDecoder, RemotingCommand, encode
 from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.client.transport import connect
+from txnbridge_rocketmq.client.transport import RemotingTransport, connect
 
 T = TypeVar("T")
 
@@ -44,6 +44,13 @@ class ConnectionSettings:
     # A connection on which no byte arrived for this long while a response was due counts as dead. TCP alone needs a
     # quarter of an hour to find out. A live broker responds, or says that it is busy, well before.
     silence_seconds: float = 5.0
+
+    def frame(self, request: RpcRequest[Any], opaque: int) -> bytes:
+        """Return the signed request as a frame. Raise `ValueError` if it is too large."""
+        fields = request.fields
+        if self.credentials is not None:
+            fields = self.credentials.sign(fields, request.body)
+        return encode(RemotingCommand(request.code, opaque, fields=fields, body=request.body))
 
 
 class Call(Generic[T]):
@@ -118,7 +125,7 @@ class RemotingConnection:
         self._settings = settings or ConnectionSettings()
         self._on_request = on_request
         self._on_end = on_end
-        self._wire = connect(address, time.monotonic() + timeout, self._settings.tls)
+        self._wire = RemotingTransport(connect(address, time.monotonic() + timeout, self._settings.tls))
         self._opaques = itertools.count(1)
         self._lock = threading.Lock()
         self._waiting: dict[int, Call[Any]] = {}
@@ -148,7 +155,7 @@ class RemotingConnection:
         if timeout <= 0:
             raise ResponseTimeout(f"{request.action}: no time was left")
         opaque = next(self._opaques) & 0x7FFFFFFF
-        frame = self._frame(request, opaque)
+        frame = self._settings.frame(request, opaque)
         if not self._slots.acquire(timeout=timeout):
             raise ResponseTimeout(f"{request.action}: too many requests are in flight to {self.address}")
         call = Call(self, request, opaque, until)
@@ -180,12 +187,6 @@ class RemotingConnection:
             self._thread.join()
 
     # --- calls --------------------------------------------------------------------------------------------------------
-
-    def _frame(self, request: RpcRequest[Any], opaque: int) -> bytes:
-        fields = request.fields
-        if self._settings.credentials is not None:
-            fields = self._settings.credentials.sign(fields, request.body)
-        return encode(RemotingCommand(request.code, opaque, fields=fields, body=request.body))
 
     def _send(self, call: Call[Any], frame: bytes) -> None:
         try:

@@ -10,8 +10,7 @@ from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, EvidenceLost, 
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.connection import Call
-from txnbridge_rocketmq.client.errors import RemotingError, Unreachable
+from txnbridge_rocketmq.client.errors import RemotingError
 from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.errors import translate
@@ -64,14 +63,11 @@ def retry_calls(
     results: list[T] = []
     for at in range(0, len(asked), at_once):
         chunk = asked[at : at + at_once]
-        calls = [_submitted(client, broker, request, deadline) for broker, request in chunk]
-        for (broker, request), call in zip(chunk, calls, strict=True):
-            try:
-                if call is None:
-                    raise Unreachable("not sent")
-                results.append(call.result())
-            except RemotingError:
-                results.append(retry_call(client, broker, request, action, deadline))
+        answers = client.call_all(chunk, deadline.left())
+        for (broker, request), answer in zip(chunk, answers, strict=True):
+            if isinstance(answer, RemotingError):
+                answer = retry_call(client, broker, request, action, deadline)
+            results.append(answer)
     return results
 
 
@@ -106,10 +102,3 @@ def _look_further(
         f"{action}: the {count} newest messages that broker {broker} finds by the key {key} in topic {topic} have"
         " other keys with the same hash; whether there is a message with this key is not known"
     )
-
-
-def _submitted(client: RemotingClient, broker: str, request: RpcRequest[T], deadline: Deadline) -> Call[T] | None:
-    try:
-        return client.submit(broker, request, deadline.left())
-    except RemotingError:
-        return None

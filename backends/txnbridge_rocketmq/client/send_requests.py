@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import struct
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TypeVar
 
 from txnbridge_rocketmq.client.codes import STORED_NOT_DURABLE, Property, RequestCode, ResponseCode, SystemFlag
 from txnbridge_rocketmq.client.errors import NotDurable, ProtocolViolation
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.records import MessageExt, OffsetId, decode_records, pack_properties
 from txnbridge_rocketmq.client.requests import RpcRequest, fields, nothing
+
+T = TypeVar("T")
 
 # The names that brokers accept: topics up to 127 characters, groups up to 120.
 _TOPIC = re.compile(r"[%|a-zA-Z0-9_-]{1,127}")
@@ -93,6 +97,31 @@ def send(message: WireMessage, group: str, queue: int) -> RpcRequest[SendResult]
     return _store(message, group, queue, {}, 0)
 
 
+def send_together(messages: Sequence[WireMessage], group: str, queue: int) -> RpcRequest[int]:
+    """Store messages of one topic in a queue, each as a message of its own, and return the queue offset of the first.
+
+    Their offsets count up by one. Decoding the response raises `NotDurable` if they were not flushed or replicated.
+    """
+    topic = messages[0].topic
+    body = b"".join(_packed(message) for message in messages)
+
+    def read(answer: RemotingCommand) -> int:
+        if answer.code != ResponseCode.SUCCESS:
+            raise NotDurable(answer.code, answer.remark, f"sending to topic {topic}", answer.fields["msgId"])
+        return int(answer.fields["queueOffset"])
+
+    together = WireMessage(topic, body)
+    return _request(RequestCode.SEND_BATCH_MESSAGE, together, group, queue, _standard(together), 0, read)
+
+
+def _packed(message: WireMessage) -> bytes:
+    """Return a message as a batch contains it."""
+    properties = pack_properties(_properties(message)).encode()
+    size = 22 + len(message.body) + len(properties)
+    head = struct.pack(">iiiii", size, 0, 0, message.flag, len(message.body))
+    return head + message.body + struct.pack(">H", len(properties)) + properties
+
+
 def send_half(message: WireMessage, group: str, queue: int, immunity: int | None = None) -> RpcRequest[SendResult]:
     """Store a half message, which no reader sees before `end` commits it.
 
@@ -169,21 +198,32 @@ def check_group(name: str) -> str:
 def _store(
     message: WireMessage, group: str, queue: int, own: Mapping[str, str], system_flag: int
 ) -> RpcRequest[SendResult]:
-    if not message.body:
-        raise ValueError("the body of the message is empty: brokers fail on that")
-    action = f"sending to topic {check_topic(message.topic)}"
-    unique_key = message.unique_key or uuid.uuid4().hex.upper()
+    properties = {**_properties(message), **own}
 
     def read(answer: RemotingCommand) -> SendResult:
         offset_id = OffsetId.parse(answer.fields["msgId"])
         if answer.code != ResponseCode.SUCCESS:
-            raise NotDurable(answer.code, answer.remark, action, str(offset_id))
-        return SendResult(offset_id, int(answer.fields["queueId"]), int(answer.fields["queueOffset"]), unique_key)
+            raise NotDurable(answer.code, answer.remark, f"sending to topic {message.topic}", str(offset_id))
+        key = properties[Property.UNIQUE_KEY]
+        return SendResult(offset_id, int(answer.fields["queueId"]), int(answer.fields["queueOffset"]), key)
 
-    properties = {**message.properties, **_standard(message), Property.UNIQUE_KEY: unique_key, **own}
+    return _request(RequestCode.SEND_MESSAGE_V2, message, group, queue, properties, system_flag, read)
+
+
+def _request(
+    code: RequestCode,
+    message: WireMessage,
+    group: str,
+    queue: int,
+    properties: Mapping[str, str],
+    system_flag: int,
+    read: Callable[[RemotingCommand], T],
+) -> RpcRequest[T]:
+    if not message.body:
+        raise ValueError("the body of the message is empty: brokers fail on that")
     return RpcRequest(
-        action,
-        RequestCode.SEND_MESSAGE_V2,
+        f"sending to topic {check_topic(message.topic)}",
+        code,
         read,
         # The single-letter fields of all clients: producer group, topic, template topic and its queues, queue, system
         # flag, time of birth, flag, properties, number of redeliveries, unit mode, batch.
@@ -199,11 +239,16 @@ def _store(
             i=pack_properties(properties),
             j=0,
             k=False,
-            m=False,
+            m=code is RequestCode.SEND_BATCH_MESSAGE,
         ),
         message.body,
         _STORED,
     )
+
+
+def _properties(message: WireMessage) -> dict[str, str]:
+    key = message.unique_key or uuid.uuid4().hex.upper()
+    return {**message.properties, **_standard(message), Property.UNIQUE_KEY: key}
 
 
 def _standard(message: WireMessage) -> dict[str, str]:

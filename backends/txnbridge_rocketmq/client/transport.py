@@ -101,7 +101,7 @@ class RemotingTransport:
             self._socket.close()
 
 
-def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> RemotingTransport:
+def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> socket.socket:
     """Connect to "host:port" or raise `Unreachable`. Name resolution is not bounded by `until`."""
     reason: Exception | str = "no time was left"
     try:
@@ -121,7 +121,7 @@ def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> Re
             if tls is not None:
                 sock.settimeout(max(0.001, until - time.monotonic()))
                 sock = tls.wrap_socket(sock, server_hostname=host)
-            return RemotingTransport(sock)
+            return sock
         except (OSError, ValueError) as error:
             sock.close()
             reason = error

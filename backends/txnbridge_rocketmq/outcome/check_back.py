@@ -16,15 +16,12 @@ from txnbridge_rocketmq.client.read_requests import PullResult
 from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.client.send_requests import CheckBack
-from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder, remember
 from txnbridge_rocketmq.outcome.outcome import PREPARE
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, slot_of
 
 _log = logging.getLogger("txnbridge")
-
-# The number of settled and of lost transactions that are remembered: brokers send a check-back for each half of them.
-_MOST_REMEMBERED = 10_000
 
 
 class CheckBackHandler:
@@ -40,8 +37,7 @@ class CheckBackHandler:
         self._timing = ender.cluster.settings.timing
         self._group = ender.cluster.settings.producer_group
         self._lock = threading.Lock()
-        self._settled: OrderedDict[str, None] = OrderedDict()
-        self._lost: OrderedDict[str, None] = OrderedDict()  # transactions that were reported as lost
+        self._lost: OrderedDict[str, float] = OrderedDict()  # transactions that were reported as lost
         self._deadlines: set[Deadline] = set()
         self._closed = threading.Event()
 
@@ -95,11 +91,12 @@ class CheckBackHandler:
         """
         try:
             with self._in_time() as deadline:
-                return transaction in self._settled or self._settle(transaction, halves, deadline)
+                return self._ender.has_settled(transaction) or self._settle(transaction, halves, deadline)
         except EvidenceLost as error:
             if transaction not in self._lost:
                 _log.warning("the outcome of transaction %s is lost: %s", transaction, error)
-                self._remember(self._lost, transaction)
+                with self._lock:
+                    remember(self._lost, transaction)
         except TxnBridgeError as error:
             _log.debug("transaction %s waits for the broker's next check-back: %s", transaction, error)
         return False
@@ -110,7 +107,7 @@ class CheckBackHandler:
             return False
         topics = halves_from_json(claim.data)
         if claim.decision is Decision.ABORT:
-            self._remember(self._settled, transaction)
+            self._ender.remember_settled(transaction)
             return True
         if not any(_is_decided_half(topics, half) for half in halves):
             return True
@@ -119,7 +116,7 @@ class CheckBackHandler:
                 return False
             with self._cluster.context.events.step("step:publish", transaction, asked=True):
                 self._ender.publish(transaction, topics, deadline)
-        self._remember(self._settled, transaction)
+        self._ender.remember_settled(transaction)
         return True
 
     def _decided(self, transaction: str, half: MessageExt, deadline: Deadline) -> LedgerClaim | None:
@@ -139,12 +136,6 @@ class CheckBackHandler:
     def _is_own(self, half: MessageExt) -> bool:
         """Return whether a half is in the application's producer group, and not in one for half messages."""
         return half.properties.get(Property.GROUP) == self._group
-
-    def _remember(self, known: OrderedDict[str, None], transaction: str) -> None:
-        with self._lock:
-            known[transaction] = None
-            if len(known) > _MOST_REMEMBERED:
-                known.popitem(last=False)
 
     # --- discarded halves ---------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +23,6 @@ from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client import groups
 from txnbridge_rocketmq.client.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC, Property, ResponseCode
-from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.records import MessageExt
@@ -46,6 +45,21 @@ _LOCK_GROUP = "txnbridge-resolver"
 _REAL_QUEUE_PROPERTY = "REAL_QID"
 
 
+# The number of settled and of lost transactions that are remembered: brokers send a check-back for each half of them,
+# and for some halves that their owner has just ended.
+_MOST_REMEMBERED = 10_000
+# For this long, a transaction is known to be settled. Later a broker that has failed may have lost what was published,
+# and asks about the half that it still has: then the message is looked up, and published again if it is gone.
+_SETTLED_SECONDS = 10.0
+
+
+def remember(known: OrderedDict[str, float], transaction: str) -> None:
+    """Add a transaction with the present time, and drop the oldest one if there are too many."""
+    known[transaction] = time.monotonic()
+    if len(known) > _MOST_REMEMBERED:
+        known.popitem(last=False)
+
+
 class PublishedMessageMissing(BrokerUnavailable):
     """Raised if a look-up does not find a message although the broker answered that it published the message."""
 
@@ -60,11 +74,10 @@ class LockHolder(Enum):
 
 @dataclass
 class EndSequence:
-    """The halves of one queue that are still to be committed, in order. One request at a time is in flight."""
+    """The halves of one queue that are still to be committed, in order, one after another."""
 
     queue: Queue
     halves: deque[HalfAddress]
-    call: Call[None] | None = None
     stopped: RemotingError | None = None  # the error after which no more halves of the sequence are committed
 
 
@@ -76,10 +89,21 @@ class HalfEnder:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _being_ended: set[str] = field(default_factory=set)
     _verified_brokers: set[str] = field(default_factory=set)  # a look-up found a message that they published
+    _settled: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     @property
     def _timing(self) -> RocketMQTiming:
         return self.cluster.settings.timing
+
+    # --- settled transactions -----------------------------------------------------------------------------------------
+
+    def has_settled(self, transaction: str) -> bool:
+        """Return whether a transaction was found, a few seconds ago, to be aborted or completely published."""
+        return time.monotonic() < self._settled.get(transaction, -math.inf) + _SETTLED_SECONDS
+
+    def remember_settled(self, transaction: str) -> None:
+        with self._lock:
+            remember(self._settled, transaction)
 
     # --- locks --------------------------------------------------------------------------------------------------------
 
@@ -174,17 +198,13 @@ class HalfEnder:
         waiting = deque(halves)
         while waiting:
             chunk = [waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(waiting)))]
-            try:
-                calls = [
-                    self.cluster.client.submit(broker, end(half, HalfEnd.ABORT, from_check=True), deadline.left())
-                    for broker, half in chunk
-                ]
-                for call in calls:
-                    call.result()
-            except RemotingError as error:
+            asked = [(broker, end(half, HalfEnd.ABORT, from_check=True)) for broker, half in chunk]
+            found = self.cluster.client.call_all(asked, deadline.left())
+            failed = [error for error in found if isinstance(error, RemotingError)]
+            for error in failed:
                 _log.debug("a half stays until the broker's check-back: %s", error)
-                if not error.may_have_had_effect:
-                    return
+            if any(not error.may_have_had_effect for error in failed):
+                return
 
     def _commit_halves(
         self, sequences: Sequence[EndSequence], from_check: bool, deadline: Deadline, until: float = math.inf
@@ -195,34 +215,18 @@ class HalfEnder:
         """
         going = [sequence for sequence in sequences if sequence.halves]
         while going and time.monotonic() < until:
-            paused = False
-            for sequence in going:
-                paused |= not self._submit(sequence, end(sequence.halves[0], HalfEnd.COMMIT, from_check), deadline)
-            for sequence in going:
-                paused |= not self._receive(sequence, deadline)
+            asked = [(each.queue.broker, end(each.halves[0], HalfEnd.COMMIT, from_check)) for each in going]
+            failed = False
+            errors = self.cluster.client.call_all(asked, deadline.left())
+            for sequence, error in zip(going, errors, strict=True):
+                if error is None:
+                    sequence.halves.popleft()
+                else:
+                    failed = True
+                    self._stop(sequence, error, deadline)
             going = [sequence for sequence in going if sequence.halves and sequence.stopped is None]
-            if paused and going:
+            if failed and going:
                 time.sleep(self._timing.end_pause)
-
-    def _submit(self, sequence: EndSequence, request: RpcRequest[None], deadline: Deadline) -> bool:
-        try:
-            sequence.call = self.cluster.client.submit(sequence.queue.broker, request, deadline.left())
-        except RemotingError as error:
-            self._stop(sequence, error, deadline)
-            return False
-        return True
-
-    def _receive(self, sequence: EndSequence, deadline: Deadline) -> bool:
-        call, sequence.call = sequence.call, None
-        if call is None:
-            return True
-        try:
-            call.result()
-        except RemotingError as error:
-            self._stop(sequence, error, deadline)
-            return False
-        sequence.halves.popleft()
-        return True
 
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
         """Stop a sequence after a failed request, unless the request had no effect and may succeed if repeated."""
@@ -239,8 +243,10 @@ class HalfEnder:
         """Publish every message of a committed transaction that is not published yet.
 
         `topics` has the number of the transaction's messages in each topic. `first` means that the caller has just
-        decided the transaction, so that no message can be published yet. Raise `BrokerUnavailable`, `AccessDenied` if
-        the user may not publish, or `EvidenceLost` if a message is not published and its half is gone.
+        decided the transaction. Another process may have read the decision and published since (hazard H64), so the
+        messages are looked up nevertheless; but whoever held the lock before has seen its messages in the index. Raise
+        `BrokerUnavailable`, `AccessDenied` if the user may not publish, or `EvidenceLost` if a message is not published
+        and its half is gone.
         """
         missing = _expected(transaction, topics)
         if not first and (missing := self._unpublished(missing, deadline)):
@@ -249,7 +255,6 @@ class HalfEnder:
         missing.sort(key=lambda each: each.number)  # publish all topics in parallel
         at_once = most = self._timing.published_at_once
         while missing:
-            self._keep_locked(transaction)
             some, others = missing[:at_once], missing[at_once:]
             left = self._publish_some(some, deadline)
             # If none of them was published, their look-up took longer than a look-up stays valid: look fewer up.
@@ -257,6 +262,7 @@ class HalfEnder:
             missing = left + others
             if missing:
                 deadline.check("publishing a transaction")
+                self._keep_locked(transaction)
 
     def _publish_some(self, missing: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
         """Look some messages up, commit the halves of unpublished ones, and return the messages still not published."""
@@ -268,7 +274,7 @@ class HalfEnder:
         self._commit_halves(sequences, True, deadline, looked + self._timing.look_up_valid)
         _require_rights(sequences)
         self._wait_until_expired(sequences, deadline)
-        left = {half.unique_key or "" for sequence in sequences for half in sequence.halves}
+        left = {half.unique_key for sequence in sequences for half in sequence.halves}
         self._wait_for([each for each in missing if each.key not in left], deadline)
         return self._unpublished([each for each in missing if each.key in left], deadline)
 
@@ -354,7 +360,7 @@ class HalfEnder:
     def _wait_for(self, published: Sequence[_Expected], deadline: Deadline) -> None:
         """Wait until a look-up finds these published messages. Raise `PublishedMessageMissing` after some seconds."""
         until = Deadline(min(self._timing.index_timeout, deadline.left() / 2))
-        left = published
+        left, pause = published, self._timing.publish_look_up_pause / 8  # mostly the index has it after a millisecond
         while left := self._unpublished(left, deadline):
             if until.expired:
                 deadline.check("looking for what is published")
@@ -362,7 +368,8 @@ class HalfEnder:
                     f"broker {left[0].broker} answered that it has published a message to {left[0].topic}, but the"
                     " message is missing. Do not connect to a proxy: it answers so without publishing"
                 )
-            time.sleep(self._timing.publish_look_up_pause)
+            time.sleep(pause)
+            pause = min(2 * pause, self._timing.publish_look_up_pause)
         self._verified_brokers.update(each.broker for each in published)
 
     def _wait_until_expired(self, sequences: Sequence[EndSequence], deadline: Deadline) -> None:

@@ -64,12 +64,9 @@ def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Led
     COMMITTED means that every message is published. Raise `BrokerUnavailable` only if this call has decided nothing,
     `OutcomeUnknown` if the outcome is not known or not carried out yet, `EvidenceLost` if halves or records are gone.
     """
-    log = _log_of(token)
     prepared = _prepared(token, ledger, deadline)
     call = uuid.uuid4().hex
-    claim = ledger.decided(token.transaction, deadline, log=log)
-    if claim is None:
-        claim = _claim(ender, token, decision, prepared, call, ledger, deadline)
+    claim = _claim(ender, token, decision, prepared, call, ledger, deadline)
     first = claim.data.get("by") == call
     if claim.decision is Decision.ABORT:
         with _as_decided(token, "aborted"), ender.cluster.context.events.step("step:drop", token.transaction):
@@ -193,7 +190,7 @@ def _log_of(token: Token) -> Mapping[str, Any]:
 
 
 def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord:
-    for entry in ledger.find(token.transaction, deadline):
+    for entry in ledger.find(token.transaction, deadline, log=_log_of(token)):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)
     raise InvalidToken("this token's transaction was never prepared: a newer owner opened its transactional id before")

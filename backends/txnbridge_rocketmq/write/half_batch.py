@@ -11,8 +11,7 @@ from typing import Any
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeliveryFailed, InvalidOption, InvalidToken, StorageFailed
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.connection import Call
-from txnbridge_rocketmq.client.errors import NotDurable, RemotingError
+from txnbridge_rocketmq.client.errors import Disconnected, NotDurable, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.send_requests import HalfAddress, SendResult, WireMessage, half_address, send_half
@@ -24,7 +23,6 @@ from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 _MOST_BUFFERED, _MOST_BUFFERED_BYTES = 256, 1 << 20
 # The time before a request is repeated to a broker that is down or busy.
 _RETRY_PAUSE = 0.05
-_RESPONSE_POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -56,15 +54,16 @@ def seconds_since(data: Mapping[str, Any]) -> float:
     return time.time() - (at / 1000 if isinstance(at, int) else 0)
 
 
+_INTERRUPTED = Disconnected("the request was interrupted", may_have_had_effect=True)
+
+
 @dataclass
 class _HalfInFlight:
     """A half that is being sent. Its request is repeated only if the broker certainly did not store the half."""
 
-    topic: str
     queue: Queue
     request: RpcRequest[SendResult]
-    call: Call[SendResult] | None = None
-    stored: HalfAddress | None = None
+    result: SendResult | RemotingError = _INTERRUPTED
 
 
 def immunity(settings: BrokerConfig) -> int:
@@ -110,9 +109,7 @@ class HalfBatch:
                 f"a message to {message.topic} has {len(message.body)} bytes; the broker takes"
                 f" {written.settings.message_bytes}"
             )
-        self._held.append(
-            _HalfInFlight(message.topic, queue, send_half(message, self.group, queue.queue, immunity(written.settings)))
-        )
+        self._held.append(_HalfInFlight(queue, send_half(message, self.group, queue.queue, immunity(written.settings))))
         self._held_bytes += len(message.body)
         written.count += 1
         if len(self._held) >= _MOST_BUFFERED or self._held_bytes >= _MOST_BUFFERED_BYTES:
@@ -121,32 +118,22 @@ class HalfBatch:
     def _send_held(self, deadline: Deadline) -> None:
         held, self._held, self._held_bytes = self._held, [], 0
         self._sent += held
-        for sent in held:
-            self._submit(sent, deadline)
+        self._store(held, deadline)
 
-    def _submit(self, sent: _HalfInFlight, deadline: Deadline) -> None:
-        try:
-            sent.call = self.client.submit(sent.queue.broker, sent.request, deadline.left())
-        except RemotingError as error:
-            self._check(error, deadline)
+    def _store(self, halves: Sequence[_HalfInFlight], deadline: Deadline) -> None:
+        asked = [(half.queue.broker, half.request) for half in halves]
+        results = self.client.call_all(asked, deadline.left())
+        for half, result in zip(halves, results, strict=True):
+            half.result = result
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until every half is stored. The caller aborts the transaction on `DeliveryFailed` or `AccessDenied`."""
+        """Store every half. The caller aborts the transaction on `DeliveryFailed` or `AccessDenied`."""
         self._send_held(deadline)
-        for sent in self._sent:
-            while sent.stored is None:
-                if sent.call is None:
-                    time.sleep(_RETRY_PAUSE)
-                    self._submit(sent, deadline)
-                else:
-                    self._settle(sent, sent.call, deadline)
-
-    def _settle(self, sent: _HalfInFlight, call: Call[SendResult], deadline: Deadline) -> None:
-        try:
-            sent.stored = half_address(sent.topic, self.group, call.result())
-        except RemotingError as error:
-            self._check(error, deadline)
-            sent.call = None
+        for half in self._sent:
+            while isinstance(half.result, RemotingError):
+                self._check(half.result, deadline)
+                time.sleep(_RETRY_PAUSE)
+                self._store([half], deadline)
 
     def _check(self, error: RemotingError, deadline: Deadline) -> None:
         """Raise `DeliveryFailed` or `AccessDenied` for a failed request, unless it is safe to send the half again."""
@@ -165,20 +152,11 @@ class HalfBatch:
         ):
             raise DeliveryFailed(str(ours)) from error
 
-    def stored(self, patience: Deadline) -> dict[Queue, list[HalfAddress]]:
-        """Return the addresses of the stored halves, by queue and in order. Wait for responses until `patience`."""
-        handles: dict[Queue, list[HalfAddress]] = {}
-        for sent in self._sent:
-            if sent.stored is None and sent.call is not None:
-                sent.stored = self._response(sent, sent.call, patience)
-            if sent.stored is not None:
-                handles.setdefault(sent.queue, []).append(sent.stored)
-        return handles
-
-    def _response(self, sent: _HalfInFlight, call: Call[SendResult], patience: Deadline) -> HalfAddress | None:
-        while not call.done() and not patience.expired:
-            time.sleep(_RESPONSE_POLL_SECONDS)
-        try:
-            return half_address(sent.topic, self.group, call.result()) if call.done() else None
-        except RemotingError:
-            return None
+    def stored(self) -> dict[Queue, list[HalfAddress]]:
+        """Return the addresses of the stored halves, by queue and in order."""
+        addresses: dict[Queue, list[HalfAddress]] = {}
+        for half in self._sent:
+            if isinstance(half.result, SendResult):
+                address = half_address(half.queue.topic, self.group, half.result)
+                addresses.setdefault(half.queue, []).append(address)
+        return addresses

@@ -50,9 +50,6 @@ _log = logging.getLogger("txnbridge")
 
 # The least time for an abort, so that an expired transaction is still aborted in the decision log.
 _LEAST_ABORT_SECONDS = 2.0
-# An abort waits this long for outstanding responses, which have the addresses of the halves to drop. The broker sends
-# check-backs for the others.
-_OUTSTANDING_SENDS_SECONDS = 0.5
 
 
 class WriterOwner(Protocol):
@@ -201,10 +198,11 @@ class RocketMQWriter(Writer):
             raise TransactionAborted("another process aborted the transaction; run it again")
         with self._cluster.context.events.step("step:publish", self._begun.transaction):
             try:
-                halves = self._halves.stored(deadline)
+                halves = self._halves.stored()
                 if not self._owner.ender.publish_fresh(halves, deadline):
                     return False
                 self._owner.ender.confirm_published(halves, deadline)
+                self._owner.ender.remember_settled(self._begun.transaction)
             except PublishedMessageMissing as error:
                 raise self._unpublished_error(error) from error
             except TxnBridgeError:
@@ -275,7 +273,7 @@ class RocketMQWriter(Writer):
         if deadline.left() < _LEAST_ABORT_SECONDS:
             deadline = Deadline(_LEAST_ABORT_SECONDS)
         with self._cluster.context.events.step("step:drop", self._begun.transaction):
-            stored = self._halves.stored(Deadline(_OUTSTANDING_SENDS_SECONDS))
+            stored = self._halves.stored()
             self._owner.ender.drop([(q.broker, half) for q, halves in stored.items() for half in halves], deadline)
 
     # --- reopening and closing ----------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ _REQUESTS = {
     ),
     "rocketmq": (
         "SEND_MESSAGE_V2",
+        "SEND_BATCH_MESSAGE",
         "END_TRANSACTION",
         "CHECK_TRANSACTION_STATE",
         "PULL_MESSAGE",

@@ -1,0 +1,96 @@
+"""Appends of several threads in one request: a thread that appends also sends what other threads wait to append."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from txnbridge.spi import Deadline
+from txnbridge_rocketmq.client.errors import RemotingError, ResponseTimeout
+from txnbridge_rocketmq.client.send_requests import WireMessage
+
+T = TypeVar("T")
+
+# The limits of one request. A broker takes 4 MiB by default.
+_MOST_TOGETHER, _MOST_BYTES = 64, 1 << 20
+
+
+class _Append(Generic[T]):
+    """A message that waits. `wake` is released once it has a result, or once its thread is to send."""
+
+    def __init__(self, message: WireMessage) -> None:
+        self.message = message
+        self.result: T | RemotingError | None = None
+        self.sends = False
+        self.wake = threading.Lock()
+        self.wake.acquire()
+
+
+class AppendQueue(Generic[T]):
+    """Stores messages by `send`, which one thread at a time calls, for all messages that wait.
+
+    `send` returns a result for each message. Its error is that of each message.
+    """
+
+    def __init__(self, send: Callable[[Sequence[WireMessage], Deadline], Sequence[T]]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._waiting: deque[_Append[T]] = deque()
+        self._has_sender = False
+
+    def store(self, message: WireMessage, deadline: Deadline) -> T:
+        """Store a message, and return its result. Raise a `RemotingError`."""
+        append: _Append[T] = _Append(message)
+        try:
+            with self._lock:
+                self._waiting.append(append)
+                append.sends = not self._has_sender
+                self._has_sender = True
+            if append.sends or (append.wake.acquire(timeout=deadline.left()) and append.sends):
+                self._send_waiting(deadline)
+        finally:
+            self._leave(append)
+        if append.result is None:
+            raise ResponseTimeout("another thread has sent this message and got no answer", may_have_had_effect=True)
+        if isinstance(append.result, RemotingError):
+            raise append.result
+        return append.result
+
+    def _leave(self, append: _Append[T]) -> None:
+        """Take back a message that was not sent, and let another thread send if its own was to."""
+        with self._lock:
+            if append.result is None and append in self._waiting:
+                self._waiting.remove(append)
+                append.result = ResponseTimeout("no time was left to send this message")
+            if not append.sends:
+                return
+            self._has_sender = bool(self._waiting)
+            if self._waiting:
+                self._waiting[0].sends = True
+                self._waiting[0].wake.release()
+
+    def _send_waiting(self, deadline: Deadline) -> None:
+        with self._lock:
+            together = self._take()
+        found: Sequence[T | RemotingError | None] = [None] * len(together)
+        try:
+            found = self._send([append.message for append in together], deadline)
+        except RemotingError as error:
+            found = [error] * len(together)
+        finally:
+            for append, result in zip(together, found, strict=True):
+                append.result = result
+                if not append.sends:
+                    append.wake.release()
+
+    def _take(self) -> list[_Append[T]]:
+        taken = [self._waiting.popleft()]
+        size = len(taken[0].message.body)
+        while self._waiting and len(taken) < _MOST_TOGETHER:
+            size += len(self._waiting[0].message.body)
+            if size > _MOST_BYTES:
+                break
+            taken.append(self._waiting.popleft())
+        return taken

@@ -1,0 +1,209 @@
+"""Tests of blocking connections: the calling thread reads its own responses, and no connection is used in doubt."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from txnbridge_rocketmq.client.codes import ResponseCode
+from txnbridge_rocketmq.client.connection import ConnectionSettings
+from txnbridge_rocketmq.client.errors import (
+    Disconnected,
+    ErrorResponse,
+    ProtocolViolation,
+    RemotingError,
+    ResponseTimeout,
+    Unreachable,
+)
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.pool import BlockingPool
+
+from tests.in_time import within
+from tests.rocketmq.kit import ANSWER, FakeBroker, Peer, becomes_true, echo, frame, our_threads
+from tests.rocketmq.test_client_connection import DEEDS
+from tests.rocketmq.test_client_security import authority, back, server, trusting  # noqa: F401
+
+LONG = 30.0
+SHORT = 0.2
+
+
+@pytest.fixture
+def broker() -> Iterator[FakeBroker]:
+    with FakeBroker() as broker:
+        yield broker
+
+
+@pytest.fixture
+def pool(broker: FakeBroker) -> Iterator[BlockingPool]:
+    pool = BlockingPool(broker.address, ConnectionSettings(), most=2)
+    yield pool
+    pool.close()
+
+
+def ask(pool: BlockingPool, *numbers: int, timeout: float = LONG, body: bytes = b"") -> list[object]:
+    return pool.begin([echo(number, body) for number in numbers or (1,)], time.monotonic() + timeout).results()
+
+
+def answered(pool: BlockingPool, broker: FakeBroker, peer: Peer | None = None) -> Peer:
+    """Send one request, answer it on the connection on which it comes, and return the connection."""
+    exchange = pool.begin([echo()], time.monotonic() + LONG)
+    peer = peer or broker.peer()
+    peer.answer(peer.next(), remark="fine")
+    assert exchange.results() == ["fine"]
+    return peer
+
+
+def test_requests_that_are_sent_together_are_answered_in_any_order(pool, broker):
+    exchange = pool.begin([echo(number) for number in range(5)], time.monotonic() + LONG)
+    peer = broker.peer()
+    asked = [peer.next() for _ in range(5)]
+    for command in reversed(asked):
+        if command.code == 9003:
+            peer.answer(command, ResponseCode.SYSTEM_BUSY)
+        else:
+            peer.answer(command, remark=str(command.code))
+    refused = exchange.results()[3]
+    assert isinstance(refused, ErrorResponse) and not refused.may_have_had_effect
+    assert exchange._connection.is_open
+    answered(pool, broker, peer)
+
+
+def test_a_call_starts_no_thread_and_opens_a_connection_only_once(pool, broker):
+    before = our_threads()
+    peer = answered(pool, broker)
+    for _ in range(3):
+        answered(pool, broker, peer)
+    assert len(broker.peers) == 1 and our_threads(before) == []
+
+
+def test_no_more_connections_are_open_than_allowed(pool, broker):
+    exchanges = [pool.begin([echo()], time.monotonic() + LONG) for _ in range(2)]
+    with within(SHORT), pytest.raises(ResponseTimeout, match="too many") as caught:
+        ask(pool, timeout=SHORT)
+    assert not caught.value.may_have_had_effect
+    for exchange in exchanges:
+        exchange.abandon()
+        broker.peer()
+    answered(pool, broker)
+
+
+@pytest.mark.parametrize("end", ["hang up", "late answer"])
+def test_an_idle_connection_on_which_something_came_is_not_used_again(pool, broker, end):
+    peer = answered(pool, broker)
+    peer.hang_up() if end == "hang up" else peer.send(frame(0, 4711, ANSWER))
+    (idle,) = pool._idle
+    assert becomes_true(lambda: not idle.is_quiet())
+    assert answered(pool, broker) is not peer
+
+
+@pytest.mark.parametrize("begun", [b"", frame(0, 1, ANSWER, body=bytes(1000))[:-1]], ids=["nothing", "a part"])
+def test_a_deadline_before_the_whole_response_closes_the_connection(pool, broker, begun):
+    exchange = pool.begin([echo(1), echo(2)], time.monotonic() + SHORT)
+    peer = broker.peer()
+    peer.answer(peer.next(), remark="fine")
+    peer.send(begun)
+    with within(SHORT):
+        fine, late = exchange.results()
+    assert fine == "fine"
+    assert isinstance(late, ResponseTimeout) and late.may_have_had_effect and "did not answer" in str(late)
+    assert answered(pool, broker) is not peer
+
+
+def test_a_response_that_has_come_counts_although_its_thread_reads_it_behind_the_deadline(pool, broker):
+    exchange = pool.begin([echo()], time.monotonic() + SHORT)
+    peer = broker.peer()
+    peer.answer(peer.next(), remark="fine")
+    time.sleep(SHORT)  # as a thread that has waited for another broker
+    assert exchange.results() == ["fine"]
+
+
+def test_a_connection_that_fails_takes_the_idle_ones_with_it(pool, broker):
+    exchanges = [pool.begin([echo()], time.monotonic() + LONG) for _ in range(2)]
+    for _ in exchanges:
+        peer = broker.peer()
+        peer.answer(peer.next())
+    assert [exchange.results() for exchange in exchanges] == [[""], [""]]
+    (failed,) = ask(pool, timeout=SHORT)
+    assert isinstance(failed, ResponseTimeout)
+    assert pool._connections == set()
+
+
+@pytest.mark.parametrize(
+    ("deed", "error"),
+    [(lambda peer: peer.hang_up(), Disconnected), (lambda peer: peer.send(b"HTTP"), ProtocolViolation)],
+)
+def test_a_connection_that_ends_or_speaks_something_else_fails_its_requests_alone(pool, broker, deed, error):
+    one, other = (pool.begin([echo(number)], time.monotonic() + LONG) for number in (1, 2))
+    peers = {peer.next().code: peer for peer in (broker.peer(), broker.peer())}
+    deed(peers[9001])
+    (failed,) = one.results()
+    assert type(failed) is error and failed.may_have_had_effect
+    peers[9002].send(frame(0, next(iter(other._requests)), ANSWER, remark="fine"))
+    assert other.results() == ["fine"]
+
+
+def test_an_interrupt_closes_the_connection(pool, broker, monkeypatch):
+    exchange = pool.begin([echo()], time.monotonic() + LONG)
+    monkeypatch.setattr(exchange._connection, "_next", lambda until: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        exchange.results()
+    assert not exchange._connection.is_open
+    assert pool._slots.qsize() == 2
+
+
+def test_closing_ends_what_waits_and_what_is_idle(pool, broker):
+    first = pool.begin([echo()], time.monotonic() + LONG)
+    broker.peer()
+    answered(pool, broker)
+    threading.Timer(SHORT, pool.close).start()
+    with within(SHORT):
+        (closed,) = first.results()
+    assert isinstance(closed, Disconnected) and "was closed" in str(closed) and closed.may_have_had_effect
+    assert pool._connections == set()
+    with pytest.raises(Unreachable, match="closed"):
+        ask(pool)
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_a_broker_that_reads_nothing_holds_nobody_past_their_time(server, trusting, encrypted):  # noqa: F811
+    with FakeBroker(tls=server if encrypted else None, reads=False) as broker:
+        pool = BlockingPool(broker.address, ConnectionSettings(tls=trusting if encrypted else None))
+        with within(1), pytest.raises(ResponseTimeout, match="no time was left") as caught:
+            pool.begin([echo(body=bytes(15 << 20))], time.monotonic() + 1)
+        assert not caught.value.may_have_had_effect  # the broker never gets the whole frame
+        pool.close()
+
+
+def test_large_requests_and_responses_cross_encrypted(server: ssl.SSLContext, trusting: ssl.SSLContext):  # noqa: F811
+    with FakeBroker(back, tls=server) as broker:
+        pool = BlockingPool(broker.address, ConnectionSettings(tls=trusting))
+        for _ in range(3):
+            assert ask(pool, body=b"x" * (4 << 20)) == ["x" * (4 << 20)]
+        assert len(broker.peers) == 1
+        pool.close()
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(sorted(DEEDS)), min_size=1, max_size=8), st.integers(1, 3))
+def test_whatever_a_broker_does_every_request_ends_in_time_and_makes_room(deeds, at_once):
+    left = iter(deeds)
+
+    def reply(peer: Peer, command: RemotingCommand) -> None:
+        DEEDS[next(left, "answer")](peer, command)
+
+    with FakeBroker(reply) as broker:
+        pool = BlockingPool(broker.address, ConnectionSettings(), most=1)
+        for _ in range(0, len(deeds), at_once):
+            results: list[object] = []
+            with suppress(RemotingError):  # the broker hung up before the request was sent
+                results = ask(pool, *range(at_once), timeout=SHORT)
+            assert all(result == "" or isinstance(result, RemotingError) for result in results)
+        assert pool._slots.qsize() == 1
+        assert len(pool._connections) == len(pool._idle) <= 1
+        pool.close()
