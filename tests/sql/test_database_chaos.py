@@ -215,8 +215,9 @@ def settled(bridge, engine):
                 if not (missing := sorted(sold.keys() - found)):
                     return sold
                 if time.monotonic() > until:
-                    still_open = list(bridge.admin.transactions())
-                    pytest.fail(f"{len(missing)} of {len(sold)} are not published: {missing}; open: {still_open}")
+                    still_open, advice = list(bridge.admin.transactions()), bridge.admin.check()
+                    found_missing = f"{len(missing)} of {len(sold)} are not published: {missing}"
+                    pytest.fail(f"{found_missing}; open: {still_open}; the doctor: {advice}")
 
 
 def officially(address, broker):

@@ -28,6 +28,10 @@ def _base64(key: bytes) -> bytes:
     return b2a_base64(key, newline=False)
 
 
+def _encodable(properties: Properties) -> list[Fields]:
+    return [{"key": name, "value": value} for name, value in properties]
+
+
 @dataclass(frozen=True, slots=True)
 class Single:
     """One message as an entry of its own. A payload of None is a tombstone."""
@@ -52,7 +56,7 @@ class Single:
     def metadata(self) -> Fields:
         """Return the fields that the message adds to the entry's metadata."""
         return {
-            "properties": [{"key": name, "value": value} for name, value in self.properties],
+            "properties": _encodable(self.properties),
             **key_fields(self.key),
             "event_time": self.event_time,
             "ordering_key": self.ordering_key,
@@ -65,13 +69,16 @@ class MessageBatch:
 
     Append messages until `size` or `count` suffices, then send the batch once. The broker routes the entry by the key
     of its first message, so on a key-shared subscription all messages of a batch must have the same key.
+
+    `properties` are the entry's own. Only administrators see them: clients read the properties of each message.
     """
 
-    __slots__ = ("_first", "_heads", "_parts", "count", "size")
+    __slots__ = ("_first", "_heads", "_parts", "count", "properties", "size")
 
     def __init__(self) -> None:
         self.count = 0
         self.size = 0
+        self.properties: Properties = ()
         self._parts: list[bytes] = []
         self._heads: dict[int, bytes] = {}
         self._first: Fields = {}
@@ -117,7 +124,7 @@ class MessageBatch:
         return b"".join(self._parts)
 
     def metadata(self) -> Fields:
-        return {**self._first, "num_messages_in_batch": self.count}
+        return {**self._first, "properties": _encodable(self.properties), "num_messages_in_batch": self.count}
 
     def _head(self, length: int) -> bytes:
         described = _PAYLOAD_SIZE + varint(length)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
+import random
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState, NotFound, PositionLost
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    PositionLost,
+    TxnBridgeError,
+)
 from txnbridge.spi import (
     BackgroundTask,
     Context,
@@ -24,8 +34,10 @@ from txnbridge.spi import (
     Subscription,
 )
 from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.admin.rest import RestRefused
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
+from txnbridge_pulsar.outcome.held_topics import release
 from txnbridge_pulsar.read.group_registry import GroupRegistry
 from txnbridge_pulsar.read.partition import PulsarPartition
 from txnbridge_pulsar.read.subscriptions import mode_of
@@ -51,6 +63,10 @@ _PENDING_ACKS_CHECK_SECONDS = 0.1
 _MAX_ENTRIES_PER_TAKE = 500
 # Bytes, about, that one poll returns at most: 10,000 large messages at once would not fit into memory.
 _MAX_POLL_BYTES = 16 * 1024 * 1024
+# Partitions of which one check finds out whether they are held back, and seconds for the check, in which nothing else
+# is done in the background.
+_MAX_HELD_CHECKS = 20
+_HELD_CHECK_SECONDS = 5.0
 # Partitions that are opened in parallel: each waits some milliseconds for the broker.
 _PARALLEL_OPENINGS = 16
 
@@ -93,6 +109,7 @@ class PulsarReader(Reader):
         self._context = PulsarAckContext(subscription.group or "", shared, self._partitions, self._guard)
         self._work: BackgroundTask[_BackgroundResult] | None = None
         self._check_partitions_at = time.monotonic() + _NEW_PARTITIONS_CHECK_SECONDS
+        self._check_held_at = time.monotonic() + self._timing.held_check_seconds
         self._together_until = 0.0
         self._first_partition = 0
         self._closed = False
@@ -261,6 +278,11 @@ class PulsarReader(Reader):
             self._work = BackgroundTask(
                 lambda: self._run_work(lost, due, check_topics, deadline), self._apply_work, self._inbox.wake
             )
+        elif self._cluster.rest is not None and time.monotonic() >= self._check_held_at:
+            self._check_held_at = time.monotonic() + self._timing.held_check_seconds
+            idle = [each for each in partitions if each.is_assigned and not each.waiting]
+            checked = random.sample(idle, min(len(idle), _MAX_HELD_CHECKS))
+            self._work = BackgroundTask(lambda: self._release(checked), lambda _: None, self._inbox.wake)
 
     def _finish_work(self, deadline: Deadline) -> None:
         """Wait for the end of running background work, which could otherwise change positions after a seek."""
@@ -290,6 +312,23 @@ class PulsarReader(Reader):
         finally:
             if self._closed:
                 self._cluster.client.hang_up(self._connection_key)
+
+    def _release(self, partitions: Sequence[PulsarPartition]) -> _BackgroundResult:
+        """End forgotten transactions that hold messages of these partitions back from all readers (hazard H98)."""
+        assert self._cluster.rest is not None
+        deadline = Deadline(_HELD_CHECK_SECONDS)
+        for partition in partitions:
+            try:
+                release(self._cluster, self._cluster.rest, partition.topic, deadline)
+            except AccessDenied as error:
+                self._check_held_at = math.inf
+                _log.warning(
+                    "transactions that their coordinators have forgotten may hold readers of %s back: %s",
+                    *(partition.topic, error),
+                )
+            except (TxnBridgeError, RestRefused) as error:
+                _log.debug("whether %s is held back is not known: %s", partition.topic, error)
+        return _BackgroundResult()
 
     def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
         """Return the concrete topics of each topic. For a group, create a missing topic where that is allowed."""

@@ -27,6 +27,7 @@ from txnbridge_pulsar.capabilities import LIMITS
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant
+from txnbridge_pulsar.outcome.held_topics import proof_property
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, coordinator_state, end, outcome_by_proof
@@ -201,8 +202,10 @@ class PulsarWriter(Writer):
         try:
             self._recover_lost(deadline)
             self._register((concrete,), (), deadline)
-            assert self._txn is not None
-            self._sent[concrete] = None
+            assert self._txn is not None and self.proof is not None
+            if concrete not in self._sent:
+                batch.properties = proof_property(self.proof)
+                self._sent[concrete] = None
             self._producer(concrete).send(batch, self._txn, self._receipts, deadline)
         except UsageError as error:
             # Messages that `send` accepted before are lost with this entry, so the transaction can only be aborted.

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 from txnbridge_conformance.observing import seen, values
 from txnbridge_pulsar.client import Transactions
+from txnbridge_pulsar.outcome.held_topics import proof_property, release
 
 import txnbridge
 from tests.pulsar.client_kit import SOON, admin, batch_of
 from tests.pulsar.secured_kit import PASSWORD, Secured, token
-from tests.pulsar.writing_kit import cluster_of, concrete, flush, read_all, unique
+from tests.pulsar.writing_kit import cluster_of, concrete, flush, read_all, unique, writer_of
 from txnbridge import Bridge, Outcome, TokenState
 from txnbridge.errors import AccessDenied
+from txnbridge.spi import Deadline
 
 Connect = Callable[..., Bridge]
 
@@ -282,3 +284,20 @@ def test_a_repair_needs_a_superuser(user: Bridge, superuser: Bridge, topic: str)
         user.admin.repair(str(txn))
     assert superuser.admin.repair(str(txn)).startswith(f"committed {txn}")
     assert read_all(cluster_of(superuser).client, name) == [b"late"]
+
+
+def test_a_reader_without_rights_gets_past_a_late_message_of_what_was_aborted(user: Bridge, topic: str) -> None:
+    cluster, name = cluster_of(user), concrete(topic)
+    assert cluster.rest is not None
+    with pytest.raises(KeyError), user.transaction() as txn:
+        txn.send(topic, b"never", partition=1)
+        number, proof = flush(txn), writer_of(txn).proof
+        raise KeyError
+    assert proof is not None
+    late = batch_of(b"late")
+    late.properties = proof_property(proof)
+    producer = cluster.client.create_producer(name, timeout=SOON, transactions=True)
+    producer.send(late, number, timeout=SOON).result(SOON)
+    assert read_all(cluster.client, name, patience=1) is None
+    release(cluster, cluster.rest, name, Deadline(SOON))
+    assert read_all(cluster.client, name) == []
