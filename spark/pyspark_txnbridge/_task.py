@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pyspark_txnbridge._batch_identity import BatchId, Written
+from pyspark_txnbridge._garbage import begin_call
 from pyspark_txnbridge._kept_bridges import ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
 from pyspark_txnbridge._rows import Columns, RowTotals
 from pyspark_txnbridge._sink_options import SinkOptions
@@ -49,6 +50,7 @@ def write_partition(
 
     `holder` names the task's process to others that want the same transactional id.
     """
+    begin_call()
     application = options.application(identity.query)
     key = (options, application)
     with (
