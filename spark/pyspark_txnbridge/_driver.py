@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._batch_identity import BatchId, Written
+from pyspark_txnbridge._garbage import begin_call
 from pyspark_txnbridge._kept_bridges import (
     Claim,
     ClientPool,
@@ -71,6 +72,7 @@ def commit(options: SinkOptions, messages: Sequence[Written | None], identity: B
     Return when each transaction of the batch is committed, by this or another process. `identity` is needed if it is
     possible that no task has reported the batch's identity.
     """
+    begin_call()
     if _LOGS_COLLECTED in os.environ and _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
     identity, parts = _check(messages, identity)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pyspark_txnbridge._garbage import begin_call
 from pyspark_txnbridge._kept_bridges import ClientPool
 from pyspark_txnbridge._offset_ranges import RECREATED, OffsetRange, connect, in_json, is_recreated, report_loss
 from pyspark_txnbridge._source_options import SourceOptions
@@ -26,6 +27,7 @@ _POLL_SECONDS = 0.02
 
 def read_range(options: SourceOptions, wanted: OffsetRange) -> Iterator[pa.RecordBatch]:
     """Yield a range's rows in order. Raise `PositionLost` for missing rows, unless failOnDataLoss is off."""
+    begin_call()
     topics = options.topics or (wanted.topic,)  # with subscribePattern each topic has a connection
     key = options, topics
     with _feeds.held(key, lambda: TopicFeed(options, topics)) as feed:  # closed also if Spark stops reading early

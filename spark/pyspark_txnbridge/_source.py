@@ -83,9 +83,11 @@ class DefaultSource(DataSource):
 def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: str | None = None) -> Columns:
     """Check schema, options and broker before the first row is written."""
     from pyspark_txnbridge._driver import check_broker
+    from pyspark_txnbridge._garbage import begin_call
     from pyspark_txnbridge._rows import Columns
     from txnbridge import InvalidOption
 
+    begin_call()
     if overwrite:
         raise InvalidOption(
             'what is published stays published, so nothing can be overwritten: use mode("append"), or for a stream'

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from pyspark_txnbridge._batch_identity import BatchId, Written
+from pyspark_txnbridge._garbage import begin_call
 from pyspark_txnbridge._kept_bridges import ClientPool, Opening, SinkSession, close_logging_errors, connect, sessions
 from pyspark_txnbridge._rows import Columns, RowTotals
 from pyspark_txnbridge._sink_options import SinkOptions
@@ -49,6 +50,7 @@ def write_partition(
 
     `holder` names the task's process to others that want the same transactional id.
     """
+    begin_call()
     application = options.application(identity.query)
     key = (options, application)
     with (
@@ -68,15 +70,15 @@ def _write(
     session: SinkSession,
     writers: SlotWriters,
 ) -> Written:
-    opening = session.decisions.open(identity.path, name=identity.run)
+    opening, attempt = _look(identity, session)
     if writers.number != opening.number:
         check_log(session, options, identity)
-    if partition == 0 and opening.number > 1 and writers.number != opening.number:
-        # The decisions of older runs are finished first. Their other open transactions would hold readers back.
-        finish_decided(session, identity.path)
-        fence_older(session, options, identity.path, opening.number - 1)
-        abort_open(session, options, identity.path, opening.number - 1)
-    attempt = _attempt(identity, session)
+        if partition == 0 and opening.number > 1:
+            # The decisions of older runs are finished first. Their other open transactions would hold readers back.
+            finish_decided(session, identity.path)
+            fence_older(session, options, identity.path, opening.number - 1)
+            abort_open(session, options, identity.path, opening.number - 1)
+        attempt = _attempt(identity, session)
     if attempt is None:
         return _settled(identity, partition, _count(columns, batches))
     began_at = _now()
@@ -123,6 +125,12 @@ def _times(bridge: Bridge) -> tuple[float, float | None]:
     return longest * TASK_SHARE, None
 
 
+def _look(identity: BatchId, session: SinkSession) -> tuple[Opening, int | None]:
+    """Open the query's id for this run, and return the opening and `_attempt`, as of one reading of the log."""
+    with session.decisions.reading_once():
+        return session.decisions.open(identity.path, name=identity.run), _attempt(identity, session)
+
+
 def _attempt(identity: BatchId, session: SinkSession) -> int | None:
     """Return the number of the batch's present attempt; None if the batch is decided.
 
@@ -149,14 +157,13 @@ def _is_still_needed(identity: BatchId, session: SinkSession, token: str) -> boo
     may have listed these transactions before this task's transaction began.
     """
     try:
-        session.decisions.open(identity.path, name=identity.run)
-        awaited = _attempt(identity, session) is not None
+        _, attempt = _look(identity, session)
     except TxnBridgeError:
         session.bridge.abort(token)
         raise
-    if not awaited:
+    if attempt is None:
         session.bridge.abort(token)
-    return awaited
+    return attempt is not None
 
 
 def _settled(identity: BatchId, partition: int, count: RowTotals) -> Written:

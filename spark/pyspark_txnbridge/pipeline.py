@@ -14,19 +14,20 @@ and no message is published twice or left out. `txnbridge pipeline run` does the
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pyspark_txnbridge._offset_lag import lags
 from txnbridge import BackendMissing, InvalidOption, TxnBridgeError, errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.listener import SourceProgress
     from pyspark.sql.streaming.query import StreamingQuery
 
 __all__ = ["Progress", "run"]
@@ -148,17 +149,10 @@ def _follow(query: StreamingQuery, report: Callable[[Progress], object]) -> Prog
     return progress
 
 
-def _behind(source: Any) -> int | None:
+def _behind(source: SourceProgress) -> int | None:
     """Return the number of positions that the last batch, when planned, left unread in its source; None if unknown."""
-    try:
-        ends, latest = json.loads(source.endOffset), json.loads(source.latestOffset)
-        return sum(
-            int(at - ends.get(topic, {}).get(number, at))
-            for topic, partitions in latest.items()
-            for number, at in partitions.items()
-        )
-    except (TypeError, ValueError, AttributeError):
-        return None  # Spark reports no offsets, or positions are no numbers
+    behind = lags(source)
+    return sum(behind) if behind else None
 
 
 @contextmanager

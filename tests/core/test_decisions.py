@@ -622,6 +622,35 @@ def test_openings_that_race_are_put_in_a_row(join, log):
         one.begin(opening=winner, timeout=Deadline(5)) if one.read("X") else None
 
 
+def test_calls_in_one_reading_answer_as_of_its_begin_and_with_what_they_append(join, log):
+    one, other = join(), join()
+    with one.reading_once():
+        other.claim("seen later", COMMIT)
+        log.ends.append(BrokerUnavailable("asked for the log's end again"))
+        assert one.read("seen later").claim is None and not one.claims("seen later")
+        assert one.open("query", name="run-1").number == 1
+        assert one.claim("seen later", ABORT).decision is COMMIT
+        log.ends.clear()
+    other.claim("later still", ABORT)
+    assert one.read("later still").claim.decision is ABORT
+
+
+def test_another_thread_waits_for_the_end_of_a_reading(join):
+    decisions = join()
+    refused: list[TxnBridgeError] = []
+
+    def read():
+        with pytest.raises(DeadlineExceeded) as raised:
+            decisions.read(BATCH, timeout=0.01)
+        refused.append(raised.value)
+
+    with decisions.reading_once():
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    assert refused and decisions.read(BATCH).claim is None
+
+
 # --- done -----------------------------------------------------------------------------------------------------------
 
 

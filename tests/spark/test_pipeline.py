@@ -22,7 +22,8 @@ pytest.importorskip("pyspark", reason="needs PySpark")
 import pyspark
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812 (as everybody calls it)
-from pyspark_txnbridge import _commands, pipeline
+from pyspark.sql.streaming.listener import SourceProgress
+from pyspark_txnbridge import _commands, offsets_behind, pipeline
 from pyspark_txnbridge._batch_identity import BatchInDoubt
 from pyspark_txnbridge._pipeline_command import command
 
@@ -152,6 +153,13 @@ def test_a_row_that_would_go_back_to_where_it_comes_from_ends_the_pipeline(bridg
 def test_a_batch_in_doubt_is_told_as_what_it_is():
     with pytest.raises(BatchInDoubt, match=r"^batch 3 was decided$"), pipeline._unwrapping_errors():
         raise PySparkException("Traceback:\npyspark_txnbridge._batch_identity.BatchInDoubt: batch 3 was decided\n")
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("latest", ["None", "null", "7", '{"topic": {"0": [3, 4, 5]}}'])
+def test_of_offsets_that_cannot_be_counted_nothing_is_told(latest):
+    source = SourceProgress("a source", "None", '{"topic": {"0": [1, 2, 3]}}', latest, 0, 0.0, 0.0, {})
+    assert offsets_behind(source) == {} and pipeline._behind(source) is None
 
 
 @mostly_embedded

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
 from dataclasses import replace
+from itertools import count
 
 import pytest
-from pyspark_txnbridge import _driver
+from pyspark_txnbridge import _driver, _garbage
 from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
 from pyspark_txnbridge._driver import with_session
 from pyspark_txnbridge._kept_bridges import sessions
@@ -528,6 +531,20 @@ def test_a_task_that_reports_nothing_is_refused(sink, query):
         with pytest.raises(InvalidOption, match="continuous"):
             _driver.commit(sink, messages)
     assert published(sink) == []
+
+
+@pytest.mark.offline
+def test_a_worker_collects_the_garbage_of_its_calls_and_does_not_look_at_its_modules_again(monkeypatch):
+    monkeypatch.setattr(_garbage, "_calls", count(1))
+    excluded = []
+    try:
+        for environment in ({}, {}, {"SPARK_REUSE_WORKER": "1"}, {"SPARK_REUSE_WORKER": "1"}):
+            monkeypatch.setattr(os, "environ", environment)
+            _garbage.begin_call()
+            excluded.append(gc.get_freeze_count() > 10_000)
+    finally:
+        gc.unfreeze()
+    assert excluded == [False, False, False, True]
 
 
 @pytest.mark.offline

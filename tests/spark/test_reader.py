@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from pyspark_txnbridge import _fetch, _offset_ranges
+from pyspark_txnbridge import _fetch, _offset_ranges, offsets_behind
 from pyspark_txnbridge._source_options import SourceOptions
 from txnbridge_conformance.observing import eventually
 from txnbridge_embedded.client.schema import OFFSET_BITS
@@ -293,6 +293,25 @@ def test_a_micro_batch_is_no_larger_than_asked_for(url, bridge, topic):
     assert max(map(len, found)) <= 7 < len(found)
     assert sorted(flat(found)) == list(range(50))
     assert stream.reader.latestOffset(stream.at, ReadAllAvailable()) == stream.at
+
+
+@mostly_embedded
+def test_a_program_learns_from_the_progress_how_far_its_query_is_behind(spark, url, bridge, topic, tmp_path):
+    send(bridge, topic, range(40), partition=0)
+    send(bridge, topic, range(10), partition=1)
+    options = {"url": url, "topic": topic, "startingOffsets": "earliest", "maxOffsetsPerTrigger": "20"}
+    frame = spark.readStream.format("txnbridge").options(**options).load()
+    writer = frame.writeStream.format("noop").option("checkpointLocation", str(tmp_path / "checkpoint"))
+    query = writer.trigger(availableNow=True).start()
+    assert query.awaitTermination(120)
+    first, *_, last = [offsets_behind(each.sources[0]) for each in query.recentProgress if each.numInputRows]
+    # Behind the messages of a partition is a mark where brokers have such, and it is a position, too.
+    assert first in (_behind(0, 30), _behind(1, 31)) and last == _behind(0, 0)
+
+
+def _behind(least, most):
+    average = (least + most) / 2
+    return {"minOffsetsBehindLatest": least, "maxOffsetsBehindLatest": most, "avgOffsetsBehindLatest": average}
 
 
 def test_partitions_that_a_topic_gets_are_read_from_their_beginning(url, bridge, topic):

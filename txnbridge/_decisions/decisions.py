@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,6 +201,16 @@ class Decisions:
         query = Query(id, path_of(id), begin_of(begin))
         by = None if opening is None else _under(opening)
         return self._claim(id, self._engine.decide(query, decision, said, by, (), deadline))
+
+    @contextmanager
+    def reading_once(self, *, timeout: float | Deadline | None = None) -> Iterator[None]:
+        """Read the log once for all calls of this thread in the block, which answer as of the block's begin.
+
+        Without it each call asks the store for the log's end. Other threads that read the log wait until the block
+        ends, so it contains nothing else that takes long.
+        """
+        with self._engine.follower.reading_once(self._deadline(timeout)):
+            yield
 
     def read(
         self, id: Id, *, begin: Mapping[str, Any] | None = None, timeout: float | Deadline | None = None

@@ -51,6 +51,7 @@ class Follower:
         self._events = events
         self._now = now
         self._lock = threading.RLock()
+        self._is_read = False  # within `reading_once`: the log is not read to its end again
         self._awaited: dict[str, dict[Position, bool | None]] = {}
         self._log_id: str | None = None
         self._covered_at_last_forgetting: Position | None = None
@@ -92,11 +93,24 @@ class Follower:
         record that is known to be stored, `EvidenceLost` if it is not the log that was read before.
         """
         with self.looking(deadline):
-            if up_to is None:
+            if up_to is None and not self._is_read:
                 up_to = self._end(deadline, may_create)
             if up_to is not None:
                 self._reach(up_to, deadline)
             yield self._state
+
+    @contextmanager
+    def reading_once(self, deadline: Deadline) -> Iterator[None]:
+        """Read up to the log's present end, which this thread's further reads in the block take for the end.
+
+        Other threads wait until the block ends. A record that this thread appends in the block is read, too.
+        """
+        with self.following(deadline):
+            before, self._is_read = self._is_read, True
+            try:
+                yield
+            finally:
+                self._is_read = before
 
     def _end(self, deadline: Deadline, may_create: bool) -> Position | None:
         end, cursor = self._log.end(deadline), self._state.cursor
