@@ -2,7 +2,8 @@
 
 A gathered transaction keeps its messages in memory. Its commit makes it a member of the next batch, and waits for it. A
 thread of the bridge sends all messages of a batch in one transaction, the shared transaction, and commits that. Other
-transactions gather meanwhile; there is no timer.
+transactions gather meanwhile. The next batch begins at once if a single thread commits; otherwise it waits shortly for
+the threads of the last one, which are about to commit again, so that not half of the threads wait for two batches.
 
 | a transaction     | event                                               | then                                   |
 |-------------------|-----------------------------------------------------|----------------------------------------|
@@ -61,6 +62,9 @@ _TOPIC_SECONDS = 1.0
 _MOST_TOPICS = 10_000
 # A member with less time left commits alone, because a batch has to end by the earliest deadline of its members.
 _LEAST_SECONDS = 1.0
+# How long a batch waits for the threads of the last one, as a share of the time that the last one took, if that share is
+# long enough for threads to wake.
+_COMPANY_SHARE, _LEAST_COMPANY = 0.125, 0.001
 # The bridge's thread ends after this time without a batch.
 _IDLE_SECONDS = 5.0
 
@@ -102,6 +106,8 @@ class GroupCommit:
         self._beyond = beyond
         self._joined: SimpleQueue[Member | None] = SimpleQueue()  # None asks the thread to end
         self._role: list[None] = [None]  # empty while a thread commits batches: it has removed the only entry
+        self._expected = 0  # how many members joined for the last batch, or while it was on its way
+        self._expected_until = 0.0  # until when the next batch waits for so many, by `time.monotonic`
         self._taken_at: dict[tuple[str, int | None], float] = {}  # when a writer took a message for a topic's partition
 
     def take(self, parameters: Begin) -> TakenWriter:
@@ -158,6 +164,7 @@ class GroupCommit:
         members: list[Member] = []
         shared: SharedTransaction | None = None
         error: BaseException | None = None
+        began_at = time.monotonic()
         try:
             parameters = self._new_parameters()
             taken = self.writers.take(parameters, running=True)
@@ -180,6 +187,10 @@ class GroupCommit:
                 self._gather(first, members)
             self._taken_at.clear()  # perhaps a topic does not take messages any more
         finally:
+            now = time.monotonic()
+            patience = _COMPANY_SHARE * (now - began_at)
+            self._expected = len(members) + self._joined.qsize()
+            self._expected_until = now + patience if patience >= _LEAST_COMPANY else now
             for member in members:
                 member.end(shared, error)
 
@@ -195,7 +206,8 @@ class GroupCommit:
                     size -= member.bytes
                 if messages < self.member_messages or size < self.member_bytes:
                     return
-                member = self._joined.get_nowait()
+                left = self._expected_until - time.monotonic() if len(members) < self._expected else 0.0
+                member = self._joined.get(timeout=left) if left > 0 else self._joined.get_nowait()
             self._joined.put(None)  # the thread is to end after this batch
 
     def _commit(self, shared: SharedTransaction, members: Sequence[Member]) -> None:
