@@ -11,7 +11,7 @@ CAPABILITIES = Capabilities(
     {
         Capability.ATOMIC_TOPICS: emulated(
             "each message waits as a half of its own; one record in the decision log decides all of them, and then they"
-            " are published one after another"
+            " are published one after another; a request that comes late publishes one again, and our readers drop it"
         ),
         Capability.ATOMIC_ACK: emulated("what was read is part of the record that decides the transaction"),
         Capability.ISOLATION: absent(

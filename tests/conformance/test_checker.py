@@ -31,7 +31,8 @@ class Story:
 
     def _write(self, process: str, **line: Any) -> None:
         if process not in self._lines:
-            head = {"history": 1, "process": process, "client": "c", "host": "h", "pid": 1, "mono": 0, "wall": 0}
+            client = "c" if process == "official" else "txnbridge 1"
+            head = {"history": 1, "process": process, "client": client, "host": "h", "pid": 1, "mono": 0, "wall": 0}
             self._lines[process] = [head]
         self._lines[process].append(line)
 
@@ -71,12 +72,12 @@ class Story:
         self.end(process, call, result, **fields)
         return call
 
-    def read(self, *log: str, result: str = "ok", **logs: str) -> None:
+    def read(self, *log: str, result: str = "ok", by: str = "reader", **logs: str) -> None:
         """A reader that reads everything in both partitions of the topic: the first in `log`, the other in `p1=`."""
-        call = self.begin("reader", "read", topics=["t"])
-        self.poll("reader", call, *log)
-        self.poll("reader", call, *logs.get("p1", "").split(), to=T1)
-        self.end("reader", call, result)
+        call = self.begin(by, "read", topics=["t"])
+        self.poll(by, call, *log)
+        self.poll(by, call, *logs.get("p1", "").split(), to=T1)
+        self.end(by, call, result)
 
     def lines(self, process: str) -> list[bytes]:
         return [json.dumps(line).encode() + b"\n" for line in self._lines[process]]
@@ -153,6 +154,24 @@ def test_a_message_at_two_positions_is_a_duplicate_and_two_messages_at_one_are_i
     story.poll("c", call, "2")
     story.end("c", call)
     assert "inconsistent-offsets" in story.found()
+
+
+def test_a_copy_that_our_readers_drop_is_told_and_no_other_copy():
+    for log, copied, found in (
+        (("1", "2", "-", "3"), ("1", "2", "1", "3"), "foreign-duplicate"),
+        (("1", "2", "1", "3"), ("1", "2", "1", "3"), "duplicate"),
+        (("-", "-", "1"), ("1", "-", "1"), "duplicate"),
+    ):
+        story = Story()
+        story.txn("a", *sorted(set(copied) - {"-"}))
+        story.read(*log)
+        story.read(*copied, by="official")
+        assert story.found() == [found] if found == "foreign-duplicate" else found in story.found()
+    story = Story()
+    story.txn("official", "1")
+    story.read("1")
+    story.read("1", "1", by="official")
+    assert "duplicate" in story.found()
 
 
 def test_a_reader_without_positions_finds_what_is_missing_and_what_comes_twice():
@@ -275,13 +294,13 @@ def test_a_check_back_shows_the_messages_of_its_transaction():
         assert story.found() == found
 
 
-def test_a_call_that_takes_longer_than_its_deadline_hangs_unless_its_process_was_paused():
-    for paused in (False, True):
+def test_a_call_that_takes_longer_than_its_deadline_hangs_unless_it_was_paused():
+    for paused in ("", "pause", "pause at commit/before"):
         story = Story()
         story._write("a", start=0, what="transaction", mono=0, wall=0, deadline=8)
         if paused:
             for phase, mono in (("begin", 10**9), ("end", 15 * 10**9)):
-                story._write("run", fault="pause", target="a", phase=phase, mono=mono, wall=0)
+                story._write("run", fault=paused, target="a", phase=phase, mono=mono, wall=0)
         story._write("a", end=0, result="ok", mono=20 * 10**9, wall=0)
         assert story.found() == ([] if paused else ["hang"])
     story = Story()
@@ -378,6 +397,11 @@ def test_sends_out_of_order_are_found_and_a_message_between_two_is_told():
     story.txn("a", "2")
     story.read("2", "1")
     assert story.found() == ["nonmonotonic-send", "G0-realtime"]
+    story = Story()
+    story.txn("a", "1", result="unknown")
+    story.txn("a", "2")
+    story.read("2", "1")
+    assert story.found() == []
     story = Story()
     story.txn("a", "1", thread=1)
     story.txn("a", "2", thread=2)

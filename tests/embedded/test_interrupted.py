@@ -127,6 +127,25 @@ def test_a_program_that_is_interrupted_anywhere_goes_on_exactly_once(
     work.recover()
 
 
+def test_messages_of_an_interrupted_prepare_come_once_more_and_not_twice(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txnbridge_embedded.read.base_reader._REFRESH_SECONDS", 60)
+    bridge.ensure_topics("in", "out")
+    work = Work(bridge, bridge.consumer("in", "copies"))
+    work.feed()
+    batch = work.consumer.poll(4)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patched, suppress(Interrupted), bridge.transaction(prepare=True) as txn:
+        patched.setattr("txnbridge._token_operations.Outcomes.token_of", interrupt)
+        txn.ack(batch)
+    again = [*work.consumer.poll(4, 0), *work.consumer.poll(4, 0)]
+    assert len(batch) == len(again) == 4
+
+
 @pytest.mark.parametrize("read", ["poll", "iteration"])
 def test_a_reader_that_is_interrupted_anywhere_skips_nothing(bridge: Bridge, read: str) -> None:
     bridge.ensure_topics("in")

@@ -177,6 +177,9 @@ class OrderedReader(GroupReader):
                 found = bounds.get(cursor.partition, cursor.bounds)
                 cursor.taken = deque(acks.taken(connection, self._group_id, cursor.id))
                 cursor.seek(max(offset, found.position or 0))
+        # The messages may come from an aborted prepared transaction. Then the file, too, says that they come again. The
+        # reader has to see that before it reads them, or they would come twice.
+        self._refresh_at = 0.0
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         self._refresh_state(deadline)
@@ -191,3 +194,4 @@ class OrderedReader(GroupReader):
                 found = [m.position for m in self._unreturned if (m.topic, m.partition) == partition]
                 cursor.repeat(ranges_of(offset for (offset,) in sorted([*given, *found])))
         self._drop_found(positions)
+        self._refresh_at = 0.0  # as in `_seek`

@@ -16,7 +16,7 @@ def check_hangs_and_crashes(tables: Tables, findings: Findings) -> None:
     """Find calls that took longer than their deadline, processes that crashed, and conditions that never came true.
 
     The run waits for these conditions after its work, for example until no transaction is open. The time in which a
-    call's process was paused does not count for the call.
+    call's process, or a thread of it, was paused does not count for the call.
     """
     pauses = _pauses(tables)
     for operation in tables.operations:
@@ -49,12 +49,13 @@ def _asked_after(operation: Operation) -> float:
 
 
 def _pauses(tables: Tables) -> dict[str, list[tuple[int, int]]]:
-    """Return the begin and end of each pause of a process, by the name of the process."""
+    """Return the begin and end of each pause of a process or of one of its threads, by the name of the process."""
     pauses: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    begun: dict[str, int] = {}
+    begun: dict[tuple[str, str], int] = {}
     for fault in tables.history.faults:
-        if fault.kind == "pause" and fault.phase == "begin":
-            begun[fault.target] = fault.mono
-        elif fault.kind == "pause" and fault.target in begun:
-            pauses[fault.target].append((begun.pop(fault.target), fault.mono))
+        pause = fault.target, fault.kind
+        if fault.kind.startswith("pause") and fault.phase == "begin":
+            begun[pause] = fault.mono
+        elif pause in begun:
+            pauses[fault.target].append((begun.pop(pause), fault.mono))
     return pauses

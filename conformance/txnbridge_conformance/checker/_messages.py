@@ -13,11 +13,15 @@ from txnbridge_conformance.checker.findings import Findings
 
 
 def check_positions(tables: Tables, findings: Findings) -> None:
-    """Find messages that are stored at several positions of a partition, and positions that hold several messages."""
+    """Find messages that are stored at several positions of a partition, and positions that hold several messages.
+
+    Find copies of messages, too, that only readers of other clients received.
+    """
     key = np.concatenate([tables.reads.key, tables.stored.key])
     place = np.concatenate([tables.reads.place, tables.stored.place])
     value = np.concatenate([tables.reads.value, tables.stored.value])
     known = (value != NONE) & (place != NONE)
+    known[: len(tables.dropped)] &= ~tables.dropped
     by_place = np.unique(np.stack([key, place, value], axis=1)[known], axis=0)
     for rows in _repeated(by_place[:, :2]):
         values = [tables.value(number) for number in by_place[rows, 2]]
@@ -28,6 +32,10 @@ def check_positions(tables: Tables, findings: Findings) -> None:
         key_number, _, number = by_value[rows[0]]
         text = f"{tables.value(number)} is at {len(rows)} positions of {tables.key(key_number)}"
         findings.add("duplicate", text, _known(tables.writer[number]), [tables.value(number)])
+    for row in np.flatnonzero(tables.dropped):
+        reader, number = int(tables.reads.operation[row]), int(tables.reads.value[row])
+        text = f"{tables.name(reader)} read a copy of {tables.value(number)}, which our readers drop"
+        findings.add("foreign-duplicate", text, [*_known(tables.writer[number]), reader], [tables.value(number)])
 
 
 def check_reads(tables: Tables, fate: Numbers, findings: Findings) -> None:

@@ -15,6 +15,9 @@ Flags = NDArray[np.bool_]
 
 NONE = -1
 
+# How `RecordedProcess.client` begins where it is this library.
+_OURS = "txnbridge"
+
 
 class Names:
     """Numbers distinct values, or distinct keys (topic and partition), from 0 in the order of first use."""
@@ -78,6 +81,7 @@ class Tables:
         self.home = np.full(len(self.values), NONE, np.int64)  # by value: the key that it was sent to
         self.writer[:sent][self.sends.value] = self.sends.operation
         self.home[:sent][self.sends.value] = self.sends.key
+        self.dropped = self._dropped()
 
     def _sends(self) -> Sends:
         operations: list[int] = []
@@ -110,6 +114,26 @@ class Tables:
         places = _places(all_keys, positions)
         reads = Reads(all_keys[:polled], all_values[:polled], places[:polled], _numbers(operations))
         return reads, Placed(all_keys[polled:], all_values[polled:], places[polled:])
+
+    def _dropped(self) -> Flags:
+        """Return, for each row of `reads`, whether it is a copy of our message that only another client received.
+
+        A broker may store a message twice if a request comes late. Readers of txnbridge drop the second copy.
+        """
+        clients = [each.client.startswith(_OURS) for each in self.history.processes]
+        ours = np.array([clients[each.process] for each in self.operations], bool)
+        whole = np.array([each.what == "read" for each in self.operations], bool)
+        reads, by_us = self.reads, ours[self.reads.operation]
+        known = (reads.value != NONE) & (reads.place != NONE)
+        first = np.full(len(self.values), np.iinfo(np.int64).max)  # by value: the first place at which we read it
+        mine = known & by_us & whole[reads.operation] & (reads.key == self.home[reads.value])
+        np.minimum.at(first, reads.value[mine], reads.place[mine])
+        rows: Flags = known & ~by_us & (reads.place > first[reads.value]) & ours[self.writer[reads.value]]
+        mine = known & by_us & np.isin(reads.value, reads.value[rows])
+        returned = set(zip(reads.value[mine].tolist(), reads.place[mine].tolist(), strict=True))
+        for row in np.flatnonzero(rows):
+            rows[row] = (int(reads.value[row]), int(reads.place[row])) not in returned
+        return rows
 
     def value(self, number: int) -> str:
         return str(self.values.texts[number])

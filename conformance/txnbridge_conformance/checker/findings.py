@@ -13,6 +13,7 @@ MEANINGS = {
     "lost-write": "a committed message was not read, although a later position of its partition was",
     "unseen": "a committed message was not read by a reader that read everything",
     "duplicate": "one message is at two or more positions of its partition",
+    "foreign-duplicate": "a reader of another client received a copy of a message that txnbridge's readers drop",
     "inconsistent-offsets": "one position of a partition holds two or more messages",
     "phantom-message": "a message was read that no process of the history sent",
     "wrong-partition": "a message was read from another partition than its sender chose",
@@ -32,7 +33,7 @@ MEANINGS = {
     "nonmonotonic-poll": "between two calls a reader received a partition's messages again or went back",
     "int-send-skip": "another message lies between two messages that one call sent to a partition",
     "int-nonmonotonic-send": "within one call a later message lies before an earlier one",
-    "nonmonotonic-send": "a later call's message lies before one of an earlier call of the same process and thread",
+    "nonmonotonic-send": "a later call's message lies before one of its thread's earlier calls, whose result is known",
     # about isolation
     "G0": "transactions that each wrote before the other",
     "G0-realtime": "a write order that contradicts the order in which transactions ended and began",

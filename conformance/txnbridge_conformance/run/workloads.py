@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from txnbridge import Bridge, Capability, Consumer, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
 from txnbridge.errors import Poison, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall
-from txnbridge_conformance.run.client import SALE_SECONDS, Client, read_of, text_of
+from txnbridge_conformance.run.client import LONGEST_SALE, SALE_SECONDS, Client, read_of, text_of
 from txnbridge_conformance.run.processing import ProcessorRecording
 from txnbridge_conformance.run.sales import Sales
 
@@ -265,7 +265,7 @@ def sell(client: Client) -> None:
         if chance() < 0.1:
             raise RuntimeError("the local work failed")
         if chance() < 0.02:
-            client.stop.wait(1.5 * SALE_SECONDS)
+            client.stop.wait(LONGEST_SALE)
         decision = sales.decide(txn.id, Decision.COMMIT if chance() < 0.7 else Decision.ABORT)
         if chance() < 0.1:
             raise RuntimeError("the process failed after the local work")
