@@ -62,8 +62,8 @@ _TOPIC_SECONDS = 1.0
 _MOST_TOPICS = 10_000
 # A member with less time left commits alone, because a batch has to end by the earliest deadline of its members.
 _LEAST_SECONDS = 1.0
-# How long a batch waits for the threads of the last one, as a share of the time that the last one took. It does not wait
-# if that is too short for threads to wake.
+# How long a batch waits for the threads of the last one, as a share of the time that the last one took.
+# If threads could not wake in that time, it does not wait.
 _COMPANY_SHARE, _LEAST_COMPANY = 0.125, 0.001
 # The bridge's thread ends after this time without a batch.
 _IDLE_SECONDS = 5.0
