@@ -17,7 +17,8 @@ def test_a_run_with_faults_of_clients_finds_nothing(pulsar_broker: brokers.Broke
 
 
 def test_a_run_through_the_plain_client_finds_nothing(pulsar_broker: brokers.Broker, tmp_path: Path) -> None:
-    assert_kept(pulsar_broker, tmp_path, 15, (), {"committed": 20, "read": 100}, raw=True)
+    settings = {"admin_url": pulsar_broker.admin_url}
+    assert_kept(pulsar_broker, tmp_path, 15, (), {"committed": 20, "read": 100}, raw=True, pulsar=settings)
 
 
 @pytest.mark.full

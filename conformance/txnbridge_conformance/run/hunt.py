@@ -126,6 +126,8 @@ class Hunt:
                 self._processes.append(process)
 
     def _attack(self, now: float) -> None:
+        if not self._faults:
+            return
         self._faults.append(self._faults.pop(0))  # each source of faults has its turn
         if injected := self._faults[0].inject(self._random):
             self._recorder.fault(injected.kind, injected.target, "begin")

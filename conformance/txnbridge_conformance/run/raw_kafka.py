@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ class _RawMessage(NamedTuple):
     position: tuple[int]
     value: bytes | None
     key: bytes | None
+    headers: Mapping[str, str] = MappingProxyType({})  # a raw run sends none
 
 
 class _RawConsumer:

@@ -57,9 +57,12 @@ def publishes_without_a_look() -> None:
     replace(HalfEnder, "publish", lambda _: publish)
 
 
-@ROCKETMQ.mutant("torn-transaction", "unseen", "outcome-lie", "G1a", workload="transactions", seconds=60)
+@ROCKETMQ.mutant("zombie-write", "split-decision", "outcome-lie", workload="owners", seconds=40)
 def commits_without_a_record() -> None:
-    """A commit of a transaction without acknowledgements is not written to the decision log (hazard H66)."""
+    """A commit of a transaction without acknowledgements is not written to the decision log (hazard H66).
+
+    So an owner that pauses commits although a newer one has opened its id meanwhile.
+    """
 
     def make(claim: Callable[..., LedgerClaim]) -> Any:
         def claim_aborts_and_acks(
