@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -14,6 +14,7 @@ import pydantic
 import pytest
 import sqlalchemy as sa
 
+from tests.app.test_app import until
 from txnbridge import App, InvalidOption, Message, NotFound, Outgoing, Processor, Router, Topic, Transaction, codecs
 from txnbridge._app.router import HandlerSettings
 from txnbridge.sql import Outbox
@@ -64,6 +65,7 @@ def take_text(value: str) -> None: ...
 def take_dict(value: dict[str, Any]) -> None: ...
 def take_dataclass(value: Order) -> None: ...
 def take_optional(value: Order | None) -> None: ...
+def take_none(value: Order | None) -> None: ...
 def take_nested(value: Sheet) -> None: ...
 def take_model(value: Model) -> None: ...
 def take_message(value: Message[Order]) -> None: ...
@@ -71,35 +73,38 @@ def take_any_message(value: Message) -> None: ...
 def take_by_name(message) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("function", "data", "value"),
-    [
-        (take_anything, b"1", b"1"),
-        (take_bytes, b"1", b"1"),
-        (take_text, b"\xc3\xa9", "é"),
-        (take_dict, b'{"a": 1}', {"a": 1}),
-        (take_dataclass, b'{"id": 1}', Order(1)),
-        (take_optional, b'{"id": 1, "note": "x"}', Order(1, "x")),
-        (take_optional, None, None),
-        (take_nested, b'{"lines": [{"day": "2030-01-02"}]}', Sheet([Line(date(2030, 1, 2))])),
-        (take_model, b'{"id": 1}', Model(id=1)),
-    ],
-)
-def test_the_type_of_the_first_parameter_decodes_the_value(bridge, function, data, value):
-    send(bridge, data)
-    seen: list[Any] = []
-    run(recording(function, seen))
-    assert seen == [value]
+TAKEN = [
+    (take_anything, b"1", b"1"),
+    (take_bytes, b"1", b"1"),
+    (take_text, b"\xc3\xa9", "é"),
+    (take_dict, b'{"a": 1}', {"a": 1}),
+    (take_dataclass, b'{"id": 1}', Order(1)),
+    (take_optional, b'{"id": 1, "note": "x"}', Order(1, "x")),
+    (take_none, None, None),
+    (take_nested, b'{"lines": [{"day": "2030-01-02"}]}', Sheet([Line(date(2030, 1, 2))])),
+    (take_model, b'{"id": 1}', Model(id=1)),
+    (take_message, b'{"id": 1}', Order(1)),
+    (take_any_message, b'{"id": 1}', b'{"id": 1}'),
+    (take_by_name, b'{"id": 1}', b'{"id": 1}'),
+]
 
 
-@pytest.mark.parametrize(
-    ("function", "value"), [(take_message, Order(1)), (take_any_message, b'{"id": 1}'), (take_by_name, b'{"id": 1}')]
-)
-def test_a_function_may_take_the_whole_message(bridge, function, value):
-    send(bridge, b'{"id": 1}', key=b"k")
-    seen: list[Any] = []
-    run(recording(function, seen))
-    assert [(message.topic, message.key, message.value) for message in seen] == [("in", b"k", value)]
+def test_the_type_of_the_first_parameter_decodes_the_value(bridge):
+    app = App()
+    seen: dict[str, list[Any]] = {}
+    for function, data, _ in TAKEN:
+        topic = function.__name__
+        with bridge.transaction() as txn:
+            txn.send(topic, data, key=b"k")
+        app.process(topic, group="g")(recording(function, seen.setdefault(topic, [])))
+    with app:
+        until(lambda: all(seen.values()))
+    for function, _, value in TAKEN:
+        (got,) = seen[function.__name__]
+        if "message" in str(inspect.signature(function)).lower():
+            assert (got.topic, got.key) == (function.__name__, b"k")
+            got = got.value
+        assert (function.__name__, got) == (function.__name__, value)
 
 
 def recording(function, seen: list[Any]):
@@ -182,8 +187,8 @@ def text(value: str) -> str:
     return value
 
 
-def dataclass_or_model(value: bytes) -> Order | Model:
-    return Order(1) if value == b"1" else Model(id=2)
+def dataclass_or_model(value: bytes) -> list[Order | Model]:
+    return [Order(1), Model(id=2)]
 
 
 def several(value: bytes) -> list[bytes]:
@@ -211,24 +216,30 @@ def elsewhere(value: bytes) -> list[bytes | Outgoing]:
     return [value, Outgoing("out", Order(7), key="other", headers={"h": "1"}), Outgoing("out", None, key="gone")]
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (one, [(b"k", b"1")]),
-        (text, [(b"k", b"1")]),
-        (dataclass_or_model, [(b"k", b'{"id":1,"note":null}')]),
-        (several, [(b"k", b"1"), (b"k", b"1b")]),
-        (yielded, [(b"k", b"1"), (b"k", b"1b")]),
-        (later, [(b"k", b"1")]),
-        (yielded_later, [(b"k", b"1"), (b"k", b"1b")]),
-        (nothing, []),
-        (elsewhere, [(b"k", b"1"), (b"other", b'{"id":7,"note":null}'), (b"gone", None)]),
-    ],
-)
-def test_what_a_function_returns_is_sent_with_the_key_of_its_message(bridge, function, expected):
+RETURNED: list[tuple[Callable[..., Any], list[tuple[bytes, bytes | None]]]] = [
+    (one, [(b"k", b"1")]),
+    (text, [(b"k", b"1")]),
+    (dataclass_or_model, [(b"k", b'{"id":1,"note":null}'), (b"k", b'{"id":2}')]),
+    (several, [(b"k", b"1"), (b"k", b"1b")]),
+    (yielded, [(b"k", b"1"), (b"k", b"1b")]),
+    (later, [(b"k", b"1")]),
+    (yielded_later, [(b"k", b"1"), (b"k", b"1b")]),
+    (nothing, []),
+    (elsewhere, [(b"k", b"1")]),
+]
+
+
+def test_what_a_function_returns_is_sent_with_the_key_of_its_message(bridge):
+    app = App()
+    for function, _ in RETURNED:
+        bridge.ensure_topics(function.__name__)
+        app.process("in", group=function.__name__, to=function.__name__)(function)
     send(bridge, b"1", key=b"k")
-    run(function, to="out")
-    assert sent(bridge) == expected
+    with app:
+        until(lambda: all(counts.messages for counts in app.stats.values()))
+    for function, expected in RETURNED:
+        assert (function.__name__, sent(bridge, function.__name__)) == (function.__name__, expected)
+    assert sent(bridge) == [(b"other", b'{"id":7,"note":null}'), (b"gone", None)]
 
 
 def test_a_key_is_encoded_for_the_topic_that_it_goes_to(bridge):

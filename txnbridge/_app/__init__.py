@@ -11,6 +11,7 @@ The modules, from the application down to one message:
 - `handler` reads the signature of a function, and calls it with a message. `event_loop` runs it if it is asynchronous.
 - `outgoing` publishes what a function returns.
 - `value_types` chooses codecs by types.
+- `description` describes an app as a document of AsyncAPI.
 """
 
 from __future__ import annotations

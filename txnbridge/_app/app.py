@@ -65,6 +65,8 @@ class App(Router):
         self._processors: list[ServedProcessor] = []
         self._finished: list[ServedProcessor] = []  # those before, of functions that work in turn
         self._running = False
+        self._was_running = False  # whether the start of this run or the last one succeeded
+        self._stopped_itself = False  # whether `stop` was called in this run or the last one
         self._block: ExitStack | None = None
 
     @property
@@ -87,6 +89,21 @@ class App(Router):
         for each in [*self._finished, *self._processors]:
             counts[each.name] = _sum(counts.get(each.name, ProcessorStats()), each.stats)
         return counts
+
+    def describe(self) -> dict[str, Any]:
+        """Return a description of the app as a document of AsyncAPI 3, which can be written as JSON."""
+        from txnbridge._app.description import describe
+
+        handlers = {name: handler for name, (handler, _) in self._named().items()}
+        return describe(self.title, self.version, self._connect_options["url"], handlers)
+
+    def _status(self) -> dict[str, Any]:
+        """Return how the app gets on, for the health checks of `txnbridge run`."""
+        functions = {
+            each.name: {"healthy": each.healthy, "lag": each.lag, "messages": each.stats.messages}
+            for each in self._processors
+        }
+        return {"ready": self.healthy, "functions": functions}
 
     # --- running and stopping -------------------------------------------------------------------------------------
 
@@ -117,6 +134,10 @@ class App(Router):
 
     def stop(self) -> None:
         """Ask all functions to stop after the messages they are at. Return at once; any thread or function may call."""
+        self._stopped_itself = True
+        self._stop_all()
+
+    def _stop_all(self) -> None:
         if self._stop is not None:
             self._stop.ask()
         for processor in self._processors:
@@ -161,8 +182,8 @@ class App(Router):
             self._processors = [make_one() for make_one in make]
             for processor in self._processors:
                 stack.enter_context(processor)
-            stack.callback(self.stop)
-            self._running = True
+            stack.callback(self._stop_all)
+            self._running = self._was_running = True
             yield
 
     @contextmanager
@@ -175,6 +196,7 @@ class App(Router):
         with ExitStack() as stack:
             stack.callback(self._forget)
             self._finished = []
+            self._was_running = self._stopped_itself = False
             self._stop = Shutdown(self.stop_timeout, "app", lambda _: None, lambda: None)
             options = {"writers": max(_LEAST_WRITERS, len(handlers)), **self._connect_options}
             bridge = self._bridge = stack.enter_context(connect(**options))
@@ -192,7 +214,7 @@ class App(Router):
                     handler,
                     *self._open_handler(handler, lifespan, states, stack),
                     stop_timeout=self.stop_timeout,
-                    ended=self.stop,
+                    ended=self._stop_all,
                 )
                 for name, (handler, lifespan) in self._named().items()
             ]

@@ -104,12 +104,12 @@ class _ByType:
         return data
 
 
-_by_type = _ByType()
+by_type = _ByType()
 
 
 def for_output(topic: Topic) -> Topic:
     """Return a topic with a codec for values of any suitable type, unless it has a codec."""
-    return dataclasses.replace(topic, codec=_by_type) if topic.codec is codecs.bytes else topic
+    return dataclasses.replace(topic, codec=by_type) if topic.codec is codecs.bytes else topic
 
 
 def for_input(topic: Topic, codec: Callable[[], Codec] | None) -> Topic:

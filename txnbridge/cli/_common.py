@@ -202,13 +202,13 @@ class Group(click.Group):
 
 def command(
     name: str, *, broker: bool = True, **attributes: Any
-) -> Callable[[Callable[..., ExitCode | None]], click.Command]:
+) -> Callable[[Callable[..., int | None]], click.Command]:
     """Decorate a function as a command with the common options; the function's first argument is a `Cli`.
 
     `broker=False` leaves out --url and --timeout. `attributes` are those of `click.Command`.
     """
 
-    def decorate(function: Callable[..., ExitCode | None]) -> click.Command:
+    def decorate(function: Callable[..., int | None]) -> click.Command:
         @functools.wraps(function)
         def run(as_json: bool, url: str | None = None, timeout: float = 0, **given: Any) -> None:
             code = function(Cli(url, as_json, timeout), **given)
@@ -256,10 +256,11 @@ def guarded(
     except Exception as error:
         if asked_for(ctx, "debug"):
             traceback.print_exc()
-        ctx.exit(_report(ctx, error))
+        ctx.exit(report(ctx, error))
 
 
-def _report(ctx: click.Context, error: Exception) -> int:
+def report(ctx: click.Context, error: Exception) -> int:
+    """Write an error as one line to stderr, and return its exit code."""
     text, code = _describe(error)
     token = getattr(error, "token", None)
     if asked_for(ctx, "json"):

@@ -1,30 +1,130 @@
-"""The command `txnbridge run`, which runs a processor in a process of its own."""
+"""The command `txnbridge run`, which runs a processor in its process, and an application in processes of its own."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from txnbridge import Poison, Processor, TxnBridgeError
+from txnbridge import App, Poison, Processor, TxnBridgeError
+from txnbridge._processor import ProcessorStats
 from txnbridge.cli import _common
-from txnbridge.cli._common import Cli
+from txnbridge.cli._common import Cli, ExitCode, report
 from txnbridge.cli._object_loading import load, telling
+from txnbridge.commands import asked_for
 
 
 @_common.command("run")
 @click.argument("target", metavar="MODULE:NAME")
 @click.option("--until-idle", is_flag=True, help="End when all input is processed.")
-def command(cli: Cli, target: str, until_idle: bool) -> None:
-    """Run the processor NAME of MODULE, found from the current folder.
+@click.option("--workers", metavar="N", type=click.IntRange(1), help="An App in so many processes. Default: 1.")
+@click.option("--reload", is_flag=True, help="Start an App anew when a Python file below this folder changes.")
+@click.option(
+    "--health-port",
+    metavar="PORT",
+    type=click.IntRange(0, 65535),
+    help="Answer /healthz and /readyz for an App by HTTP.",
+)
+@click.option("--worker", hidden=True, help="The pipes to a supervisor.")
+def command(
+    cli: Cli,
+    target: str,
+    until_idle: bool,
+    workers: int | None,
+    reload: bool,
+    health_port: int | None,
+    worker: str | None,
+) -> int | None:
+    """Run the App or the processor NAME of MODULE, found from the current folder.
 
-    NAME is a `Processor`, or a function that is given a bridge to --url and returns one. SIGTERM and Ctrl-C stop the
-    processor after its running transaction, a second signal at once. Progress and errors are logged to standard error.
+    NAME is an `App`, a `Processor`, or a function that is given a bridge to --url and returns a processor. An App runs
+    in processes of its own, and one that dies is started again; its own URL counts, if --url is not given here.
+
+    SIGTERM and Ctrl-C stop all after the running transactions, a second signal at once. Progress and errors are logged
+    to standard error. The exit code of an App: 0 it was stopped, 1 a function failed for good, 3 it could not start.
     """
-    found = load(target, _makes_processors, "neither a Processor nor a function that makes one")
+    found = load(target, _makes_processors, "neither an App nor a Processor nor a function that makes one")
+    supervised = workers is not None or reload or health_port is not None
+    if supervised and (until_idle or not isinstance(found, App)):
+        raise click.UsageError("--workers, --reload and --health-port are for an App, and not with --until-idle")
+    with telling():
+        if not isinstance(found, App):
+            _run_processor(cli, target, found, until_idle)
+            return None
+        _use_options(found)
+        if worker is not None:
+            from txnbridge.cli._worker import run_worker
+
+            status, _, alive = worker.partition(",")
+            return run_worker(found, int(status), int(alive))
+        if until_idle:
+            _run_until_idle(cli, found)
+            return None
+        return _supervise(target, found, workers or 1, reload, health_port)
+
+
+def _makes_processors(found: Any) -> bool:
+    return isinstance(found, App | Processor) or callable(found)
+
+
+# --- an application ---------------------------------------------------------------------------------------------------
+
+
+def _given(option: str) -> Any:
+    """Return the value of an option that stands on the command line; None if it does not, or in the environment."""
+    ctx = click.get_current_context()
+    return ctx.params[option] if ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE else None
+
+
+def _use_options(app: App) -> None:
+    app._connect_options |= {name: value for name in ("url", "timeout") if (value := _given(name)) is not None}
+
+
+def _run_until_idle(cli: Cli, app: App) -> None:
+    try:
+        app.run(until_idle=True)
+    except Poison as error:
+        raise TxnBridgeError(str(error)) from error
+    finally:
+        if cli.json:
+            cli.document({name: stats._asdict() for name, stats in app.stats.items()})
+        for name, stats in app.stats.items():
+            cli.say(f"{name}: {_summary(stats)}")
+
+
+def _supervise(target: str, app: App, workers: int, reload: bool, health_port: int | None) -> int:
+    from txnbridge.cli._health import serving
+    from txnbridge.cli._supervisor import WorkerSupervisor
+
+    if workers > 1 and app._connect_options.get("transactional_id") is not None:
+        raise click.UsageError("workers with one transactional_id would fence each other; an App needs none")
+    ctx = click.get_current_context()
+    command = [sys.executable, "-m", "txnbridge.cli", "run", target]
+    for name in ("url", "timeout"):
+        if (value := _given(name)) is not None:
+            command += [f"--{name}", str(value)]
+    command += ["--json"] * asked_for(ctx, "json") + ["--debug"] * asked_for(ctx, "debug")
+    supervisor = WorkerSupervisor([*command, "--worker"], workers, app.stop_timeout, reload)
+    checks = {"/healthz": supervisor.alive, "/readyz": supervisor.ready}
     with ExitStack() as stack:
-        stack.enter_context(telling())
+        if health_port is not None:
+            try:
+                port = stack.enter_context(serving(health_port, checks))
+            except OSError as error:  # another program has the port
+                report(ctx, error)
+                return ExitCode.UNAVAILABLE
+            click.echo(f"health checks on port {port}", err=True)
+        return supervisor.run()
+
+
+# --- a processor ------------------------------------------------------------------------------------------------------
+
+
+def _run_processor(cli: Cli, target: str, found: Any, until_idle: bool) -> None:
+    with ExitStack() as stack:
         if not isinstance(found, Processor):
             found = found(stack.enter_context(cli.connect()))
         if not isinstance(found, Processor):
@@ -34,18 +134,13 @@ def command(cli: Cli, target: str, until_idle: bool) -> None:
         except Poison as error:
             raise TxnBridgeError(str(error)) from error
         finally:
-            _say_what_it_did(cli, found)
+            if cli.json:
+                cli.document(found.stats._asdict())
+            cli.say(_summary(found.stats))
 
 
-def _makes_processors(found: Any) -> bool:
-    return isinstance(found, Processor) or callable(found)
-
-
-def _say_what_it_did(cli: Cli, processor: Processor) -> None:
-    stats = processor.stats
-    if cli.json:
-        cli.document(stats._asdict())
-    cli.say(
+def _summary(stats: ProcessorStats) -> str:
+    return (
         f"{stats.messages} messages in {stats.transactions} transactions,"
         f" {stats.dead_letters} dead letters, {stats.retries} retries"
     )

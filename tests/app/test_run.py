@@ -1,0 +1,278 @@
+"""`txnbridge run` with an application: processes that die, stop and answer health checks, and each input once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import txnbridge
+from tests.app.test_app import until
+from txnbridge.cli import main
+from txnbridge.cli._supervisor import Worker
+
+SHOP = """
+import asyncio, os, time
+import txnbridge
+
+app = txnbridge.App(stop_timeout=2)
+
+@app.process("orders", group="shipping", to="shipments", max_messages=8)
+def ship(order: bytes) -> bytes:
+    time.sleep(0.002)  # so that most kills hit a transaction
+    if order == b"100":
+        print("in the middle", flush=True)
+    return order
+
+@app.process("shipments", group="billing", to="bills", max_messages=8)
+async def bill(shipment: bytes) -> bytes:
+    await asyncio.sleep(0.002)
+    return shipment
+
+@app.process("orders", group="audit", to="audit", max_messages=8)
+async def note(order: bytes, txn):
+    yield order
+    await asyncio.sleep(0.002)
+
+# Each of the others does one thing with a message.
+def one(function, **options):
+    app = txnbridge.App(**{"stop_timeout": 0.5, **options})
+    app.process("orders", group="one")(function)
+    return app
+
+async def wait(order):
+    print("here", flush=True)
+    await asyncio.sleep(60)
+
+def hang(order):
+    print("here", flush=True)
+    time.sleep(60)
+
+def refuse(order):
+    raise txnbridge.Poison("a test says so")
+
+def finish(order):
+    finishing.stop()
+
+def die(order):
+    os._exit(77)
+
+waiting, hanging, refusing, finishing, dying = map(one, (wait, hang, refuse, finish, die))
+nowhere = one(wait, create_topics=0)
+nowhere.process("missing", group="g")(hang)
+owner = one(wait, transactional_id="shop")
+"""
+
+
+class Service:
+    """A process of `txnbridge run`."""
+
+    def __init__(self, folder: Path, target: str, *options: str) -> None:
+        self.log = folder / f"{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", "txnbridge.cli", "run", target, *options]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()  # its workers then stop by themselves
+        self._process.communicate()
+
+    def line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    def get(self, path: str) -> tuple[int, Any]:
+        (port,) = re.findall(r"on port (\d+)", self.log.read_text())[-1:]
+        try:
+            with urllib.request.urlopen(f"http://localhost:{port}{path}", timeout=10) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error) if error.code == 503 else None
+
+    def is_ready(self) -> bool:
+        return "on port" in self.log.read_text() and self.get("/readyz")[0] == 200
+
+    def workers(self) -> list[int]:
+        return [worker["pid"] for worker in self.get("/readyz")[1]["workers"] if worker["pid"]]
+
+    def stop(self, *signals: int) -> int:
+        for number in signals or (signal.SIGTERM,):
+            self._process.send_signal(number)
+            time.sleep(0.3)
+        return self.end()
+
+    def end(self) -> int:
+        return self._process.wait(30)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(30)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "shop.py").write_text(SHOP)
+    return tmp_path
+
+
+@pytest.fixture
+def orders(url):
+    """A function that sends orders."""
+    with txnbridge.connect(url) as bridge:
+        for topic in ("orders", "shipments", "bills", "audit"):
+            bridge.admin.create_topic(topic, 4)
+
+        def send(*orders: bytes) -> None:
+            with bridge.transaction() as txn:
+                for number, order in enumerate(orders):
+                    txn.send("orders", order, partition=number % 4)
+
+        yield send
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def sent(url, topic) -> list[Any]:
+    with txnbridge.connect(url) as bridge:
+        return [message.value for message in bridge.read(topic, 10_000)]
+
+
+def test_killed_in_the_middle_and_run_again_each_function_processes_each_order_once(folder, url, orders):
+    fed = [b"%d" % number for number in range(500)]
+    orders(*fed[:400])
+    with Service(folder, "shop:app", "--workers", "2", "--health-port", "0") as first:
+        assert first.line() == "in the middle\n"
+        workers = first.workers()
+        first.kill()
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+    assert 0 < len(sent(url, "shipments")) < 400
+    with Service(folder, "shop:app", "--workers", "2", "--health-port", "0") as second:
+        until(second.is_ready)
+        one, other = second.workers()
+        orders(*fed[400:])
+        os.kill(one, signal.SIGKILL)
+        until(lambda: not second.is_ready())
+        assert second.get("/healthz")[0] == 200
+        until(lambda: one not in second.workers() and second.is_ready())  # another one has taken its place
+        assert other in second.workers()
+        until(lambda: all(len(sent(url, topic)) >= len(fed) for topic in ("bills", "audit")))
+        assert second.get("/elsewhere") == (404, None)
+        assert second.stop() == 0
+    for topic in ("shipments", "bills", "audit"):
+        assert Counter(sent(url, topic)) == Counter(fed)
+    assert f"(pid {one}) died (signal SIGKILL); it is started again in 0.5 s" in second.log.read_text()
+
+
+def test_a_stop_cancels_what_waits_and_is_not_ready_meanwhile(folder, orders):
+    orders(b"1")
+    with Service(folder, "shop:waiting", "--health-port", "0") as service:
+        assert service.line() == "here\n"
+        until(service.is_ready)
+        service._process.send_signal(signal.SIGTERM)
+        until(lambda: not service.is_ready())
+        assert service.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "signals", "code", "text"),
+    [
+        ("hanging", [signal.SIGTERM], 1, "did not end within 0.5 s after the stop"),
+        ("hanging", [signal.SIGINT, signal.SIGTERM], 143, ""),
+        ("refusing", [], 1, "a test says so"),
+        ("finishing", [], 0, "the application has stopped itself"),
+        ("nowhere", [], 3, "missing"),
+    ],
+)
+def test_the_exit_code_tells_why_it_ended(folder, orders, target, signals, code, text):
+    orders(b"1")
+    with Service(folder, f"shop:{target}") as service:
+        if signals:
+            assert service.line() == "here\n"
+        assert (service.stop(*signals) if signals else service.end()) == code
+    assert text in service.log.read_text()
+
+
+def test_a_worker_stops_if_its_supervisor_is_killed(folder, orders):
+    with Service(folder, "shop:waiting", "--health-port", "0") as service:
+        until(service.is_ready)
+        (pid,) = service.workers()
+        service.kill()
+        until(lambda: not exists(pid))
+
+
+def test_with_reload_a_changed_file_starts_it_anew(folder, url, orders):
+    orders(b"1")
+    with Service(folder, "shop:app", "--reload", "--health-port", "0") as service:
+        until(lambda: sent(url, "bills") == [b"1"])
+        (folder / "shop.py").write_text("no python")
+        until(lambda: "starts again when one of its files has changed" in service.log.read_text())
+        (folder / "shop.py").write_text(SHOP.replace("return order", "return order * 2"))
+        orders(b"2")
+        until(lambda: sorted(sent(url, "bills")) == [b"1", b"22"])
+        assert service.stop() == 0
+
+
+def test_the_waits_before_a_worker_is_started_again_grow(folder, orders):
+    worker = Worker([], 1)
+    worker._started = time.monotonic()
+    assert [worker.start_later() for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    orders(b"1")
+    with Service(folder, "shop:dying") as service:
+        until(lambda: "again in 1.0 s" in service.log.read_text())
+        assert service.stop() == 0
+    assert "died (exit code 77); it is started again in 0.5 s" in service.log.read_text()
+
+
+def test_until_idle_it_runs_in_its_own_process_and_tells_what_each_function_did(folder, url, orders, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delenv("TXNBRIDGE_URL")
+    orders(b"1", b"2")
+    result = CliRunner().invoke(main, ["run", "shop:app", "--until-idle", "--json", "--url", url])
+    assert {name: counts["messages"] for name, counts in json.loads(result.stdout).items()} == {
+        "ship": 2,
+        "bill": 2,
+        "note": 2,
+    }
+    result = CliRunner().invoke(main, ["run", "shop:refusing", "--until-idle", "--url", url])
+    assert (result.exit_code, result.stdout) == (1, "refuse: 0 messages in 0 transactions, 0 dead letters, 0 retries\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["shop:owner", "--workers", "2"], "workers with one transactional_id would fence each other"),
+        (["shop:app", "--workers", "2", "--until-idle"], "not with --until-idle"),
+        (["shop:hang", "--reload"], "are for an App"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(folder, monkeypatch, arguments, sentence):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    result = CliRunner().invoke(main, ["run", *arguments])
+    sys.modules.pop("shop")
+    assert result.exit_code == 2
+    assert sentence in result.stderr

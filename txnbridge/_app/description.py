@@ -1,0 +1,130 @@
+"""The description of an app as a document of AsyncAPI 3: its channels, operations, and the schemas of its values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from urllib.parse import quote
+
+from txnbridge import codecs
+from txnbridge._app.handler import Handler
+from txnbridge._app.value_types import alternatives, by_type, codec_for
+from txnbridge._topic import Topic
+from txnbridge._url import parse_url
+from txnbridge.codecs import Codec
+
+Document = dict[str, Any]
+
+_NAMES_OF_JSON = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+_PLAIN: dict[int, tuple[str, str, Document | None]] = {
+    id(codecs.bytes): ("bytes", "application/octet-stream", None),
+    id(codecs.str): ("text", "text/plain", {"type": "string"}),
+    id(codecs.json): ("json", "application/json", None),
+}
+
+
+class _Content(NamedTuple):
+    """The name of a kind of message, its document, and the schemas that it refers to."""
+
+    name: str
+    message: Document
+    schemas: Document
+
+
+def describe(title: str, version: str, url: str | None, handlers: dict[str, Handler]) -> Document:
+    """Return the description of the functions, given by their names, of an app whose broker is at `url`."""
+    channels: Document = {}
+    operations: Document = {}
+    schemas: Document = {}
+
+    def add(name: str, action: str, topic: Topic, contents: Iterable[_Content], handler: Handler) -> None:
+        channel = channels.setdefault(topic.name, {"address": topic.name, "messages": {}})
+        operation: Document = {"action": action, "channel": _reference("channels", topic.name), "messages": []}
+        if summary := (handler.function.__doc__ or "").strip().partition("\n")[0]:
+            operation["summary"] = summary
+        if action == "receive":
+            operation["x-group"] = handler.group
+        for content in contents:
+            channel["messages"][content.name] = content.message
+            operation["messages"].append(_reference("channels", topic.name, "messages", content.name))
+            schemas.update(content.schemas)
+        operations[name] = operation
+
+    for name, handler in handlers.items():
+        for number, topic in enumerate(handler.inputs):
+            add(f"{name}-{number + 1}" if number else name, "receive", topic, [_content(topic.codec)], handler)
+        if handler.to is not None:
+            add(f"{name}-result", "send", handler.to, _results(handler.to, handler.output_types), handler)
+    document: Document = {"asyncapi": "3.0.0", "info": {"title": title, "version": version or "0"}}
+    if url:
+        address = parse_url(url)[0]
+        host = str(address).partition(":")[2].removeprefix("//")
+        document["servers"] = {"broker": {"host": host, "protocol": address.scheme}}
+    return document | {"channels": channels, "operations": operations, "components": {"schemas": schemas}}
+
+
+def _reference(*path: str) -> Document:
+    # First the escapes of JSON pointers, then those of URLs.
+    parts = (quote(part.replace("~", "~0").replace("/", "~1"), safe="~") for part in path)
+    return {"$ref": "#/" + "/".join(parts)}
+
+
+def _results(topic: Topic, types: list[Any]) -> Iterator[_Content]:
+    if topic.codec is not by_type:
+        yield _content(topic.codec)
+    elif not types:
+        yield _Content("value", {}, {})
+    else:
+        yield from (_content(codec) for kind in types if (codec := codec_for(kind)) is not None)
+
+
+def _content(codec: Codec) -> _Content:
+    """Return the kind of message that a codec encodes and decodes; of a codec unknown here nothing but a name."""
+    if id(codec) in _PLAIN:
+        name, content_type, payload = _PLAIN[id(codec)]
+        message: Document = {"contentType": content_type}
+        return _Content(name, message if payload is None else message | {"payload": payload}, {})
+    if isinstance(codec, codecs.dataclass_json):
+        kind = codec._cls
+        return _of_schema(kind.__name__, _schema_of_dataclass(kind), {})
+    if isinstance(codec, codecs.pydantic):
+        schema = codec._adapter.json_schema(ref_template="#/components/schemas/{model}")
+        inner = schema.pop("$defs", {})
+        return _of_schema(schema.get("title", "value"), schema, inner)
+    return _Content(type(codec).__name__.lower(), {}, {})
+
+
+def _of_schema(name: str, schema: Document, inner: Document) -> _Content:
+    message = {"name": name, "contentType": "application/json", "payload": _reference("components", "schemas", name)}
+    return _Content(name, message, {**inner, name: schema})
+
+
+def _schema_of_dataclass(kind: Any) -> Document:
+    hints = get_type_hints(kind)
+    fields = dataclasses.fields(kind)
+    missing = dataclasses.MISSING
+    return {
+        "title": kind.__name__,
+        "type": "object",
+        "properties": {field.name: _schema(hints[field.name]) for field in fields},
+        "required": [f.name for f in fields if f.default is missing and f.default_factory is missing],
+        "additionalProperties": False,
+    }
+
+
+def _schema(kind: Any) -> Document:
+    """Return the JSON schema of a field of a flat dataclass."""
+    if kind in _NAMES_OF_JSON:
+        return {"type": _NAMES_OF_JSON[kind]}
+    if len(parts := alternatives(kind)) > 1:
+        return {"anyOf": [_schema(part) for part in parts]}
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin is list:
+        return {"type": "array", "items": _schema(arguments[0])} if arguments else {"type": "array"}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema(arguments[1])} if arguments else {"type": "object"}
+    return {}

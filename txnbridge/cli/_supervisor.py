@@ -1,0 +1,265 @@
+"""`WorkerSupervisor`: runs an application in several processes, and starts those that die again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from txnbridge.cli._common import ExitCode
+from txnbridge.cli._health import Answer
+
+_log = logging.getLogger("txnbridge")
+
+# The exit codes of a worker that could not start. If the service has been ready before, the worker is tried again.
+_NOT_STARTED = (ExitCode.USAGE, ExitCode.UNAVAILABLE)
+# The interval of the supervisor's looks at its workers and signals: short for a stop, and next to no work.
+_LOOK_SECONDS = 0.1
+_RELOAD_SECONDS = 0.5
+# The waits before a worker that died is started again: doubled with each death, from the first up to the longest.
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
+# A worker that has lived so long has recovered: after its death the waits begin anew.
+_RECOVERED_SECONDS = 60.0
+# A worker tells its status several times a second; one that is silent for so long hangs. Importing takes seconds.
+_SILENT_SECONDS = 30.0
+# The time after the application's own `stop_timeout` for closing the bridge; then a worker is killed.
+_CLOSING_SECONDS = 10.0
+
+
+class WorkerSupervisor:
+    """Runs `count` workers of an application by a command, to which the ends of two pipes are appended.
+
+    Without an error of the application it works until a signal, or until the application stops itself. A worker that
+    dies is started again. With `reload`, the workers start anew when a Python file below the current folder changes.
+    """
+
+    def __init__(self, command: Sequence[str], count: int, stop_timeout: float, reload: bool = False) -> None:
+        self._workers = [Worker(command, number + 1) for number in range(count)]
+        self._stop_timeout = stop_timeout
+        self._reload = reload
+        self._signals: list[int] = []
+        self._handled = 0  # how many of these signals
+        self._kill_at: float | None = None  # not None if the workers were asked to stop
+        self._was_ready = False
+        self._code: int = ExitCode.OK
+
+    def run(self) -> int:
+        """Run the workers; return the exit code of the service."""
+        files, looked = _mtimes() if self._reload else {}, time.monotonic()
+        with self._catching_signals():
+            try:
+                for worker in self._workers:
+                    worker.start()
+                while self._kill_at is None or any(worker.runs for worker in self._workers):
+                    self._look()
+                    if self._reload and time.monotonic() - looked >= _RELOAD_SECONDS:
+                        before, files, looked = files, _mtimes(), time.monotonic()
+                        if files != before:
+                            self._renew()
+                    time.sleep(_LOOK_SECONDS)
+            finally:
+                for worker in self._workers:
+                    worker.kill()
+        return self._code
+
+    # --- health, asked by other threads -------------------------------------------------------------------------------
+
+    def alive(self) -> Answer:
+        """Answer whether no worker hangs. One that has died is being taken care of."""
+        silent = [worker.number for worker in self._workers if worker.is_silent]
+        return not silent, {"alive": not silent, "silent_workers": silent}
+
+    def ready(self) -> Answer:
+        """Answer whether all workers are ready, and each of their functions healthy."""
+        statuses = [worker.status for worker in self._workers]
+        ready = self._kill_at is None and all(status["ready"] for status in statuses)
+        return ready, {"ready": ready, "workers": statuses}
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        if len(self._signals) > self._handled:
+            self._handled += 1
+            self._stop(signal.Signals(self._signals[-1]).name)
+            if self._handled > 1:
+                self._code = 128 + self._signals[-1]
+        for worker in self._workers:
+            worker.read()
+            self._was_ready |= bool(worker.status["ready"])
+            if worker.runs:
+                self._look_after(worker)
+            elif self._kill_at is None and worker.start_at is not None and time.monotonic() >= worker.start_at:
+                worker.start()
+
+    def _look_after(self, worker: Worker) -> None:
+        code = worker.end()
+        if code is None:
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                _log.error("%s did not stop in time and is killed", worker)
+                worker.kill()
+                self._code = self._code or ExitCode.FAILED
+        elif self._kill_at is not None:
+            if code == ExitCode.FAILED:
+                self._code = self._code or ExitCode.FAILED
+        elif worker.renewed:
+            worker.start()
+        elif code == ExitCode.OK:
+            self._stop("the application has stopped itself")
+        elif code == ExitCode.FAILED or (code in _NOT_STARTED and not self._was_ready):
+            self._fail(ExitCode.FAILED if code == ExitCode.FAILED else ExitCode.UNAVAILABLE)
+        else:
+            wait = worker.start_later()
+            _log.warning("%s died (%s); it is started again in %.1f s", worker, _cause(code), wait)
+
+    def _fail(self, code: ExitCode) -> None:
+        if self._reload:
+            _log.error("the application starts again when one of its files has changed")
+        else:
+            self._code = code
+            self._stop("one of them has failed")
+
+    def _stop(self, reason: str) -> None:
+        _log.info("stopping the workers: %s", reason)
+        self._kill_at = self._kill_at or time.monotonic() + self._stop_timeout + _CLOSING_SECONDS
+        for worker in self._workers:
+            worker.stop()
+
+    def _renew(self) -> None:
+        _log.info("a file has changed: the workers start anew")
+        for worker in self._workers:
+            worker.renew()
+
+    @contextmanager
+    def _catching_signals(self) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Worker:
+    """One process of the application, and its successors."""
+
+    def __init__(self, command: Sequence[str], number: int) -> None:
+        self.number = number
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._status_pipe = self._alive_pipe = -1
+        self._text = b""
+        self._told: dict[str, Any] = {}
+        self._started = self._heard = 0.0
+        self._deaths = 0
+        self.start_at: float | None = None  # when a worker that died is started again
+        self.renewed = False  # whether it was stopped in order to start anew
+
+    def __str__(self) -> str:
+        return f"worker {self.number}" + (f" (pid {self._process.pid})" if self._process else "")
+
+    @property
+    def runs(self) -> bool:
+        return self._status_pipe >= 0
+
+    @property
+    def is_silent(self) -> bool:
+        return self.runs and time.monotonic() - self._heard > _SILENT_SECONDS
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The last status that the process has told."""
+        pid = self._process.pid if self._process and self.runs else None
+        return {"worker": self.number, "pid": pid, "ready": False, "functions": {}, **(self._told if pid else {})}
+
+    def start(self) -> None:
+        """Start a process, in a session of its own: Ctrl-C in a terminal is for the supervisor only."""
+        self._status_pipe, status = os.pipe()
+        alive, self._alive_pipe = os.pipe()
+        os.set_blocking(self._status_pipe, False)
+        pipes = f"{status},{alive}"
+        self._process = subprocess.Popen(
+            [*self._command, pipes], pass_fds=(status, alive), start_new_session=True, stdin=subprocess.DEVNULL
+        )
+        os.close(status)
+        os.close(alive)
+        self._text, self._told = b"", {}
+        self._started = self._heard = time.monotonic()
+        self.start_at, self.renewed = None, False
+
+    def start_later(self) -> float:
+        """Plan the start of a process in place of one that died; return the seconds until then."""
+        lived = time.monotonic() - self._started
+        self._deaths = 1 if lived >= _RECOVERED_SECONDS else self._deaths + 1
+        wait: float = min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** min(self._deaths - 1, 10))
+        self.start_at = time.monotonic() + wait
+        return wait
+
+    def renew(self) -> None:
+        """Stop the process, to be started anew at its end; start one at once if none runs."""
+        if self.runs:
+            self.renewed = True
+            self.stop()
+        else:
+            self.start()
+
+    def read(self) -> None:
+        """Read what the process has told."""
+        if not self.runs:
+            return
+        with suppress(BlockingIOError):
+            while data := os.read(self._status_pipe, 65536):
+                self._text += data
+        *lines, self._text = self._text.split(b"\n")
+        if lines:
+            self._told, self._heard = json.loads(lines[-1]), time.monotonic()
+
+    def stop(self) -> None:
+        """Ask the process to stop; asked again, it stops at once."""
+        self.start_at = None
+        if self._process is not None and self.runs:
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self) -> int | None:
+        """Return the exit code if the process has ended, and close what belonged to it."""
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            os.close(self._status_pipe)
+            os.close(self._alive_pipe)
+            self._status_pipe = self._alive_pipe = -1
+        return code
+
+    def kill(self) -> None:
+        """Kill the process if it still runs."""
+        if self._process is not None and self.runs:
+            self._process.kill()
+            self._process.wait()
+            self.end()
+
+
+def _cause(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _mtimes() -> dict[str, int]:
+    """Return the times of change of the Python files below the current folder, without environments and hidden ones."""
+    found = {}
+    for folder, folders, files in os.walk("."):
+        hidden = {name for name in folders if name.startswith((".", "__"))}
+        folders[:] = [n for n in folders if n not in hidden and not Path(folder, n, "pyvenv.cfg").exists()]
+        for name in files:
+            if name.endswith(".py"):
+                with suppress(OSError):  # deleted meanwhile
+                    found[os.path.join(folder, name)] = os.stat(os.path.join(folder, name)).st_mtime_ns
+    return found
