@@ -152,6 +152,9 @@ class RocketMQWriter(Writer):
             value, key, headers = (item, None, None) if item.__class__ is bytes else encode_item(item)
             self.send(topic, value, key, headers, None, None)
 
+    def separate(self) -> None:
+        self._halves.series += 1
+
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
         assert isinstance(context, RocketMQAckContext)
         deadline = self._begun.deadline
@@ -274,7 +277,7 @@ class RocketMQWriter(Writer):
             deadline = Deadline(_LEAST_ABORT_SECONDS)
         with self._cluster.context.events.step("step:drop", self._begun.transaction):
             stored = self._halves.stored()
-            self._owner.ender.drop([(q.broker, half) for q, halves in stored.items() for half in halves], deadline)
+            self._owner.ender.drop([(q.broker, half) for q, halves in stored for half in halves], deadline)
 
     # --- reopening and closing ----------------------------------------------------------------------------------------
 
