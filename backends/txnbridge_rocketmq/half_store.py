@@ -34,7 +34,7 @@ from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.send_requests import CheckBack
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
-from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared
+from txnbridge_rocketmq.outcome.outcome import PREPARE, FreshHalves, PrepareRecord, end_fresh, end_prepared
 from txnbridge_rocketmq.write.half_batch import HalfBatch, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.message_format import from_wire
 from txnbridge_rocketmq.write.owner import RocketMQOwner
@@ -72,7 +72,7 @@ class RocketMQHalfStore(HalfStore):
             writer.give_up(deadline)
             raise
         writer.prepare(deadline)
-        return replace(half, how={"log": dict(writer.evidence().log or {})})
+        return replace(half, how={"log": dict(writer.evidence().log or {}), "fresh": [writer.fresh()]})
 
     def _owner(self, half: Half) -> RocketMQOwner:
         """Return the owner, unique to this process, under whose name the transaction of `half` is written."""
@@ -101,7 +101,13 @@ class RocketMQHalfStore(HalfStore):
                 return Outcome.UNKNOWN
             decision = claim.decision  # the process that decided the transaction may have died before ending the halves
         token = Token("rocketmq", self._cluster.id, half.transaction, {}, True, None, len(half.messages), None, log)
-        outcome = end_prepared(self._ender, token, decision, ledger, deadline)
+        # Taken, because a repeated attempt has to look up what is published.
+        fresh = half.how["fresh"].pop() if half.how.get("fresh") else None
+        outcome = None
+        if fresh is not None:
+            outcome = end_fresh(self._ender, token, decision, fresh, ledger, deadline)
+        if outcome is None:
+            outcome = end_prepared(self._ender, token, decision, ledger, deadline, asked=True)
         self._release(half.transaction)
         return outcome
 
@@ -299,6 +305,9 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
         home = self._cluster.brokers.config(self._cluster.topics.home, begin.deadline)
         self._expires_at = int((time.time() + home.retention) * 1000)
         self._origin = replace(self._origin, deadline=self._half.deadline_at)
+
+    def fresh(self) -> FreshHalves:
+        return FreshHalves(PrepareRecord(self._halves.topics, (), self._expires_at), self._halves.stored())
 
     def give_up(self, deadline: Deadline) -> None:
         """Abort a half message that could not be stored, and ignore errors."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -12,13 +14,14 @@ from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.plugin import RunChild
 from txnbridge_rocketmq.admin import open_halves
 from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.settings import RocketMQSettings
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import cluster_of
-from txnbridge import Bridge, Decision
+from txnbridge import Bridge, Decision, Outcome
 from txnbridge.spi import Deadline
 from txnbridge.testing import tell
 
@@ -227,3 +230,25 @@ def test_what_was_decided_before_it_was_put_aside_is_published_by_the_next_resol
     with_timing(discarded_retry=1.0)
     with open_bridge().resolver(group, check=says(Decision.UNDECIDED)):
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "both are published")
+
+
+def test_an_administrator_waits_for_an_owner_that_may_be_publishing(
+    open_bridge: OpenBridge, client: Any, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = HalfEnder.publish_fresh
+
+    def publish_late(*args: Any) -> bool:
+        ended.append(pool.submit(other.admin.commit, txn.id))
+        time.sleep(1)
+        return original(*args)
+
+    ended: list[Future[Outcome]] = []
+    commit = says(Decision.COMMIT)
+    other = open_bridge()
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(HalfEnder, "publish_fresh", publish_late)
+        with open_bridge().half_messages(unique("halves"), execute=commit, check=commit) as halves:
+            with halves.transaction() as txn:
+                txn.send(topic, b"1")
+        assert ended[0].result(60) is Outcome.COMMITTED
+    assert bodies(client, topic) == [b"1"]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
-from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost
+from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client import groups
 from txnbridge_rocketmq.client.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC, Property, ResponseCode
@@ -162,19 +162,30 @@ class HalfEnder:
 
     # --- ending without a look-up: owners, aborts ---------------------------------------------------------------------
 
-    def publish_fresh(self, halves: Iterable[tuple[Queue, Sequence[HalfAddress]]], deadline: Deadline) -> bool:
-        """Commit an owner's halves without a look-up. Return whether the broker has confirmed all.
+    def publish_fresh(
+        self, transaction: str, halves: Sequence[tuple[Queue, Sequence[HalfAddress]]], deadline: Deadline
+    ) -> bool:
+        """Commit an owner's halves without a look-up, those listed together in order. Return whether all are published.
 
-        Halves that are listed together are committed in order.
         During the immunity time of the halves no other process ends them; later, the broker refuses this direct commit.
-        If the result is False, the caller must look up the messages before another commit (hazard H60).
+        If the result is False, the caller must look up the messages before another commit (hazard H60). Raise
+        `PublishedMessageMissing` if the broker only says that it has published them.
         """
         sequences = [EndSequence(queue, deque(addresses)) for queue, addresses in halves]
-        self._commit_halves(sequences, False, deadline)
-        self._wait_until_expired(sequences, deadline)
-        return not any(sequence.stopped for sequence in sequences)
+        try:
+            self._commit_halves(sequences, False, deadline)
+            self._wait_until_expired(sequences, deadline)
+            if any(sequence.stopped for sequence in sequences):
+                return False
+            self._confirm_published(halves, deadline)
+        except PublishedMessageMissing:
+            raise
+        except TxnBridgeError:
+            return False
+        self.remember_settled(transaction)
+        return True
 
-    def confirm_published(self, halves: Iterable[tuple[Queue, Sequence[HalfAddress]]], deadline: Deadline) -> None:
+    def _confirm_published(self, halves: Iterable[tuple[Queue, Sequence[HalfAddress]]], deadline: Deadline) -> None:
         """Check that brokers publish: look up one published message on each broker, once in the life of the bridge.
 
         Raise `PublishedMessageMissing` if a message is not found: proxies answer END_TRANSACTION and do nothing

@@ -19,6 +19,8 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.send_requests import HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
 from txnbridge_rocketmq.read.verifiable_offset import VerifiableOffset
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, immunity, seconds_since
@@ -58,21 +60,55 @@ class PrepareRecord:
             raise InvalidToken("the prepare record of this transaction cannot be read") from error
 
 
-def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
+@dataclass(frozen=True)
+class FreshHalves:
+    """The stored halves of a half message, for the process that has just stored them."""
+
+    prepared: PrepareRecord
+    halves: Sequence[tuple[Queue, Sequence[HalfAddress]]]
+
+
+def end_fresh(
+    ender: HalfEnder, token: Token, decision: Decision, fresh: FreshHalves, ledger: Ledger, deadline: Deadline
+) -> Outcome | None:
+    """End a half message in the process that has stored it, at its first attempt. Return its outcome.
+
+    Return None if its messages have to be looked up: `end_prepared` follows. Raise the errors of `end_prepared`.
+    """
+    call = uuid.uuid4().hex
+    with ender.as_owner(token.transaction):
+        claim = _claim(ender, token, decision, fresh.prepared, {"by": call, "direct": True}, ledger, deadline)
+        if claim.data.get("by") != call:
+            return None
+        if claim.decision is Decision.ABORT:
+            with ender.cluster.context.events.step("step:drop", token.transaction):
+                ender.drop([(queue.broker, half) for queue, halves in fresh.halves for half in halves], deadline)
+            return Outcome.ABORTED
+        with _as_decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
+            return Outcome.COMMITTED if ender.publish_fresh(token.transaction, fresh.halves, deadline) else None
+
+
+def end_prepared(
+    ender: HalfEnder, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline, *, asked: bool = False
+) -> Outcome:
     """End a prepared transaction by `decision`, or by an earlier decision. Return its outcome. Safe to repeat.
+
+    `asked` means that the broker has asked about its halves, or that their owner does not publish them directly.
 
     COMMITTED means that every message is published. Raise `BrokerUnavailable` only if this call has decided nothing,
     `OutcomeUnknown` if the outcome is not known or not carried out yet, `EvidenceLost` if halves or records are gone.
     """
     prepared = _prepared(token, ledger, deadline)
     call = uuid.uuid4().hex
-    claim = _claim(ender, token, decision, prepared, call, ledger, deadline)
+    claim = _claim(ender, token, decision, prepared, {"by": call}, ledger, deadline)
     first = claim.data.get("by") == call
     if claim.decision is Decision.ABORT:
         with _as_decided(token, "aborted"), ender.cluster.context.events.step("step:drop", token.transaction):
             ender.withdraw(token.transaction, prepared.topics, deadline)
         return Outcome.ABORTED
     with _as_decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
+        if claim.data.get("direct") and not asked:  # the owner of a half message may be publishing it (hazard H99)
+            _wait_out_immunity(ender, token.transaction, prepared.topics, deadline)
         publish_exclusively(ender, token.transaction, prepared.topics, deadline, first=first)
     return Outcome.COMMITTED
 
@@ -135,13 +171,13 @@ def _claim(
     token: Token,
     decision: Decision,
     prepared: PrepareRecord,
-    call: str,
+    caller: Mapping[str, Any],
     ledger: Ledger,
     deadline: Deadline,
 ) -> LedgerClaim:
     if time.time() * 1000 >= prepared.expires_at:
         decision = Decision.ABORT  # the broker may have discarded halves, and the group may have moved on
-    data = {**halves_as_json(prepared.topics), "by": call}
+    data = {**halves_as_json(prepared.topics), **caller}
     log = _log_of(token)
     with ender.cluster.context.events.step("step:decide", token.transaction, decision=decision.value) as step:
         try:

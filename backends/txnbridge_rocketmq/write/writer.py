@@ -201,16 +201,9 @@ class RocketMQWriter(Writer):
             raise TransactionAborted("another process aborted the transaction; run it again")
         with self._cluster.context.events.step("step:publish", self._begun.transaction):
             try:
-                halves = self._halves.stored()
-                if not self._owner.ender.publish_fresh(halves, deadline):
-                    return False
-                self._owner.ender.confirm_published(halves, deadline)
-                self._owner.ender.remember_settled(self._begun.transaction)
+                return self._owner.ender.publish_fresh(self._begun.transaction, self._halves.stored(), deadline)
             except PublishedMessageMissing as error:
                 raise self._unpublished_error(error) from error
-            except TxnBridgeError:
-                return False
-            return True
 
     def _unpublished_error(self, error: TxnBridgeError) -> OutcomeUnknown:
         """Return the error for a committed transaction that may be unpublished. The next `begin` publishes it."""

@@ -31,7 +31,7 @@ def publishes_at_once() -> None:
     def make(store: Callable[[RocketMQWriter, Deadline], None]) -> Any:
         def store_and_publish(self: RocketMQWriter, deadline: Deadline) -> None:
             store(self, deadline)
-            self._owner.ender.publish_fresh(self._halves.stored(), deadline)
+            self._owner.ender.publish_fresh(self._begun.transaction, self._halves.stored(), deadline)
 
         return store_and_publish
 
