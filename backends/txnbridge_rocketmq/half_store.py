@@ -3,6 +3,7 @@
 Halves of half messages have producer groups of their own, so that the broker sends their check-backs to resolvers. When
 all halves of a transaction are stored, a prepare record in the decision log names them. The first decision in the log
 counts. So a resolver needs nothing from the process that stored the halves, and of two decisions only one takes effect.
+A half message that is a single half needs no prepare record: with its half, all of it is stored.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
 from txnbridge.spi import (
@@ -31,10 +33,11 @@ from txnbridge.spi import (
 )
 from txnbridge_rocketmq.admin.open_halves import OpenHalves, list_open, resume_check_backs
 from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.send_requests import CheckBack
+from txnbridge_rocketmq.client.send_requests import CheckBack, HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
-from txnbridge_rocketmq.outcome.outcome import PREPARE, FreshHalves, PrepareRecord, end_fresh, end_prepared
+from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_fresh, end_prepared, prepare_record, prepared_by
 from txnbridge_rocketmq.write.half_batch import HalfBatch, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.message_format import from_wire
 from txnbridge_rocketmq.write.owner import RocketMQOwner
@@ -72,7 +75,8 @@ class RocketMQHalfStore(HalfStore):
             writer.give_up(deadline)
             raise
         writer.prepare(deadline)
-        return replace(half, how={"log": dict(writer.evidence().log or {}), "fresh": [writer.fresh()]})
+        how = {**_how(writer.evidence().log or {}, writer.prepared()), "fresh": [writer.halves()]}
+        return replace(half, how=how)
 
     def _owner(self, half: Half) -> RocketMQOwner:
         """Return the owner, unique to this process, under whose name the transaction of `half` is written."""
@@ -103,11 +107,12 @@ class RocketMQHalfStore(HalfStore):
         token = Token("rocketmq", self._cluster.id, half.transaction, {}, True, None, len(half.messages), None, log)
         # Taken, because a repeated attempt has to look up what is published.
         fresh = half.how["fresh"].pop() if half.how.get("fresh") else None
+        prepared: PrepareRecord = half.how["prepared"]
         outcome = None
         if fresh is not None:
-            outcome = end_fresh(self._ender, token, decision, fresh, ledger, deadline)
+            outcome = end_fresh(self._ender, token, decision, prepared, fresh, ledger, deadline)
         if outcome is None:
-            outcome = end_prepared(self._ender, token, decision, ledger, deadline, asked=True)
+            outcome = end_prepared(self._ender, token, decision, ledger, deadline, prepared=prepared, asked=True)
         self._release(half.transaction)
         return outcome
 
@@ -214,7 +219,8 @@ class RocketMQHalfStore(HalfStore):
         # written in time, so the application has done no work (hazard H83).
         was_over = is_over(origin.deadline, self._timing.clocks_differ)
         claim = ledger.decided(transaction, deadline, log=origin.log)
-        prepared = _prepare_record(ledger, transaction, origin, deadline)
+        broker = checks[0].broker or self._cluster.topics.home
+        prepared = prepared_by(record, broker) or prepare_record(ledger, transaction, origin, deadline)
         if claim is None and prepared is None and was_over:
             claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)
         if claim is not None and not self._is_unpublished(transaction, claim, deadline):
@@ -246,7 +252,7 @@ class RocketMQHalfStore(HalfStore):
             int(time.time() * 1000),
             origin.deadline,
             checks=int(record.properties.get(Property.CHECKS, 0) or 0),
-            how={"log": dict(origin.log)},
+            how=_how(origin.log, prepared),
         )
 
     def _ledger_in(self, transaction: str, origin: HalfOrigin) -> Ledger:
@@ -260,12 +266,12 @@ class RocketMQHalfStore(HalfStore):
     def _parked(self, group: str, parked: OpenHalves, deadline: Deadline) -> Half | None:
         """Return the half message whose halves are `parked`; None if not all of its halves were stored."""
         record, origin = parked.halves[0].record, parked.origin
-        prepared = (
-            None
-            if origin is None
-            else _prepare_record(self._ledger_in(parked.name, origin), parked.name, origin, deadline)
-        )
-        if origin is None or prepared is None:
+        if origin is None:
+            return None
+        prepared = prepared_by(record, parked.halves[0].broker)
+        if prepared is None:
+            prepared = prepare_record(self._ledger_in(parked.name, origin), parked.name, origin, deadline)
+        if prepared is None:
             return None
         return self._as_half(group, parked.name, record, origin, prepared, deadline)
 
@@ -304,10 +310,20 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
         super().begin(begin)
         home = self._cluster.brokers.config(self._cluster.topics.home, begin.deadline)
         self._expires_at = int((time.time() + home.retention) * 1000)
-        self._origin = replace(self._origin, deadline=self._half.deadline_at)
+        whole_until = self._expires_at if len(self._half.messages) == 1 else None
+        self._origin = replace(self._origin, deadline=self._half.deadline_at, whole_until=whole_until)
 
-    def fresh(self) -> FreshHalves:
-        return FreshHalves(PrepareRecord(self._halves.topics, (), self._expires_at), self._halves.stored())
+    def prepare(self, deadline: Deadline) -> None:
+        if self._origin.whole_until is None:
+            super().prepare(deadline)
+        else:
+            self._store(deadline)
+
+    def prepared(self) -> PrepareRecord:
+        return PrepareRecord(self._halves.topics, (), self._expires_at)
+
+    def halves(self) -> Sequence[tuple[Queue, Sequence[HalfAddress]]]:
+        return self._halves.stored()
 
     def give_up(self, deadline: Deadline) -> None:
         """Abort a half message that could not be stored, and ignore errors."""
@@ -316,12 +332,8 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
             self.abort(deadline)
 
 
-def _prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
-    """Return the prepare record of a transaction; None if not all of its halves were stored."""
-    for entry in ledger.find(transaction, deadline, log=origin.log):
-        if entry.kind == PREPARE:
-            return PrepareRecord.from_json(entry.data)
-    return None
+def _how(log: Mapping[str, Any], prepared: PrepareRecord) -> dict[str, Any]:
+    return {"log": dict(log), "prepared": prepared}
 
 
 def _message(record: MessageExt) -> HalfMessage:

@@ -21,7 +21,7 @@ from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import cluster_of
-from txnbridge import Bridge, Decision, Outcome
+from txnbridge import Bridge, Decision, Outcome, TokenState
 from txnbridge.spi import Deadline
 from txnbridge.testing import tell
 
@@ -251,4 +251,20 @@ def test_an_administrator_waits_for_an_owner_that_may_be_publishing(
             with halves.transaction() as txn:
                 txn.send(topic, b"1")
         assert ended[0].result(60) is Outcome.COMMITTED
+    assert bodies(client, topic) == [b"1"]
+
+
+def test_a_half_message_without_a_prepare_record_is_ended_by_the_token_with_which_it_is_listed(
+    open_bridge: OpenBridge, client: Any, topic: str
+) -> None:
+    undecided = says(Decision.UNDECIDED)
+    with open_bridge().half_messages(unique("halves"), execute=undecided, check=undecided) as halves:
+        with halves.transaction() as txn:
+            txn.send(topic, b"1")
+    other = open_bridge()
+    (listed,) = [each for each in other.admin.transactions() if each.transaction == txn.id]
+    assert listed.state == "prepared"
+    assert other.status(listed.token).state is TokenState.PREPARED
+    assert other.commit(listed.token) is Outcome.COMMITTED
+    assert other.abort(listed.token) is Outcome.COMMITTED
     assert bodies(client, topic) == [b"1"]

@@ -19,7 +19,13 @@ from txnbridge_rocketmq.client.retry import look_up_by_key, retry_call
 from txnbridge_rocketmq.client.send_requests import HalfEnd, end
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, address_of_copy
-from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared, publish_exclusively
+from txnbridge_rocketmq.outcome.outcome import (
+    PrepareRecord,
+    end_prepared,
+    prepare_record,
+    prepared_by,
+    publish_exclusively,
+)
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, seconds_since
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, origin_of, slot_of
 
@@ -178,14 +184,13 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
         claim = ledger.decided(name, deadline, log=origin.log)
         if claim is not None:
             return _decided(cluster, listed, claim, deadline)
-        entries = [entry for entry in ledger.find(name, deadline, log=origin.log) if entry.kind == PREPARE]
+        prepared = prepared_by(halves[0].record, halves[0].broker) or prepare_record(ledger, name, origin, deadline)
     except EvidenceLost:
         return replace(listed, state="lost")
     except (OutcomeUnknown, InvalidToken):  # the decision log cannot be read now, or is in another store
         return listed
-    if entries:
-        listed = replace(listed, prepared=PrepareRecord.from_json(entries[0].data))
-    return replace(listed, state="prepared") if entries and not discarded else listed
+    listed = replace(listed, prepared=prepared)
+    return replace(listed, state="prepared") if prepared is not None and not discarded else listed
 
 
 def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
@@ -234,7 +239,7 @@ def token_of(cluster: RocketMQCluster, listed: OpenHalves) -> Token | None:
         broker="rocketmq",
         cluster=cluster.id,
         transaction=listed.name,
-        how={},
+        how={} if listed.origin.whole_until is None else halves_as_json(listed.prepared.topics),
         prepared=True,
         expires_at=listed.prepared.expires_at,
         messages=listed.messages,
@@ -255,7 +260,7 @@ def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline:
     ledger = ledger_of(ender.cluster, listed)
     token = token_of(ender.cluster, listed)
     if token is not None:
-        outcome = end_prepared(ender, token, decision, ledger, deadline)
+        outcome = end_prepared(ender, token, decision, ledger, deadline, prepared=listed.prepared)
     else:
         outcome = _end_unprepared(ender, listed, decision, ledger, deadline)
     try:

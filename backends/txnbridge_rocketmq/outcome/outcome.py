@@ -19,12 +19,14 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
+from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.send_requests import HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
 from txnbridge_rocketmq.read.verifiable_offset import VerifiableOffset
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, immunity, seconds_since
-from txnbridge_rocketmq.write.transaction_properties import is_over
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of
 
 # The kind of the ledger record that makes a transaction independent of its owner.
 PREPARE = "prepare"
@@ -60,45 +62,68 @@ class PrepareRecord:
             raise InvalidToken("the prepare record of this transaction cannot be read") from error
 
 
-@dataclass(frozen=True)
-class FreshHalves:
-    """The stored halves of a half message, for the process that has just stored them."""
+def prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
+    """Return the prepare record of a transaction; None if not all of its halves were stored."""
+    for entry in ledger.find(transaction, deadline, log=origin.log):
+        if entry.kind == PREPARE:
+            return PrepareRecord.from_json(entry.data)
+    return None
 
-    prepared: PrepareRecord
-    halves: Sequence[tuple[Queue, Sequence[HalfAddress]]]
+
+def prepared_by(half: MessageExt, broker: str) -> PrepareRecord | None:
+    """Return what a prepare record would say of a half that is a whole half message; None for other halves."""
+    origin = origin_of(half)
+    if origin is None or origin.whole_until is None:
+        return None
+    topic = half.properties.get(Property.REAL_TOPIC, half.topic)
+    return PrepareRecord([HalfCount(topic, broker, 1)], (), origin.whole_until)
 
 
 def end_fresh(
-    ender: HalfEnder, token: Token, decision: Decision, fresh: FreshHalves, ledger: Ledger, deadline: Deadline
+    ender: HalfEnder,
+    token: Token,
+    decision: Decision,
+    prepared: PrepareRecord,
+    halves: Sequence[tuple[Queue, Sequence[HalfAddress]]],
+    ledger: Ledger,
+    deadline: Deadline,
 ) -> Outcome | None:
-    """End a half message in the process that has stored it, at its first attempt. Return its outcome.
+    """End a half message in the process that has stored its `halves`, at its first attempt. Return its outcome.
 
     Return None if its messages have to be looked up: `end_prepared` follows. Raise the errors of `end_prepared`.
     """
     call = uuid.uuid4().hex
     with ender.as_owner(token.transaction):
-        claim = _claim(ender, token, decision, fresh.prepared, {"by": call, "direct": True}, ledger, deadline)
+        claim = _claim(ender, token, decision, prepared, {"by": call, "direct": True}, ledger, deadline)
         if claim.data.get("by") != call:
             return None
         if claim.decision is Decision.ABORT:
             with ender.cluster.context.events.step("step:drop", token.transaction):
-                ender.drop([(queue.broker, half) for queue, halves in fresh.halves for half in halves], deadline)
+                ender.drop([(queue.broker, half) for queue, series in halves for half in series], deadline)
             return Outcome.ABORTED
         with _as_decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
-            return Outcome.COMMITTED if ender.publish_fresh(token.transaction, fresh.halves, deadline) else None
+            return Outcome.COMMITTED if ender.publish_fresh(token.transaction, halves, deadline) else None
 
 
 def end_prepared(
-    ender: HalfEnder, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline, *, asked: bool = False
+    ender: HalfEnder,
+    token: Token,
+    decision: Decision,
+    ledger: Ledger,
+    deadline: Deadline,
+    *,
+    prepared: PrepareRecord | None = None,
+    asked: bool = False,
 ) -> Outcome:
     """End a prepared transaction by `decision`, or by an earlier decision. Return its outcome. Safe to repeat.
 
-    `asked` means that the broker has asked about its halves, or that their owner does not publish them directly.
+    `prepared` is its prepare record, if the caller has it. `asked` means that the broker has asked about its halves, or
+    that their owner does not publish them directly.
 
     COMMITTED means that every message is published. Raise `BrokerUnavailable` only if this call has decided nothing,
     `OutcomeUnknown` if the outcome is not known or not carried out yet, `EvidenceLost` if halves or records are gone.
     """
-    prepared = _prepared(token, ledger, deadline)
+    prepared = prepared or _prepared(token, ledger, deadline)
     call = uuid.uuid4().hex
     claim = _claim(ender, token, decision, prepared, {"by": call}, ledger, deadline)
     first = claim.data.get("by") == call
@@ -226,6 +251,8 @@ def _log_of(token: Token) -> Mapping[str, Any]:
 
 
 def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord:
+    if token.how and token.expires_at is not None:  # of a half message without a prepare record
+        return PrepareRecord(halves_from_json(token.how), (), token.expires_at)
     for entry in ledger.find(token.transaction, deadline, log=_log_of(token)):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)
