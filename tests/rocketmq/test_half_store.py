@@ -263,8 +263,9 @@ def test_a_half_message_without_a_prepare_record_is_ended_by_the_token_with_whic
             txn.send(topic, b"1")
     other = open_bridge()
     (listed,) = [each for each in other.admin.transactions() if each.transaction == txn.id]
+    token = str(listed.token)
     assert listed.state == "prepared"
-    assert other.status(listed.token).state is TokenState.PREPARED
-    assert other.commit(listed.token) is Outcome.COMMITTED
-    assert other.abort(listed.token) is Outcome.COMMITTED
+    assert other.status(token).state is TokenState.PREPARED
+    assert other.commit(token) is Outcome.COMMITTED
+    assert other.abort(token) is Outcome.COMMITTED
     assert bodies(client, topic) == [b"1"]
