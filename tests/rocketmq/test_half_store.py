@@ -232,22 +232,25 @@ def test_what_was_decided_before_it_was_put_aside_is_published_by_the_next_resol
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "both are published")
 
 
-def test_an_administrator_waits_for_an_owner_that_may_be_publishing(
+def test_who_has_a_half_message_s_token_waits_for_an_owner_that_may_be_publishing(
     open_bridge: OpenBridge, client: Any, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = HalfEnder.publish_fresh
+    original, other = HalfEnder.publish_fresh, open_bridge()
+    ended: list[Future[Outcome]] = []
+
+    def find_token(txn: Any, _: Any) -> Decision:
+        tokens.extend(each.token for each in other.admin.transactions() if each.transaction == txn.id)
+        return Decision.COMMIT
 
     def publish_late(*args: Any) -> bool:
-        ended.append(pool.submit(other.admin.commit, txn.id))
+        ended.append(pool.submit(other.commit, tokens[0]))
         time.sleep(1)
         return original(*args)
 
-    ended: list[Future[Outcome]] = []
-    commit = says(Decision.COMMIT)
-    other = open_bridge()
+    tokens: list[Any] = []
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(HalfEnder, "publish_fresh", publish_late)
-        with open_bridge().half_messages(unique("halves"), execute=commit, check=commit) as halves:
+        with open_bridge().half_messages(unique("halves"), execute=find_token, check=says(Decision.COMMIT)) as halves:
             with halves.transaction() as txn:
                 txn.send(topic, b"1")
         assert ended[0].result(60) is Outcome.COMMITTED
