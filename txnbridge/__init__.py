@@ -8,6 +8,8 @@
 Every public name is listed here.
 """
 
+import typing as _typing
+
 from txnbridge import codecs
 from txnbridge._admin import Admin
 from txnbridge._bridge import Bridge, connect
@@ -49,12 +51,16 @@ from txnbridge.errors import (
     UsageError,
 )
 
+if _typing.TYPE_CHECKING:
+    from txnbridge._app import App, Outgoing, Router
+
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Abort",
     "AccessDenied",
     "Admin",
+    "App",
     "BackendMissing",
     "Batch",
     "Bridge",
@@ -85,12 +91,14 @@ __all__ = [
     "NotSupported",
     "Outcome",
     "OutcomeUnknown",
+    "Outgoing",
     "Poison",
     "Position",
     "PositionLost",
     "Processor",
     "Publisher",
     "Resolver",
+    "Router",
     "State",
     "Status",
     "StorageFailed",
@@ -108,3 +116,12 @@ __all__ = [
     "hookimpl",
     "plugins",
 ]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Import what only services need when it is asked for, so that `import txnbridge` stays fast."""
+    if name in ("App", "Outgoing", "Router"):
+        from txnbridge import _app
+
+        return getattr(_app, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -81,7 +81,7 @@ def connect(
     the broker at once. `group_commit` is whether small transactions of several threads share one transaction of the
     broker: None for the backend's default, True also for a transaction that is the only one. A backend's own options
     are given in the URL's query or as a mapping under the backend's name, such as
-    `connect(url, embedded={"durability": "normal"})`. `decision_log` is another store for the decision logs: a broker's
+    `connect(url, embedded={"lease_seconds": 30})`. `decision_log` is another store for the decision logs: a broker's
     URL, or a database as SQLAlchemy's URL or an `Engine`; it must be the same in all bridges of an application.
 
     Raise `BackendMissing` if the backend is not installed, `InvalidOption` for a wrong argument, `BrokerUnavailable` if

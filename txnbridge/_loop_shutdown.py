@@ -15,6 +15,11 @@ from types import FrameType
 _LEAVING_SHARE, _LEAVING_SECONDS = 0.2, 2.0
 
 
+def leaving_seconds(seconds: float) -> float:
+    """Return the part of a stop's seconds that is kept for the use of force at its end."""
+    return min(_LEAVING_SECONDS, seconds * _LEAVING_SHARE)
+
+
 class StopNow(BaseException):
     """Raised to end the loop at once, also inside a handler, which cannot catch it as an `Exception`."""
 
@@ -81,8 +86,7 @@ class Shutdown:
         if self._ended.is_set() or self._at is None:
             return
         self._hurry(self._at)
-        leaving = min(_LEAVING_SECONDS, self._seconds * _LEAVING_SHARE)
-        if not self._ended.wait(max(0.0, self._at - leaving - time.monotonic())):
+        if not self._ended.wait(max(0.0, self._at - leaving_seconds(self._seconds) - time.monotonic())):
             self._force(self._at)
 
     def _force(self, at: float) -> None:

@@ -7,9 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, overload
 
 from txnbridge.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    T = TypeVar("T", default=Any)
+else:  # the default is for type checkers only: a `Message` has a value of any type
+    from typing import TypeVar
+
+    T = TypeVar("T")
 
 Position = tuple[int, ...]  # a message's position in its partition: ordered as tuples, otherwise opaque to users
 
@@ -166,14 +175,19 @@ class _Fields(NamedTuple):
     source: Any
 
 
-class Message(_Fields):
-    """One committed message: immutable, equal by value, its payload not copied.
+class Message(_Fields, Generic[T]):
+    """One committed message: immutable, equal by value, its payload not copied. A `Message[T]` has a `value` of type T.
 
     It is a tuple because a reader makes millions of messages. `source`, the assignment under which the message was
     delivered, is not compared and not pickled.
     """
 
     __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def value(self) -> T: ...
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Message) and self[:8] == other[:8]

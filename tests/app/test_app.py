@@ -1,0 +1,297 @@
+"""One start and one stop of all functions of an app, its lifespans, and the end of asynchronous functions."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.in_time import within
+from txnbridge import App, DeadlineExceeded, InvalidOption, InvalidState, Poison, Router
+
+
+def send(bridge, *values: bytes, topic: str = "in") -> None:
+    with bridge.transaction() as txn:
+        txn.send_many(topic, values)
+
+
+def values(bridge, topic="out") -> list[bytes]:
+    return [message.value for message in bridge.read(topic, 100)]
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# --- one start, one stop ----------------------------------------------------------------------------------------------
+
+
+def test_functions_work_side_by_side_until_the_end_of_the_block_again_and_again(bridge):
+    bridge.ensure_topics("middle")
+    app = App()
+
+    @app.process("in", group="first", to="middle")
+    def first(value: bytes) -> bytes:
+        return value + b"1"
+
+    @app.process("middle", group="second", to="out")
+    async def second(value: bytes) -> bytes:
+        return value + b"2"
+
+    for number in range(2):
+        with app:
+            with pytest.raises(InvalidState), app:
+                pass
+            send(bridge, b"%d" % number)
+            until(lambda: app.stats["second"].messages == 1 and app.healthy)
+        assert not app.healthy
+    assert values(bridge) == [b"012", b"112"]
+    with pytest.raises(InvalidState, match="while it runs"):
+        _ = app.bridge
+
+
+@pytest.mark.parametrize("started", ["run", "with"])
+def test_if_one_function_fails_for_good_all_stop_and_its_error_is_raised(bridge, started):
+    app = App()
+
+    @app.process("in", group="good", to="out")
+    def good(value: bytes) -> bytes:
+        return value
+
+    @app.process("in", group="bad")
+    def bad(value):
+        until(lambda: values(bridge))
+        raise Poison("a test says so")
+
+    send(bridge, b"1")
+    with within(0), pytest.raises(Poison, match="a test says so"):
+        if started == "run":
+            app.run()
+        else:
+            with app:
+                until(lambda: not app.healthy)
+    assert values(bridge) == [b"1"]
+
+
+def test_a_function_may_stop_its_app(bridge):
+    app = App()
+
+    @app.process("in", group="g", to="out")
+    def ship(value: bytes) -> bytes:
+        app.stop()
+        return value
+
+    send(bridge, b"1", b"2")
+    app.run()
+    assert values(bridge) == [b"1"]
+    app.run(until_idle=True)
+    assert values(bridge) == [b"1", b"2"]
+
+
+def test_a_plain_function_that_does_not_end_is_left_behind_without_its_transaction(bridge):
+    app = App(stop_timeout=0.5)
+    hanging, going_on = threading.Event(), threading.Event()
+
+    @app.process("in", group="g")
+    def hang(value, txn):
+        txn.send("out", value)
+        hanging.set()
+        going_on.wait(60)
+
+    send(bridge, b"1")
+    with within(1), pytest.raises(DeadlineExceeded), app:
+        assert hanging.wait(30)
+    going_on.set()
+    assert values(bridge) == []
+
+
+PROGRAM = """
+import sys, time
+import txnbridge
+app = txnbridge.App(stop_timeout=20)
+
+@app.process("in", group="g", to="out")
+def ship(value: bytes) -> bytes:
+    print("here", flush=True)
+    time.sleep(float(sys.argv[1]))
+    return value
+
+app.run()
+print("ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("takes", "signals", "code", "shipped"),
+    [(0.5, [signal.SIGTERM], 0, [b"1"]), (60, [signal.SIGINT, signal.SIGTERM], 128 + signal.SIGTERM, [])],
+)
+def test_a_signal_lets_it_finish_and_a_second_one_does_not(bridge, url, takes, signals, code, shipped):
+    send(bridge, b"1", b"2")
+    command = [sys.executable, "-c", PROGRAM, str(takes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.1)
+        rest, _ = process.communicate(timeout=15)
+    assert (process.returncode, rest) == (code, "ended\n" if code == 0 else "")
+    assert values(bridge) == shipped
+
+
+# --- the end of asynchronous functions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_a_stop_cancels_an_asynchronous_function_and_aborts_its_transaction(bridge, caught):
+    app = App(stop_timeout=0.5)
+    waiting, events = threading.Event(), []
+
+    @app.process("in", group="g", to="out")
+    async def wait(value: bytes, txn) -> bytes:
+        txn.send("out", b"early")
+        try:
+            if not waiting.is_set():
+                waiting.set()
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            events.append("cancelled")
+            if not caught:
+                raise
+        return value
+
+    send(bridge, b"1")
+    with within(1), app:
+        assert waiting.wait(30)
+    assert events == ["cancelled"]
+    assert values(bridge) == []
+    app.run(until_idle=True)
+    assert values(bridge) == [b"early", b"1"]
+
+
+def test_what_cancels_itself_is_a_failure_like_any_other(bridge):
+    app = App()
+    attempts = []
+
+    @app.process("in", group="g", backoff=(0.01, 0.01))
+    async def cancel(value):
+        attempts.append(value)
+        if len(attempts) == 1:
+            raise asyncio.CancelledError
+
+    send(bridge, b"1")
+    app.run(until_idle=True)
+    assert attempts == [b"1", b"1"]
+
+
+# --- routers and lifespans --------------------------------------------------------------------------------------------
+
+
+def test_lifespans_are_open_while_their_functions_run(bridge):
+    events, loops = [], []
+
+    def of_app(app: App) -> Iterator[str]:
+        app.bridge.ensure_topics("side")
+        events.append("app")
+        yield "of the app"
+        events.append("app ended")
+
+    @contextmanager
+    def of_router(app: App) -> Iterator[str]:
+        events.append("router")
+        yield "of the router"
+        events.append("router ended")
+
+    async def on_loop(app: App) -> AsyncIterator[asyncio.AbstractEventLoop]:
+        events.append("loop")
+        yield asyncio.get_running_loop()
+        events.append("loop ended")
+
+    app, router, later, plain = App(lifespan=of_app), Router(lifespan=of_router), Router(lifespan=on_loop), Router()
+
+    @router.process("in", group="router")
+    def in_router(value, state):
+        events.append(state)
+
+    @plain.process("in", group="plain")
+    async def in_plain(value, state):
+        events.append(state)
+
+    @later.process("in", group="later")
+    async def in_later(value, state):
+        loops.append(state is asyncio.get_running_loop())
+
+    app.include(router)
+    router.include(later)
+    app.include(plain)
+    send(bridge, b"1")
+    app.run(until_idle=True)
+    assert events == [
+        *("app", "router", "loop"),
+        *("of the router", "of the app"),
+        *("loop ended", "router ended", "app ended"),
+    ]
+    assert loops == [True]
+
+
+def test_a_lifespan_that_fails_ends_the_start_and_closes_what_is_open(bridge):
+    events = []
+
+    def opening(app):
+        yield
+        events.append("closed")
+
+    def failing(app):
+        raise ValueError("a test says so")
+        yield
+
+    app, router = App(lifespan=opening), Router(lifespan=failing)
+    app.include(router)
+    app.process("in", group="g")(lambda value: None)
+    with pytest.raises(ValueError, match="a test says so"):
+        app.run()
+    assert events == ["closed"]
+
+
+async def on_loop(app: App) -> AsyncIterator[None]:
+    yield
+
+
+def plain_state(value, state): ...
+
+
+@pytest.mark.parametrize(
+    ("lifespan", "function", "sentence"),
+    [
+        (None, plain_state, "asks for state, which a lifespan yields"),
+        (on_loop, lambda value: None, "an asynchronous lifespan is for `async def` functions"),
+    ],
+)
+def test_a_state_that_cannot_be_had_is_told_at_the_start(url, lifespan, function, sentence):
+    app = App(lifespan=lifespan)
+    app.process("in", group="g")(function)
+    with pytest.raises(InvalidOption, match=sentence):
+        app.run()
+
+
+def test_a_plain_function_does_not_get_what_is_on_an_event_loop(url):
+    app = App(lifespan=on_loop)
+    app.process("in", group="g")(plain_state)
+
+    @app.process("in", group="h")
+    async def later(value): ...
+
+    with pytest.raises(InvalidOption, match="asks for the state of an asynchronous lifespan"):
+        app.run()
+    with pytest.raises(InvalidOption, match="has one yield"):
+        App(lifespan=lambda app: None)  # type: ignore[arg-type]

@@ -1,0 +1,377 @@
+"""What the function of a handler gets, and what becomes of what it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import pydantic
+import pytest
+import sqlalchemy as sa
+
+from txnbridge import App, InvalidOption, Message, NotFound, Outgoing, Processor, Router, Topic, Transaction, codecs
+from txnbridge._app.router import HandlerSettings
+from txnbridge.sql import Outbox
+
+
+@dataclass
+class Order:
+    id: int
+    note: str | None = None
+
+
+@dataclass
+class Line:
+    day: date
+
+
+@dataclass
+class Sheet:
+    lines: list[Line]
+
+
+class Model(pydantic.BaseModel):
+    id: int
+
+
+def send(bridge, *values: bytes | None, key: bytes | None = None) -> None:
+    with bridge.transaction() as txn:
+        for value in values:
+            txn.send("in", value, key=key)
+
+
+def sent(bridge, topic="out") -> list[tuple[Any, Any]]:
+    return [(message.key, message.value) for message in bridge.read(topic, 100)]
+
+
+def run(function, inputs="in", **settings) -> None:
+    app = App()
+    app.process(inputs, group="g", **settings)(function)
+    app.run(until_idle=True)
+
+
+# --- what it gets -----------------------------------------------------------------------------------------------------
+
+
+def take_anything(value) -> None: ...
+def take_bytes(value: bytes) -> None: ...
+def take_text(value: str) -> None: ...
+def take_dict(value: dict[str, Any]) -> None: ...
+def take_dataclass(value: Order) -> None: ...
+def take_optional(value: Order | None) -> None: ...
+def take_nested(value: Sheet) -> None: ...
+def take_model(value: Model) -> None: ...
+def take_message(value: Message[Order]) -> None: ...
+def take_any_message(value: Message) -> None: ...
+def take_by_name(message) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "data", "value"),
+    [
+        (take_anything, b"1", b"1"),
+        (take_bytes, b"1", b"1"),
+        (take_text, b"\xc3\xa9", "é"),
+        (take_dict, b'{"a": 1}', {"a": 1}),
+        (take_dataclass, b'{"id": 1}', Order(1)),
+        (take_optional, b'{"id": 1, "note": "x"}', Order(1, "x")),
+        (take_optional, None, None),
+        (take_nested, b'{"lines": [{"day": "2030-01-02"}]}', Sheet([Line(date(2030, 1, 2))])),
+        (take_model, b'{"id": 1}', Model(id=1)),
+    ],
+)
+def test_the_type_of_the_first_parameter_decodes_the_value(bridge, function, data, value):
+    send(bridge, data)
+    seen: list[Any] = []
+    run(recording(function, seen))
+    assert seen == [value]
+
+
+@pytest.mark.parametrize(
+    ("function", "value"), [(take_message, Order(1)), (take_any_message, b'{"id": 1}'), (take_by_name, b'{"id": 1}')]
+)
+def test_a_function_may_take_the_whole_message(bridge, function, value):
+    send(bridge, b'{"id": 1}', key=b"k")
+    seen: list[Any] = []
+    run(recording(function, seen))
+    assert [(message.topic, message.key, message.value) for message in seen] == [("in", b"k", value)]
+
+
+def recording(function, seen: list[Any]):
+    """Return a function with the signature of another one, which keeps its argument."""
+
+    def record(value):
+        seen.append(value)
+
+    record.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return record
+
+
+def test_a_topic_with_a_codec_keeps_it(bridge):
+    def ship(order: Order) -> dict[str, int]:
+        return {"id": order["id"]}  # type: ignore[index]
+
+    send(bridge, b'{"id": 1}')
+    run(ship, Topic("in", codecs.json), to=Topic("out", codecs.pydantic(dict[str, int])))
+    assert sent(bridge) == [(None, b'{"id":1}')]
+
+
+def test_a_value_that_does_not_fit_and_a_tombstone_are_poison(bridge):
+    send(bridge, b"no json", b'{"other": 1}', None, b'{"id": 1}')
+    seen: list[Any] = []
+    run(recording(take_dataclass, seen), dead_letter="dead")
+    assert seen[-1] == Order(1)
+    assert [value for _, value in sent(bridge, "dead")] == [b"no json", b'{"other": 1}', None]
+
+
+def test_further_parameters_are_passed_by_name_or_type(bridge):
+    seen = []
+
+    def by_name(value, txn, message, limit=3):
+        seen.append((value, type(txn), message.key, limit))
+
+    async def by_type(value: bytes, *, a: Transaction, b: Message[bytes]) -> None:
+        seen.append((value, type(a), b.key, 3))
+
+    send(bridge, b"1", key=b"k")
+    app = App()
+    app.process("in", group="a")(by_name)
+    app.process("in", group="b")(by_type)
+    app.run(until_idle=True)
+    assert seen == [(b"1", Transaction, b"k", 3)] * 2
+
+
+@pytest.mark.parametrize("ask", ["name", "type"])
+def test_with_a_database_its_connection_is_passed_and_results_go_through_the_outbox(bridge, tmp_path, ask):
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/shop.db")
+    outbox = Outbox("shop")
+    with engine.begin() as connection:
+        connection.execute(sa.text("CREATE TABLE booked (value TEXT)"))
+
+    def book(value: str, db) -> str:
+        db.execute(sa.text("INSERT INTO booked VALUES (:value)"), {"value": value})
+        return value
+
+    def book_by_type(value: str, connection: sa.Connection) -> str:
+        return book(value, connection)
+
+    send(bridge, b"1", b"2", key=b"k")
+    run(book if ask == "name" else book_by_type, to="out", db=engine, outbox=outbox)
+    with bridge.relay(outbox, engine) as relay:
+        while relay.lag != 0 or len(sent(bridge)) < 2:
+            pass
+    with engine.begin() as connection:
+        assert [row.value for row in connection.execute(sa.text("SELECT value FROM booked"))] == ["1", "2"]
+    assert sent(bridge) == [(b"k", b"1"), (b"k", b"2")]
+    engine.dispose()
+
+
+# --- what it returns --------------------------------------------------------------------------------------------------
+
+
+def one(value: bytes) -> bytes:
+    return value
+
+
+def text(value: str) -> str:
+    return value
+
+
+def dataclass_or_model(value: bytes) -> Order | Model:
+    return Order(1) if value == b"1" else Model(id=2)
+
+
+def several(value: bytes) -> list[bytes]:
+    return [value, value + b"b"]
+
+
+def yielded(value: bytes) -> Iterator[bytes | None]:
+    yield from (value, None, value + b"b")
+
+
+async def later(value: bytes) -> bytes:
+    return value
+
+
+async def yielded_later(value: bytes) -> AsyncIterator[bytes]:
+    yield value
+    yield value + b"b"
+
+
+def nothing(value: bytes) -> bytes | None:
+    return None
+
+
+def elsewhere(value: bytes) -> list[bytes | Outgoing]:
+    return [value, Outgoing("out", Order(7), key="other", headers={"h": "1"}), Outgoing("out", None, key="gone")]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (one, [(b"k", b"1")]),
+        (text, [(b"k", b"1")]),
+        (dataclass_or_model, [(b"k", b'{"id":1,"note":null}')]),
+        (several, [(b"k", b"1"), (b"k", b"1b")]),
+        (yielded, [(b"k", b"1"), (b"k", b"1b")]),
+        (later, [(b"k", b"1")]),
+        (yielded_later, [(b"k", b"1"), (b"k", b"1b")]),
+        (nothing, []),
+        (elsewhere, [(b"k", b"1"), (b"other", b'{"id":7,"note":null}'), (b"gone", None)]),
+    ],
+)
+def test_what_a_function_returns_is_sent_with_the_key_of_its_message(bridge, function, expected):
+    send(bridge, b"1", key=b"k")
+    run(function, to="out")
+    assert sent(bridge) == expected
+
+
+def test_a_key_is_encoded_for_the_topic_that_it_goes_to(bridge):
+    def keep(value: bytes) -> bytes:
+        return value
+
+    send(bridge, b"1", key=b"7")
+    run(keep, Topic("in", key=codecs.json), to="out")
+    send(bridge, b"2", key=b"7")
+    app = App()
+    app.process(Topic("in", key=codecs.json), group="g", to=Topic("out", key=codecs.json))(keep)
+    app.run(until_idle=True)
+    assert sent(bridge) == [(b"7", b"1"), (b"7", b"2")]
+
+
+def test_nothing_is_sent_if_the_function_fails_behind_its_first_result(bridge):
+    attempts = []
+
+    def fail_once(value: bytes) -> Iterator[bytes]:
+        yield value
+        attempts.append(value)
+        if len(attempts) == 1:
+            raise ValueError
+
+    send(bridge, b"1")
+    run(fail_once, to="out", backoff=(0.01, 0.01))
+    assert attempts == [b"1", b"1"]
+    assert sent(bridge) == [(None, b"1")]
+
+
+@pytest.mark.parametrize(
+    ("result", "to", "sentence"),
+    [
+        (b"1", None, "surprise returned bytes, but has no topic"),
+        (("out", b"1"), "out", "surprise returned a tuple"),
+        (asyncio.Event().wait, "out", "surprise returned what is to be awaited"),
+    ],
+)
+def test_a_result_that_fits_nowhere_stops_the_app(bridge, result, to, sentence):
+    later = []
+
+    class Shop:
+        def surprise(self, value: Order):
+            later.append(result() if callable(result) else result)
+            return later[-1]
+
+    send(bridge, b'{"id": 1}')
+    with pytest.raises(InvalidOption, match=sentence):
+        run(Shop().surprise, to=to)
+    if callable(result):
+        later[-1].close()
+
+
+def test_the_log_names_the_line_of_an_asynchronous_function_that_fails(bridge, caplog):
+    async def fail(value):
+        raise ValueError("secret")
+
+    send(bridge, b"1")
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="secret"):
+        run(fail, max_attempts=2, backoff=(0.01, 0.01))
+    assert "ValueError at " + __file__ in caplog.text
+    assert "secret" not in caplog.text
+
+
+# --- what cannot work -------------------------------------------------------------------------------------------------
+
+
+def takes_nothing(): ...
+def takes_only_txn(txn): ...
+def takes_any_number(*values): ...
+def takes_unknown(value, customer): ...
+def takes_missing(value: Missing): ...  # type: ignore[name-defined]  # noqa: F821
+def takes_number(value: int): ...
+def takes_db(value, db): ...
+def takes_txn(value, txn): ...
+def returns_order(value) -> Order: ...  # type: ignore[empty-body]
+def returns_orders(value) -> Iterator[Order | None]: ...  # type: ignore[empty-body]
+def returns_number(value) -> int: ...  # type: ignore[empty-body]
+def returns_none(value) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "sentence"),
+    [
+        (takes_nothing, {}, "takes_nothing has no parameter for the value"),
+        (takes_any_number, {}, "takes_any_number has no parameter for the value"),
+        (takes_only_txn, {}, "the first parameter of takes_only_txn is for the message's value, not for txn"),
+        (takes_unknown, {}, "a parameter 'customer' that nothing is known about"),
+        (takes_missing, {}, "the type 'Missing' is not found"),
+        (takes_number, {}, "takes_number takes int: without a codec"),
+        (takes_db, {}, "takes_db asks for db: give process"),
+        (takes_txn, {"db": "sqlite://"}, "takes_txn asks for txn, but with db="),
+        (returns_order, {}, "returns_order returns a value, but has no topic for it"),
+        (returns_orders, {}, "returns_orders returns a value, but has no topic for it"),
+        (returns_number, {"to": "out"}, "returns_number returns int: without a codec"),
+        (returns_none, {"to": "out"}, "has a topic to='out', but returns None"),
+        (returns_order, {"to": "out", "db": "sqlite://"}, "is sent through an outbox"),
+        (one, {"to": "out", "dead_leter": "x"}, "process() has no dead_leter=; did you mean dead_letter=?"),
+        (one, {"to": "out", "stop_timeout": 3}, "process() has no stop_timeout="),
+        (one, {"to": "out", "group": ""}, "group= is a non-empty name"),
+        (len, {}, "process() decorates a function"),
+        (take_anything, {"inputs": ["other", "in"]}, "before and take_anything both read 'in' in group 'g'"),
+    ],
+)
+def test_what_cannot_work_is_refused_where_it_is_decorated(function, settings, sentence):
+    app = App()
+
+    @app.process("in", group="g")
+    def before(value): ...
+
+    if function is not take_anything:
+        settings = {"group": "h", **settings}
+    with pytest.raises(InvalidOption) as raised:
+        app.process(**{"inputs": "in", "group": "g", **settings})(function)
+    assert sentence in str(raised.value)
+    assert [handler.function for handler, _ in app._collect()] == [before]
+
+
+def test_a_router_with_the_topic_and_group_of_another_function_is_not_included():
+    app, router = App(), Router()
+    app.process("in", group="g")(take_text)
+    router.process("in", group="g")(take_bytes)
+    with pytest.raises(InvalidOption, match="take_text and take_bytes both read"):
+        app.include(router)
+    outer = Router()
+    outer.include(router)
+    with pytest.raises(InvalidOption, match="cannot include itself"):
+        router.include(outer)
+    app.process("in", group="other")(take_bytes)
+
+
+def test_a_topic_that_is_missing_is_told_at_the_start(bridge, monkeypatch, url):
+    app = App(create_topics=0)
+    app.process("in", group="g")(take_bytes)
+    app.process("missing", group="g")(take_text)
+    with pytest.raises(NotFound, match="missing"), app:
+        pass
+    with pytest.raises(InvalidOption, match="no functions"), App():
+        pass
+
+
+def test_every_setting_of_a_processor_can_be_given():
+    of_the_app = {"self", "consumers", "begin", "inputs", "group", "each", "batch", "stop_timeout"}
+    assert (
+        HandlerSettings.__annotations__.keys() == inspect.signature(Processor.__init__).parameters.keys() - of_the_app
+    )

@@ -1,0 +1,22 @@
+"""`App`: a service of several functions, each of which processes the messages of a topic exactly once.
+
+Underneath, each function is the handler of a `Processor`, which keeps its promises: this package only prepares the
+arguments of the function and publishes what it returns.
+
+The modules, from the application down to one message:
+- `app` opens the bridge, and starts and stops the processors of all functions together.
+- `router` gathers the functions of a module by the decorator `process`.
+- `lifespans` opens and closes what the functions of a process share.
+- `served_processor` is the processor of one function, which stops the app if it fails.
+- `handler` reads the signature of a function, and calls it with a message. `event_loop` runs it if it is asynchronous.
+- `outgoing` publishes what a function returns.
+- `value_types` chooses codecs by types.
+"""
+
+from __future__ import annotations
+
+from txnbridge._app.app import App
+from txnbridge._app.outgoing import Outgoing
+from txnbridge._app.router import Router
+
+__all__ = ["App", "Outgoing", "Router"]

@@ -1,0 +1,250 @@
+"""`App`: opens the bridge of a service, and starts and stops the processors of its functions together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from txnbridge._app.event_loop import EventLoop
+from txnbridge._app.handler import Handler
+from txnbridge._app.lifespans import Lifespan, LifespanFunction
+from txnbridge._app.router import Router
+from txnbridge._app.served_processor import ServedProcessor
+from txnbridge._bridge import Bridge, connect
+from txnbridge._deadline import check_seconds
+from txnbridge._loop_shutdown import Shutdown, StopNow
+from txnbridge._processor import ProcessorStats
+from txnbridge.errors import InvalidOption, InvalidState
+
+Makers = list[Callable[[], ServedProcessor]]
+
+# As in `connect`; more if there are more functions, of which each may have a transaction open.
+_LEAST_WRITERS = 4
+
+
+class App(Router):
+    """A service: functions that process messages, with one bridge, one start and one stop.
+
+        app = txnbridge.App("embedded:shop.db")
+
+        @app.process("orders", group="shipping", to="shipments")
+        def ship(order: Order) -> Shipment:
+            return Shipment(order.id)
+
+        app.run()
+
+    `url` and `connect` are the arguments of `connect`. After a stop the functions have `stop_timeout` seconds to
+    finish; then their transactions are aborted. `title` and `version` name the service in its description. `lifespan`
+    is that of a `Router`.
+
+    Run an app with `run()`, in a test with a `with` block, or as processes with `txnbridge run`. If the processor of
+    one function fails for good, all stop, and its error is raised.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        stop_timeout: float = 30.0,
+        lifespan: LifespanFunction | None = None,
+        title: str = "app",
+        version: str = "",
+        **connect: Any,
+    ) -> None:
+        super().__init__(lifespan=lifespan)
+        check_seconds("stop_timeout", stop_timeout, above_0=True)
+        self.title = title
+        self.version = version
+        self.stop_timeout = stop_timeout
+        self._connect_options = {"url": url, **connect}
+        self._stop: Shutdown | None = None  # while the app is open
+        self._bridge: Bridge | None = None
+        self._processors: list[ServedProcessor] = []
+        self._finished: list[ServedProcessor] = []  # those before, of functions that work in turn
+        self._running = False
+        self._block: ExitStack | None = None
+
+    @property
+    def bridge(self) -> Bridge:
+        """The app's bridge, which is open from before the lifespans to behind them."""
+        if self._bridge is None:
+            raise InvalidState("the app has a bridge while it runs")
+        return self._bridge
+
+    @property
+    def healthy(self) -> bool:
+        """True while the app runs and the processor of every function is healthy."""
+        stop = self._stop
+        return self._running and stop is not None and not stop.asked and all(p.healthy for p in self._processors)
+
+    @property
+    def stats(self) -> dict[str, ProcessorStats]:
+        """Counts of the work of each function in this run or the last one, by its name."""
+        counts: dict[str, ProcessorStats] = {}
+        for each in [*self._finished, *self._processors]:
+            counts[each.name] = _sum(counts.get(each.name, ProcessorStats()), each.stats)
+        return counts
+
+    # --- running and stopping -------------------------------------------------------------------------------------
+
+    def run(self, until_idle: bool = False) -> None:
+        """Process messages until stopped; with `until_idle=True` until all input is processed.
+
+        Each function works in a thread of its own. With `until_idle` they work in turn on this thread, again and again
+        until none finds a message, so that one function may process what another one returns.
+
+        On the main thread SIGTERM and SIGINT stop the app: what is under way is finished, or aborted after
+        `stop_timeout`. A second signal aborts at once and raises `SystemExit`.
+
+        Raise what `Processor.run` raises if the processor of a function ends with an error.
+        """
+        if until_idle:
+            self._run_until_idle()
+            return
+        with self._opened() as make:
+            stop = self._stop
+            assert stop is not None
+            try:
+                with stop.by_signals(), self._started(make):
+                    while not stop.asked:
+                        stop.sleep(3600)
+            except StopNow:
+                assert stop.signalled is not None
+                raise SystemExit(128 + stop.signalled) from None
+
+    def stop(self) -> None:
+        """Ask all functions to stop after the messages they are at. Return at once; any thread or function may call."""
+        if self._stop is not None:
+            self._stop.ask()
+        for processor in self._processors:
+            processor.stop()
+
+    def __enter__(self) -> App:
+        """Run the functions in threads until the end of the block, which raises the error of a failed one, if any."""
+        with ExitStack() as stack:
+            stack.enter_context(self._started(stack.enter_context(self._opened())))
+            self._block = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._block is not None
+        return self._block.__exit__(kind, error, trace)
+
+    def _run_until_idle(self) -> None:
+        with self._opened() as make:
+            stop = self._stop
+            assert stop is not None
+            self._processors = [make_one() for make_one in make]
+            runs = idle = 0
+            # A function that has read all needs another run only if another one may have sent it something since.
+            while not stop.asked and (runs < len(make) or idle < len(make) - 1):
+                place = runs % len(make)
+                if runs >= len(make):
+                    self._finished.append(self._processors[place])
+                    self._processors[place] = make[place]()
+                processor = self._processors[place]
+                processor.run(until_idle=True)
+                if processor.stopping:  # a signal stops only the processor that runs
+                    return
+                runs += 1
+                idle = 0 if processor.stats.messages else idle + 1
+
+    @contextmanager
+    def _started(self, make: Makers) -> Iterator[None]:
+        """Run the processors in threads of their own for a block; at its end stop all of them, then wait for each."""
+        with ExitStack() as stack:
+            self._processors = [make_one() for make_one in make]
+            for processor in self._processors:
+                stack.enter_context(processor)
+            stack.callback(self.stop)
+            self._running = True
+            yield
+
+    @contextmanager
+    def _opened(self) -> Iterator[Makers]:
+        """Open the bridge and the lifespans for a block, which gets a maker of the processor of each function."""
+        if self._stop is not None:
+            raise InvalidState("this app runs already")
+        handlers = list(self._collect())
+        self._check(handlers)
+        with ExitStack() as stack:
+            stack.callback(self._forget)
+            self._finished = []
+            self._stop = Shutdown(self.stop_timeout, "app", lambda _: None, lambda: None)
+            options = {"writers": max(_LEAST_WRITERS, len(handlers)), **self._connect_options}
+            bridge = self._bridge = stack.enter_context(connect(**options))
+            states: dict[Lifespan | None, Any] = {None: None}
+            for lifespan in self._lifespans():
+                if not lifespan.is_async:
+                    block = lifespan.open(self)
+                    states[lifespan] = block.__enter__()
+                    stack.callback(block.__exit__, None, None, None)
+            yield [
+                partial(
+                    ServedProcessor,
+                    bridge,
+                    name,
+                    handler,
+                    *self._open_handler(handler, lifespan, states, stack),
+                    stop_timeout=self.stop_timeout,
+                    ended=self.stop,
+                )
+                for name, (handler, lifespan) in self._named().items()
+            ]
+
+    def _named(self) -> dict[str, tuple[Handler, Lifespan | None]]:
+        """Return all functions by their names; of functions with the same name each further one gets a number."""
+        named: dict[str, tuple[Handler, Lifespan | None]] = {}
+        for handler, lifespan in self._collect():
+            number = sum(other.name == handler.name for other, _ in named.values())
+            named[f"{handler.name}-{number + 1}" if number else handler.name] = handler, lifespan
+        return named
+
+    def _check(self, handlers: list[tuple[Handler, Lifespan | None]]) -> None:
+        if not handlers:
+            raise InvalidOption("this app has no functions: decorate one with @app.process(…)")
+        self._require_distinct()
+        used = {lifespan for handler, lifespan in handlers if handler.is_async}
+        if any(lifespan.is_async and lifespan not in used for lifespan in self._lifespans()):
+            raise InvalidOption("an asynchronous lifespan is for `async def` functions, of which it has none")
+        for handler, lifespan in handlers:
+            if "state" not in handler.extras.values():
+                continue
+            if lifespan is None:
+                raise InvalidOption(f"{handler.name} asks for state, which a lifespan yields, and there is no lifespan")
+            if lifespan.is_async and not handler.is_async:
+                raise InvalidOption(
+                    f"{handler.name} asks for the state of an asynchronous lifespan, which is on the event loop of an"
+                    " `async def` function: make the function `async def`, or the lifespan plain"
+                )
+
+    def _open_handler(
+        self, handler: Handler, lifespan: Lifespan | None, states: dict[Lifespan | None, Any], stack: ExitStack
+    ) -> tuple[Any, EventLoop | None]:
+        """Return a function's state and event loop, both open until the end of the stack."""
+        if not handler.is_async:
+            return states.get(lifespan), None
+        loop = EventLoop()
+        stack.callback(loop.close)
+        if lifespan is not None and lifespan.is_async:
+            return stack.enter_context(loop.opened(lifespan.open(self))), loop
+        return states[lifespan], loop
+
+    def _forget(self) -> None:
+        self._stop = self._bridge = None
+        self._running = False
+
+
+def _sum(first: ProcessorStats, second: ProcessorStats) -> ProcessorStats:
+    return ProcessorStats(
+        messages=first.messages + second.messages,
+        transactions=first.transactions + second.transactions,
+        dead_letters=first.dead_letters + second.dead_letters,
+        retries=first.retries + second.retries,
+        last_error=second.last_error or first.last_error,
+    )

@@ -1,0 +1,93 @@
+"""`EventLoop`: runs the asynchronous function of one handler, in the thread of its processor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from typing import Any, TypeVar
+
+from txnbridge.errors import TransactionAborted
+
+_log = logging.getLogger("txnbridge")
+
+R = TypeVar("R")
+
+# The seconds that tasks which a function has left behind have for their end when the loop is closed.
+_CLOSE_SECONDS = 1.0
+
+
+class EventLoop:
+    """An event loop of one handler: it runs while a call of the handler runs."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled = False
+
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Run a coroutine to its end. Raise `TransactionAborted` if a stop has cancelled it."""
+        task = self._task = self._loop.create_task(coroutine)
+        try:
+            # Waiting does not raise the task's error, whose traceback then begins with the application's code.
+            self._loop.run_until_complete(asyncio.wait([task]))
+        finally:
+            self._task = None
+        if self._cancelled:  # also if the coroutine has caught the cancellation and returned
+            raise TransactionAborted("the handler was cancelled: it did not end in the time of the stop")
+        if task.cancelled():
+            raise RuntimeError("what the handler waited for was cancelled")
+        if (error := task.exception()) is not None:
+            raise error
+        result: R = task.result()
+        return result
+
+    @contextmanager
+    def opened(self, block: AbstractAsyncContextManager[R]) -> Iterator[R]:
+        """Enter an asynchronous block on the loop, and leave it at the end of this one, both in one task."""
+        value: asyncio.Future[R] = self._loop.create_future()
+        ended = asyncio.Event()
+
+        async def hold() -> None:
+            async with block as entered:
+                value.set_result(entered)
+                await ended.wait()
+
+        task = self._loop.create_task(hold())
+        waits: list[asyncio.Future[Any]] = [value, task]
+        self._loop.run_until_complete(asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED))
+        if task.done():
+            task.result()  # raises the error of the block's beginning
+        try:
+            yield value.result()
+        finally:
+            if self._loop.is_running():
+                _log.warning("a lifespan is not closed, because its handler still runs")
+            else:
+                ended.set()
+                self._loop.run_until_complete(task)
+
+    def cancel_at(self, at: float) -> None:
+        """Cancel the call that runs then; `at` is a time of `time.monotonic`. Any thread may call this."""
+        with suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(
+                lambda: self._loop.call_later(max(0.0, at - time.monotonic()), self._cancel)
+            )
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._cancelled = self._task.cancel()
+
+    def close(self) -> None:
+        """Cancel tasks that are left, and close the loop; leave it as it is if a handler that hangs still runs."""
+        if self._loop.is_running():
+            return
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CLOSE_SECONDS))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()

@@ -1,0 +1,73 @@
+"""`Outgoing`, one message to a topic of its own, and publishing what a function of an app returns."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from txnbridge._app.value_types import for_output
+from txnbridge._messages import Message
+from txnbridge._topic import Topic, as_topic
+from txnbridge.errors import InvalidOption
+
+Send = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One message that a function of an `App` returns, to a topic, with a key and headers of its own."""
+
+    topic: str | Topic
+    value: Any
+    key: Any = None
+    headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None
+
+
+class UnfitResult(InvalidOption):
+    """A function returned what cannot be published. The app stops: the next attempt would return the same."""
+
+
+class ResultPublisher:
+    """Sends what one function returns: to the topic `to`, with the key of the message, if it is not an `Outgoing`."""
+
+    def __init__(self, name: str, to: Topic | None, input_keys: Mapping[str, Topic]) -> None:
+        self._name = name
+        self._to = to
+        self._input_keys = input_keys
+
+    def publish(self, result: Any, message: Message, send: Send) -> None:
+        """Send a result: one value, or each value of a list or an iterator."""
+        if isinstance(result, list | Iterator):
+            for value in result:
+                self._send(value, message, send)
+        else:
+            self._send(result, message, send)
+
+    async def publish_all(self, results: AsyncIterator[Any], message: Message, send: Send) -> None:
+        """Send each value of an asynchronous iterator."""
+        async for value in results:
+            self._send(value, message, send)
+
+    def _send(self, value: Any, message: Message, send: Send) -> None:
+        if value is None:
+            return
+        if isinstance(value, Outgoing):
+            send(for_output(as_topic(value.topic)), value.value, key=value.key, headers=value.headers)
+        elif isinstance(value, tuple):
+            raise UnfitResult(f"{self._name} returned a tuple; several messages are a list, one with a key an Outgoing")
+        elif isinstance(value, Awaitable):
+            raise UnfitResult(f"{self._name} returned what is to be awaited; what it decorates has to be `async def`")
+        elif self._to is None:
+            raise UnfitResult(
+                f"{self._name} returned {type(value).__name__}, but has no topic for it: give process() a to=, or"
+                " return Outgoing(topic, value)"
+            )
+        else:
+            send(self._to, value, key=self._key(message, self._to))
+
+    def _key(self, message: Message, to: Topic) -> Any:
+        """Return the key of the message in the form that the output's topic takes."""
+        if to.key is None:
+            return self._input_keys[message.topic].encode_key(message.key)
+        return message.key

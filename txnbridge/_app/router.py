@@ -1,0 +1,132 @@
+"""`Router`: gathers functions by the decorator `process`, so that each module of a service has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+from txnbridge._app.handler import Handler
+from txnbridge._app.lifespans import Lifespan, LifespanFunction
+from txnbridge._topic import Topic
+from txnbridge.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from typing_extensions import Unpack
+
+    from txnbridge.sql import Outbox
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class HandlerSettings(TypedDict, total=False):
+    """The settings of a `Processor` that `process` hands on to it."""
+
+    dead_letter: str | Topic | None
+    poison: type[Exception] | Sequence[type[Exception]]
+    fatal: type[Exception] | Sequence[type[Exception]]
+    max_attempts: int | None
+    max_messages: int
+    max_wait: float
+    timeout: float | None
+    max_dead_letters_in_a_row: int | None
+    backoff: tuple[float, float]
+    retry_for: float | None
+    start: str | int
+    db: str | Engine | None
+    outbox: Outbox | None
+
+
+class Router:
+    """Functions that process messages, of one module of a service; an `App` or another router includes it.
+
+    `lifespan` is a function with one `yield`, called with the app: what it opens before the `yield` is open while the
+    functions of this router run, and they get what it yields if they ask for `state`. A plain lifespan is opened once
+    in each process, an asynchronous one once on the event loop of each `async def` function.
+    """
+
+    def __init__(self, *, lifespan: LifespanFunction | None = None) -> None:
+        self._lifespan = None if lifespan is None else Lifespan(lifespan)
+        self._handlers: list[Handler] = []
+        self._included: list[Router] = []
+
+    def process(
+        self,
+        inputs: str | Topic | Iterable[str | Topic],
+        *,
+        group: str,
+        to: str | Topic | None = None,
+        **settings: Unpack[HandlerSettings],
+    ) -> Callable[[F], F]:
+        """Decorate a function, plain or `async def`, that processes each message of a topic in a transaction.
+
+            @app.process(orders, group="shipping", to=shipments)
+            def ship(order: Order) -> Shipment:
+                return Shipment(order.id)
+
+        The type of its first parameter decodes the message's value if the topic has no codec: bytes, str, dict, list, a
+        dataclass, a pydantic model, or `Message` or `Message[T]` for the whole message. Further parameters are passed
+        by name or type: `txn` (the `Transaction`), `message`, `state` (what the lifespan yielded), and with `db=` the
+        database's connection, `db`.
+
+        What it returns is sent to `to` in the message's transaction, with the message's key: one value, several as a
+        list or an iterator, or an `Outgoing` to another topic; None is nothing. `settings` are those of a `Processor`.
+
+        The function itself stays as it is. It may run more than once for one message, and only what it returns, or
+        sends with `txn`, takes effect once.
+
+        Raise `InvalidOption` for a function whose parameters or results do not fit, and if another function has the
+        same topic and group.
+        """
+
+        def decorate(function: F) -> F:
+            handler = Handler(function, inputs, group, to, settings)
+            self._handlers.append(handler)
+            try:
+                self._require_distinct()
+            except InvalidOption:
+                self._handlers.remove(handler)
+                raise
+            return function
+
+        return decorate
+
+    def include(self, router: Router) -> None:
+        """Add the functions of another router, also those that it gets later."""
+        if any(each is self for each in router._routers()):
+            raise InvalidOption("a router cannot include itself")
+        self._included.append(router)
+        try:
+            self._require_distinct()
+        except InvalidOption:
+            self._included.remove(router)
+            raise
+
+    def _routers(self) -> Iterator[Router]:
+        yield self
+        for router in self._included:
+            yield from router._routers()
+
+    def _collect(self, outer: Lifespan | None = None) -> Iterator[tuple[Handler, Lifespan | None]]:
+        """Yield the functions of this router and those it includes, each with its lifespan: the innermost."""
+        lifespan = self._lifespan or outer
+        for handler in self._handlers:
+            yield handler, lifespan
+        for router in self._included:
+            yield from router._collect(lifespan)
+
+    def _lifespans(self) -> list[Lifespan]:
+        """Return the lifespans of this router and those it includes, each once, the outer ones first."""
+        return list(dict.fromkeys(router._lifespan for router in self._routers() if router._lifespan is not None))
+
+    def _require_distinct(self) -> None:
+        seen: dict[tuple[str, str], str] = {}
+        for handler, _ in self._collect():
+            for topic in handler.inputs:
+                place = topic.name, handler.group
+                if place in seen:
+                    raise InvalidOption(
+                        f"{seen[place]} and {handler.name} both read {topic.name!r} in group {handler.group!r}, so that"
+                        " each would get a part of the messages: give each a group of its own"
+                    )
+                seen[place] = handler.name

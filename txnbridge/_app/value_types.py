@@ -1,0 +1,117 @@
+"""Codecs chosen by the types of an application's values."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import lru_cache, reduce
+from operator import or_
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from txnbridge import codecs
+from txnbridge._topic import Topic
+from txnbridge.codecs import Codec, CodecContext
+from txnbridge.errors import InvalidOption
+
+_SUITABLE = "bytes, str, dict, list, a dataclass or a pydantic model"
+_OF_JSON = (str, int, float, bool, NoneType, list, dict, Any)
+
+
+@lru_cache
+def codec_for(kind: Any) -> Codec | None:
+    """Return the codec for values of a type; None if the type does not tell how to encode its values.
+
+    Raise `InvalidOption` for a dataclass that needs pydantic if pydantic is not installed.
+    """
+    if kind is bytes:
+        return codecs.bytes
+    if kind is str:
+        return codecs.str
+    if (get_origin(kind) or kind) in (dict, list):
+        return codecs.json
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return codecs.dataclass_json(kind) if _is_flat(kind) else _pydantic(kind)
+    return codecs.pydantic(kind) if _is_model(kind) else None
+
+
+def require_codec(kind: Any, what: str) -> Codec:
+    """Return the codec for values of a type. Raise `InvalidOption` if there is none; `what` is its subject."""
+    codec = codec_for(kind)
+    if codec is None:
+        name = kind.__name__ if isinstance(kind, type) else kind
+        raise InvalidOption(f"{what} {name}: without a codec of the topic it takes {_SUITABLE}")
+    return codec
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """Return the parts of a union, or the one type."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def without_none(kind: Any) -> tuple[Any, bool]:
+    """Return a type without its None, and whether it had one."""
+    parts = alternatives(kind)
+    rest = [part for part in parts if part is not NoneType]
+    if len(rest) == len(parts):
+        return kind, False
+    return reduce(or_, rest) if rest else NoneType, True
+
+
+def _is_flat(kind: type) -> bool:
+    """Return whether JSON alone restores the fields of a dataclass."""
+    try:
+        return all(map(_is_of_json, get_type_hints(kind).values()))
+    except NameError:
+        return False
+
+
+def _is_of_json(kind: Any) -> bool:
+    if get_origin(kind) in (Union, UnionType, list, dict):
+        return all(map(_is_of_json, get_args(kind)))
+    return get_origin(kind) is Literal or kind in _OF_JSON
+
+
+def _is_model(kind: Any) -> bool:
+    pydantic = sys.modules.get("pydantic")  # a model's class has imported it
+    return pydantic is not None and isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)
+
+
+def _pydantic(kind: Any) -> Codec:
+    try:
+        return codecs.pydantic(kind)
+    except ModuleNotFoundError as error:
+        if error.name != "pydantic":
+            raise
+        raise InvalidOption(
+            f"{kind.__name__} has fields of types that JSON does not know, for which pydantic is needed: pip install"
+            " pydantic, or give the topic a codec"
+        ) from error
+
+
+class _ByType:
+    """The codec of topics without one to which functions send: it encodes each value by its type."""
+
+    def encode(self, obj: Any, context: CodecContext) -> bytes:
+        kind: Any = type(obj)
+        codec = codec_for(kind)
+        if codec is None:
+            raise TypeError(f"{context.topic} takes {_SUITABLE}, not {type(obj).__name__}; give the topic a codec")
+        return codec.encode(obj, context)
+
+    def decode(self, data: bytes, context: CodecContext) -> Any:
+        return data
+
+
+_by_type = _ByType()
+
+
+def for_output(topic: Topic) -> Topic:
+    """Return a topic with a codec for values of any suitable type, unless it has a codec."""
+    return dataclasses.replace(topic, codec=_by_type) if topic.codec is codecs.bytes else topic
+
+
+def for_input(topic: Topic, codec: Callable[[], Codec] | None) -> Topic:
+    """Return a topic with a codec, unless it has one."""
+    return dataclasses.replace(topic, codec=codec()) if codec and topic.codec is codecs.bytes else topic
