@@ -220,7 +220,7 @@ class Bridge:
         if not (broker.group_commit if wanted is None else wanted):
             return None
         # Up to so many transactions are not gathered. Most brokers commit those of several writers side by side.
-        beyond = 0 if wanted else 1 if broker.shares_from_two else writers
+        beyond = 0 if wanted else 1 if broker.commits_in_turn else writers
         new_parameters = lambda: self._new_begin(None, False, None)  # noqa: E731
         return GroupCommit(connection, self._writers, self._outcomes, new_parameters, beyond)
 

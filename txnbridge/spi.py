@@ -206,9 +206,8 @@ class Broker(ABC):
     # True if transactions of several threads may share one transaction of a writer by default. Tests on the live broker
     # have to show first that all of them get its true outcome.
     group_commit: bool = False
-    # True if transactions share as soon as two are open, because several writers are slower than one that is shared.
-    # False if they do so beyond the number of the bridge's writers, which commit side by side.
-    shares_from_two: bool = False
+    # True if several writers together commit no more transactions a second than one writer, because they take turns.
+    commits_in_turn: bool = False
     # True if a reader may, for a moment, read on in a topic that was deleted and made anew, before it notices this.
     notices_renewed_topics_late: bool = False
     # For the core's own half store: the pause before a half's second check-back, after which the pauses double, and the

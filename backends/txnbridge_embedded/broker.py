@@ -45,7 +45,7 @@ class EmbeddedBroker(Broker):
     """A bridge's connection to a file. All calls except those of writers and readers share one SQLite connection."""
 
     group_commit = True
-    shares_from_two = True
+    commits_in_turn = True
 
     def __init__(
         self, store: Store, settings: Settings, context: Context, capabilities: Capabilities, limits: Limits

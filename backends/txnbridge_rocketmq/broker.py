@@ -50,7 +50,6 @@ class RocketMQBroker(Broker):
     """The open connection of a bridge: creates its writers, readers and logs, and ends transactions by token."""
 
     group_commit = True
-    shares_from_two = True
 
     def __init__(self, settings: RocketMQSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
