@@ -38,7 +38,7 @@ from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.send_requests import CheckBack, HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_fresh, end_prepared, prepare_record, prepared_by
-from txnbridge_rocketmq.write.half_batch import HalfBatch, halves_as_json, halves_from_json
+from txnbridge_rocketmq.write.half_batch import HalfBatch, halves_as_json, halves_from_json, immunity
 from txnbridge_rocketmq.write.message_format import from_wire
 from txnbridge_rocketmq.write.owner import RocketMQOwner
 from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
@@ -48,6 +48,9 @@ _log = logging.getLogger("txnbridge")
 
 # The maximum number of transactions that wait for a resolver. Brokers repeat the check-backs of dropped ones.
 _MOST_WAITING = 10_000
+# How long before the deadline of a half message without a prepare record its immunity time ends. Before the deadline no
+# resolver aborts it, so a broker may publish it that much later than it has checked the immunity time (hazard H100).
+_SLACK_SECONDS = 10.0
 
 
 class RocketMQHalfStore(HalfStore):
@@ -223,17 +226,23 @@ class RocketMQHalfStore(HalfStore):
         prepared = prepared_by(record, broker) or prepare_record(ledger, transaction, origin, deadline)
         if claim is None and prepared is None and was_over:
             claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)
-        if claim is not None and not self._is_unpublished(transaction, claim, deadline):
+        if self._is_over(transaction, claim, prepared, deadline):
             home = self._cluster.topics.home
             self._ender.drop([(check.broker or home, check.half) for check in checks], deadline)
             return None
         return None if prepared is None else self._as_half(group, transaction, record, origin, prepared, deadline)
 
-    def _is_unpublished(self, transaction: str, claim: LedgerClaim, deadline: Deadline) -> bool:
-        """Return whether a decided transaction is committed, but some of its messages are not published yet."""
-        if claim.decision is Decision.ABORT:
+    def _is_over(
+        self, transaction: str, claim: LedgerClaim | None, prepared: PrepareRecord | None, deadline: Deadline
+    ) -> bool:
+        """Return whether a transaction is aborted, or all of its messages are published."""
+        if claim is not None:
+            if claim.decision is Decision.ABORT:
+                return True
+            return not self._ender.missing(transaction, halves_from_json(claim.data), deadline)
+        if prepared is None or not prepared.whole:
             return False
-        return bool(self._ender.missing(transaction, halves_from_json(claim.data), deadline))
+        return not self._ender.missing(transaction, prepared.topics, deadline)
 
     def _as_half(
         self,
@@ -310,7 +319,9 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
         super().begin(begin)
         home = self._cluster.brokers.config(self._cluster.topics.home, begin.deadline)
         self._expires_at = int((time.time() + home.retention) * 1000)
-        whole_until = self._expires_at if len(self._half.messages) == 1 else None
+        longest = immunity(home) + _SLACK_SECONDS
+        is_whole = len(self._half.messages) == 1 and self._half.deadline_at / 1000 - time.time() > longest
+        whole_until = self._expires_at if is_whole else None
         self._origin = replace(self._origin, deadline=self._half.deadline_at, whole_until=whole_until)
 
     def prepare(self, deadline: Deadline) -> None:
@@ -320,7 +331,7 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
             self._store(deadline)
 
     def prepared(self) -> PrepareRecord:
-        return PrepareRecord(self._halves.topics, (), self._expires_at)
+        return PrepareRecord(self._halves.topics, (), self._expires_at, whole=self._origin.whole_until is not None)
 
     def halves(self) -> Sequence[tuple[Queue, Sequence[HalfAddress]]]:
         return self._halves.stored()

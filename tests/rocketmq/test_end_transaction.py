@@ -856,6 +856,36 @@ def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(owner, br
     assert broker.seen("a") == [b"1", b"1"]
 
 
+def test_about_a_half_message_that_was_published_without_a_decision_nobody_is_asked(owner, other, broker, log):
+    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
+    put, before = store.put(half(1, 100), Deadline(60)), log.next
+    assert store.end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
+    assert log.next == before
+    broker.open.add(0)  # as after a kill of the broker, which had not noted the end yet
+    assert asker.ask() == []
+    assert not broker.open
+    assert broker.seen("a") == [b"1"]
+
+
+@pytest.mark.parametrize("fault", ["lose request", "lose answer"])
+def test_a_half_message_whose_end_is_lost_is_published_once(owner, broker, fault):
+    store = RocketMQHalfStore(owner.ender)
+    put = store.put(half(1, 100), Deadline(60))
+    once(broker, RequestCode.END_TRANSACTION, fault)
+    assert store.end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"1"]
+
+
+def test_who_is_asked_and_answers_abort_drops_only_what_is_not_published(owner, other, broker, log):
+    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
+    put = store.put(half(1, 100), Deadline(60))
+    asker._note_check_backs("shop", broker.ask())
+    (asked,) = asker.checks("shop", 4, Deadline(60))
+    assert store.end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
+    assert asker.end(asked, Decision.ABORT, Deadline(60)) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"1"]
+
+
 # --- everything at once ---------------------------------------------------------------------------------------------
 
 

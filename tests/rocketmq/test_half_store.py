@@ -232,29 +232,36 @@ def test_what_was_decided_before_it_was_put_aside_is_published_by_the_next_resol
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "both are published")
 
 
+@pytest.mark.parametrize(("messages", "end"), [(1, Bridge.commit), (1, Bridge.abort), (2, Bridge.commit)])
 def test_who_has_a_half_message_s_token_waits_for_an_owner_that_may_be_publishing(
-    open_bridge: OpenBridge, client: Any, topic: str, monkeypatch: pytest.MonkeyPatch
+    open_bridge: OpenBridge,
+    client: Any,
+    topic: str,
+    monkeypatch: pytest.MonkeyPatch,
+    messages: int,
+    end: Callable[[Bridge, str], Outcome],
 ) -> None:
     original, other = HalfEnder.publish_fresh, open_bridge()
     ended: list[Future[Outcome]] = []
 
     def find_token(txn: Any, _: Any) -> Decision:
-        tokens.extend(each.token for each in other.admin.transactions() if each.transaction == txn.id)
+        tokens.extend(str(each.token) for each in other.admin.transactions() if each.transaction == txn.id)
         return Decision.COMMIT
 
     def publish_late(*args: Any) -> bool:
-        ended.append(pool.submit(other.commit, tokens[0]))
+        ended.append(pool.submit(end, other, tokens[0]))
         time.sleep(1)
         return original(*args)
 
-    tokens: list[Any] = []
+    tokens: list[str] = []
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(HalfEnder, "publish_fresh", publish_late)
         with open_bridge().half_messages(unique("halves"), execute=find_token, check=says(Decision.COMMIT)) as halves:
             with halves.transaction() as txn:
-                txn.send(topic, b"1")
+                txn.send_many(topic, [b"1"] * messages)
         assert ended[0].result(60) is Outcome.COMMITTED
-    assert bodies(client, topic) == [b"1"]
+    assert other.status(tokens[0]).state is TokenState.COMMITTED
+    assert bodies(client, topic) == [b"1"] * messages
 
 
 def test_a_half_message_without_a_prepare_record_is_ended_by_the_token_with_which_it_is_listed(

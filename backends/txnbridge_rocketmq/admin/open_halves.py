@@ -119,32 +119,44 @@ def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
     return list(by_key.values())
 
 
-def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """Yield the open halves of a broker.
+def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> list[PendingHalf]:
+    """Return the open halves of a broker.
 
-    A half is open if the broker's check-back service has not passed its record, and no op message names the record.
+    A half is open if the broker's check-back service has not passed its record, and no op message names the record. A
+    half message without a prepare record is left out if its message is published, because no decision tells that.
     """
     halves = _service_offset(cluster, broker, HALF_TOPIC, deadline)
     records = _records(cluster, broker, HALF_TOPIC, halves, deadline)
     pending = [PendingHalf(broker, replace(record, body=b"")) for record in records]
     if not pending:
-        return
+        return []
     notes = _service_offset(cluster, broker, _OP_TOPIC, deadline) - _OP_MESSAGES_BEFORE
     ended = {
         int(offset)
         for record in _records(cluster, broker, _OP_TOPIC, notes, deadline)
         for offset in _OFFSETS.findall(record.body)
     }
-    yield from (half for half in pending if half.record.queue_offset not in ended)
+    left = [half for half in pending if half.record.queue_offset not in ended]
+    whole = [half for half in left if prepared_by(half.record, broker) is not None]
+    published = {half.record.queue_offset for half in _published(cluster, broker, whole, deadline)}
+    return [half for half in left if half.record.queue_offset not in published]
 
 
 def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
     """Yield a broker's discarded halves, except halves whose message is published: it was committed by a token."""
     records = _records(cluster, broker, DISCARDED_TOPIC, 0, deadline)
     discarded = _newest([PendingHalf(broker, replace(record, body=b""), discarded=True) for record in records])
-    asked = [(broker, half.partition[0], half.record.unique_key or "") for half in discarded]
-    published = look_up_by_key(cluster.client, asked, f"looking at what broker {broker} has discarded", deadline)
-    yield from (half for half, found in zip(discarded, published, strict=True) if found is None)
+    published = {half.record.queue_offset for half in _published(cluster, broker, discarded, deadline)}
+    yield from (half for half in discarded if half.record.queue_offset not in published)
+
+
+def _published(
+    cluster: RocketMQCluster, broker: str, halves: Sequence[PendingHalf], deadline: Deadline
+) -> list[PendingHalf]:
+    """Return those of a broker's halves whose message a look-up finds."""
+    asked = [(broker, half.partition[0], half.record.unique_key or "") for half in halves]
+    found = look_up_by_key(cluster.client, asked, f"looking at what broker {broker} has published", deadline)
+    return [half for half, record in zip(halves, found, strict=True) if record is not None]
 
 
 def _service_offset(cluster: RocketMQCluster, broker: str, topic: str, deadline: Deadline) -> int:
