@@ -100,7 +100,8 @@ def end_fresh(
     call = uuid.uuid4().hex
     with ender.as_owner(token.transaction):
         if prepared.whole and decision is Decision.COMMIT:
-            with ender.cluster.context.events.step("step:publish", token.transaction), suppress(PublishedMessageMissing):
+            step = ender.cluster.context.events.step("step:publish", token.transaction)
+            with step, suppress(PublishedMessageMissing):
                 if ender.publish_fresh(token.transaction, halves, deadline):
                     return Outcome.COMMITTED
             return None
