@@ -500,7 +500,7 @@ class Bridge:
 
         with self._guard:
             if self._half_topics is None:
-                begin = lambda timeout: self.transaction(timeout=timeout, alone=True)  # noqa: E731
+                begin = lambda timeout, alone: self.transaction(timeout=timeout, alone=alone)  # noqa: E731
                 self._half_topics = HalfTopicStore(self._consumers, begin, self._create_topics or 0, self._logs)
             return self._half_topics
 

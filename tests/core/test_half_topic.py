@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,23 @@ def test_what_a_process_has_committed_is_published_before_it_leaves(
         closing.set()
         (sales if closed == "sales" else own).close()
     assert values(seen(bridge, topic)) == [b"1", b"2"]
+
+
+def test_half_messages_of_several_threads_are_stored_in_one_transaction(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str
+) -> None:
+    shared: list[int] = []
+
+    def note(event: Event) -> None:
+        if (event.name, event.phase) == ("group.commit", "after"):
+            shared.append(len(event.data["members"]))
+
+    wanted = [b"%d" % number for number in range(40)]
+    with listening(note), connect(txnbridge_url, create_topics=1) as own, ThreadPoolExecutor(8) as pool:
+        with own.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+            list(pool.map(lambda value: sell(sales, topic, value), wanted))
+    assert max(shared, default=1) > 1
+    assert sorted(map(str, values(seen(bridge, topic)))) == sorted(map(str, wanted))
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
