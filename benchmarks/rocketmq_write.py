@@ -73,10 +73,10 @@ def ours(url: str, topic: str, flying: int, each: int) -> Contender:
     return contender
 
 
-def theirs(client: Peer, flying: int, each: int) -> Contender:
+def theirs(client: Peer, flying: int, each: int, size: int = SIZE) -> Contender:
     @contextmanager
     def contender() -> Iterator[Lap]:
-        yield lambda: int(client.ask("write", flying, each, SIZE))
+        yield lambda: int(client.ask("write", flying, each, size))
 
     return contender
 

@@ -500,7 +500,7 @@ class Bridge:
 
         with self._guard:
             if self._half_topics is None:
-                begin = lambda timeout: self.transaction(timeout=timeout, alone=True)  # noqa: E731
+                begin = lambda timeout, alone: self.transaction(timeout=timeout, alone=alone)  # noqa: E731
                 self._half_topics = HalfTopicStore(self._consumers, begin, self._create_topics or 0, self._logs)
             return self._half_topics
 
@@ -618,11 +618,11 @@ class Bridge:
         if connection.forked:
             return
         deadline = connection.deadline()
-        if self._barriers is not None and not connection.closed and not self._is_calling():
-            # On some brokers only a resolver publishes, which has to make calls for that.
-            self._barriers.close(Deadline(deadline.left() * _CHECKS_SHARE))
+        services, is_calling = Deadline(deadline.left() * _CHECKS_SHARE), self._is_calling()
+        if not is_calling:  # on some brokers only a resolver publishes, and it has to make calls for that
+            self._stop_services(services)
         connection.refuse_calls()
-        if self._is_calling():  # raising here would make the program believe that the interrupted commit had failed
+        if is_calling:  # raising here would make the program believe that the interrupted commit had failed
             _log.info("%r takes no new calls; it is let go by the next close(), after the call that runs", self)
             return
         if not self._closing.acquire(timeout=deadline.left()):
@@ -630,17 +630,19 @@ class Bridge:
             return
         try:
             if not self._let_go:
+                self._stop_services(services)  # those that have begun meanwhile
                 self._close(deadline)
                 self._let_go = True
         finally:
             self._closing.release()
 
+    def _stop_services(self, deadline: Deadline) -> None:
+        for service in list(self._connection.services):
+            close_logging_errors(service.stop_by, deadline)
+
     def _close(self, deadline: Deadline) -> None:
         connection = self._connection
         with connection.events.step("bridge.close"):
-            checks = Deadline(deadline.left() * _CHECKS_SHARE)
-            for service in list(connection.services):
-                close_logging_errors(service.stop_by, checks)
             self._end_calls(deadline)
             self._consumers.close(Deadline(min(deadline.left(), connection.timing.closing_polls)), deadline)
             self._writers.close()

@@ -214,6 +214,7 @@ class GroupCommit:
         places = set()
         with shared:
             for member in members:
+                shared.separate()
                 for message in member.kept:
                     shared.send_kept(message)
                     places.add((message.topic, message.partition))
@@ -254,6 +255,9 @@ class SharedTransaction(Transaction):
         super().__init__(connection, taken, outcomes, None)
         self._members = [member.parameters.transaction for member in members]
         self.in_doubt = False  # whether the commit was requested and its outcome is unknown
+
+    def separate(self) -> None:
+        self._writer.separate()
 
     def send_kept(self, message: _Message) -> None:
         self._write(*message)

@@ -89,7 +89,8 @@ _TRIM_AGAIN_SECONDS = 600.0
 _DRAIN_SECONDS = 10.0
 
 
-Begin = Callable[[float], "Transaction"]  # begins a transaction of the bridge with a timeout
+# Begins a transaction of the bridge with a timeout; False lets it share one of the broker with other threads.
+Begin = Callable[[float, bool], "Transaction"]
 
 
 class HalfTopicStore(HalfStore):
@@ -278,7 +279,7 @@ class GroupTopic:
 
     def append(self, partition: int, records: Iterable[Record], deadline: Deadline) -> None:
         """Store records in one transaction. Raise `TransactionAborted` if none of them is stored."""
-        with self._begin(deadline.left()) as txn:
+        with self._begin(deadline.left(), False) as txn:
             self._send(txn, partition, records)
 
     def _send(self, txn: Transaction, partition: int, records: Iterable[Record]) -> None:
@@ -511,7 +512,7 @@ class GroupTopic:
         try:
             with (
                 self._connection.events.step("half.publish", None, group=self._group, **counts),
-                self._begin(deadline.left()) as txn,
+                self._begin(deadline.left(), True) as txn,
             ):
                 for each in sorted(published, key=_claimed_at):
                     self._publish(txn, each)

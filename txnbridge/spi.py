@@ -341,6 +341,12 @@ class Writer(ABC):
         (value, key, headers).
         """
 
+    def separate(self) -> None:
+        """Note that the messages from now on may be stored before, among or behind the earlier ones of the transaction.
+
+        A shared transaction consists of transactions of several threads, between which there is no order.
+        """
+
     @abstractmethod
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
         """Acknowledge positions that a reader has delivered, as part of this transaction.

@@ -49,6 +49,8 @@ _log = logging.getLogger("txnbridge")
 class RocketMQBroker(Broker):
     """The open connection of a bridge: creates its writers, readers and logs, and ends transactions by token."""
 
+    group_commit = True
+
     def __init__(self, settings: RocketMQSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
         self._cluster = open_cluster(settings, context, deadline)

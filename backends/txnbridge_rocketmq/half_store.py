@@ -3,6 +3,7 @@
 Halves of half messages have producer groups of their own, so that the broker sends their check-backs to resolvers. When
 all halves of a transaction are stored, a prepare record in the decision log names them. The first decision in the log
 counts. So a resolver needs nothing from the process that stored the halves, and of two decisions only one takes effect.
+A half message that is a single half needs no prepare record: with its half, all of it is stored.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
 from txnbridge.spi import (
@@ -31,11 +33,12 @@ from txnbridge.spi import (
 )
 from txnbridge_rocketmq.admin.open_halves import OpenHalves, list_open, resume_check_backs
 from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.records import MessageExt
-from txnbridge_rocketmq.client.send_requests import CheckBack
+from txnbridge_rocketmq.client.send_requests import CheckBack, HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
-from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared
-from txnbridge_rocketmq.write.half_batch import HalfBatch, halves_as_json, halves_from_json
+from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_fresh, end_prepared, prepare_record, prepared_by
+from txnbridge_rocketmq.write.half_batch import HalfBatch, halves_as_json, halves_from_json, immunity
 from txnbridge_rocketmq.write.message_format import from_wire
 from txnbridge_rocketmq.write.owner import RocketMQOwner
 from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
@@ -45,6 +48,9 @@ _log = logging.getLogger("txnbridge")
 
 # The maximum number of transactions that wait for a resolver. Brokers repeat the check-backs of dropped ones.
 _MOST_WAITING = 10_000
+# How long before the deadline of a half message without a prepare record its immunity time ends. Before the deadline no
+# resolver aborts it, so a broker may publish it that much later than it has checked the immunity time (hazard H100).
+_SLACK_SECONDS = 10.0
 
 
 class RocketMQHalfStore(HalfStore):
@@ -72,7 +78,8 @@ class RocketMQHalfStore(HalfStore):
             writer.give_up(deadline)
             raise
         writer.prepare(deadline)
-        return replace(half, how={"log": dict(writer.evidence().log or {})})
+        how = {**_how(writer.evidence().log or {}, writer.prepared()), "fresh": [writer.halves()]}
+        return replace(half, how=how)
 
     def _owner(self, half: Half) -> RocketMQOwner:
         """Return the owner, unique to this process, under whose name the transaction of `half` is written."""
@@ -101,7 +108,14 @@ class RocketMQHalfStore(HalfStore):
                 return Outcome.UNKNOWN
             decision = claim.decision  # the process that decided the transaction may have died before ending the halves
         token = Token("rocketmq", self._cluster.id, half.transaction, {}, True, None, len(half.messages), None, log)
-        outcome = end_prepared(self._ender, token, decision, ledger, deadline)
+        # Taken, because a repeated attempt has to look up what is published.
+        fresh = half.how["fresh"].pop() if half.how.get("fresh") else None
+        prepared: PrepareRecord = half.how["prepared"]
+        outcome = None
+        if fresh is not None:
+            outcome = end_fresh(self._ender, token, decision, prepared, fresh, ledger, deadline)
+        if outcome is None:
+            outcome = end_prepared(self._ender, token, decision, ledger, deadline, prepared=prepared, asked=True)
         self._release(half.transaction)
         return outcome
 
@@ -208,20 +222,27 @@ class RocketMQHalfStore(HalfStore):
         # written in time, so the application has done no work (hazard H83).
         was_over = is_over(origin.deadline, self._timing.clocks_differ)
         claim = ledger.decided(transaction, deadline, log=origin.log)
-        prepared = _prepare_record(ledger, transaction, origin, deadline)
+        broker = checks[0].broker or self._cluster.topics.home
+        prepared = prepared_by(record, broker) or prepare_record(ledger, transaction, origin, deadline)
         if claim is None and prepared is None and was_over:
             claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)
-        if claim is not None and not self._is_unpublished(transaction, claim, deadline):
+        if self._is_over(transaction, claim, prepared, deadline):
             home = self._cluster.topics.home
             self._ender.drop([(check.broker or home, check.half) for check in checks], deadline)
             return None
         return None if prepared is None else self._as_half(group, transaction, record, origin, prepared, deadline)
 
-    def _is_unpublished(self, transaction: str, claim: LedgerClaim, deadline: Deadline) -> bool:
-        """Return whether a decided transaction is committed, but some of its messages are not published yet."""
-        if claim.decision is Decision.ABORT:
+    def _is_over(
+        self, transaction: str, claim: LedgerClaim | None, prepared: PrepareRecord | None, deadline: Deadline
+    ) -> bool:
+        """Return whether a transaction is aborted, or all of its messages are published."""
+        if claim is not None:
+            if claim.decision is Decision.ABORT:
+                return True
+            return not self._ender.missing(transaction, halves_from_json(claim.data), deadline)
+        if prepared is None or not prepared.whole:
             return False
-        return bool(self._ender.missing(transaction, halves_from_json(claim.data), deadline))
+        return not self._ender.missing(transaction, prepared.topics, deadline)
 
     def _as_half(
         self,
@@ -240,7 +261,7 @@ class RocketMQHalfStore(HalfStore):
             int(time.time() * 1000),
             origin.deadline,
             checks=int(record.properties.get(Property.CHECKS, 0) or 0),
-            how={"log": dict(origin.log)},
+            how=_how(origin.log, prepared),
         )
 
     def _ledger_in(self, transaction: str, origin: HalfOrigin) -> Ledger:
@@ -254,12 +275,12 @@ class RocketMQHalfStore(HalfStore):
     def _parked(self, group: str, parked: OpenHalves, deadline: Deadline) -> Half | None:
         """Return the half message whose halves are `parked`; None if not all of its halves were stored."""
         record, origin = parked.halves[0].record, parked.origin
-        prepared = (
-            None
-            if origin is None
-            else _prepare_record(self._ledger_in(parked.name, origin), parked.name, origin, deadline)
-        )
-        if origin is None or prepared is None:
+        if origin is None:
+            return None
+        prepared = prepared_by(record, parked.halves[0].broker)
+        if prepared is None:
+            prepared = prepare_record(self._ledger_in(parked.name, origin), parked.name, origin, deadline)
+        if prepared is None:
             return None
         return self._as_half(group, parked.name, record, origin, prepared, deadline)
 
@@ -298,7 +319,22 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
         super().begin(begin)
         home = self._cluster.brokers.config(self._cluster.topics.home, begin.deadline)
         self._expires_at = int((time.time() + home.retention) * 1000)
-        self._origin = replace(self._origin, deadline=self._half.deadline_at)
+        longest = immunity(home) + _SLACK_SECONDS
+        is_whole = len(self._half.messages) == 1 and self._half.deadline_at / 1000 - time.time() > longest
+        whole_until = self._expires_at if is_whole else None
+        self._origin = replace(self._origin, deadline=self._half.deadline_at, whole_until=whole_until)
+
+    def prepare(self, deadline: Deadline) -> None:
+        if self._origin.whole_until is None:
+            super().prepare(deadline)
+        else:
+            self._store(deadline)
+
+    def prepared(self) -> PrepareRecord:
+        return PrepareRecord(self._halves.topics, (), self._expires_at, whole=self._origin.whole_until is not None)
+
+    def halves(self) -> Sequence[tuple[Queue, Sequence[HalfAddress]]]:
+        return self._halves.stored()
 
     def give_up(self, deadline: Deadline) -> None:
         """Abort a half message that could not be stored, and ignore errors."""
@@ -307,12 +343,8 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
             self.abort(deadline)
 
 
-def _prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
-    """Return the prepare record of a transaction; None if not all of its halves were stored."""
-    for entry in ledger.find(transaction, deadline, log=origin.log):
-        if entry.kind == PREPARE:
-            return PrepareRecord.from_json(entry.data)
-    return None
+def _how(log: Mapping[str, Any], prepared: PrepareRecord) -> dict[str, Any]:
+    return {"log": dict(log), "prepared": prepared}
 
 
 def _message(record: MessageExt) -> HalfMessage:

@@ -43,6 +43,7 @@ TARGETS = {
     "pulsar_half_messages": 4,
     "pulsar_group_commit": 3,
     "rocketmq_write": 3,
+    "rocketmq_small": 7,
     "rocketmq_read": 2,
     "rocketmq_recover": 0,
     "outbox": 7,

@@ -6,7 +6,9 @@ import itertools
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,46 @@ def test_of_two_processes_one_publishes_what_both_decide(
             stores = [each._connection.half_topics()._topic(group) for each in (first, second)]  # type: ignore[attr-defined]
             eventually(lambda: all(store.decided.empty() for store in stores), "both have forgotten their decisions")
     assert sorted(map(str, values(seen(bridge, topic)))) == sorted(str(b"%d" % number) for number in range(20))
+
+
+@pytest.mark.parametrize("closed", ["sales", "bridge"])
+def test_what_a_process_has_committed_is_published_before_it_leaves(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str, closed: str
+) -> None:
+    publishing, closing = threading.Event(), threading.Event()
+
+    def hold(event: Event) -> None:
+        """Keep the resolver at its first half until it is told to stop, and its request for check-backs has ended."""
+        if (event.name, event.phase) == ("half.publish", "before") and not publishing.is_set():
+            publishing.set()
+            assert closing.wait(60)
+            time.sleep(1.5)
+
+    with listening(hold), connect(txnbridge_url, create_topics=1) as own:
+        sales = own.half_messages(group, execute=obey, check=says(UNDECIDED))
+        sell(sales, topic, b"1")
+        assert publishing.wait(60)
+        sell(sales, topic, b"2")
+        closing.set()
+        (sales if closed == "sales" else own).close()
+    assert values(seen(bridge, topic)) == [b"1", b"2"]
+
+
+def test_half_messages_of_several_threads_are_stored_in_one_transaction(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str
+) -> None:
+    shared: list[int] = []
+
+    def note(event: Event) -> None:
+        if (event.name, event.phase) == ("group.commit", "after"):
+            shared.append(len(event.data["members"]))
+
+    wanted = [b"%d" % number for number in range(40)]
+    with listening(note), connect(txnbridge_url, create_topics=1) as own, ThreadPoolExecutor(8) as pool:
+        with own.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+            list(pool.map(lambda value: sell(sales, topic, value), wanted))
+    assert max(shared, default=1) > 1
+    assert sorted(map(str, values(seen(bridge, topic)))) == sorted(map(str, wanted))
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

@@ -48,9 +48,14 @@ def new_client(broker: RocketMQ, **options) -> RemotingClient:
 
 
 def put_half(
-    client: RemotingClient, topic: str, body: bytes, group: str = ALONE, immunity: int | None = None
+    client: RemotingClient,
+    topic: str,
+    body: bytes,
+    group: str = ALONE,
+    immunity: int | None = None,
+    born_time: int | None = None,
 ) -> HalfAddress:
-    message = WireMessage(topic, body)
+    message = WireMessage(topic, body, born_time=born_time)
     return half_address(topic, group, client.call(BROKER, send_half(message, group, 0, immunity), LONG))
 
 
@@ -261,16 +266,7 @@ def test_a_half_is_ended_only_by_its_true_address(client, topic, half, change, w
 
 def test_an_end_behind_the_immunity_is_refused_unless_the_broker_had_asked(client, topic):
     half = put_half(client, topic, b"half", immunity=2)
-
-    def refused() -> bool:
-        """Aborting it does no harm as long as the broker takes it."""
-        try:
-            client.call(BROKER, end(replace(half, group="other"), HalfEnd.ABORT), LONG)
-        except ErrorResponse as error:
-            return error.code == ResponseCode.ILLEGAL_OPERATION
-        raise AssertionError("the wrong group was taken")
-
-    assert becomes_true(refused)
+    assert becomes_true(lambda: is_refused(client, half))
     with pytest.raises(ErrorResponse) as caught:
         client.call(BROKER, end(half, HalfEnd.COMMIT), LONG)
     assert caught.value.code == ResponseCode.ILLEGAL_OPERATION
@@ -279,6 +275,15 @@ def test_an_end_behind_the_immunity_is_refused_unless_the_broker_had_asked(clien
     client.call(BROKER, end(half, HalfEnd.COMMIT, from_check=True), LONG)
     assert bodies(client, topic) == [b"half"]
     close(client, half)
+
+
+def is_refused(client: RemotingClient, half: HalfAddress) -> bool:
+    """Return whether the broker refuses an END because the immunity time is over. The END names another group."""
+    try:
+        client.call(BROKER, end(replace(half, group="other"), HalfEnd.ABORT), LONG)
+    except ErrorResponse as error:
+        return error.code == ResponseCode.ILLEGAL_OPERATION
+    raise AssertionError("the wrong group was taken")
 
 
 def close(client: RemotingClient, half: HalfAddress) -> None:
@@ -341,6 +346,21 @@ def test_the_broker_asks_a_member_of_the_group_and_takes_its_answer(client, shop
     assert half.log_offset < first.half.log_offset < second.half.log_offset
     asked.answer = lambda check: client.call(BROKER, end(check.half, HalfEnd.COMMIT, from_check=True), LONG)
     assert becomes_true(lambda: bodies(client, topic) == [b"half"])
+
+
+@pytest.mark.parametrize("ahead", [-1, 0, 4], ids=lambda ahead: f"the sender's clock is {ahead} s ahead")
+def test_as_long_as_the_broker_takes_a_direct_end_it_asks_nobody(client, shop, asked, topic, ahead):
+    half = put_half(client, topic, b"half", "shop", immunity=2, born_time=int((time.time() + ahead) * 1000))
+    times = 0
+    while True:
+        asked_before = len(asked.about(half))
+        if is_refused(client, half):
+            break
+        assert asked_before == 0
+        times += 1
+    assert times > 10
+    assert becomes_true(lambda: len(asked.about(half)) > 0)
+    close(client, half)
 
 
 def test_copies_of_a_half_are_found_by_its_key(client, shop, asked, topic):

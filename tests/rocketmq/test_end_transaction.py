@@ -15,7 +15,7 @@ from txnbridge_rocketmq import half_store
 from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.half_store import RocketMQHalfStore
-from txnbridge_rocketmq.outcome import end_transaction
+from txnbridge_rocketmq.outcome import end_transaction, outcome
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 
@@ -775,9 +775,9 @@ def test_nobody_waits_beyond_its_deadline_while_another_thread_opens_the_id(owne
 # --- half messages of applications ----------------------------------------------------------------------------------
 
 
-def half(number: int, seconds: float) -> Half:
+def half(number: int, seconds: float, messages: int = 1) -> Half:
     message = HalfMessage("a", b"%d" % number, None, (), 0, None)
-    return Half("shop", f"half-shop-x/y/{number}", [message], 0, int((time.time() + seconds) * 1000))
+    return Half("shop", f"half-shop-x/y/{number}", [message] * messages, 0, int((time.time() + seconds) * 1000))
 
 
 class Asker(RocketMQHalfStore):
@@ -828,7 +828,7 @@ def test_of_half_messages_that_wait_to_be_asked_about_only_the_broker_keeps_the_
 )
 def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(owner, broker, log, monkeypatch, ahead, seconds):
     other = Process(broker, log, "other", clocks_differ=ahead)
-    asker, wanted, noted = Asker(other, broker), half(1, seconds), half_store._prepare_record
+    asker, wanted, noted = Asker(other, broker), half(1, seconds, messages=2), outcome.prepare_record
     append = log.append
     asking: list[Any] = []
 
@@ -846,13 +846,43 @@ def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(owner, br
         return append(record, deadline)
 
     stored, done = threading.Event(), threading.Event()
-    monkeypatch.setattr(half_store, "_prepare_record", note_and_sleep)
+    monkeypatch.setattr(half_store, "prepare_record", note_and_sleep)
     log.append = store_the_record
     with ThreadPoolExecutor(1) as pool:
         put = RocketMQHalfStore(owner.ender).put(wanted, Deadline(60))
         done.set()
         assert asking[0].result(30) == []
     assert RocketMQHalfStore(owner.ender).end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"1", b"1"]
+
+
+def test_about_a_half_message_that_was_published_without_a_decision_nobody_is_asked(owner, other, broker, log):
+    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
+    put, before = store.put(half(1, 100), Deadline(60)), log.next
+    assert store.end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
+    assert log.next == before
+    broker.open.add(0)  # as after a kill of the broker, which had not noted the end yet
+    assert asker.ask() == []
+    assert not broker.open
+    assert broker.seen("a") == [b"1"]
+
+
+@pytest.mark.parametrize("fault", ["lose request", "lose answer"])
+def test_a_half_message_whose_end_is_lost_is_published_once(owner, broker, fault):
+    store = RocketMQHalfStore(owner.ender)
+    put = store.put(half(1, 100), Deadline(60))
+    once(broker, RequestCode.END_TRANSACTION, fault)
+    assert store.end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"1"]
+
+
+def test_who_is_asked_and_answers_abort_drops_only_what_is_not_published(owner, other, broker, log):
+    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
+    put = store.put(half(1, 100), Deadline(60))
+    asker._note_check_backs("shop", broker.ask())
+    (asked,) = asker.checks("shop", 4, Deadline(60))
+    assert store.end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
+    assert asker.end(asked, Decision.ABORT, Deadline(60)) is Outcome.COMMITTED
     assert broker.seen("a") == [b"1"]
 
 

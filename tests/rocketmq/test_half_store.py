@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -12,13 +14,14 @@ from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.plugin import RunChild
 from txnbridge_rocketmq.admin import open_halves
 from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.settings import RocketMQSettings
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import cluster_of
-from txnbridge import Bridge, Decision
+from txnbridge import Bridge, Decision, Outcome, TokenState
 from txnbridge.spi import Deadline
 from txnbridge.testing import tell
 
@@ -227,3 +230,52 @@ def test_what_was_decided_before_it_was_put_aside_is_published_by_the_next_resol
     with_timing(discarded_retry=1.0)
     with open_bridge().resolver(group, check=says(Decision.UNDECIDED)):
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "both are published")
+
+
+@pytest.mark.parametrize(("messages", "end"), [(1, Bridge.commit), (1, Bridge.abort), (2, Bridge.commit)])
+def test_who_has_a_half_message_s_token_waits_for_an_owner_that_may_be_publishing(
+    open_bridge: OpenBridge,
+    client: Any,
+    topic: str,
+    monkeypatch: pytest.MonkeyPatch,
+    messages: int,
+    end: Callable[[Bridge, str], Outcome],
+) -> None:
+    original, other = HalfEnder.publish_fresh, open_bridge()
+    ended: list[Future[Outcome]] = []
+
+    def find_token(txn: Any, _: Any) -> Decision:
+        tokens.extend(str(each.token) for each in other.admin.transactions() if each.transaction == txn.id)
+        return Decision.COMMIT
+
+    def publish_late(*args: Any) -> bool:
+        ended.append(pool.submit(end, other, tokens[0]))
+        time.sleep(1)
+        return original(*args)
+
+    tokens: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(HalfEnder, "publish_fresh", publish_late)
+        with open_bridge().half_messages(unique("halves"), execute=find_token, check=says(Decision.COMMIT)) as halves:
+            with halves.transaction() as txn:
+                txn.send_many(topic, [b"1"] * messages)
+        assert ended[0].result(60) is Outcome.COMMITTED
+    assert other.status(tokens[0]).state is TokenState.COMMITTED
+    assert bodies(client, topic) == [b"1"] * messages
+
+
+def test_a_half_message_without_a_prepare_record_is_ended_by_the_token_with_which_it_is_listed(
+    open_bridge: OpenBridge, client: Any, topic: str
+) -> None:
+    undecided = says(Decision.UNDECIDED)
+    with open_bridge().half_messages(unique("halves"), execute=undecided, check=undecided) as halves:
+        with halves.transaction() as txn:
+            txn.send(topic, b"1")
+    other = open_bridge()
+    (listed,) = [each for each in other.admin.transactions() if each.transaction == txn.id]
+    token = str(listed.token)
+    assert listed.state == "prepared"
+    assert other.status(token).state is TokenState.PREPARED
+    assert other.commit(token) is Outcome.COMMITTED
+    assert other.abort(token) is Outcome.COMMITTED
+    assert bodies(client, topic) == [b"1"]

@@ -289,11 +289,6 @@ class Barriers:
         id = f"half-{barrier.half_group}-{self._name}/{connection.name[-8:]}/{next(self._numbers)}"
         return BarrierTransaction(connection, barrier, resolver, id, session, owned, timeout)
 
-    def close(self, deadline: Deadline) -> None:
-        """Stop the resolvers, which first publish what this process has committed."""
-        for resolver in list(self._resolvers.values()):
-            resolver.stop_by(deadline)
-
     def _open(self, engine: sa.Engine, group: str, deadline: Deadline) -> BarrierTable:
         database = Database(engine, _WHAT)
         with self._lock:

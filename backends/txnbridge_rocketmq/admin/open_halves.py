@@ -19,7 +19,13 @@ from txnbridge_rocketmq.client.retry import look_up_by_key, retry_call
 from txnbridge_rocketmq.client.send_requests import HalfEnd, end
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, address_of_copy
-from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared, publish_exclusively
+from txnbridge_rocketmq.outcome.outcome import (
+    PrepareRecord,
+    end_prepared,
+    prepare_record,
+    prepared_by,
+    publish_exclusively,
+)
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, seconds_since
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, origin_of, slot_of
 
@@ -113,32 +119,44 @@ def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
     return list(by_key.values())
 
 
-def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """Yield the open halves of a broker.
+def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> list[PendingHalf]:
+    """Return the open halves of a broker.
 
-    A half is open if the broker's check-back service has not passed its record, and no op message names the record.
+    A half is open if the broker's check-back service has not passed its record, and no op message names the record. A
+    half message without a prepare record is left out if its message is published, because no decision tells that.
     """
     halves = _service_offset(cluster, broker, HALF_TOPIC, deadline)
     records = _records(cluster, broker, HALF_TOPIC, halves, deadline)
     pending = [PendingHalf(broker, replace(record, body=b"")) for record in records]
     if not pending:
-        return
+        return []
     notes = _service_offset(cluster, broker, _OP_TOPIC, deadline) - _OP_MESSAGES_BEFORE
     ended = {
         int(offset)
         for record in _records(cluster, broker, _OP_TOPIC, notes, deadline)
         for offset in _OFFSETS.findall(record.body)
     }
-    yield from (half for half in pending if half.record.queue_offset not in ended)
+    left = [half for half in pending if half.record.queue_offset not in ended]
+    whole = [half for half in left if prepared_by(half.record, broker) is not None]
+    published = {half.record.queue_offset for half in _published(cluster, broker, whole, deadline)}
+    return [half for half in left if half.record.queue_offset not in published]
 
 
 def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
     """Yield a broker's discarded halves, except halves whose message is published: it was committed by a token."""
     records = _records(cluster, broker, DISCARDED_TOPIC, 0, deadline)
     discarded = _newest([PendingHalf(broker, replace(record, body=b""), discarded=True) for record in records])
-    asked = [(broker, half.partition[0], half.record.unique_key or "") for half in discarded]
-    published = look_up_by_key(cluster.client, asked, f"looking at what broker {broker} has discarded", deadline)
-    yield from (half for half, found in zip(discarded, published, strict=True) if found is None)
+    published = {half.record.queue_offset for half in _published(cluster, broker, discarded, deadline)}
+    yield from (half for half in discarded if half.record.queue_offset not in published)
+
+
+def _published(
+    cluster: RocketMQCluster, broker: str, halves: Sequence[PendingHalf], deadline: Deadline
+) -> list[PendingHalf]:
+    """Return those of a broker's halves whose message a look-up finds."""
+    asked = [(broker, half.partition[0], half.record.unique_key or "") for half in halves]
+    found = look_up_by_key(cluster.client, asked, f"looking at what broker {broker} has published", deadline)
+    return [half for half, record in zip(halves, found, strict=True) if record is not None]
 
 
 def _service_offset(cluster: RocketMQCluster, broker: str, topic: str, deadline: Deadline) -> int:
@@ -178,14 +196,13 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
         claim = ledger.decided(name, deadline, log=origin.log)
         if claim is not None:
             return _decided(cluster, listed, claim, deadline)
-        entries = [entry for entry in ledger.find(name, deadline, log=origin.log) if entry.kind == PREPARE]
+        prepared = prepared_by(halves[0].record, halves[0].broker) or prepare_record(ledger, name, origin, deadline)
     except EvidenceLost:
         return replace(listed, state="lost")
     except (OutcomeUnknown, InvalidToken):  # the decision log cannot be read now, or is in another store
         return listed
-    if entries:
-        listed = replace(listed, prepared=PrepareRecord.from_json(entries[0].data))
-    return replace(listed, state="prepared") if entries and not discarded else listed
+    listed = replace(listed, prepared=prepared)
+    return replace(listed, state="prepared") if prepared is not None and not discarded else listed
 
 
 def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
@@ -234,7 +251,7 @@ def token_of(cluster: RocketMQCluster, listed: OpenHalves) -> Token | None:
         broker="rocketmq",
         cluster=cluster.id,
         transaction=listed.name,
-        how={},
+        how={} if listed.origin.whole_until is None else halves_as_json(listed.prepared.topics),
         prepared=True,
         expires_at=listed.prepared.expires_at,
         messages=listed.messages,
@@ -255,7 +272,7 @@ def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline:
     ledger = ledger_of(ender.cluster, listed)
     token = token_of(ender.cluster, listed)
     if token is not None:
-        outcome = end_prepared(ender, token, decision, ledger, deadline)
+        outcome = end_prepared(ender, token, decision, ledger, deadline, prepared=listed.prepared)
     else:
         outcome = _end_unprepared(ender, listed, decision, ledger, deadline)
     try:

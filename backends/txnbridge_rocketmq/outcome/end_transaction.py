@@ -13,13 +13,13 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
-from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost
+from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq.client import groups
 from txnbridge_rocketmq.client.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC, Property, ResponseCode
@@ -74,7 +74,7 @@ class LockHolder(Enum):
 
 @dataclass
 class EndSequence:
-    """The halves of one queue that are still to be committed, in order, one after another."""
+    """Halves of one queue that are still to be committed, in order, one after another."""
 
     queue: Queue
     halves: deque[HalfAddress]
@@ -162,27 +162,39 @@ class HalfEnder:
 
     # --- ending without a look-up: owners, aborts ---------------------------------------------------------------------
 
-    def publish_fresh(self, halves: Mapping[Queue, Sequence[HalfAddress]], deadline: Deadline) -> bool:
-        """Commit an owner's halves without a look-up. Return whether the broker has confirmed all.
+    def publish_fresh(
+        self, transaction: str, halves: Sequence[tuple[Queue, Sequence[HalfAddress]]], deadline: Deadline
+    ) -> bool:
+        """Commit an owner's halves without a look-up, those listed together in order. Return whether all are published.
 
         During the immunity time of the halves no other process ends them; later, the broker refuses this direct commit.
-        If the result is False, the caller must look up the messages before another commit (hazard H60).
+        If the result is False, the caller must look up the messages before another commit (hazard H60). Raise
+        `PublishedMessageMissing` if the broker only says that it has published them.
         """
-        sequences = [EndSequence(queue, deque(handles)) for queue, handles in halves.items()]
-        self._commit_halves(sequences, False, deadline)
-        self._wait_until_expired(sequences, deadline)
-        return not any(sequence.stopped for sequence in sequences)
+        sequences = [EndSequence(queue, deque(addresses)) for queue, addresses in halves]
+        try:
+            self._commit_halves(sequences, False, deadline)
+            self._wait_until_expired(sequences, deadline)
+            if any(sequence.stopped for sequence in sequences):
+                return False
+            self._confirm_published(halves, deadline)
+        except PublishedMessageMissing:
+            raise
+        except TxnBridgeError:
+            return False
+        self.remember_settled(transaction)
+        return True
 
-    def confirm_published(self, halves: Mapping[Queue, Sequence[HalfAddress]], deadline: Deadline) -> None:
+    def _confirm_published(self, halves: Iterable[tuple[Queue, Sequence[HalfAddress]]], deadline: Deadline) -> None:
         """Check that brokers publish: look up one published message on each broker, once in the life of the bridge.
 
         Raise `PublishedMessageMissing` if a message is not found: proxies answer END_TRANSACTION and do nothing
         (hazard H74).
         """
         published: dict[str, _Expected] = {}
-        for queue, handles in halves.items():
+        for queue, addresses in halves:
             if queue.broker not in self._verified_brokers and self._keeps_index(queue.broker, deadline):
-                published[queue.broker] = _Expected(handles[0].topic, queue.broker, 0, handles[0].unique_key)
+                published[queue.broker] = _Expected(addresses[0].topic, queue.broker, 0, addresses[0].unique_key)
         try:
             self._wait_for(list(published.values()), deadline)
         except AccessDenied as error:
@@ -215,16 +227,17 @@ class HalfEnder:
         """
         going = [sequence for sequence in sequences if sequence.halves]
         while going and time.monotonic() < until:
-            asked = [(each.queue.broker, end(each.halves[0], HalfEnd.COMMIT, from_check)) for each in going]
+            some = going[:MOST_AT_ONCE]
+            asked = [(each.queue.broker, end(each.halves[0], HalfEnd.COMMIT, from_check)) for each in some]
             failed = False
             errors = self.cluster.client.call_all(asked, deadline.left())
-            for sequence, error in zip(going, errors, strict=True):
+            for sequence, error in zip(some, errors, strict=True):
                 if error is None:
                     sequence.halves.popleft()
                 else:
                     failed = True
                     self._stop(sequence, error, deadline)
-            going = [sequence for sequence in going if sequence.halves and sequence.stopped is None]
+            going = [each for each in going[len(some) :] + some if each.halves and each.stopped is None]
             if failed and going:
                 time.sleep(self._timing.end_pause)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,26 +19,35 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
-from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
+from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.records import MessageExt
+from txnbridge_rocketmq.client.send_requests import HalfAddress
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder, PublishedMessageMissing
 from txnbridge_rocketmq.read.verifiable_offset import VerifiableOffset
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json, immunity, seconds_since
-from txnbridge_rocketmq.write.transaction_properties import is_over
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of
 
+# The assumed difference of clocks, where a larger one only makes a message come twice for other clients.
+_BORN_TIME_SKEW_SECONDS = 1.0
 # The kind of the ledger record that makes a transaction independent of its owner.
 PREPARE = "prepare"
 # While another process publishes a transaction: the wait between two look-ups of its messages.
 _PROGRESS_POLL_SECONDS = 0.05
-# The assumed difference of clocks: brokers judge a half's age by its born time, which the sender's clock gave.
-_BORN_TIME_SKEW_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class PrepareRecord:
-    """The content of a prepare record: all that a process with the token needs to end the transaction."""
+    """The content of a prepare record: all that a process with the token needs to end the transaction.
+
+    A half message that is a whole by itself (`whole`) has no record, and the process that has stored it may publish it
+    without a decision in the log. Any other process therefore looks first whether it is published (hazard H100).
+    """
 
     topics: Sequence[HalfCount]
     acks: Sequence[Ack]
     expires_at: int
+    whole: bool = False
 
     def as_json(self, log: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record's data. `log` is the transaction's `Evidence.log`, for those who meet what it holds."""
@@ -58,23 +67,98 @@ class PrepareRecord:
             raise InvalidToken("the prepare record of this transaction cannot be read") from error
 
 
-def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
+def prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> PrepareRecord | None:
+    """Return the prepare record of a transaction; None if not all of its halves were stored."""
+    for entry in ledger.find(transaction, deadline, log=origin.log):
+        if entry.kind == PREPARE:
+            return PrepareRecord.from_json(entry.data)
+    return None
+
+
+def prepared_by(half: MessageExt, broker: str) -> PrepareRecord | None:
+    """Return what a prepare record would say of a half that is a whole half message; None for other halves."""
+    origin = origin_of(half)
+    if origin is None or origin.whole_until is None:
+        return None
+    topic = half.properties.get(Property.REAL_TOPIC, half.topic)
+    return PrepareRecord([HalfCount(topic, broker, 1)], (), origin.whole_until, whole=True)
+
+
+def end_fresh(
+    ender: HalfEnder,
+    token: Token,
+    decision: Decision,
+    prepared: PrepareRecord,
+    halves: Sequence[tuple[Queue, Sequence[HalfAddress]]],
+    ledger: Ledger,
+    deadline: Deadline,
+) -> Outcome | None:
+    """End a half message in the process that has stored its `halves`, at its first attempt. Return its outcome.
+
+    Return None if its messages have to be looked up: `end_prepared` follows. Raise the errors of `end_prepared`.
+    """
+    call = uuid.uuid4().hex
+    with ender.as_owner(token.transaction):
+        if prepared.whole and decision is Decision.COMMIT:
+            step = ender.cluster.context.events.step("step:publish", token.transaction)
+            with step, suppress(PublishedMessageMissing):
+                if ender.publish_fresh(token.transaction, halves, deadline):
+                    return Outcome.COMMITTED
+            return None
+        claim = _claim(ender, token, decision, prepared, {"by": call, "direct": True}, ledger, deadline)
+        if claim.data.get("by") != call:
+            return None
+        if claim.decision is Decision.ABORT:
+            with ender.cluster.context.events.step("step:drop", token.transaction):
+                ender.drop([(queue.broker, half) for queue, series in halves for half in series], deadline)
+            return Outcome.ABORTED
+        with _as_decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
+            return Outcome.COMMITTED if ender.publish_fresh(token.transaction, halves, deadline) else None
+
+
+def end_prepared(
+    ender: HalfEnder,
+    token: Token,
+    decision: Decision,
+    ledger: Ledger,
+    deadline: Deadline,
+    *,
+    prepared: PrepareRecord | None = None,
+    asked: bool = False,
+) -> Outcome:
     """End a prepared transaction by `decision`, or by an earlier decision. Return its outcome. Safe to repeat.
+
+    `prepared` is its prepare record, if the caller has it. `asked` means that the broker has asked about its halves, or
+    that their owner does not publish them directly.
 
     COMMITTED means that every message is published. Raise `BrokerUnavailable` only if this call has decided nothing,
     `OutcomeUnknown` if the outcome is not known or not carried out yet, `EvidenceLost` if halves or records are gone.
     """
-    prepared = _prepared(token, ledger, deadline)
+    prepared = prepared or _prepared(token, ledger, deadline)
+    if prepared.whole and _is_published(ender, token.transaction, prepared, asked, deadline):
+        return Outcome.COMMITTED
     call = uuid.uuid4().hex
-    claim = _claim(ender, token, decision, prepared, call, ledger, deadline)
+    claim = _claim(ender, token, decision, prepared, {"by": call}, ledger, deadline)
     first = claim.data.get("by") == call
     if claim.decision is Decision.ABORT:
         with _as_decided(token, "aborted"), ender.cluster.context.events.step("step:drop", token.transaction):
             ender.withdraw(token.transaction, prepared.topics, deadline)
         return Outcome.ABORTED
     with _as_decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
+        if claim.data.get("direct") and not asked:  # the owner of a half message may be publishing it (hazard H99)
+            _wait_out_immunity(ender, token.transaction, prepared.topics, deadline)
         publish_exclusively(ender, token.transaction, prepared.topics, deadline, first=first)
     return Outcome.COMMITTED
+
+
+def _is_published(ender: HalfEnder, transaction: str, prepared: PrepareRecord, asked: bool, deadline: Deadline) -> bool:
+    """Return whether the process that has stored a half message has published it. After False it cannot any more."""
+    if not asked:
+        clocks_differ = ender.cluster.settings.timing.clocks_differ
+        _wait_out_immunity(ender, transaction, prepared.topics, deadline, clocks_differ)
+    if ender.missing(transaction, prepared.topics, deadline):
+        time.sleep(min(ender.cluster.settings.timing.index_delay, deadline.left()))  # it may be published just now
+    return not ender.missing(transaction, prepared.topics, deadline)
 
 
 @contextmanager
@@ -118,13 +202,20 @@ def publish_decided(ender: HalfEnder, transaction: str, claim: LedgerClaim, dead
         publish_exclusively(ender, transaction, topics, deadline)
 
 
-def _wait_out_immunity(ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
+def _wait_out_immunity(
+    ender: HalfEnder,
+    transaction: str,
+    topics: Sequence[HalfCount],
+    deadline: Deadline,
+    clocks_differ: float = _BORN_TIME_SKEW_SECONDS,
+) -> None:
     """Wait until all messages are published, or until the immunity time of their halves is past.
 
-    After the immunity time, no owner can commit the halves directly, at the same time as the caller.
+    After the immunity time, no owner can commit the halves directly, at the same time as the caller. Brokers judge a
+    half's age by its born time, which the sender's clock gave.
     """
     settings = [ender.cluster.brokers.config(each.broker, deadline) for each in topics]
-    stale = Deadline(max((immunity(each) for each in settings), default=0) + _BORN_TIME_SKEW_SECONDS)
+    stale = Deadline(max((immunity(each) for each in settings), default=0) + clocks_differ)
     while ender.missing(transaction, topics, deadline) and not stale.expired:
         deadline.check("publishing a transaction that another owner committed")
         time.sleep(_PROGRESS_POLL_SECONDS)
@@ -135,13 +226,13 @@ def _claim(
     token: Token,
     decision: Decision,
     prepared: PrepareRecord,
-    call: str,
+    caller: Mapping[str, Any],
     ledger: Ledger,
     deadline: Deadline,
 ) -> LedgerClaim:
     if time.time() * 1000 >= prepared.expires_at:
         decision = Decision.ABORT  # the broker may have discarded halves, and the group may have moved on
-    data = {**halves_as_json(prepared.topics), "by": call}
+    data = {**halves_as_json(prepared.topics), **caller}
     log = _log_of(token)
     with ender.cluster.context.events.step("step:decide", token.transaction, decision=decision.value) as step:
         try:
@@ -189,7 +280,16 @@ def _log_of(token: Token) -> Mapping[str, Any]:
     return token.log
 
 
+def _whole(token: Token) -> PrepareRecord | None:
+    """Return what the token of a half message without a prepare record says of it; None for other tokens."""
+    if not token.how or token.expires_at is None:
+        return None
+    return PrepareRecord(halves_from_json(token.how), (), token.expires_at, whole=True)
+
+
 def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord:
+    if (whole := _whole(token)) is not None:
+        return whole
     for entry in ledger.find(token.transaction, deadline, log=_log_of(token)):
         if entry.kind == PREPARE:
             return PrepareRecord.from_json(entry.data)
@@ -203,6 +303,9 @@ def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline
     """Return the status of a token's transaction, and abort it if it has expired. Decide nothing else."""
     try:
         claim = ledger.decided(token.transaction, deadline, log=_log_of(token))
+        whole = _whole(token)
+        if claim is None and whole is not None and not ender.missing(token.transaction, whole.topics, deadline):
+            return Status(TokenState.COMMITTED, reason="its message is published")
         clocks_differ = ender.cluster.settings.timing.clocks_differ
         if claim is None and token.expires_at is not None and is_over(token.expires_at, clocks_differ):
             # Without halves no check-back follows, so perhaps no other process ever aborts it (hazard H73).
@@ -210,7 +313,7 @@ def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline
             claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=_log_of(token))
     except EvidenceLost as error:
         return Status(TokenState.UNKNOWN, reason=str(error), permanent=True)
-    except OutcomeUnknown as error:
+    except (OutcomeUnknown, BrokerUnavailable, AccessDenied) as error:
         return Status(TokenState.UNKNOWN, reason=str(error))
     if claim is not None:
         return _status_by(claim, ender, token, deadline)

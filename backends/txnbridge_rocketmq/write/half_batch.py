@@ -63,6 +63,7 @@ class _HalfInFlight:
 
     queue: Queue
     request: RpcRequest[SendResult]
+    series: int
     result: SendResult | RemotingError = _INTERRUPTED
 
 
@@ -82,11 +83,15 @@ class WrittenTopic:
 
 @dataclass
 class HalfBatch:
-    """The halves of one transaction: buffered, sent and confirmed. For use by one thread at a time."""
+    """The halves of one transaction: buffered, sent and confirmed. For use by one thread at a time.
+
+    `series` is the number of the present series: only messages of one series keep their order.
+    """
 
     client: RemotingClient
     group: str
     written: dict[str, WrittenTopic] = field(default_factory=dict)
+    series: int = 0
     _held: list[_HalfInFlight] = field(default_factory=list)
     _held_bytes: int = 0
     _sent: list[_HalfInFlight] = field(default_factory=list)
@@ -109,7 +114,8 @@ class HalfBatch:
                 f"a message to {message.topic} has {len(message.body)} bytes; the broker takes"
                 f" {written.settings.message_bytes}"
             )
-        self._held.append(_HalfInFlight(queue, send_half(message, self.group, queue.queue, immunity(written.settings))))
+        request = send_half(message, self.group, queue.queue, immunity(written.settings))
+        self._held.append(_HalfInFlight(queue, request, self.series))
         self._held_bytes += len(message.body)
         written.count += 1
         if len(self._held) >= _MOST_BUFFERED or self._held_bytes >= _MOST_BUFFERED_BYTES:
@@ -152,11 +158,11 @@ class HalfBatch:
         ):
             raise DeliveryFailed(str(ours)) from error
 
-    def stored(self) -> dict[Queue, list[HalfAddress]]:
-        """Return the addresses of the stored halves, by queue and in order."""
-        addresses: dict[Queue, list[HalfAddress]] = {}
+    def stored(self) -> list[tuple[Queue, Sequence[HalfAddress]]]:
+        """Return the addresses of the stored halves: for each queue and series, in order."""
+        addresses: dict[tuple[Queue, int], list[HalfAddress]] = {}
         for half in self._sent:
             if isinstance(half.result, SendResult):
                 address = half_address(half.queue.topic, self.group, half.result)
-                addresses.setdefault(half.queue, []).append(address)
-        return addresses
+                addresses.setdefault((half.queue, half.series), []).append(address)
+        return [(queue, halves) for (queue, _), halves in addresses.items()]

@@ -14,7 +14,7 @@ from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.write.message_format import OWN
 
 _TRANSACTION, _NUMBER = f"{OWN}transaction", f"{OWN}number"
-_LOG, _DEADLINE, _OPENING = f"{OWN}log", f"{OWN}deadline", f"{OWN}opening"
+_LOG, _DEADLINE, _OPENING, _WHOLE = f"{OWN}log", f"{OWN}deadline", f"{OWN}opening", f"{OWN}whole"
 
 # Brokers accept 32 KB of properties. The values here are short.
 _DIGITS = re.compile(r"\d{1,18}")
@@ -36,6 +36,9 @@ class HalfOrigin:
     deadline: int  # milliseconds since 1970
     # The id of the opening by which its owner opened the transactional id. After a newer opening it cannot commit.
     opening: str | None = None
+    # Only for a half that is a whole half message, and therefore has no prepare record: the time up to which it can be
+    # decided, in milliseconds since 1970.
+    whole_until: int | None = None
 
 
 def slot_of(record: MessageExt) -> TransactionSlot | None:
@@ -48,14 +51,15 @@ def slot_of(record: MessageExt) -> TransactionSlot | None:
 
 def origin_of(record: MessageExt) -> HalfOrigin | None:
     """Return the decision log and deadline in a half's properties; None for halves of other clients."""
-    deadline = record.properties.get(_DEADLINE, "")
+    deadline, whole_until = record.properties.get(_DEADLINE, ""), record.properties.get(_WHOLE, "")
     try:
         log = json.loads(record.properties.get(_LOG, ""))
     except ValueError:
         return None
     if not isinstance(log, dict) or not _DIGITS.fullmatch(deadline):
         return None
-    return HalfOrigin(log, int(deadline), record.properties.get(_OPENING))
+    whole = int(whole_until) if _DIGITS.fullmatch(whole_until) else None
+    return HalfOrigin(log, int(deadline), record.properties.get(_OPENING), whole)
 
 
 def is_over(deadline: int, clocks_differ: float) -> bool:
@@ -71,6 +75,7 @@ def properties(slot: TransactionSlot, origin: HalfOrigin) -> dict[str, str]:
         _LOG: json.dumps(dict(origin.log), separators=(",", ":")),
         _DEADLINE: str(origin.deadline),
         **({} if origin.opening is None else {_OPENING: origin.opening}),
+        **({} if origin.whole_until is None else {_WHOLE: str(origin.whole_until)}),
     }
 
 

@@ -152,6 +152,9 @@ class RocketMQWriter(Writer):
             value, key, headers = (item, None, None) if item.__class__ is bytes else encode_item(item)
             self.send(topic, value, key, headers, None, None)
 
+    def separate(self) -> None:
+        self._halves.series += 1
+
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
         assert isinstance(context, RocketMQAckContext)
         deadline = self._begun.deadline
@@ -198,16 +201,9 @@ class RocketMQWriter(Writer):
             raise TransactionAborted("another process aborted the transaction; run it again")
         with self._cluster.context.events.step("step:publish", self._begun.transaction):
             try:
-                halves = self._halves.stored()
-                if not self._owner.ender.publish_fresh(halves, deadline):
-                    return False
-                self._owner.ender.confirm_published(halves, deadline)
-                self._owner.ender.remember_settled(self._begun.transaction)
+                return self._owner.ender.publish_fresh(self._begun.transaction, self._halves.stored(), deadline)
             except PublishedMessageMissing as error:
                 raise self._unpublished_error(error) from error
-            except TxnBridgeError:
-                return False
-            return True
 
     def _unpublished_error(self, error: TxnBridgeError) -> OutcomeUnknown:
         """Return the error for a committed transaction that may be unpublished. The next `begin` publishes it."""
@@ -274,7 +270,7 @@ class RocketMQWriter(Writer):
             deadline = Deadline(_LEAST_ABORT_SECONDS)
         with self._cluster.context.events.step("step:drop", self._begun.transaction):
             stored = self._halves.stored()
-            self._owner.ender.drop([(q.broker, half) for q, halves in stored.items() for half in halves], deadline)
+            self._owner.ender.drop([(q.broker, half) for q, halves in stored for half in halves], deadline)
 
     # --- reopening and closing ----------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def publishes_at_once() -> None:
     def make(store: Callable[[RocketMQWriter, Deadline], None]) -> Any:
         def store_and_publish(self: RocketMQWriter, deadline: Deadline) -> None:
             store(self, deadline)
-            self._owner.ender.publish_fresh(self._halves.stored(), deadline)
+            self._owner.ender.publish_fresh(self._begun.transaction, self._halves.stored(), deadline)
 
         return store_and_publish
 
@@ -44,7 +44,7 @@ def aborts_before_the_deadline() -> None:
     replace(check_back, "is_over", lambda _: lambda *_: True)
 
 
-@ROCKETMQ.mutant("duplicate", workload="transactions", needs="rocketmq")
+@ROCKETMQ.mutant("duplicate", "foreign-duplicate", workload="transactions", needs="rocketmq")
 def publishes_without_a_look() -> None:
     """Halves are committed without a look-up that shows which messages are published already (hazard H62)."""
 
