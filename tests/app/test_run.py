@@ -70,6 +70,13 @@ def die(order):
     os._exit(77)
 
 waiting, hanging, refusing, finishing, dying = map(one, (wait, hang, refuse, finish, die))
+def finish_slowly(order):
+    print("here", flush=True)
+    time.sleep(0.4)
+    return order
+
+slow = txnbridge.App()
+slow.process("orders", group="slow", to="shipments")(finish_slowly)
 nowhere = one(wait, create_topics=0)
 nowhere.process("missing", group="g")(hang)
 owner = one(wait, transactional_id="shop")
@@ -194,6 +201,16 @@ def test_a_stop_cancels_what_waits_and_is_not_ready_meanwhile(folder, orders):
         service._process.send_signal(signal.SIGTERM)
         until(lambda: not service.is_ready())
         assert service.end() == 0
+
+
+def test_signals_to_all_processes_of_the_service_let_it_finish_too(folder, url, orders):
+    orders(b"1")
+    with Service(folder, "shop:slow", "--health-port", "0") as service:
+        assert service.line() == "here\n"
+        (pid,) = service.workers()
+        os.kill(pid, signal.SIGTERM)
+        assert service.stop() == 0
+    assert sent(url, "shipments") == [b"1"]
 
 
 @pytest.mark.parametrize(

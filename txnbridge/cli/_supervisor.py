@@ -16,6 +16,7 @@ from typing import Any
 
 from txnbridge.cli._common import ExitCode
 from txnbridge.cli._health import Answer
+from txnbridge.cli._worker import ABORT, STOP
 
 _log = logging.getLogger("txnbridge")
 
@@ -88,7 +89,7 @@ class WorkerSupervisor:
     def _look(self) -> None:
         if len(self._signals) > self._handled:
             self._handled += 1
-            self._stop(signal.Signals(self._signals[-1]).name)
+            self._stop(signal.Signals(self._signals[-1]).name, at_once=self._handled > 1)
             if self._handled > 1:
                 self._code = 128 + self._signals[-1]
         for worker in self._workers:
@@ -126,11 +127,11 @@ class WorkerSupervisor:
             self._code = code
             self._stop("one of them has failed")
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, at_once: bool = False) -> None:
         _log.info("stopping the workers: %s", reason)
         self._kill_at = self._kill_at or time.monotonic() + self._stop_timeout + _CLOSING_SECONDS
         for worker in self._workers:
-            worker.stop()
+            worker.stop(at_once)
 
     def _renew(self) -> None:
         _log.info("a file has changed: the workers start anew")
@@ -157,7 +158,7 @@ class Worker:
         self.number = number
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
-        self._status_pipe = self._alive_pipe = -1
+        self._status_pipe = self._orders_pipe = -1
         self._text = b""
         self._told: dict[str, Any] = {}
         self._started = self._heard = 0.0
@@ -185,14 +186,16 @@ class Worker:
     def start(self) -> None:
         """Start a process, in a session of its own: Ctrl-C in a terminal is for the supervisor only."""
         self._status_pipe, status = os.pipe()
-        alive, self._alive_pipe = os.pipe()
+        orders, self._orders_pipe = os.pipe()
         os.set_blocking(self._status_pipe, False)
-        pipes = f"{status},{alive}"
         self._process = subprocess.Popen(
-            [*self._command, pipes], pass_fds=(status, alive), start_new_session=True, stdin=subprocess.DEVNULL
+            [*self._command, f"{status},{orders}"],
+            pass_fds=(status, orders),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
         )
         os.close(status)
-        os.close(alive)
+        os.close(orders)
         self._text, self._told = b"", {}
         self._started = self._heard = time.monotonic()
         self.start_at, self.renewed = None, False
@@ -224,11 +227,12 @@ class Worker:
         if lines:
             self._told, self._heard = json.loads(lines[-1]), time.monotonic()
 
-    def stop(self) -> None:
-        """Ask the process to stop; asked again, it stops at once."""
+    def stop(self, at_once: bool = False) -> None:
+        """Tell the process to stop: after what is under way, or at once."""
         self.start_at = None
-        if self._process is not None and self.runs:
-            self._process.send_signal(signal.SIGTERM)
+        if self.runs:
+            with suppress(BrokenPipeError):  # it has just died
+                os.write(self._orders_pipe, ABORT if at_once else STOP)
 
     def end(self) -> int | None:
         """Return the exit code if the process has ended, and close what belonged to it."""
@@ -236,8 +240,8 @@ class Worker:
         code = self._process.poll()
         if code is not None:
             os.close(self._status_pipe)
-            os.close(self._alive_pipe)
-            self._status_pipe = self._alive_pipe = -1
+            os.close(self._orders_pipe)
+            self._status_pipe = self._orders_pipe = -1
         return code
 
     def kill(self) -> None:

@@ -1,4 +1,8 @@
-"""`run_worker`: runs an application in a process that `txnbridge run` has started, and tells it how it gets on."""
+"""`WorkerProcess`: a process of an application that `txnbridge run` has started and looks after.
+
+Two pipes connect it with its supervisor. On the one it writes its status, a line of JSON several times a second. On the
+other it reads what to do: `STOP`, `ABORT`, or the end of the pipe, which is the end of the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 
 import click
@@ -13,43 +18,66 @@ import click
 from txnbridge import App, Poison, TxnBridgeError
 from txnbridge.cli._common import ExitCode, report
 
-# The exit code of a worker that a signal has stopped.
-SIGNALLED = 128 + signal.SIGTERM
+# The supervisor does not stop a worker by a signal: a service manager that sends SIGTERM to all processes of a service
+# would then have sent the first one, and a second one aborts.
+STOP, ABORT = b"s", b"a"
+# The exit code of a worker that a signal or its supervisor has stopped.
+STOPPED = 128 + signal.SIGTERM
 
 # The interval at which a worker writes its status, so that a change is known soon; a line takes microseconds.
 _STATUS_SECONDS = 0.25
+_START_SECONDS = 0.05
 
 
-def run_worker(app: App, status: int, alive: int) -> int:
-    """Run the application until a signal; return the exit code, by which the supervisor knows what to do.
+class WorkerProcess:
+    """This process as a worker. `pipes` are the file descriptors of its status and its orders, as text."""
 
-    OK: the application has stopped itself. FAILED: a function has failed for good. UNAVAILABLE: it could not start.
+    def __init__(self, pipes: str) -> None:
+        status, _, orders = pipes.partition(",")
+        self._status, self._orders = int(status), int(orders)
+        self._app: App | None = None
+        os.set_inheritable(self._status, False)
+        os.set_inheritable(self._orders, False)
+        threading.Thread(target=self._obey, name="txnbridge orders", daemon=True).start()
 
-    Write lines of JSON to the file descriptor `status`. Stop when the other end of `alive` is closed: then the
-    supervisor is dead.
-    """
-    os.set_inheritable(status, False)
-    os.set_inheritable(alive, False)
-    threading.Thread(target=_stop_with_supervisor, args=(alive,), daemon=True).start()
-    threading.Thread(target=_tell, args=(app, status), daemon=True).start()
-    try:
-        app.run()
-    except Exception as error:
-        # The text of `Poison` is the application's own, which may be shown.
-        shown = TxnBridgeError(str(error)) if isinstance(error, Poison) else error
-        report(click.get_current_context(), shown)
-        return ExitCode.FAILED if app._was_running else ExitCode.UNAVAILABLE
-    return ExitCode.OK if app._stopped_itself else SIGNALLED
+    def run(self, app: App) -> int:
+        """Run the application until it is stopped; return the exit code, by which the supervisor knows what to do.
 
+        OK: the application has stopped itself. FAILED: a function has failed for good. UNAVAILABLE: it could not start.
+        """
+        self._app = app
+        threading.Thread(target=self._tell, args=(app,), name="txnbridge status", daemon=True).start()
+        try:
+            app.run()
+        except Exception as error:
+            # The text of `Poison` is the application's own, which may be shown.
+            shown = TxnBridgeError(str(error)) if isinstance(error, Poison) else error
+            report(click.get_current_context(), shown)
+            return ExitCode.FAILED if app._was_running else ExitCode.UNAVAILABLE
+        return ExitCode.OK if app._stopped_itself else STOPPED
 
-def _stop_with_supervisor(alive: int) -> None:
-    os.read(alive, 1)  # returns at the end of the supervisor, which never writes
-    os.kill(os.getpid(), signal.SIGTERM)
+    def _tell(self, app: App) -> None:
+        with suppress(BrokenPipeError):
+            while True:
+                os.write(self._status, json.dumps(app._status()).encode() + b"\n")
+                time.sleep(_STATUS_SECONDS)
 
+    def _obey(self) -> None:
+        order = STOP
+        while order:
+            order = os.read(self._orders, 1)
+            if self._app is None:
+                os._exit(STOPPED)  # while it imports the application, nothing is under way
+            while self._app._stop is None:
+                time.sleep(_START_SECONDS)
+            if order == ABORT:
+                self._abort(self._app)
+            else:
+                self._app._stop_all()
 
-def _tell(app: App, status: int) -> None:
-    pause = threading.Event()
-    with suppress(BrokenPipeError):
-        while True:
-            os.write(status, json.dumps(app._status()).encode() + b"\n")
-            pause.wait(_STATUS_SECONDS)
+    def _abort(self, app: App) -> None:
+        """Send this process the signals after which the application aborts: two, or the second one."""
+        if app._stop is not None and app._stop.signalled is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_START_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -46,6 +46,11 @@ def command(
     SIGTERM and Ctrl-C stop all after the running transactions, a second signal at once. Progress and errors are logged
     to standard error. The exit code of an App: 0 it was stopped, 1 a function failed for good, 3 it could not start.
     """
+    process = None
+    if worker is not None:
+        from txnbridge.cli._worker import WorkerProcess
+
+        process = WorkerProcess(worker)
     found = load(target, _makes_processors, "neither an App nor a Processor nor a function that makes one")
     supervised = workers is not None or reload or health_port is not None
     if supervised and (until_idle or not isinstance(found, App)):
@@ -55,11 +60,8 @@ def command(
             _run_processor(cli, target, found, until_idle)
             return None
         _use_options(found)
-        if worker is not None:
-            from txnbridge.cli._worker import run_worker
-
-            status, _, alive = worker.partition(",")
-            return run_worker(found, int(status), int(alive))
+        if process is not None:
+            return process.run(found)
         if until_idle:
             _run_until_idle(cli, found)
             return None
