@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from txnbridge.errors import TransactionAborted
 
@@ -17,6 +17,14 @@ R = TypeVar("R")
 
 # The seconds that tasks which a function has left behind have for their end when the loop is closed.
 _CLOSE_SECONDS = 1.0
+
+
+async def _outcome(coroutine: Coroutine[Any, Any, R]) -> tuple[R | None, Exception | None]:
+    """Return the result or the error of a coroutine, whose traceback is then the application's and not asyncio's."""
+    try:
+        return await coroutine, None
+    except Exception as error:
+        return None, error
 
 
 class EventLoop:
@@ -29,20 +37,19 @@ class EventLoop:
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """Run a coroutine to its end. Raise `TransactionAborted` if a stop has cancelled it."""
-        task = self._task = self._loop.create_task(coroutine)
+        task = self._task = self._loop.create_task(_outcome(coroutine))
         try:
-            # Waiting does not raise the task's error, whose traceback then begins with the application's code.
-            self._loop.run_until_complete(asyncio.wait([task]))
+            result, error = self._loop.run_until_complete(task)
+        except asyncio.CancelledError:
+            if not self._cancelled:
+                raise RuntimeError("what the handler waited for was cancelled") from None
         finally:
             self._task = None
         if self._cancelled:  # also if the coroutine has caught the cancellation and returned
             raise TransactionAborted("the handler was cancelled: it did not end in the time of the stop")
-        if task.cancelled():
-            raise RuntimeError("what the handler waited for was cancelled")
-        if (error := task.exception()) is not None:
+        if error is not None:
             raise error
-        result: R = task.result()
-        return result
+        return cast(R, result)
 
     @contextmanager
     def opened(self, block: AbstractAsyncContextManager[R]) -> Iterator[R]:
