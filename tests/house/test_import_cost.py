@@ -7,7 +7,7 @@ import sys
 
 from tests.house.rooms import packages
 
-HEAVY = {"sqlalchemy", "click", "rich", "tenacity", "pluggy", "confluent_kafka", "pyspark", "pyarrow"}
+HEAVY = {"asyncio", "sqlalchemy", "click", "rich", "tenacity", "pluggy", "confluent_kafka", "pyspark", "pyarrow"}
 NOT_THE_CORE = {package.name for package in packages()} - {"txnbridge"}
 
 
@@ -32,7 +32,8 @@ def test_connecting_loads_no_command_and_no_client_of_another_broker(tmp_path):
 
 
 def test_what_is_heavy_would_be_seen():
-    assert heavy_modules_after("import txnbridge, click, sqlalchemy.orm, txnbridge_embedded") == {
+    assert heavy_modules_after("import asyncio, txnbridge, click, sqlalchemy.orm, txnbridge_embedded") == {
+        "asyncio",
         "click",
         "sqlalchemy",
         "txnbridge_embedded",
