@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from txnbridge import Bridge, Capability, Consumer, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
 from txnbridge.errors import Poison, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall
-from txnbridge_conformance.run.client import LONGEST_SALE, SALE_SECONDS, Client, read_of, text_of
+from txnbridge_conformance.run.client import LONGEST_SALE, SALE_SECONDS, SINGLE_SALE_SECONDS, Client, read_of, text_of
 from txnbridge_conformance.run.processing import ProcessorRecording
 from txnbridge_conformance.run.sales import Sales
 
@@ -282,7 +282,11 @@ def sell(client: Client) -> None:
     with client.bridge(writers=1) as bridge:
         with bridge.half_messages(client.plan.sellers, execute=execute, check=check) as halves:
             while not client.stop.wait(client.random.uniform(0, 0.1)):
-                client.sell(halves, _DISPUTED_DEADLINE if chance() < 0.07 else SALE_SECONDS)
+                if chance() < 0.3:
+                    client.sell(halves, SINGLE_SALE_SECONDS, client.single(*client.plan.sold))
+                else:
+                    timeout = _DISPUTED_DEADLINE if chance() < 0.1 else SALE_SECONDS
+                    client.sell(halves, timeout, client.sends(*client.plan.sold))
 
 
 WORK: dict[str, Callable[[Client], None]] = {
