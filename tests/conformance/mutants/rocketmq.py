@@ -44,7 +44,7 @@ def aborts_before_the_deadline() -> None:
     replace(check_back, "is_over", lambda _: lambda *_: True)
 
 
-@ROCKETMQ.mutant("duplicate", workload="transactions", needs="rocketmq")
+@ROCKETMQ.mutant("duplicate", "foreign-duplicate", workload="transactions", needs="rocketmq")
 def publishes_without_a_look() -> None:
     """Halves are committed without a look-up that shows which messages are published already (hazard H62)."""
 
