@@ -48,7 +48,7 @@ _FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 _PAUSE_SHARE, _LONGEST_PAUSE = 0.002, 4.0
 # The requests that commit a transaction, by backend, and the share of them before which the role "own" pauses: all of
 # the transaction is stored then, and if the other owner opens the id, the request has to fail.
-_COMMITS, _COMMIT_PAUSE_SHARE = ("step:commit", "step:decide"), 0.1
+_COMMITS, _COMMIT_PAUSE_SHARE = ("step:commit", "step:decide"), 0.3
 
 
 class KillAt:
