@@ -122,13 +122,17 @@ def test_a_broken_embedded_broker_is_found_under_its_name(
 def test_a_mutant_is_found_under_its_name(
     backend: str, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    broker = request.getfixturevalue(f"{backend}_broker")
-    url = f"{broker.url}?admin_url={broker.admin_url}" if broker.admin_url else broker.url
     mutant = LIVE[backend].by_name[name]
     if mutant.needs:
         pytest.importorskip(mutant.needs, reason="only the broker's official client shows it")
     more = ["--time", str(mutant.seconds), "--workload", mutant.workload]
     more += ["--plugin", f"tests.conformance.mutants.{backend}"]
-    if isinstance(broker, RocketMQ):
-        more += ["--grpc", broker.grpc_address()]
+    if mutant.faults:
+        url = backend
+        more += ["--faults", mutant.faults]
+    else:
+        broker = request.getfixturevalue(f"{backend}_broker")
+        url = f"{broker.url}?admin_url={broker.admin_url}" if broker.admin_url else broker.url
+        if isinstance(broker, RocketMQ):
+            more += ["--grpc", broker.grpc_address()]
     assert_found(mutant.finds, mutant.seeds, tmp_path, url, *more, **{VARIABLE: name})

@@ -81,7 +81,7 @@ def test_a_reader_that_waits_gets_what_was_committed(
     bridge, topic = held
     with bridge.consumer(topic) as impatient:
         assert not impatient.poll(1, timeout=1)
-    with with_timing(held_check_seconds=0.2):
+    with with_timing(idle_check_seconds=0.2):
         patient = open_bridge()
     with patient.consumer(topic) as consumer:
         assert values(take(consumer, len(WAYS[die]))) == WAYS[die]

@@ -456,6 +456,18 @@ def test_what_a_broker_leaves_out_when_it_goes_back_comes_before_later_messages(
     assert not left_out
 
 
+def test_a_member_that_waits_gets_what_a_broker_has_left_out(client, topic, member, monkeypatch):
+    """No transaction aborts and the partition does not move, so that the broker would never go back (hazard H94)."""
+    write(client, topic, b"0")
+    group = member(topic, timing=Timing(idle_check_seconds=0.2))
+    group.pass_on(group.take(1))
+    (consumer,) = group.reader._by_consumer
+    arrived, left_out = consumer.entry_arrived, iter([True, True])
+    monkeypatch.setattr(consumer, "entry_arrived", lambda *entry: next(left_out, False) or arrived(*entry))
+    write(client, topic, b"1", b"2")
+    assert values(group.take(2)) == [b"1", b"2"]
+
+
 def test_in_a_group_seeking_brings_back_what_is_not_acknowledged(client, topic, member):
     write(client, topic, b"0", batch_of(b"1", b"2", b"3"), b"4")
     reader = member(topic)

@@ -57,7 +57,7 @@ def oldest_open(rest: Rest, topic: str, deadline: Deadline) -> wire.TxnId | None
             rest, topic, _position_after(parse_position(stats["maxReadPosition"]), ledgers), deadline
         )
         return txn_of_headers(headers)
-    except (RestRefused, KeyError):
+    except (RestRefused, KeyError, ValueError):
         return None  # the topic is not loaded, or the transaction has ended meanwhile
 
 

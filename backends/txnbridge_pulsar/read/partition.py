@@ -96,6 +96,10 @@ class PulsarPartition:
         # Entries that have to arrive again before any later ones (hazard H94), in order.
         self._expected: deque[_EntryId] = deque()
         self._repeated_redeliveries = 0
+        # The progress that a check has found while the partition was idle and the group had not read all, and whether
+        # the check before had found the same: then the broker has skipped messages.
+        self._unread: tuple[_EntryId, wire.MessageId | None, int] | None = None
+        self.is_behind = False
         self._delivery_counts: dict[Position, int] = {}
         self._max_delivery_counts = max_delivery_counts
 
@@ -158,6 +162,18 @@ class PulsarPartition:
         if not self._expected:
             self._repeated_redeliveries = 0
         return False
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether all received messages are acknowledged, none is due again, and no seek has skipped any."""
+        return not (self.waiting or self._outstanding or self._expected or self._skipped)
+
+    def note_progress(self, last: wire.MessageId, acknowledged: wire.MessageId | None) -> None:
+        """Note the broker's answer: the id of the last message, and the group's mark-delete position."""
+        before = self._unread
+        is_unread = self.is_idle and acknowledged is not None and acknowledged[:2] < last[:2]
+        self._unread = (self.received, acknowledged, self.consumer.generation) if is_unread else None
+        self.is_behind = self._unread is not None and self._unread == before
 
     def expect_again(self, dropped: Iterable[wire.MessageId] = ()) -> None:
         """Expect all entries with messages that are not acknowledged, because the broker delivers them again.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import random
 import threading
 import time
@@ -63,10 +62,9 @@ _PENDING_ACKS_CHECK_SECONDS = 0.1
 _MAX_ENTRIES_PER_TAKE = 500
 # Bytes, about, that one poll returns at most: 10,000 large messages at once would not fit into memory.
 _MAX_POLL_BYTES = 16 * 1024 * 1024
-# Partitions of which one check finds out whether they are held back, and seconds for the check, in which nothing else
-# is done in the background.
-_MAX_HELD_CHECKS = 20
-_HELD_CHECK_SECONDS = 5.0
+# Partitions in one check of idle ones, and seconds for the check, in which nothing else is done in the background.
+_MAX_IDLE_CHECKS = 20
+_IDLE_CHECK_SECONDS = 5.0
 # Partitions that are opened in parallel: each waits some milliseconds for the broker.
 _PARALLEL_OPENINGS = 16
 
@@ -109,9 +107,10 @@ class PulsarReader(Reader):
         self._context = PulsarAckContext(subscription.group or "", shared, self._partitions, self._guard)
         self._work: BackgroundTask[_BackgroundResult] | None = None
         self._check_partitions_at = time.monotonic() + _NEW_PARTITIONS_CHECK_SECONDS
-        self._check_held_at = time.monotonic() + self._timing.held_check_seconds
+        self._check_idle_at = time.monotonic() + self._timing.idle_check_seconds
         self._together_until = 0.0
         self._first_partition = 0
+        self._may_release = True  # whether the user may end forgotten transactions, as far as it is known
         self._closed = False
         topics = self._concrete_topics(deadline)
         try:
@@ -278,11 +277,13 @@ class PulsarReader(Reader):
             self._work = BackgroundTask(
                 lambda: self._run_work(lost, due, check_topics, deadline), self._apply_work, self._inbox.wake
             )
-        elif self._cluster.rest is not None and time.monotonic() >= self._check_held_at:
-            self._check_held_at = time.monotonic() + self._timing.held_check_seconds
+        elif time.monotonic() >= self._check_idle_at:
+            self._check_idle_at = time.monotonic() + self._timing.idle_check_seconds
             idle = [each for each in partitions if each.is_assigned and not each.waiting]
-            checked = random.sample(idle, min(len(idle), _MAX_HELD_CHECKS))
-            self._work = BackgroundTask(lambda: self._release(checked), lambda _: None, self._inbox.wake)
+            checked = random.sample(idle, min(len(idle), _MAX_IDLE_CHECKS))
+            self._work = BackgroundTask(
+                lambda: self._check_idle(checked), lambda _: self._redeliver_skipped(checked), self._inbox.wake
+            )
 
     def _finish_work(self, deadline: Deadline) -> None:
         """Wait for the end of running background work, which could otherwise change positions after a seek."""
@@ -313,22 +314,35 @@ class PulsarReader(Reader):
             if self._closed:
                 self._cluster.client.hang_up(self._connection_key)
 
-    def _release(self, partitions: Sequence[PulsarPartition]) -> _BackgroundResult:
-        """End forgotten transactions that hold messages of these partitions back from all readers (hazard H98)."""
-        assert self._cluster.rest is not None
-        deadline = Deadline(_HELD_CHECK_SECONDS)
+    def _check_idle(self, partitions: Sequence[PulsarPartition]) -> _BackgroundResult:
+        """Find out why nothing comes from partitions.
+
+        A forgotten transaction may hide messages (hazard H98), or the broker may have skipped some (hazard H94).
+        """
+        deadline = Deadline(_IDLE_CHECK_SECONDS)
         for partition in partitions:
             try:
-                release(self._cluster, self._cluster.rest, partition.topic, deadline)
+                if self._cluster.rest is not None and self._may_release:
+                    release(self._cluster, self._cluster.rest, partition.topic, deadline)
+                if self._mode.in_order:
+                    with translated(f"asking for the end of {partition.topic}"):
+                        partition.note_progress(*partition.consumer.progress(deadline.left()))
             except AccessDenied as error:
-                self._check_held_at = math.inf
+                self._may_release = False
                 _log.warning(
                     "transactions that their coordinators have forgotten may hold readers of %s back: %s",
                     *(partition.topic, error),
                 )
             except (TxnBridgeError, RestRefused) as error:
-                _log.debug("whether %s is held back is not known: %s", partition.topic, error)
+                _log.debug("why nothing comes from %s is not known: %s", partition.topic, error)
         return _BackgroundResult()
+
+    def _redeliver_skipped(self, partitions: Sequence[PulsarPartition]) -> None:
+        """Have brokers deliver again where two checks found messages that have not come."""
+        for partition in partitions:
+            with self._guard:
+                if partition.is_assigned and partition.is_behind and partition.is_idle:
+                    self._mode.redeliver(partition)
 
     def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
         """Return the concrete topics of each topic. For a group, create a missing topic where that is allowed."""

@@ -33,9 +33,9 @@ class Timing:
     rest_seconds: float = 3.0
     # After a REST timeout a reader sends no request for this long: there would be one for each partition.
     no_rest_seconds: float = 30.0
-    # Seconds between two checks by REST whether a transaction that its coordinator has forgotten hides messages from a
-    # reader that waits. A check takes one request for each partition, and a dozen more if an open transaction is found.
-    held_check_seconds: float = 30.0
+    # Seconds between two checks why nothing comes from partitions. A check takes two requests for each partition, and a
+    # dozen more if an open transaction is found.
+    idle_check_seconds: float = 30.0
 
     # --- cleanup of proof topics
     # Seconds until the first cleanup, so that a short-lived bridge does none, and between two cleanups.

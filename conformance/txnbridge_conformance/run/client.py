@@ -48,6 +48,9 @@ _FINAL = (TokenState.COMMITTED, TokenState.ABORTED)
 # The share of events at which a process with `PauseAt` pauses, and the longest pause in seconds. In it another process
 # can open a transactional id, and a short lease ends.
 _PAUSE_SHARE, _LONGEST_PAUSE = 0.002, 4.0
+# The requests that commit a transaction, by backend, and the share of them before which the role "own" pauses: all of
+# the transaction is stored then, and if the other owner opens the id, the request has to fail.
+_COMMITS, _COMMIT_PAUSE_SHARE = ("step:commit", "step:decide"), 0.3
 
 
 class KillAt:
@@ -82,14 +85,17 @@ class PauseAt:
     pause at single messages, of which there are many: a workload pauses between them itself.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, role: str) -> None:
         self._client = client
         self._plan = client.plan
+        self._owns = role == "own"
         self._random = random.Random(client.random.random())  # of its own, because threads have events at any time
 
     @hookimpl
     def txnbridge_event(self, event: Event) -> None:
-        if event.name != "message.send" and self._random.random() < _PAUSE_SHARE and not self._plan.closing.exists():
+        is_commit = self._owns and event.name in _COMMITS and event.phase == "before"
+        share = _COMMIT_PAUSE_SHARE if is_commit else _PAUSE_SHARE
+        if event.name != "message.send" and self._random.random() < share and not self._plan.closing.exists():
             fault = f"pause at {event.name}/{event.phase}", self._client.process
             self._client.recorder.fault(*fault, "begin")
             self._client.stop.wait(self._random.uniform(0, _LONGEST_PAUSE))

@@ -45,7 +45,7 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
         if int(number):
             plugins.register(KillAt(int(number), tried.split(","), recorder, process), "kill-at")
         elif client.random.random() < 0.5:  # not always: with a listener, the quick way of sending is not taken
-            plugins.register(PauseAt(client), "pause-at")
+            plugins.register(PauseAt(client, role), "pause-at")
         work = raw_rocketmq.sell if plan.raw and role == "sell" else WORK[role]
         while not client.stop.is_set():
             try:

@@ -23,7 +23,8 @@ class Mutant:
     """A change of a backend, and the findings of which a run has at least one. `seeds` are tried in turn.
 
     `workload` is the workload that needs the missing rule; with this one alone a run attacks it more often. `needs` is
-    a module without which nothing is found, such as an official client.
+    a module without which nothing is found, such as an official client. `faults` are the kinds of faults that show the
+    harm, if those of clients do not: for them a run starts a broker of its own.
     """
 
     change: Callable[[], None]
@@ -32,6 +33,7 @@ class Mutant:
     workload: str
     seeds: tuple[int, ...]
     needs: str | None
+    faults: str | None
 
 
 @dataclass
@@ -47,11 +49,12 @@ class Mutants:
         seconds: int = 20,
         seeds: tuple[int, ...] = (1, 2, 3),
         needs: str | None = None,
+        faults: str | None = None,
     ) -> Callable[[Callable[[], None]], Callable[[], None]]:
         """Return a decorator for a function that changes the backend. A run has to find one of `finds`."""
 
         def add(change: Callable[[], None]) -> Callable[[], None]:
-            self.by_name[change.__name__] = Mutant(change, frozenset(finds), seconds, workload, seeds, needs)
+            self.by_name[change.__name__] = Mutant(change, frozenset(finds), seconds, workload, seeds, needs, faults)
             return change
 
         return add

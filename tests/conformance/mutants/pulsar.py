@@ -34,7 +34,7 @@ def sends_outside() -> None:
     before = replace(PulsarProducer, "send", send)
 
 
-@PULSAR.mutant("half-ack", workload="groups")
+@PULSAR.mutant("half-ack", "replay-duplicate", workload="groups")
 def acks_outside() -> None:
     """Acknowledgements are sent without the transaction's number."""
 
@@ -62,7 +62,7 @@ def commits_later() -> None:
     before = replace(writer, "end", end)
 
 
-@PULSAR.mutant("outcome-lie", "zombie-write", "unseen", workload="owners")
+@PULSAR.mutant("outcome-lie", "zombie-write", "unseen", workload="owners", seconds=30)
 def takes_a_refusal_for_a_commit() -> None:
     """A commit counts as committed if the coordinator does not know the transaction any more."""
 
@@ -74,7 +74,9 @@ def takes_a_refusal_for_a_commit() -> None:
 
 
 @PULSAR.mutant(
-    "lost-write", "unseen", "torn-transaction", "outcome-lie", "stuck-reader", "hang", workload="transactions"
+    *("lost-write", "unseen", "torn-transaction", "outcome-lie", "stuck-reader", "hang"),
+    workload="transactions",
+    faults="client,network",
 )
 def waits_for_no_receipts() -> None:
     """A commit is requested while messages are under way (H34)."""
