@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -33,22 +34,27 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return opened
 
 
+def make_pool(prepared_ids: int) -> PreparedIdPool:
+    nothing = SimpleNamespace(describe=lambda *asked: {})
+    owner: Any = SimpleNamespace(name="shop", opening=None, prepared_ids=prepared_ids, inherited_ids=[], denied="")
+    owner.check = owner.open_once = lambda deadline: None
+    cluster: Any = SimpleNamespace(requests=nothing)
+    return PreparedIdPool(cluster, owner, LONGEST_MS, LONGEST_MS)
+
+
 @pytest.fixture
 def run(openings: list[tuple[str, int]]) -> Run:
     """Begin and end a prepared transaction with this hold, and wait until the next id is opened."""
-    nothing = SimpleNamespace(describe=lambda *asked: {})
-    owner: Any = SimpleNamespace(name="shop", opening=None, prepared_ids=4, inherited_ids=[], denied="")
-    owner.check = owner.open_once = lambda deadline: None
-    cluster: Any = SimpleNamespace(requests=nothing)
-    pool = PreparedIdPool(cluster, owner, LONGEST_MS, LONGEST_MS)
+    pool = make_pool(4)
 
     def run_one(hold: float | None) -> None:
         writer = pool.take(Deadline(30))
         writer.begin(Begin("txn", Deadline(30), prepare=True, hold=hold))
         assert writer.session.timeout_ms == (LONGEST_MS if hold is None else (30 + hold) * 1000)
         writer.close()
-        assert pool._ahead is not None
-        pool._ahead.join(30)
+        assert pool._ahead
+        for thread in pool._ahead:
+            thread.join(30)
 
     return run_one
 
@@ -73,3 +79,25 @@ def test_a_transaction_that_asks_for_another_time_out_opens_its_id_again(
     run(20.0)
     run(20.0)
     assert openings == [("shop.None.p1", 50_000), ("shop.None.p2", 50_000), ("shop.None.p3", 50_000)]
+
+
+def test_transactions_that_come_faster_than_ids_are_opened_find_more_of_them_open(
+    monkeypatch: pytest.MonkeyPatch, openings: list[tuple[str, int]]
+) -> None:
+    open_at_once, may_open = ProducerSession.open, threading.Semaphore(0)
+
+    def open_when_told(session: ProducerSession, deadline: Deadline) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            may_open.acquire(timeout=30)
+        open_at_once(session, deadline)
+
+    monkeypatch.setattr(ProducerSession, "open", open_when_told)
+    pool = make_pool(64)
+    found = []
+    for number in range(8):
+        pool.take(Deadline(30)).begin(Begin(f"txn {number}", Deadline(30), prepare=True, hold=None))
+        found.append(len(pool._ahead))
+    may_open.release(64)
+    pool.close(Deadline(30))
+    assert found == [1, 2, 3, 4, 4, 4, 4, 4]
+    assert len({id for id, _ in openings}) == len(openings) == 12

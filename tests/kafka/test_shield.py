@@ -265,7 +265,8 @@ def test_a_late_opening_of_its_id_aborts_nothing_that_was_prepared(
         with through.transaction(prepare=True) as txn:
             txn.send(topic, b"before")
         assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
-        through._connection.broker._pool._ahead.join(60)  # type: ignore[attr-defined]
+        for opening in through._connection.broker._pool._ahead:  # type: ignore[attr-defined]
+            opening.join(60)
     held = proxy.hold(requests="InitProducerId")
     tokens: list[str] = []
 
