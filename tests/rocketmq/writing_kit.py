@@ -51,7 +51,7 @@ def copies(client: RemotingClient, topic: str, transaction: str, number: int = 0
 
 def times_asked(client: RemotingClient, topic: str, transaction: str) -> int:
     """Return how many check-backs the broker has sent about a half."""
-    return max(int(copy.properties.get(Property.CHECKS, 0)) for copy in copies(client, topic, transaction))
+    return max((int(copy.properties.get(Property.CHECKS, 0)) for copy in copies(client, topic, transaction)), default=0)
 
 
 def broker_of(bridge: Bridge) -> RocketMQBroker:
