@@ -28,6 +28,7 @@ NAMES += (
     "kafka_group_commit",
     "kafka_process",
     "kafka_half_messages",
+    "kafka_telemetry",
 )  # these start a broker
 NAMES += ("pulsar_write", "pulsar_read", "pulsar_process", "pulsar_commit", "pulsar_memory", "pulsar_spark")
 NAMES += ("pulsar_half_messages", "pulsar_group_commit")

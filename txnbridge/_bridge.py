@@ -747,6 +747,11 @@ _live: weakref.WeakSet[Bridge] = weakref.WeakSet()
 _dropped: deque[Bridge] = deque()  # bridges that were garbage-collected without `close`
 
 
+def open_bridges() -> list[Bridge]:
+    """Return the bridges of this process that are open."""
+    return list(_live)
+
+
 def _close_dropped() -> None:
     with suppress(IndexError):
         while True:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
@@ -16,6 +17,9 @@ from txnbridge._timing import TIMING
 from txnbridge.capabilities import Capabilities
 from txnbridge.errors import BrokerUnavailable, InvalidState
 from txnbridge.spi import Broker, HalfStore, Identity
+
+if TYPE_CHECKING:
+    from txnbridge._processor import Processor
 
 _log = logging.getLogger("txnbridge")
 
@@ -47,9 +51,10 @@ class Connection:
         self.name = f"{backend}-{random_name(4)}"
         self.identity = identity
         self.timeout = timeout
-        self.events = Emitter(self.name, plugins.listeners())
+        self.events = Emitter(self.name, plugins.listeners(), plugins.filtered_listeners())
         self.header_makers = plugins.header_makers()
         self.services: set[Stoppable] = set()  # the running services
+        self.processors: weakref.WeakSet[Processor] = weakref.WeakSet()
         # Returns the bridge's half store in topics; the bridge sets it.
         self.half_topics: Callable[[], HalfStore] = _no_half_topics
         self.closed = False  # if True, new calls are refused

@@ -1,7 +1,7 @@
 """Events: every step of every transaction, for listeners.
 
 Metrics, tracing, logging, the event recorder and the crash tests are listeners: plug-ins with a `txnbridge_event` hook.
-A bridge looks up the listeners when it is opened; without listeners it makes no events.
+A bridge looks up the listeners when it is opened, and makes only the events that a listener wants.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ EVENT_NAMES = (
     "commit",
     "group.commit",
     "abort",
+    "transaction.end",
     "resolve",
     "status",
     "reader.assign",
@@ -77,23 +78,40 @@ Listener = Callable[[Event], object]
 
 
 class Emitter:
-    """Calls the listeners of one bridge. Without listeners it is falsy, so that callers can skip making events."""
+    """Calls the listeners of one bridge.
 
-    __slots__ = ("_bridge", "_listeners")
+    `listeners` get every event; those in `filtered` only events of the names with which they are given.
+    """
 
-    def __init__(self, bridge: str, listeners: Sequence[Listener]) -> None:
+    __slots__ = ("_bridge", "_filtered", "_listeners")
+
+    def __init__(
+        self,
+        bridge: str,
+        listeners: Sequence[Listener],
+        filtered: Sequence[tuple[Listener, Collection[str]]] = (),
+    ) -> None:
         self._bridge = bridge
         self._listeners = tuple(listeners)
+        self._filtered: dict[str, tuple[Listener, ...]] = {}  # for some names, all listeners that get this event
+        for listener, names in filtered:
+            for name in names:
+                self._filtered[name] = (*self._wanted_by(name), listener)
 
-    def __bool__(self) -> bool:
-        return bool(self._listeners)
+    def _wanted_by(self, name: str) -> tuple[Listener, ...]:
+        return self._filtered.get(name, self._listeners)
+
+    def wants(self, name: str) -> bool:
+        """Return whether a listener gets events of this name; otherwise the caller need not make them."""
+        return bool(self._wanted_by(name))
 
     def emit(self, name: str, phase: Phase, transaction: str | None = None, **data: Any) -> None:
-        """Call every listener with a new event; log a listener's exception instead of raising it."""
-        if not self._listeners:
+        """Call the listeners with a new event; log a listener's exception instead of raising it."""
+        listeners = self._wanted_by(name)
+        if not listeners:
             return
         event = Event(name, phase, time.monotonic_ns(), time.time_ns(), self._bridge, transaction, data)
-        for listener in self._listeners:
+        for listener in listeners:
             try:
                 listener(event)
             except Exception:
@@ -106,7 +124,7 @@ class Emitter:
         The block adds data to the yielded dict; the event "after" contains them.
         """
         found: dict[str, Any] = {}
-        if not self._listeners:
+        if not self.wants(name):
             yield found
             return
         self.emit(name, "before", transaction, **data)

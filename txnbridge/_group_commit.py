@@ -253,6 +253,7 @@ class SharedTransaction(Transaction):
         self, connection: Connection, taken: TakenWriter, outcomes: Outcomes, members: Sequence[Member]
     ) -> None:
         super().__init__(connection, taken, outcomes, None)
+        self._began_at = None  # each member tells its own end
         self._members = [member.parameters.transaction for member in members]
         self.in_doubt = False  # whether the commit was requested and its outcome is unknown
 

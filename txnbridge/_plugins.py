@@ -6,7 +6,7 @@ Each plug-in is loaded by itself: if one fails to load, its name and error are r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     import click
     import pluggy
 
-    from txnbridge._events import Event
+    from txnbridge._events import Event, Listener
+    from txnbridge._handler_context import MakeContext
+    from txnbridge._messages import Message
     from txnbridge.spi import Backend
 
 GROUP = "txnbridge"  # the entry point group, and the hooks' prefix
@@ -45,10 +47,17 @@ class Hooks:
         """Return the backends that this plug-in provides."""
 
     def txnbridge_event(self, event: Event) -> None:
-        """Handle an event of any bridge that was opened after this plug-in was registered."""
+        """Handle an event of any bridge that was opened after this plug-in was registered.
+
+        A plug-in that has a collection `txnbridge_event_names` gets only events of these names. Every other listener
+        also gets an event for each message sent, which makes sending many messages slower.
+        """
 
     def txnbridge_headers(self, topic: str, key: bytes | None) -> Mapping[str, str] | None:
         """Return headers to add to a message before it is sent, for example for tracing."""
+
+    def txnbridge_processing(self, messages: Sequence[Message], group: str) -> AbstractContextManager[object]:  # type: ignore[empty-body]
+        """Return a context manager, inside which a processor calls its handler for these messages."""
 
     def txnbridge_commands(self) -> list[click.Command]:  # type: ignore[empty-body]
         """Return commands to add to the command line `txnbridge`."""
@@ -115,11 +124,21 @@ class Plugins:
         """Return the backends of all plug-ins; store the error of a hook that raises in `failed`."""
         return self._collect("txnbridge_backends")
 
-    def listeners(self) -> list[Any]:
-        return self._functions("txnbridge_event")
+    def listeners(self) -> list[Listener]:
+        """Return the listeners that get every event."""
+        return [impl.function for impl in self._implementations("txnbridge_event") if _event_names(impl) is None]
+
+    def filtered_listeners(self) -> list[tuple[Listener, Collection[str]]]:
+        """Return the listeners that get only events of some names, with these names."""
+        found = [(impl.function, _event_names(impl)) for impl in self._implementations("txnbridge_event")]
+        return [(listener, names) for listener, names in found if names is not None]
 
     def header_makers(self) -> list[Any]:
         return self._functions("txnbridge_headers")
+
+    def context_makers(self) -> list[MakeContext]:
+        """Return the functions that make the context managers inside which processors call their handlers."""
+        return self._functions("txnbridge_processing")
 
     def commands(self) -> list[click.Command]:
         """Return the commands of all plug-ins; store the error of a hook that raises in `failed`."""
@@ -139,7 +158,15 @@ class Plugins:
         return found
 
     def _functions(self, hook: str) -> list[Any]:
-        return [impl.function for impl in getattr(self.manager.hook, hook).get_hookimpls()]
+        return [impl.function for impl in self._implementations(hook)]
+
+    def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
+        return list(getattr(self.manager.hook, hook).get_hookimpls())
+
+
+def _event_names(implementation: pluggy.HookImpl) -> Collection[str] | None:
+    names: Collection[str] | None = getattr(implementation.plugin, "txnbridge_event_names", None)
+    return names
 
 
 plugins = Plugins()

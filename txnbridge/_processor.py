@@ -23,10 +23,12 @@ from txnbridge._consumers import Consumers
 from txnbridge._deadletters import DeadLetters
 from txnbridge._deadline import check_seconds
 from txnbridge._failure_policy import ExceptionClasses, FailurePolicy, require_not_ended
+from txnbridge._handler_context import call_inside
 from txnbridge._handler_errors import handler_location, loggable
 from txnbridge._loop_shutdown import Shutdown, StopNow
 from txnbridge._messages import Batch, Message
 from txnbridge._pass_transaction import CommitRefused, PassDatabase, PassTransaction
+from txnbridge._plugins import plugins
 from txnbridge._polled_batch import PolledBatch
 from txnbridge._topic import Topic, as_topic
 from txnbridge._transaction_state import State
@@ -149,8 +151,8 @@ class Processor(ConnectionUser):
         self._connection = connection
         self._topics = topic_list(inputs)
         self._group = group
-        self._each = each
-        self._batch = batch
+        self._each, self._batch = each, batch
+        self._observe_handler()
         self._database: PassDatabase | None = None
         dead_topic = None if dead_letter is None else as_topic(dead_letter).name
         self._dead_letters = DeadLetters(dead_topic, group, max_dead_letters_in_a_row)
@@ -182,6 +184,15 @@ class Processor(ConnectionUser):
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None  # the error that ended the loop in its thread
         self._stop = Shutdown(stop_timeout, group, self._hurry, self._give_up)
+        connection.processors.add(self)
+
+    def _observe_handler(self) -> None:
+        """Call the handler inside the context managers of plug-ins, if there are any."""
+        makers, group, each, batch = plugins.context_makers(), self._group, self._each, self._batch
+        if makers and each is not None:
+            self._each = lambda message, txn: call_inside(makers, (message,), group, each, message, txn)
+        elif makers and batch is not None:
+            self._batch = lambda messages, txn: call_inside(makers, messages, group, batch, messages, txn)
 
     def _check_settings(self) -> None:
         first, most = self._backoff

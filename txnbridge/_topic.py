@@ -102,7 +102,7 @@ class Encoded(NamedTuple):
 
 
 def encode_message(topic: str | Topic, value: Any, key: Any, headers: Any, makers: Sequence[Any]) -> Encoded:
-    """Encode a message by the topic's codecs, and add the headers of plug-ins.
+    """Encode a message by the topic's codecs, and add the headers of plug-ins that the message does not have.
 
     Raise `InvalidOption` if the message cannot be encoded.
     """
@@ -111,7 +111,9 @@ def encode_message(topic: str | Topic, value: Any, key: Any, headers: Any, maker
     data = target.encode_value(value, Headers(pairs))
     key_data = target.encode_key(key)
     for maker in makers:
-        pairs += encode_headers(maker(topic=target.name, key=key_data) or ())
+        if made := maker(topic=target.name, key=key_data):
+            names = {name for name, _ in pairs}
+            pairs += tuple(pair for pair in encode_headers(made) if pair[0] not in names)
     return Encoded(target.name, data, key_data, pairs)
 
 

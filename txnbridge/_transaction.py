@@ -67,6 +67,7 @@ class Transaction(ConnectionUser):
 
     __slots__ = (
         "__weakref__",
+        "_began_at",
         "_begin",
         "_cause",
         "_events",
@@ -102,9 +103,11 @@ class Transaction(ConnectionUser):
         self._lent = False  # True while a handler of a processor has it: the handler may not commit it
         self._feeder: int | None = None  # id of the thread whose `send_many` is running the program's generator
         self._fingerprint = fingerprint
+        # When the transaction began, by `time.monotonic`; None if nobody wants to know its end, or knows it already.
+        self._began_at = time.monotonic() if self._events.wants("transaction.end") else None
         self._write = writer.send
         # An event listener, a header maker or a fingerprint needs the slow path for each message.
-        self._slow = bool(connection.events) or bool(connection.header_makers) or fingerprint is not None
+        self._slow = self._events.wants("message.send") or bool(connection.header_makers) or fingerprint is not None
         # The list is a lock: a call on the transaction removes its only entry and puts it back at the call's end. A
         # real lock takes twice the time, which is a sixth of the time for sending a small message.
         self._turn = [None if self._slow else writer.quick]
@@ -412,6 +415,7 @@ class Transaction(ConnectionUser):
         If an exception interrupts the request, for example one from a signal handler, end the transaction with an
         unknown outcome, because the broker may have received the request.
         """
+        asked_at = time.monotonic() if self._began_at is not None else 0.0
         try:
             ask()
         except BaseException:
@@ -420,6 +424,17 @@ class Transaction(ConnectionUser):
             elif self._state not in _UNFINISHED:
                 self._end(self._state)
             raise
+        finally:
+            if self._began_at is not None and self._state not in _UNFINISHED:
+                self._tell_end(asked_at)
+
+    def _tell_end(self, asked_at: float) -> None:
+        """Emit the event of the transaction's end, once."""
+        now, began_at = time.monotonic(), self._began_at
+        assert began_at is not None
+        self._began_at = None
+        times = {"seconds": now - began_at, "end_seconds": now - asked_at}
+        self._events.emit("transaction.end", "after", self.id, state=self._state.value, **times)
 
     def _commit(self) -> None:
         self._taken.open = False

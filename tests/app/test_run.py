@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
 
 import txnbridge
 from tests.app.test_app import until
@@ -111,6 +112,11 @@ class Service:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.load(error) if error.code == 503 else None
+
+    def text(self, path: str) -> str:
+        (port,) = re.findall(r"on port (\d+)", self.log.read_text())[-1:]
+        with urllib.request.urlopen(f"http://localhost:{port}{path}", timeout=10) as answer:
+            return str(answer.read(), "utf-8")
 
     def is_ready(self) -> bool:
         return "on port" in self.log.read_text() and self.get("/readyz")[0] == 200
@@ -240,6 +246,30 @@ def test_a_worker_stops_if_its_supervisor_is_killed(folder, orders):
         until(lambda: not exists(pid))
 
 
+def test_prometheus_reads_the_metrics_of_all_workers_together(folder, orders):
+    orders(*[b"%d" % number for number in range(20)])
+
+    def scraped(service: Service) -> dict[tuple[str, str], float]:
+        families = text_string_to_metric_families(service.text("/metrics"))
+        samples = [sample for family in families for sample in family.samples]
+        return {
+            (sample.name, sample.labels.get("group", sample.labels.get("state", ""))): sample.value
+            for sample in samples
+        }
+
+    with Service(folder, "shop:app", "--workers", "2", "--health-port", "0") as service:
+        until(service.is_ready)
+        names = ("shipping", "billing", "audit")
+        until(lambda: all(scraped(service).get(("txnbridge_processor_messages_total", name)) == 20 for name in names))
+        until(lambda: ("txnbridge_open_transactions", "prepared") in scraped(service))
+        until(lambda: scraped(service)["txnbridge_processor_healthy", "audit"] == 2)  # one in each worker
+        found = scraped(service)
+        transactions = sum(found["txnbridge_processor_transactions_total", name] for name in names)
+        assert found["txnbridge_transactions_total", "committed"] >= transactions
+        assert found["txnbridge_transaction_seconds_count", ""] >= transactions
+        assert service.stop() == 0
+
+
 def test_with_reload_a_changed_file_starts_it_anew(folder, url, orders):
     orders(b"1")
     with Service(folder, "shop:app", "--reload", "--health-port", "0") as service:
@@ -253,7 +283,7 @@ def test_with_reload_a_changed_file_starts_it_anew(folder, url, orders):
 
 
 def test_the_waits_before_a_worker_is_started_again_grow(folder, orders):
-    worker = Worker([], 1)
+    worker = Worker([], 1, measure=False)
     worker._started = time.monotonic()
     assert [worker.start_later() for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     orders(b"1")

@@ -39,9 +39,16 @@ def test_a_listener_that_raises_is_logged_and_the_next_one_still_hears(caplog: p
     assert "listener's own fault" in caplog.text
 
 
-def test_an_emitter_without_listeners_is_falsy() -> None:
-    assert not Emitter("b", [])
-    assert Emitter("b", [print])
+def test_a_listener_gets_only_the_events_that_it_wants_and_no_other_is_made() -> None:
+    all_of_them: list[Event] = []
+    commits: list[Event] = []
+    both = Emitter("b", [all_of_them.append], [(commits.append, {"commit"})])
+    for name in ("commit", "message.send"):
+        both.emit(name, "before")
+    assert [e.name for e in all_of_them] == ["commit", "message.send"] and [e.name for e in commits] == ["commit"]
+    filtered = Emitter("b", [], [(commits.append, {"commit"})])
+    assert filtered.wants("commit") and not filtered.wants("message.send")
+    assert not Emitter("b", []).wants("commit")
 
 
 def test_the_logger_warns_of_failures_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""`HealthServer`: answers the health checks of an orchestrator by HTTP."""
+"""Answers the health checks of an orchestrator by HTTP, and Prometheus."""
 
 from __future__ import annotations
 
@@ -7,34 +7,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
-# Whether the answer is yes, and the JSON document that says why.
-Answer = tuple[bool, dict[str, Any]]
+
+class Answer(NamedTuple):
+    """An answer to a GET request."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+def health(good: bool, document: dict[str, Any]) -> Answer:
+    """Return the answer to a check: the status 200 for yes, 503 for no, and the JSON document that says why."""
+    return Answer(200 if good else 503, "application/json", json.dumps(document).encode() + b"\n")
 
 
 @contextmanager
-def serving(port: int, checks: dict[str, Callable[[], Answer]]) -> Iterator[int]:
-    """Answer GET requests by the checks, which are given by their paths, during the block; it gets the port.
+def serving(port: int, pages: dict[str, Callable[[], Answer]]) -> Iterator[int]:
+    """Answer GET requests by functions, which are given by their paths, during the block; it gets the port.
 
-    Port 0 takes a free one. The answer yes has the status 200, no has 503.
+    Port 0 takes a free one.
     """
 
     class RequestHandler(BaseHTTPRequestHandler):
         timeout = 10  # a client that sends nothing would hold its thread for ever
 
         def do_GET(self) -> None:  # the name that http.server looks for
-            check = checks.get(self.path.partition("?")[0])
-            if check is None:
+            page = pages.get(self.path.partition("?")[0])
+            if page is None:
                 self.send_error(404)
                 return
-            good, document = check()
-            body = json.dumps(document).encode() + b"\n"
-            self.send_response(200 if good else 503)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
+            answer = page()
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.content_type)
+            self.send_header("Content-Length", str(len(answer.body)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(answer.body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing: a check comes every few seconds."""

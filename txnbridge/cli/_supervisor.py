@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from txnbridge.cli._common import ExitCode
-from txnbridge.cli._health import Answer
+from txnbridge.cli._health import Answer, health
 from txnbridge.cli._worker import ABORT, STOP
 
 _log = logging.getLogger("txnbridge")
@@ -36,14 +36,17 @@ _CLOSING_SECONDS = 10.0
 
 
 class WorkerSupervisor:
-    """Runs `count` workers of an application by a command, to which the ends of two pipes are appended.
+    """Runs `count` workers of an application by a command, to which the text for `WorkerProcess` is appended.
 
     Without an error of the application it works until a signal, or until the application stops itself. A worker that
     dies is started again. With `reload`, the workers start anew when a Python file below the current folder changes.
+    With `measure`, the workers tell their metrics.
     """
 
-    def __init__(self, command: Sequence[str], count: int, stop_timeout: float, reload: bool = False) -> None:
-        self._workers = [Worker(command, number + 1) for number in range(count)]
+    def __init__(
+        self, command: Sequence[str], count: int, stop_timeout: float, reload: bool = False, measure: bool = False
+    ) -> None:
+        self._workers = [Worker(command, number + 1, measure) for number in range(count)]
         self._stop_timeout = stop_timeout
         self._reload = reload
         self._signals: list[int] = []
@@ -76,13 +79,19 @@ class WorkerSupervisor:
     def alive(self) -> Answer:
         """Answer whether no worker hangs. One that has died is being taken care of."""
         silent = [worker.number for worker in self._workers if worker.is_silent]
-        return not silent, {"alive": not silent, "silent_workers": silent}
+        return health(not silent, {"alive": not silent, "silent_workers": silent})
 
     def ready(self) -> Answer:
         """Answer whether all workers are ready, and each of their functions healthy."""
         statuses = [worker.status for worker in self._workers]
         ready = self._kill_at is None and all(status["ready"] for status in statuses)
-        return ready, {"ready": ready, "workers": statuses}
+        return health(ready, {"ready": ready, "workers": statuses})
+
+    def metrics(self) -> Answer:
+        """Answer Prometheus with the metrics of all workers together."""
+        from txnbridge.cli._metrics import page
+
+        return page([worker.metrics for worker in self._workers if worker.runs])
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -154,13 +163,15 @@ class WorkerSupervisor:
 class Worker:
     """One process of the application, and its successors."""
 
-    def __init__(self, command: Sequence[str], number: int) -> None:
+    def __init__(self, command: Sequence[str], number: int, measure: bool) -> None:
         self.number = number
+        self._measure = measure
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._status_pipe = self._orders_pipe = -1
         self._text = b""
         self._told: dict[str, Any] = {}
+        self.metrics: list[Any] = []  # the last ones that the process has told
         self._started = self._heard = 0.0
         self._deaths = 0
         self.start_at: float | None = None  # when a worker that died is started again
@@ -189,14 +200,14 @@ class Worker:
         orders, self._orders_pipe = os.pipe()
         os.set_blocking(self._status_pipe, False)
         self._process = subprocess.Popen(
-            [*self._command, f"{status},{orders}"],
+            [*self._command, f"{status},{orders},{self.number},{self._measure:d}"],
             pass_fds=(status, orders),
             start_new_session=True,
             stdin=subprocess.DEVNULL,
         )
         os.close(status)
         os.close(orders)
-        self._text, self._told = b"", {}
+        self._text, self._told, self.metrics = b"", {}, []
         self._started = self._heard = time.monotonic()
         self.start_at, self.renewed = None, False
 
@@ -225,7 +236,10 @@ class Worker:
                 self._text += data
         *lines, self._text = self._text.split(b"\n")
         if lines:
-            self._told, self._heard = json.loads(lines[-1]), time.monotonic()
+            self._heard = time.monotonic()
+            for told in map(json.loads, lines):
+                self.metrics = told.pop("metrics", self.metrics)
+                self._told = told
 
     def stop(self, at_once: bool = False) -> None:
         """Tell the process to stop: after what is under way, or at once."""

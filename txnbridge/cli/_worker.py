@@ -1,11 +1,13 @@
 """`WorkerProcess`: a process of an application that `txnbridge run` has started and looks after.
 
-Two pipes connect it with its supervisor. On the one it writes its status, a line of JSON several times a second. On the
-other it reads what to do: `STOP`, `ABORT`, or the end of the pipe, which is the end of the supervisor.
+Two pipes connect it with its supervisor. On the one it writes its status, a line of JSON several times a second, and
+its metrics in some of the lines. On the other it reads what to do: `STOP`, `ABORT`, or the end of the pipe, which is
+the end of the supervisor.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,8 +17,10 @@ from contextlib import suppress
 
 import click
 
-from txnbridge import App, Poison, TxnBridgeError
+from txnbridge import App, InvalidState, Poison, TxnBridgeError, plugins
 from txnbridge.cli._common import ExitCode, report
+from txnbridge.cli._metrics import to_json
+from txnbridge.metrics import Metrics
 
 # The supervisor does not stop a worker by a signal: a service manager that sends SIGTERM to all processes of a service
 # would then have sent the first one, and a second one aborts.
@@ -27,14 +31,21 @@ STOPPED = 128 + signal.SIGTERM
 # The interval at which a worker writes its status, so that a change is known soon; a line takes microseconds.
 _STATUS_SECONDS = 0.25
 _START_SECONDS = 0.05
+# Metrics are longer, and are read every few seconds at most: every fourth line of the status has them.
+_TURNS_A_METRIC = 4
 
 
 class WorkerProcess:
-    """This process as a worker. `pipes` are the file descriptors of its status and its orders, as text."""
+    """This process as a worker.
 
-    def __init__(self, pipes: str) -> None:
-        status, _, orders = pipes.partition(",")
-        self._status, self._orders = int(status), int(orders)
+    `given` is the text `STATUS,ORDERS,NUMBER,METRICS`: its two pipes, its number from 1 on, and whether it is to tell
+    its metrics, 1 or 0.
+    """
+
+    def __init__(self, given: str) -> None:
+        self._status, self._orders, self._number, measure = map(int, given.split(","))
+        self._metrics = Metrics() if measure else None
+        self._watches = False
         self._app: App | None = None
         os.set_inheritable(self._status, False)
         os.set_inheritable(self._orders, False)
@@ -46,6 +57,8 @@ class WorkerProcess:
         OK: the application has stopped itself. FAILED: a function has failed for good. UNAVAILABLE: it could not start.
         """
         self._app = app
+        if self._metrics is not None:
+            plugins.register(self._metrics)
         threading.Thread(target=self._tell, args=(app,), name="txnbridge status", daemon=True).start()
         try:
             app.run()
@@ -58,9 +71,24 @@ class WorkerProcess:
 
     def _tell(self, app: App) -> None:
         with suppress(BrokenPipeError):
-            while True:
-                os.write(self._status, json.dumps(app._status()).encode() + b"\n")
+            for turn in itertools.count():
+                status = app._status()
+                if self._metrics is not None and turn % _TURNS_A_METRIC == 0:
+                    status["metrics"] = to_json(self._metrics.families())
+                self._write(json.dumps(status).encode() + b"\n")
+                self._watch_broker(app)
                 time.sleep(_STATUS_SECONDS)
+
+    def _write(self, line: bytes) -> None:
+        while line:
+            line = line[os.write(self._status, line) :]
+
+    def _watch_broker(self, app: App) -> None:
+        """Let the first worker ask the broker for what all of them would see there."""
+        if self._metrics is not None and self._number == 1 and not self._watches and app._running:
+            with suppress(InvalidState):  # the application has just ended
+                self._metrics.watch(app.bridge)
+                self._watches = True
 
     def _obey(self) -> None:
         order = STOP

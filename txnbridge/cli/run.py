@@ -26,9 +26,9 @@ from txnbridge.commands import asked_for
     "--health-port",
     metavar="PORT",
     type=click.IntRange(0, 65535),
-    help="Answer /healthz and /readyz for an App by HTTP.",
+    help="Answer /healthz, /readyz and /metrics for an App by HTTP.",
 )
-@click.option("--worker", hidden=True, help="The pipes to a supervisor.")
+@click.option("--worker", hidden=True, help="For `WorkerProcess`.")
 def command(
     cli: Cli,
     target: str,
@@ -109,12 +109,13 @@ def _supervise(target: str, app: App, workers: int, reload: bool, health_port: i
         if (value := _given(name)) is not None:
             command += [f"--{name}", str(value)]
     command += ["--json"] * asked_for(ctx, "json") + ["--debug"] * asked_for(ctx, "debug")
-    supervisor = WorkerSupervisor([*command, "--worker"], workers, app.stop_timeout, reload)
-    checks = {"/healthz": supervisor.alive, "/readyz": supervisor.ready}
+    measure = health_port is not None
+    supervisor = WorkerSupervisor([*command, "--worker"], workers, app.stop_timeout, reload, measure)
+    pages = {"/healthz": supervisor.alive, "/readyz": supervisor.ready, "/metrics": supervisor.metrics}
     with ExitStack() as stack:
         if health_port is not None:
             try:
-                port = stack.enter_context(serving(health_port, checks))
+                port = stack.enter_context(serving(health_port, pages))
             except OSError as error:  # another program has the port
                 report(ctx, error)
                 return ExitCode.UNAVAILABLE

@@ -1,0 +1,153 @@
+"""Metrics: each is counted once, where it happened, and Prometheus and OpenTelemetry read the same numbers."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import txnbridge
+from tests.app.test_app import until
+from txnbridge import Bridge, Decision, metrics
+from txnbridge.errors import BrokerUnavailable, EvidenceLost, OutcomeUnknown
+
+
+@pytest.fixture
+def collected() -> Iterator[metrics.Metrics]:
+    found = metrics.Metrics()
+    with txnbridge.plugins.registered(found):
+        yield found
+
+
+@pytest.fixture
+def bridge(tmp_path: Path, collected: metrics.Metrics) -> Iterator[Bridge]:
+    with txnbridge.connect(f"embedded:{tmp_path}/a.db") as bridge:
+        bridge.ensure_topics("orders", "shipments", "dead")
+        yield bridge
+
+
+def values(collected: metrics.Metrics, name: str) -> dict[str, Any]:
+    """Return the samples of a metric by the values of their labels, without that of the backend."""
+    families = [family for family in collected.families() if family.name == f"txnbridge_{name}"]
+    return {
+        ",".join(value for _, value in labels[1:]): sample for f in families for labels, sample in f.samples.items()
+    }
+
+
+def test_each_transaction_is_counted_once_by_its_state_at_its_end(bridge, collected):
+    with bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    with bridge.transaction() as txn:
+        raise txnbridge.Abort
+    with bridge.transaction(prepare=True) as prepared:
+        prepared.send("orders", b"2")
+    with pytest.raises(ZeroDivisionError), bridge.transaction():
+        raise ZeroDivisionError
+    explicit = bridge.transaction()
+    explicit.abort()
+    explicit.abort()
+    assert values(collected, "transactions_total") == {"committed": 1, "aborted": 3, "prepared": 1}
+    bridge.commit(str(prepared.token))
+    assert values(collected, "resolved_total") == {"committed": 1}
+    for name in ("transaction_seconds", "transaction_end_seconds"):
+        (sample,) = values(collected, name).values()
+        assert sum(sample[:-1]) == 5 and sample[-1] > 0
+
+
+def test_a_transaction_of_unknown_outcome_is_counted_as_such(bridge, collected, monkeypatch):
+    txn = bridge.transaction()
+    txn.send("orders", b"1")
+
+    def lost(self: object, deadline: object) -> None:
+        raise EvidenceLost("the answer was lost")
+
+    monkeypatch.setattr(type(txn._taken), "commit", lost)
+    with pytest.raises(OutcomeUnknown):
+        txn.commit()
+    assert values(collected, "transactions_total") == {"unknown": 1}
+
+
+def test_those_that_share_a_transaction_are_counted_each(tmp_path, collected):
+    with txnbridge.connect(f"embedded:{tmp_path}/a.db", group_commit=True) as bridge:
+        bridge.ensure_topics("orders")
+        for _ in range(3):
+            with bridge.transaction() as txn:
+                txn.send("orders", b"1")
+    assert values(collected, "transactions_total") == {"committed": 3}
+
+
+def test_processors_and_half_messages_are_counted(bridge, collected):
+    with bridge.transaction() as txn:
+        txn.send_many("orders", [b"1", b"poison", b"3"])
+
+    def ship(message: txnbridge.Message, txn: txnbridge.Transaction) -> None:
+        if message.value == b"poison":
+            raise txnbridge.Poison("so it is")
+        txn.send("shipments", message.value)
+
+    processor = bridge.processor("orders", group="shipping", each=ship, dead_letter="dead")
+    processor.run(until_idle=True)
+    assert values(collected, "processor_messages_total") == {"shipping,orders": 3}
+    assert values(collected, "processor_dead_letters_total") == {"shipping,orders": 1}
+    assert values(collected, "processor_lag") == {"shipping,orders": 0}
+    decide = lambda *_: Decision.COMMIT  # noqa: E731
+    with bridge.half_messages("sales", execute=decide, check=decide) as halves, halves.transaction() as half:
+        half.send("orders", b"4")
+    assert values(collected, "half_messages_total") == {"stored": 1, "committed": 1}
+
+
+def test_the_broker_is_asked_for_what_only_it_knows_and_not_after_the_bridge_is_closed(bridge, collected, monkeypatch):
+    with bridge.transaction(prepare=True) as txn:
+        txn.send("orders", b"1")
+    watch = collected.watch(bridge, every=0.05)
+    until(lambda: values(collected, "open_transactions") == {"open": 0, "prepared": 1})
+    bridge.abort(str(txn.token))
+    until(lambda: values(collected, "open_transactions") == {"open": 0, "prepared": 0})
+
+    def away(*_: object) -> list[object]:
+        raise BrokerUnavailable("away")
+
+    monkeypatch.setattr(bridge._connection.broker.admin, "transactions", away)
+    until(lambda: "open_transactions" not in {f.name.removeprefix("txnbridge_") for f in watch.families})
+    bridge.close()
+    assert values(collected, "open_transactions") == {}
+
+
+def test_prometheus_reads_them_by_http(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = metrics.serve(port, "127.0.0.1")
+    try:
+        with txnbridge.connect(f"embedded:{tmp_path}/a.db") as bridge:
+            bridge.ensure_topics("orders")
+            with bridge.transaction() as txn:
+                txn.send("orders", b"1")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    finally:
+        txnbridge.plugins.unregister(found)
+    (sample,) = families["txnbridge_transactions"].samples
+    assert sample.labels == {"backend": "embedded", "state": "committed"} and sample.value == 1
+    buckets = [s.value for s in families["txnbridge_transaction_seconds"].samples if s.name.endswith("_bucket")]
+    assert buckets == sorted(buckets) and buckets[-1] == 1
+
+
+def test_the_dashboard_shows_metrics_that_exist():
+    import json
+    import re
+
+    path = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
+    queries = [t["expr"] for panel in json.loads(path.read_text())["panels"] for t in panel.get("targets", ())]
+    shown = {name for query in queries for name in re.findall(r"txnbridge_(\w+)", query)}
+    known = {
+        f"{name}{suffix}"
+        for name, definition in metrics.DEFINITIONS.items()
+        for suffix in (("_bucket", "_sum", "_count") if definition.kind == "histogram" else ("",))
+    }
+    assert queries and shown <= known

@@ -1,0 +1,180 @@
+"""OpenTelemetry: spans of sends, ends of transactions and handlers, and metrics; needs `opentelemetry-api`.
+
+    from txnbridge import opentelemetry
+
+    instrumentation = opentelemetry.instrument()     # bridges opened from now on
+
+A message carries the context of its `send` span in its header `traceparent` (W3C Trace Context), so the span of the
+handler that processes it belongs to the same trace, on whatever broker and in whatever language.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from txnbridge import metrics
+from txnbridge._events import Event
+from txnbridge._messages import Headers, Message
+from txnbridge._plugins import hookimpl, plugins
+from txnbridge.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+    from opentelemetry.trace import Span, TracerProvider
+
+try:
+    from opentelemetry import context, propagate, trace
+    from opentelemetry import metrics as otel
+    from opentelemetry.trace import SpanKind, StatusCode
+except ImportError:
+    raise InvalidOption("OpenTelemetry needs a package: pip install opentelemetry-api") from None
+
+__all__ = ["Instrumentation", "instrument"]
+
+_NAME = "txnbridge"
+_SYSTEMS = {"kafka": "kafka", "pulsar": "pulsar", "rocketmq": "rocketmq"}  # names of the semantic conventions
+
+# The steps that have a span, each with the span's name.
+_STEPS = {
+    "commit": "commit",
+    "abort": "abort",
+    "prepare": "prepare",
+    "resolve": "resolve",
+    "half.store": "store half messages",
+    "half.end": "end half messages",
+    "half.check": "check back",
+    "database.commit": "commit to database",
+}
+
+
+def instrument(
+    tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None
+) -> Instrumentation:
+    """Trace and measure all bridges that are opened from now on; by default with the global providers."""
+    found = Instrumentation(tracer_provider, meter_provider)
+    plugins.register(found.tracing)
+    plugins.register(found.metrics)
+    return found
+
+
+class Instrumentation:
+    """What `instrument` has registered: `tracing` makes spans, `metrics` is read by the meter provider."""
+
+    def __init__(self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> None:
+        self.tracing = Tracing(trace.get_tracer(_NAME, tracer_provider=tracer_provider))
+        self.metrics = metrics.Metrics()
+        _measure(self.metrics, otel.get_meter(_NAME, meter_provider=meter_provider))
+
+    def remove(self) -> None:
+        """Neither trace nor measure bridges that are opened from now on."""
+        plugins.unregister(self.tracing)
+        plugins.unregister(self.metrics)
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+class Tracing:
+    """The plug-in that makes spans, and puts their context into headers."""
+
+    txnbridge_event_names = frozenset(_STEPS)
+
+    def __init__(self, tracer: trace.Tracer) -> None:
+        self._tracer = tracer
+        self._running = threading.local()  # the spans of the running steps of each thread
+
+    @hookimpl
+    def txnbridge_headers(self, topic: str, key: bytes | None) -> Mapping[str, str]:
+        """Make the span of a `send`, and return the headers with its context."""
+        found: dict[str, str] = {}
+        attributes = {"messaging.operation.type": "send", "messaging.destination.name": topic}
+        span = self._tracer.start_span(f"send {topic}", kind=SpanKind.PRODUCER, attributes=attributes)
+        propagate.inject(found, trace.set_span_in_context(span))
+        span.end()
+        return found
+
+    @hookimpl
+    def txnbridge_processing(self, messages: Sequence[Message], group: str) -> AbstractContextManager[Span]:
+        """Return a context manager that makes the span of a handler.
+
+        The span of one message is a child of its `send`; that of a batch has a link to the `send` of each message.
+        """
+        topics = dict.fromkeys(message.topic for message in messages)
+        attributes: dict[str, Any] = {
+            "messaging.operation.type": "process",
+            "messaging.destination.name": ",".join(topics),
+            "messaging.consumer.group.name": group,
+        }
+        parents = [propagate.extract(message.headers, getter=_GETTER) for message in messages]
+        links, parent = [], parents[0]
+        if len(messages) > 1:
+            attributes["messaging.batch.message_count"] = len(messages)
+            contexts = (trace.get_current_span(each).get_span_context() for each in parents)
+            links, parent = [trace.Link(each) for each in contexts if each.is_valid], context.get_current()
+        return self._tracer.start_as_current_span(
+            f"process {','.join(topics)}", parent, SpanKind.CONSUMER, attributes, links
+        )
+
+    @hookimpl
+    def txnbridge_event(self, event: Event) -> None:
+        """Start a span at the begin of a step, and end it at the step's end, which comes on the same thread."""
+        stack: list[Span] = self._running.__dict__.setdefault("spans", [])
+        if event.phase == "before":
+            backend = event.bridge.rpartition("-")[0]
+            attributes = {"messaging.system": _SYSTEMS.get(backend, f"txnbridge_{backend}")}
+            if event.transaction is not None:
+                attributes["txnbridge.transaction"] = event.transaction
+            stack.append(self._tracer.start_span(_STEPS[event.name], kind=SpanKind.CLIENT, attributes=attributes))
+        elif stack:
+            span = stack.pop()
+            if event.phase == "failed":
+                span.set_status(StatusCode.ERROR, str(event.data["error"]))
+            elif "outcome" in event.data:
+                span.set_attribute("txnbridge.outcome", str(event.data["outcome"]))
+            span.end()
+
+
+class _HeadersGetter:
+    """Reads the context from the headers of a message."""
+
+    def get(self, carrier: Headers, key: str) -> list[str] | None:
+        return list(carrier.all(key)) or None
+
+    def keys(self, carrier: Headers) -> list[str]:
+        return list(carrier)
+
+
+_GETTER: Any = _HeadersGetter()
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def _measure(collected: metrics.Metrics, meter: otel.Meter) -> None:
+    """Let the meter read the metrics at its own intervals, and record durations as they come."""
+    histograms = {}
+    for name, (kind, text) in metrics.DEFINITIONS.items():
+        full = f"{_NAME}.{name.removesuffix('_total')}"
+        if kind == "histogram":
+            histograms[name] = meter.create_histogram(full, "s", text, explicit_bucket_boundaries_advisory=_BOUNDS)
+        elif kind == "counter":
+            meter.create_observable_counter(full, [_reader(collected, name)], description=text)
+        else:
+            meter.create_observable_gauge(full, [_reader(collected, name)], description=text)
+    collected.on_duration.append(lambda name, labels, seconds: histograms[name].record(seconds, dict(labels)))
+
+
+_BOUNDS = metrics.BUCKETS[:-1]
+
+
+def _reader(collected: metrics.Metrics, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+    def read(options: CallbackOptions) -> Iterator[Observation]:
+        for family in collected.families():
+            if family.name == f"{_NAME}_{name}":
+                for labels, value in family.samples.items():
+                    yield otel.Observation(value, dict(labels))
+
+    return read
