@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
@@ -17,9 +17,6 @@ from txnbridge._timing import TIMING
 from txnbridge.capabilities import Capabilities
 from txnbridge.errors import BrokerUnavailable, InvalidState
 from txnbridge.spi import Broker, HalfStore, Identity
-
-if TYPE_CHECKING:
-    from txnbridge._processor import Processor
 
 _log = logging.getLogger("txnbridge")
 
@@ -54,7 +51,7 @@ class Connection:
         self.events = Emitter(self.name, plugins.listeners(), plugins.filtered_listeners())
         self.header_makers = plugins.header_makers()
         self.services: set[Stoppable] = set()  # the running services
-        self.processors: weakref.WeakSet[Processor] = weakref.WeakSet()
+        self.processors: weakref.WeakSet[Any] = weakref.WeakSet()  # for metrics
         # Returns the bridge's half store in topics; the bridge sets it.
         self.half_topics: Callable[[], HalfStore] = _no_half_topics
         self.closed = False  # if True, new calls are refused

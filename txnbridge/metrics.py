@@ -30,7 +30,20 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-__all__ = ["Family", "Metrics", "PrometheusCollector", "merged", "serve"]
+__all__ = [
+    "BUCKETS",
+    "DEFINITIONS",
+    "BrokerWatch",
+    "Definition",
+    "Family",
+    "Kind",
+    "Labels",
+    "Metrics",
+    "PrometheusCollector",
+    "merged",
+    "require_prometheus_client",
+    "serve",
+]
 
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[tuple[str, str], ...]  # names and values
@@ -294,7 +307,7 @@ def serve(port: int, host: str = "0.0.0.0", registry: CollectorRegistry | None =
     With `registry`, a registry of `prometheus_client`, its other metrics are answered, too. Raise `InvalidOption` if
     the package `prometheus-client` is missing.
     """
-    client = prometheus_client()
+    client = require_prometheus_client()
     found = Metrics()
     plugins.register(found)
     registry = client.CollectorRegistry() if registry is None else registry
@@ -303,7 +316,7 @@ def serve(port: int, host: str = "0.0.0.0", registry: CollectorRegistry | None =
     return found
 
 
-def prometheus_client() -> Any:
+def require_prometheus_client() -> Any:
     """Return the module `prometheus_client`. Raise `InvalidOption` if it is not installed."""
     try:
         import prometheus_client

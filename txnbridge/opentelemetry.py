@@ -15,24 +15,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry import context, propagate, trace
+from opentelemetry import metrics as otel
+from opentelemetry.trace import SpanKind, StatusCode
+
 from txnbridge import metrics
 from txnbridge._events import Event
 from txnbridge._messages import Headers, Message
 from txnbridge._plugins import hookimpl, plugins
-from txnbridge.errors import InvalidOption
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
     from opentelemetry.trace import Span, TracerProvider
 
-try:
-    from opentelemetry import context, propagate, trace
-    from opentelemetry import metrics as otel
-    from opentelemetry.trace import SpanKind, StatusCode
-except ImportError:
-    raise InvalidOption("OpenTelemetry needs a package: pip install opentelemetry-api") from None
-
-__all__ = ["Instrumentation", "instrument"]
+__all__ = ["Instrumentation", "Tracing", "instrument"]
 
 _NAME = "txnbridge"
 _SYSTEMS = {"kafka": "kafka", "pulsar": "pulsar", "rocketmq": "rocketmq"}  # names of the semantic conventions

@@ -7,7 +7,7 @@ from typing import Any
 
 from txnbridge import InvalidOption
 from txnbridge.cli._health import Answer
-from txnbridge.metrics import Family, PrometheusCollector, merged, prometheus_client
+from txnbridge.metrics import Family, PrometheusCollector, merged, require_prometheus_client
 
 
 def to_json(families: Iterable[Family]) -> list[Any]:
@@ -23,7 +23,7 @@ def from_json(document: list[Any]) -> list[Family]:
 def page(documents: Iterable[list[Any]]) -> Answer:
     """Return the sums of the metrics of all workers as a page for Prometheus."""
     try:
-        client = prometheus_client()
+        client = require_prometheus_client()
     except InvalidOption as error:
         return Answer(501, "text/plain", f"{error}\n".encode())
     families = merged(map(from_json, documents))
