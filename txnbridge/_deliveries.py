@@ -6,12 +6,14 @@
 | out          | a transaction acknowledges it                                     | held          |
 | out          | `nack` of it, or of an earlier message of its ordered partition   | back          |
 | held         | the transaction committed, or was prepared                        | done          |
-| held         | the transaction aborted, or was garbage-collected unfinished      | back          |
+| held         | the transaction aborted, or was garbage-collected unfinished      | back (1)      |
 | held         | the transaction's outcome is unknown                              | held, unknown |
 | held, unknown| the transaction's outcome is known                                | done, or back |
 | back         | the reader has returned to its position without an error          | to be fetched |
 | fetched      | an earlier message of its ordered partition is redelivered        | to be fetched |
 | any of them  | its partition is revoked, or moved by `seek`                      | forgotten     |
+
+(1) Or to be fetched, if the reader has gone back to an earlier message, and so is about to read it again.
 
 Messages that are done or to be fetched are not remembered. A message that is back can't be acknowledged, and the
 reader fetches nothing new before it has returned to that message's position. It then fetches later messages that are
@@ -67,7 +69,9 @@ class Assignment:
         # Positions of new deliveries are appended to `_fresh`, which is quick; most are never looked up one by one.
         self._fresh: list[list[Position]] = []
         self._out: dict[Position, None] = {}
-        self._passed_over: set[Position] = set()
+        # Positions of held messages that the reader is about to read again, because it went back to an earlier one. True
+        # if the message is passed over then; False if its transaction was aborted meanwhile, so that it is delivered.
+        self._passed_over: dict[Position, bool] = {}
 
     def __len__(self) -> int:
         return len(self.out) + len(self.back) + sum(map(len, self.held.values()))
@@ -93,9 +97,12 @@ class Assignment:
 
     def let_go(self, transaction: str, acknowledged: bool) -> None:
         positions = self.held.get(transaction, ())
-        if not acknowledged:
-            self.back.update(positions)
-            self._passed_over.difference_update(positions)
+        for position in () if acknowledged else positions:
+            if position in self._passed_over:
+                # The reader comes to it by itself. If it were back, the reader would skip what it reads again before.
+                self._passed_over[position] = False
+            else:
+                self.back.add(position)
         self.held.pop(transaction, None)
 
     def take_back(self, positions: Iterable[Position]) -> None:
@@ -106,22 +113,23 @@ class Assignment:
     def go_back(self) -> None:
         """Mark all messages that are out as back: the reader re-reads everything after the first one that is back."""
         self.take_back(list(self.out))
+        first = min(self.back)
         for positions in self.held.values():
-            self._passed_over.update(positions)
+            self._passed_over.update(dict.fromkeys((p for p in positions if p > first), True))
 
     @property
     def passes_over(self) -> bool:
         return bool(self._passed_over)
 
     def without_held(self, messages: list[Message]) -> list[Message]:
-        """Return these messages without those that a transaction holds, which the reader read again in going back."""
+        """Return these messages without those that the reader reads again although a transaction holds or held them."""
         if not self._passed_over:
             return messages
-        return [message for message in messages if message.position not in self._passed_over]
+        return [message for message in messages if not self._passed_over.get(message.position)]
 
     def has_come_to(self, last: Position) -> None:
         """Note that the reader has passed the position `last`: held messages before it are not fetched once more."""
-        self._passed_over = {position for position in self._passed_over if position > last}
+        self._passed_over = {position: over for position, over in self._passed_over.items() if position > last}
 
     def forget(self) -> None:
         self.back.clear()

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+import txnbridge
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter, connect_toy
 from txnbridge import (
     BrokerUnavailable,
@@ -416,3 +418,18 @@ def test_each_message_is_acknowledged_once_whatever_fails(
     caplog.set_level(logging.CRITICAL, "txnbridge")  # what is logged is kept, and with it what was dropped
     found = settings(max_examples=100, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(program, settings=found)
+
+
+def test_an_abort_while_the_reader_is_behind_what_it_held_skips_nothing_in_between(tmp_path: Path) -> None:
+    with txnbridge.connect(f"embedded:{tmp_path}/a.db") as bridge, bridge.consumer("t", "g") as consumer:
+        with bridge.transaction() as txn:
+            txn.send_many("t", [b"0", b"1", b"2", b"3"])
+        messages = consumer.poll(4, 60)
+        txn = bridge.transaction()
+        txn.ack(messages[3])
+        consumer.nack([messages[1]])
+        again = [consumer.poll(1, 60)[0].value]  # the reader is back at the first message that is not acknowledged
+        txn.abort()
+        while len(again) < 4:
+            again += [message.value for message in consumer.poll(1, 60)]
+        assert again == [b"0", b"1", b"2", b"3"]
