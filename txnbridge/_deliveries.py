@@ -69,8 +69,8 @@ class Assignment:
         # Positions of new deliveries are appended to `_fresh`, which is quick; most are never looked up one by one.
         self._fresh: list[list[Position]] = []
         self._out: dict[Position, None] = {}
-        # Positions of held messages that the reader is about to read again, because it went back to an earlier one. True
-        # if the message is passed over then; False if its transaction was aborted meanwhile, so that it is delivered.
+        # Positions of held messages that the reader is about to read again, because it went back to an earlier message.
+        # True: it passes the message over then. False: it delivers it, because its transaction was aborted meanwhile.
         self._passed_over: dict[Position, bool] = {}
 
     def __len__(self) -> int:

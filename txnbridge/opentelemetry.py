@@ -47,10 +47,17 @@ _STEPS = {
 
 
 def instrument(
-    tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None
+    tracer_provider: TracerProvider | None = None,
+    meter_provider: MeterProvider | None = None,
+    *,
+    send_spans: bool = True,
 ) -> Instrumentation:
-    """Trace and measure all bridges that are opened from now on; by default with the global providers."""
-    found = Instrumentation(tracer_provider, meter_provider)
+    """Trace and measure all bridges that are opened from now on; by default with the global providers.
+
+    With `send_spans=False` a message has no span of its own, but carries the context of the span in which it is sent:
+    much faster where a transaction has many messages.
+    """
+    found = Instrumentation(tracer_provider, meter_provider, send_spans)
     plugins.register(found.tracing)
     plugins.register(found.metrics)
     return found
@@ -59,8 +66,10 @@ def instrument(
 class Instrumentation:
     """What `instrument` has registered: `tracing` makes spans, `metrics` is read by the meter provider."""
 
-    def __init__(self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> None:
-        self.tracing = Tracing(trace.get_tracer(_NAME, tracer_provider=tracer_provider))
+    def __init__(
+        self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None, send_spans: bool
+    ) -> None:
+        self.tracing = Tracing(trace.get_tracer(_NAME, tracer_provider=tracer_provider), send_spans)
         self.metrics = metrics.Metrics()
         _measure(self.metrics, otel.get_meter(_NAME, meter_provider=meter_provider))
 
@@ -78,14 +87,18 @@ class Tracing:
 
     txnbridge_event_names = frozenset(_STEPS)
 
-    def __init__(self, tracer: trace.Tracer) -> None:
+    def __init__(self, tracer: trace.Tracer, send_spans: bool) -> None:
         self._tracer = tracer
+        self._send_spans = send_spans
         self._running = threading.local()  # the spans of the running steps of each thread
 
     @hookimpl
     def txnbridge_headers(self, topic: str, key: bytes | None) -> Mapping[str, str]:
         """Make the span of a `send`, and return the headers with its context."""
         found: dict[str, str] = {}
+        if not self._send_spans:
+            propagate.inject(found)
+            return found
         attributes = {"messaging.operation.type": "send", "messaging.destination.name": topic}
         span = self._tracer.start_span(f"send {topic}", kind=SpanKind.PRODUCER, attributes=attributes)
         propagate.inject(found, trace.set_span_in_context(span))

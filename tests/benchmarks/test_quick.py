@@ -34,7 +34,7 @@ TARGETS = {
     "kafka_group_commit": 3,
     "kafka_process": 3,
     "kafka_half_messages": 4,
-    "kafka_telemetry": 6,
+    "kafka_telemetry": 8,
     "pulsar_write": 3,
     "pulsar_read": 2,
     "pulsar_process": 1,

@@ -78,6 +78,18 @@ def test_one_trace_leads_from_a_request_through_the_broker_to_what_its_handler_s
     assert message.headers["traceparent"].startswith(expected)
 
 
+def test_without_spans_of_sends_a_message_belongs_to_the_span_in_which_it_is_sent(tmp_path):
+    traced = Traced()
+    instrumentation = opentelemetry.instrument(traced.tracers, traced.meters, send_spans=False)
+    with txnbridge.connect(f"embedded:{tmp_path}/a.db") as bridge:
+        instrumentation.remove()
+        with traced.tracer.start_as_current_span("request") as request, bridge.transaction() as txn:
+            txn.send_many("orders", [b"1", b"2"])
+        parents = {message.headers["traceparent"] for message in bridge.read("orders", 2)}
+    assert [f"{request.get_span_context().span_id:016x}" in parent for parent in parents] == [True]
+    assert traced.spans("send orders") == []
+
+
 def test_the_span_of_a_batch_has_a_link_to_each_message(traced):
     for _ in range(2):
         with traced.bridge.transaction() as txn:
