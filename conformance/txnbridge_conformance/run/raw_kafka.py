@@ -72,6 +72,8 @@ class _RawConsumer:
 
 
 class _RawTransaction:
+    token = None  # the plain client cannot prepare a transaction
+
     def __init__(self, producer: Any, consumer: _RawConsumer | None, id: str, timeout: float) -> None:
         self.id = id
         self._timeout = timeout
