@@ -5,6 +5,7 @@ The pages leave out what a program has of its own, such as a place to store toke
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,10 +43,8 @@ def run_blocks(page: str, names: dict[str, Any]) -> int:
         line = text.count("\n", 0, block.start()) + 1
         if "orders.insert()" in block[1]:  # the table, not the topic
             names["orders"] = Order.__table__
-        try:
+        with contextlib.suppress(Done):
             exec(compile("\n" * line + block[1], page, "exec"), names)
-        except Done:
-            pass
         names["bridge"] = names["open_bridge"]  # some blocks close one of their own
         if names["stored"]:
             names["token"] = names["stored"][-1]

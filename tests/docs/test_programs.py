@@ -67,7 +67,9 @@ def test_the_notebook_counts_what_it_reads(cookbook):
     assert "b'a'    2\nb'b'    1" in cookbook.run("notebook.py")
 
 
-@pytest.mark.parametrize(("wish", "outcome", "values"), [("yes", "committed", [b"4711 to Alice"]), ("no", "aborted", [])])
+@pytest.mark.parametrize(
+    ("wish", "outcome", "values"), [("yes", "committed", [b"4711 to Alice"]), ("no", "aborted", [])]
+)
 def test_what_is_proposed_is_there_if_somebody_says_yes(cookbook, wish, outcome, values):
     token = cookbook.run("propose.py").strip()
     assert cookbook.values("payments") == []
