@@ -398,9 +398,13 @@ class Deliveries:
             return {assignment: sorted(assignment.back) for assignment in returning}
 
     def gone_back(self, returned: Mapping[Assignment, Sequence[Position]]) -> None:
+        """Note that the reader delivers the messages at these positions again."""
         with self.lock:
             for assignment, positions in returned.items():
-                assignment.back.difference_update(positions)
+                if self.individual:
+                    assignment.back.difference_update(positions)
+                else:  # and everything behind the first one
+                    assignment.back = {position for position in assignment.back if position < min(positions)}
             self._any_back = any(assignment.back for assignment in self.assignments.values())
 
     # --- moved and reassigned -------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ COMMANDS = {
     "relay": "Publish the rows of an outbox, and list and change those that cannot be.",
     "log": "Renew a decision log that has lost records.",
     "status": "Show the outcome of a token's transaction.",
+    "top": "Show groups, open transactions and findings on one screen.",
     "doctor": "Find settings and states that weaken a guarantee or hold readers back.",
     "capabilities": "Say what brokers promise.",
 }

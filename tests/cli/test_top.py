@@ -1,0 +1,94 @@
+"""`txnbridge top`: what waits, what is open, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import txnbridge
+from txnbridge.cli.top import Snapshot, _rates
+from txnbridge.spi import GroupInfo
+
+
+def test_it_shows_lag_open_transactions_and_parked_half_messages_once(invoke, bridge):
+    with bridge.transaction() as txn:
+        txn.send_many("orders", [b"1", b"2", b"3"])
+    with bridge.consumer("orders", "shipping") as consumer, bridge.transaction() as txn:
+        txn.ack(consumer.poll(1, 60))
+    with bridge.transaction(prepare=True) as prepared:
+        prepared.send("orders", b"4")
+    found = json.loads(invoke("top", "--once", "--json", "--halves", "sales").stdout)
+    assert found["groups"] == [{"group": "shipping", "members": 0, "lag": 2}]
+    (transaction,) = found["transactions"]
+    assert (transaction["transaction"], transaction["state"], transaction["messages"]) == (prepared.id, "prepared", 1)
+    assert found["parked"] == {"sales": 0} and found["missing"] == [] and found["error"] is None
+    shown = invoke("top", "--once").stdout
+    assert "groups, by lag: 1" in shown and prepared.id in shown and "findings of the doctor: " in shown
+
+
+def test_what_the_broker_cannot_list_is_named(invoke, bridge, monkeypatch):
+    def refuse(*_: object) -> list[object]:
+        raise txnbridge.NotSupported("no")
+
+    monkeypatch.setattr(txnbridge.Admin, "groups", refuse)
+    monkeypatch.setattr(txnbridge.Admin, "transactions", refuse)
+    assert json.loads(invoke("top", "--once", "--json").stdout)["missing"] == ["groups", "open transactions"]
+    assert "this broker does not list: groups, open transactions" in invoke("top", "--once").stdout
+
+
+def test_a_broker_that_does_not_answer_is_an_error_on_the_screen(invoke, bridge, monkeypatch):
+    def away(*_: object) -> list[object]:
+        raise txnbridge.BrokerUnavailable("the broker is away")
+
+    monkeypatch.setattr(txnbridge.Admin, "transactions", away)
+    assert "the broker is away" in invoke("top", "--once").stdout
+
+
+def test_json_is_for_one_look(invoke, bridge):
+    result = invoke("top", "--json")
+    assert (result.exit_code, "--json goes with --once" in result.stderr) == (2, True)
+
+
+def test_rates_are_what_the_positions_have_moved():
+    def at(seconds: float, position: int) -> Snapshot:
+        return Snapshot(seconds, [GroupInfo("g", (), {("t", 0): (position,)}, {})])
+
+    assert _rates(at(1.0, 10), at(3.0, 20)) == {"g": 5.0}
+    assert _rates(Snapshot(1.0), at(3.0, 20)) == {}
+
+
+def test_on_a_terminal_it_looks_again_until_ctrl_c(url, bridge, interruptible):
+    with bridge.transaction(prepare=True) as txn:
+        txn.send("orders", b"1")
+    screen, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    command = [sys.executable, "-m", "txnbridge.cli", "top", "--every", "0.1", "--url", url]
+    with subprocess.Popen(command, stdout=terminal, stderr=terminal, stdin=terminal, env=environment) as process:
+        os.close(terminal)
+        try:
+            read_until(screen, b"oldest first: 1")
+            bridge.commit(str(txn.token))
+            read_until(screen, b"oldest first: 0")
+            process.send_signal(signal.SIGINT)
+            read_until(screen, b"")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            os.close(screen)
+
+
+def read_until(screen: int, text: bytes) -> None:
+    """Read a terminal until a text was written; with no text until its programs have ended."""
+    seen, until = b"", time.monotonic() + 60
+    while not text or text not in seen:
+        assert time.monotonic() < until, seen
+        try:
+            seen += os.read(screen, 65536)
+        except OSError:  # all its programs have ended
+            assert not text, seen
+            return

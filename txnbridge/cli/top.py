@@ -1,0 +1,203 @@
+"""The command `txnbridge top`: a broker's groups, open transactions and problems on one screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from txnbridge import Bridge, NotFound, NotSupported, TxnBridgeError
+from txnbridge.cli import _common
+from txnbridge.cli._common import Cli, printable
+from txnbridge.spi import Advice, GroupInfo, OpenTransaction
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# The doctor asks the broker for many things, which change slowly.
+_DOCTOR_SECONDS = 15.0
+_MOST_ROWS = 12
+
+
+@_common.command("top")
+@click.option("--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between looks.")
+@click.option("--halves", metavar="GROUP", multiple=True, help="Also count this group's parked half messages.")
+@click.option("--once", is_flag=True, help="Look once, and end; with --json for scripts.")
+def command(cli: Cli, every: float, halves: tuple[str, ...], once: bool) -> None:
+    """Show groups with their lag, open and prepared transactions, and the doctor's findings, until Ctrl-C.
+
+    What a broker cannot list is named in the last line.
+    """
+    if cli.json and not once:
+        raise click.UsageError("--json goes with --once")
+    with cli.look() as bridge:
+        watch = Watch(bridge, halves)
+        if not once:
+            _show_live(watch, every)
+        elif cli.json:
+            cli.document(_as_json(watch.look()))
+        else:
+            _common.console().print(_screen(bridge.url, watch.look()))
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Snapshot:
+    """What was seen at one time."""
+
+    at: float
+    groups: list[GroupInfo] = field(default_factory=list)
+    rates: dict[str, float] = field(default_factory=dict)  # messages a second that a group has acknowledged
+    transactions: list[OpenTransaction] = field(default_factory=list)
+    parked: dict[str, int] = field(default_factory=dict)
+    findings: list[Advice] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # what this broker cannot tell
+    error: str | None = None
+
+
+class Watch:
+    """Looks at a broker again and again."""
+
+    def __init__(self, bridge: Bridge, halves: Sequence[str]) -> None:
+        self._bridge = bridge
+        self._halves = halves
+        self._findings: list[Advice] = []
+        self._examined_at: float | None = None
+        self._last: Snapshot | None = None
+
+    def look(self) -> Snapshot:
+        """Return what is there now. If the broker does not answer, return that as the snapshot's error."""
+        now = Snapshot(time.monotonic())
+        admin = self._bridge.admin
+        try:
+            self._part(now, "groups", lambda: now.groups.extend(self._groups()))
+            self._part(now, "open transactions", lambda: now.transactions.extend(admin.transactions()))
+            for group in self._halves:
+                now.parked[group] = len(admin.parked(group))
+            if self._examined_at is None or now.at - self._examined_at >= _DOCTOR_SECONDS:
+                self._findings, self._examined_at = admin.check(), now.at
+        except TxnBridgeError as error:
+            now.error = str(error)
+        now.findings = [advice for advice in self._findings if advice.level != "ok"]
+        if self._last is not None:
+            now.rates = _rates(self._last, now)
+        self._last = now
+        return now
+
+    def _part(self, now: Snapshot, name: str, look: Callable[[], object]) -> None:
+        try:
+            look()
+        except NotSupported:
+            now.missing.append(name)
+
+    def _groups(self) -> Iterable[GroupInfo]:
+        for name in self._bridge.admin.groups():
+            with suppress(NotFound):  # it has just gone
+                yield self._bridge.admin.group(name)
+
+
+def _rates(before: Snapshot, now: Snapshot) -> dict[str, float]:
+    """Return how many messages each group has acknowledged a second, where positions are plain numbers."""
+    found = {}
+    old = {group.name: group.positions for group in before.groups}
+    for group in now.groups:
+        steps = [(position, old.get(group.name, {}).get(p)) for p, position in group.positions.items()]
+        if steps and all(len(position) == 1 and then is not None for position, then in steps):
+            moved = sum(position[0] - then[0] for position, then in steps if then is not None)
+            found[group.name] = max(0.0, moved / (now.at - before.at))
+    return found
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def _as_json(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "groups": [
+            {"group": group.name, "members": len(group.members), "lag": sum(group.lag.values())}
+            for group in snapshot.groups
+        ],
+        "transactions": [
+            {"transaction": t.transaction, "state": t.state, "owner": t.owner, "age": _age(t), "messages": t.messages}
+            for t in snapshot.transactions
+        ],
+        "parked": snapshot.parked,
+        "findings": [asdict(advice) for advice in snapshot.findings],
+        "missing": snapshot.missing,
+        "error": snapshot.error,
+    }
+
+
+def _age(transaction: OpenTransaction) -> float | None:
+    return None if transaction.since is None else round(max(0.0, time.time() - transaction.since / 1000), 1)
+
+
+def _show_live(watch: Watch, every: float) -> None:
+    from rich.live import Live
+
+    console = _common.console()
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+        while True:
+            live.update(_screen(watch._bridge.url, watch.look()), refresh=True)
+            time.sleep(every)
+
+
+def _screen(url: str, snapshot: Snapshot) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(f"{url}   {time.strftime('%H:%M:%S')}", style="bold")]
+    if snapshot.error:
+        parts.append(Text(printable(snapshot.error), style="bold red"))
+    groups = sorted(snapshot.groups, key=lambda group: -sum(group.lag.values()))
+    parts += _table(
+        "groups, by lag",
+        ["group", "members", "lag", "a second"],
+        [(g.name, len(g.members), sum(g.lag.values()), _rate(snapshot, g.name)) for g in groups],
+    )
+    parts += _table(
+        "open transactions, oldest first",
+        ["transaction", "state", "age", "owner", "messages"],
+        [(t.transaction, t.state, _seconds(t), t.owner, _or_dash(t.messages)) for t in snapshot.transactions],
+    )
+    if snapshot.parked:
+        parts += _table("parked half messages", ["group", "parked"], list(snapshot.parked.items()))
+    findings = [(advice.level, advice.subject, advice.text) for advice in snapshot.findings]
+    parts += _table("findings of the doctor", ["", "what", "finding"], findings)
+    if snapshot.missing:
+        parts.append(Text(f"\nthis broker does not list: {', '.join(snapshot.missing)}", style="dim"))
+    return Group(*parts)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[RenderableType]:
+    from rich.table import Table
+    from rich.text import Text
+
+    heading = Text(f"\n{title}: {len(rows)}", style="bold cyan")
+    if not rows:
+        return [heading]
+    table = Table(*columns, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    for row in rows[:_MOST_ROWS]:
+        table.add_row(*(Text(printable(str(cell))) for cell in row))
+    left = len(rows) - _MOST_ROWS
+    return [heading, table, *([Text(f"and {left} more", style="dim")] if left > 0 else [])]
+
+
+def _rate(snapshot: Snapshot, group: str) -> str:
+    rate = snapshot.rates.get(group)
+    return "-" if rate is None else f"{rate:.1f}"
+
+
+def _seconds(transaction: OpenTransaction) -> str:
+    age = _age(transaction)
+    return "-" if age is None else f"{age:.0f} s"
+
+
+def _or_dash(value: object) -> object:
+    return "-" if value is None else value
