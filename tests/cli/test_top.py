@@ -11,7 +11,7 @@ import sys
 import time
 
 import txnbridge
-from txnbridge.cli.top import Snapshot, _rates
+from txnbridge.cli.top import BrokerState, _rates
 from txnbridge.spi import GroupInfo
 
 
@@ -55,11 +55,11 @@ def test_json_is_for_one_look(invoke, bridge):
 
 
 def test_rates_are_what_the_positions_have_moved():
-    def at(seconds: float, position: int) -> Snapshot:
-        return Snapshot(seconds, [GroupInfo("g", (), {("t", 0): (position,)}, {})])
+    def at(seconds: float, position: int) -> BrokerState:
+        return BrokerState(seconds, [GroupInfo("g", (), {("t", 0): (position,)}, {})])
 
     assert _rates(at(1.0, 10), at(3.0, 20)) == {"g": 5.0}
-    assert _rates(Snapshot(1.0), at(3.0, 20)) == {}
+    assert _rates(BrokerState(1.0), at(3.0, 20)) == {}
 
 
 def test_on_a_terminal_it_looks_again_until_ctrl_c(url, bridge, interruptible):

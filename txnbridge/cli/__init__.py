@@ -15,6 +15,7 @@ from txnbridge.cli._plugin_commands import plugin_commands
 # Each command with its line in `txnbridge --help`. Its function is `command` in the module of the same name.
 COMMANDS = {
     "demo": "A short story that shows what txnbridge promises, and checks it.",
+    "new": "Write a small service with its test, to begin from.",
     "topics": "List, create, delete and grow topics.",
     "send": "Send messages in one transaction.",
     "read": "Show committed messages.",

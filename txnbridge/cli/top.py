@@ -48,7 +48,7 @@ def command(cli: Cli, every: float, halves: tuple[str, ...], once: bool) -> None
 
 
 @dataclass
-class Snapshot:
+class BrokerState:
     """What was seen at one time."""
 
     at: float
@@ -69,11 +69,11 @@ class Watch:
         self._halves = halves
         self._findings: list[Advice] = []
         self._examined_at: float | None = None
-        self._last: Snapshot | None = None
+        self._last: BrokerState | None = None
 
-    def look(self) -> Snapshot:
-        """Return what is there now. If the broker does not answer, return that as the snapshot's error."""
-        now = Snapshot(time.monotonic())
+    def look(self) -> BrokerState:
+        """Return what is there now. If the broker does not answer, return that as the state's error."""
+        now = BrokerState(time.monotonic())
         admin = self._bridge.admin
         try:
             self._part(now, "groups", lambda: now.groups.extend(self._groups()))
@@ -90,7 +90,7 @@ class Watch:
         self._last = now
         return now
 
-    def _part(self, now: Snapshot, name: str, look: Callable[[], object]) -> None:
+    def _part(self, now: BrokerState, name: str, look: Callable[[], object]) -> None:
         try:
             look()
         except NotSupported:
@@ -102,7 +102,7 @@ class Watch:
                 yield self._bridge.admin.group(name)
 
 
-def _rates(before: Snapshot, now: Snapshot) -> dict[str, float]:
+def _rates(before: BrokerState, now: BrokerState) -> dict[str, float]:
     """Return how many messages each group has acknowledged a second, where positions are plain numbers."""
     found = {}
     old = {group.name: group.positions for group in before.groups}
@@ -117,20 +117,20 @@ def _rates(before: Snapshot, now: Snapshot) -> dict[str, float]:
 # --- showing ----------------------------------------------------------------------------------------------------------
 
 
-def _as_json(snapshot: Snapshot) -> dict[str, Any]:
+def _as_json(state: BrokerState) -> dict[str, Any]:
     return {
         "groups": [
             {"group": group.name, "members": len(group.members), "lag": sum(group.lag.values())}
-            for group in snapshot.groups
+            for group in state.groups
         ],
         "transactions": [
             {"transaction": t.transaction, "state": t.state, "owner": t.owner, "age": _age(t), "messages": t.messages}
-            for t in snapshot.transactions
+            for t in state.transactions
         ],
-        "parked": snapshot.parked,
-        "findings": [asdict(advice) for advice in snapshot.findings],
-        "missing": snapshot.missing,
-        "error": snapshot.error,
+        "parked": state.parked,
+        "findings": [asdict(advice) for advice in state.findings],
+        "missing": state.missing,
+        "error": state.error,
     }
 
 
@@ -148,30 +148,30 @@ def _show_live(watch: Watch, every: float) -> None:
             time.sleep(every)
 
 
-def _screen(url: str, snapshot: Snapshot) -> RenderableType:
+def _screen(url: str, state: BrokerState) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = [Text(f"{url}   {time.strftime('%H:%M:%S')}", style="bold")]
-    if snapshot.error:
-        parts.append(Text(printable(snapshot.error), style="bold red"))
-    groups = sorted(snapshot.groups, key=lambda group: -sum(group.lag.values()))
+    if state.error:
+        parts.append(Text(printable(state.error), style="bold red"))
+    groups = sorted(state.groups, key=lambda group: -sum(group.lag.values()))
     parts += _table(
         "groups, by lag",
         ["group", "members", "lag", "a second"],
-        [(g.name, len(g.members), sum(g.lag.values()), _rate(snapshot, g.name)) for g in groups],
+        [(g.name, len(g.members), sum(g.lag.values()), _rate(state, g.name)) for g in groups],
     )
     parts += _table(
         "open transactions, oldest first",
         ["transaction", "state", "age", "owner", "messages"],
-        [(t.transaction, t.state, _seconds(t), t.owner, _or_dash(t.messages)) for t in snapshot.transactions],
+        [(t.transaction, t.state, _seconds(t), t.owner, _or_dash(t.messages)) for t in state.transactions],
     )
-    if snapshot.parked:
-        parts += _table("parked half messages", ["group", "parked"], list(snapshot.parked.items()))
-    findings = [(advice.level, advice.subject, advice.text) for advice in snapshot.findings]
+    if state.parked:
+        parts += _table("parked half messages", ["group", "parked"], list(state.parked.items()))
+    findings = [(advice.level, advice.subject, advice.text) for advice in state.findings]
     parts += _table("findings of the doctor", ["", "what", "finding"], findings)
-    if snapshot.missing:
-        parts.append(Text(f"\nthis broker does not list: {', '.join(snapshot.missing)}", style="dim"))
+    if state.missing:
+        parts.append(Text(f"\nthis broker does not list: {', '.join(state.missing)}", style="dim"))
     return Group(*parts)
 
 
@@ -189,8 +189,8 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]])
     return [heading, table, *([Text(f"and {left} more", style="dim")] if left > 0 else [])]
 
 
-def _rate(snapshot: Snapshot, group: str) -> str:
-    rate = snapshot.rates.get(group)
+def _rate(state: BrokerState, group: str) -> str:
+    rate = state.rates.get(group)
     return "-" if rate is None else f"{rate:.1f}"
 
 

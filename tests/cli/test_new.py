@@ -1,0 +1,64 @@
+"""`txnbridge new`: what it writes passes its own test at once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.metadata import metadata
+
+import pytest
+
+
+@pytest.fixture
+def project(invoke, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("new", "my-shop")
+    assert (result.exit_code, result.stdout) == (0, "my-shop is there. Next: cd my-shop && pytest\n")
+    return tmp_path / "my-shop"
+
+
+def test_a_new_service_passes_its_test_and_is_described(project):
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=project, check=True, timeout=100
+    )
+    described = subprocess.run(
+        [sys.executable, "-m", "txnbridge.cli", "app", "describe", "app:app"],
+        cwd=project,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert '"title": "my-shop"' in described.stdout
+
+
+def test_what_it_writes_beside_fits_the_service(project):
+    yaml = pytest.importorskip("yaml")
+    toml = (project / "pyproject.toml").read_text()
+    assert 'name = "my-shop"' in toml
+    (extras,) = re.findall(r'"txnbridge\[(.+)\]"', toml)
+    assert set(extras.split(",")) <= set(metadata("txnbridge").get_all("Provides-Extra") or ())
+    compose = yaml.safe_load((project / "compose.yaml").read_text())
+    created = set(compose["services"]["topics"]["command"][3:-2])
+    used = set(
+        re.findall(r'"([a-z-]+)", group=|to="([a-z-]+)"|dead_letter="([a-z-]+)"', (project / "app.py").read_text())
+    )
+    assert created == {name for names in used for name in names if name}
+    workflow = yaml.safe_load((project / ".github" / "workflows" / "test.yml").read_text())
+    assert workflow["jobs"]["test"]["steps"][1]["with"] == {"python-version": "${{ matrix.python }}"}
+    assert "COPY pyproject.toml app.py" in (project / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("name", ["My-Shop", "1shop", "shop/a", "a--b", "..", ""])
+def test_a_name_that_is_none_is_refused(invoke, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("new", name)
+    assert (result.exit_code, "lower-case letters" in result.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_over(project, invoke):
+    before = {path: path.stat().st_mtime_ns for path in project.rglob("*")}
+    assert invoke("new", "my-shop").exit_code == 2
+    assert {path: path.stat().st_mtime_ns for path in project.rglob("*")} == before
