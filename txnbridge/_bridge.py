@@ -316,14 +316,23 @@ class Bridge:
         Raise `DeadlineExceeded` if no writer became free, `Fenced` if the transactional id has a newer owner,
         `NotSupported` if the broker cannot do it, `BrokerUnavailable` if the broker does not answer.
         """
-        connection = self._connection
-        connection.check_open()
+        self._connection.check_open()
         if db is not None:
             if prepare or hold is not None or fingerprint or alone:
                 raise InvalidOption("db= goes with timeout= and group=, not with prepare=, hold=, fingerprint=, alone=")
             return self._open_barriers().transaction(db, group, timeout)
         if group is not None:
             raise InvalidOption("group= is for transactions with db=")
+        transaction = self._begin(timeout, prepare, hold, fingerprint, alone)
+        self._adopt(transaction)
+        return transaction
+
+    def _begin(
+        self, timeout: float | None, prepare: bool, hold: float | None, fingerprint: bool, alone: bool
+    ) -> Transaction:
+        """Begin a transaction that `close` does not abort before it is given to `_adopt`; `close` waits for it."""
+        connection = self._connection
+        connection.check_open()
         begin = self._new_begin(timeout, prepare, hold)
         if fingerprint:
             _require_xxhash()
@@ -337,10 +346,12 @@ class Bridge:
             except BaseException:
                 taken.give_back(sound=False)
                 raise
-        transaction = Transaction(connection, taken, self._outcomes, 0 if fingerprint else None)
+        return Transaction(connection, taken, self._outcomes, 0 if fingerprint else None)
+
+    def _adopt(self, transaction: Transaction) -> None:
+        """Let `close` abort this transaction if it is unfinished then."""
         with self._guard:
             self._transactions.add(transaction)
-        return transaction
 
     def _new_begin(self, timeout: float | None, prepare: bool, hold: float | None) -> Begin:
         connection = self._connection

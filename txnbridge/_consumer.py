@@ -6,6 +6,7 @@ import logging
 import weakref
 from _thread import RLock as _RLock
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from threading import TIMEOUT_MAX
 from typing import TypeVar
 
 from txnbridge._connection import ConnectionUser
@@ -84,12 +85,20 @@ class Consumer(ConnectionUser):
         `OutcomeUnknown` while the outcome of the transaction that acknowledged the last messages is not known. A poll
         that raises an error skips no message.
         """
+        batch = self._poll(max_messages, timeout)
+        self._deliveries.on_the_way = None
+        return batch
+
+    def _poll(self, max_messages: int, timeout: float) -> Batch:
+        """Return messages as `poll` does. The next call returns them again unless `_received` is called before."""
         with self._guard:
             self._begin("poll")
             self._fetch(max_messages, timeout)
-            batch = self._hand_out(max_messages)
+            return self._hand_out(max_messages)
+
+    def _received(self) -> None:
+        """Note that the program has the messages of the last call; takes no lock."""
         self._deliveries.on_the_way = None
-        return batch
 
     def poll_columns(self, max_messages: int = 10_000, timeout: float = 1.0) -> list[MessageColumns]:
         """Return messages as `poll` does, but undecoded and as columns, which takes less time for many messages.
@@ -118,25 +127,31 @@ class Consumer(ConnectionUser):
                 self._deliveries.on_the_way = None
                 yield batch
 
-    def _fill(self, max_messages: int, max_wait: float) -> Batch:
+    def _fill(
+        self, max_messages: int, max_wait: float, step: float = TIMEOUT_MAX, hurry: Callable[[], bool] = lambda: False
+    ) -> Batch:
+        """Wait for a full batch, at most `max_wait` seconds; after each `step` seconds end the wait if `hurry()`."""
         deadline = Deadline(max_wait)
         while True:
             with self._guard:
                 self._begin("poll")
-                self._fetch(max_messages, deadline.left(), full=True)
-                if deadline.expired or len(self._deliveries.fetched()) >= max_messages:
+                self._fetch(max_messages, min(deadline.left(), step), full=True)
+                if deadline.expired or hurry() or len(self._deliveries.fetched()) >= max_messages:
                     return self._hand_out(max_messages)
 
     def __iter__(self) -> Iterator[Message]:
         """Yield messages without end."""
         while True:
-            with self._guard:
-                self._begin("poll")
-                self._fetch(_FETCH, 1.0)
-                batch = list(self._hand_out(1))
-            for message in batch:
+            for message in self._next():
                 self._deliveries.on_the_way = None
                 yield message
+
+    def _next(self) -> Batch:
+        """Return the next message as a batch, as iteration does, or an empty batch after a second."""
+        with self._guard:
+            self._begin("poll")
+            self._fetch(_FETCH, 1.0)
+            return self._hand_out(1)
 
     def _fetch(self, most: int, timeout: float, full: bool = False) -> None:
         """Poll the reader unless a message (with `full`, `most` messages) is ready for the program."""

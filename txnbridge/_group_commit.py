@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline
@@ -37,7 +37,7 @@ from txnbridge._messages import encode_item
 from txnbridge._token_operations import Outcomes
 from txnbridge._transaction import Transaction
 from txnbridge._transaction_state import State
-from txnbridge._writers import TakenWriter, Writers
+from txnbridge._writers import KeptMessage, TakenWriter, Writers
 from txnbridge.errors import (
     DeliveryFailed,
     Fenced,
@@ -67,15 +67,6 @@ _LEAST_SECONDS = 1.0
 _COMPANY_SHARE, _LEAST_COMPANY = 0.125, 0.001
 # The bridge's thread ends after this time without a batch.
 _IDLE_SECONDS = 5.0
-
-
-class _Message(NamedTuple):
-    topic: str
-    value: bytes | None
-    key: bytes | None
-    headers: RawHeaders | None
-    partition: int | None
-    timestamp: int | None
 
 
 class GroupCommit:
@@ -260,7 +251,7 @@ class SharedTransaction(Transaction):
     def separate(self) -> None:
         self._writer.separate()
 
-    def send_kept(self, message: _Message) -> None:
+    def send_kept(self, message: KeptMessage) -> None:
         self._write(*message)
 
     def _commit_step(self) -> AbstractContextManager[object]:
@@ -296,7 +287,7 @@ class Member(TakenWriter, Writer):
 
     def __init__(self, group: GroupCommit, parameters: Begin) -> None:
         super().__init__(group.writers, parameters, None)
-        self.kept: list[_Message] = []
+        self.kept: list[KeptMessage] = []
         self.bytes = 0
         self._group = group
         self._claim: list[None] = [None]  # who removes the only entry decides whether a batch has this member
@@ -341,20 +332,27 @@ class Member(TakenWriter, Writer):
         partition: int | None,
         timestamp: int | None,
     ) -> None:
-        if self.writer is None:
-            size = (len(value) if value else 0) + (len(key) if key else 0) + (_size(headers) if headers else 0)
-            if (
-                self.bytes + size <= self._group.member_bytes
-                and len(self.kept) < self._group.member_messages
-                and timestamp is None
-                and value != b""
-                and self._group.takes(topic, partition)
-            ):
-                self.kept.append(_Message(topic, value, key, headers, partition, None))
-                self.bytes += size
-                return
+        if self.writer is None and self.keep(KeptMessage(topic, value, key, headers, partition, timestamp)):
+            return
         self._promoted().send(topic, value, key, headers, partition, timestamp)
         self._group.note([(topic, partition)])
+
+    def keep(self, message: KeptMessage) -> bool:
+        if self.writer is not None:
+            return False
+        topic, value, key, headers, partition, timestamp = message
+        size = (len(value) if value else 0) + (len(key) if key else 0) + (_size(headers) if headers else 0)
+        if (
+            self.bytes + size > self._group.member_bytes
+            or len(self.kept) >= self._group.member_messages
+            or timestamp is not None
+            or value == b""
+            or not self._group.takes(topic, partition)
+        ):
+            return False
+        self.kept.append(message)
+        self.bytes += size
+        return True
 
     def send_many(self, topic: str, items: Iterable[Item]) -> None:
         if self.writer is None and not (isinstance(items, Sized) and len(items) > self._group.member_messages):

@@ -27,7 +27,7 @@ from txnbridge._token import Outcome, Token
 from txnbridge._token_operations import Outcomes
 from txnbridge._topic import Topic, as_topic, check_topic_name, encode_message
 from txnbridge._transaction_state import State
-from txnbridge._writers import TakenWriter
+from txnbridge._writers import KeptMessage, TakenWriter
 from txnbridge.errors import (
     Abort,
     Conflict,
@@ -74,6 +74,7 @@ class Transaction(ConnectionUser):
         "_feeder",
         "_fingerprint",
         "_holds",
+        "_is_ending",
         "_lent",
         "_outcomes",
         "_prepare",
@@ -101,6 +102,7 @@ class Transaction(ConnectionUser):
         self._holds: dict[Deliveries, object] = {}  # each with its consumer, so that it is not garbage-collected
         self._shut = False  # whether it was aborted because the bridge was closed
         self._lent = False  # True while a handler of a processor has it: the handler may not commit it
+        self._is_ending = False  # whether a thread is about to end it, which `Bridge.close` then leaves to the thread
         self._feeder: int | None = None  # id of the thread whose `send_many` is running the program's generator
         self._fingerprint = fingerprint
         # When the transaction began, by `time.monotonic`; None if nobody wants to know its end, or knows it already.
@@ -140,6 +142,11 @@ class Transaction(ConnectionUser):
 
     def __repr__(self) -> str:
         return f"<Transaction {self.id} {self._state.value}>"
+
+    @property
+    def _has_writer(self) -> bool:
+        """Whether the transaction has a writer; the calls of a gathered one may wait for a writer."""
+        return self._taken.writer is not None
 
     # --- sending --------------------------------------------------------------------------------------------------
 
@@ -239,6 +246,36 @@ class Transaction(ConnectionUser):
         except BaseException as error:
             self._fail(error)
             raise
+        finally:
+            self._turn.append(quick)
+
+    def _send_from_loop(
+        self,
+        topic: str | Topic,
+        value: Any,
+        key: Any,
+        headers: Any,
+        partition: int | None,
+        timestamp: int | None,
+    ) -> bool:
+        """Add one message as `send` does if that needs memory only, and return True; otherwise do nothing.
+
+        An event loop may call this: it runs no codec and no plug-in, takes no lock, and sends no request.
+        """
+        plain = headers is None and topic.__class__ is str and (value.__class__ is bytes or value is None)
+        if self._slow or not plain:
+            return False
+        try:
+            quick = self._turn.pop()
+        except IndexError:
+            return False
+        try:
+            if self._state is not _OPEN:
+                return False
+            assert isinstance(topic, str)
+            check_topic_name(topic)
+            check_place(partition, timestamp)
+            return self._taken.keep(KeptMessage(topic, value, encode_key(key), None, partition, timestamp))
         finally:
             self._turn.append(quick)
 
@@ -594,10 +631,12 @@ class Transaction(ConnectionUser):
             time.sleep(_TURN_SECONDS)
 
     def _end_from_outside(self, deadline: Deadline) -> bool:
-        """Abort because the bridge is being closed, unless a call on the transaction is running.
+        """Abort because the bridge is being closed, unless a call on the transaction is running, or about to end it.
 
         Return whether the transaction was aborted.
         """
+        if self._is_ending:
+            return False
         try:
             quick = self._enter("close")
         except InvalidState:

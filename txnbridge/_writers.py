@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from txnbridge._connection import Connection, close_logging_errors
 from txnbridge._deadline import Deadline
@@ -13,13 +14,24 @@ from txnbridge._fair_semaphore import FairSemaphore, Place
 from txnbridge._token import Token
 from txnbridge._transaction_state import State
 from txnbridge.errors import DeadlineExceeded, TxnBridgeError
-from txnbridge.spi import Begin, Ledger, Writer
+from txnbridge.spi import Begin, Ledger, RawHeaders, Writer
 
 _log = logging.getLogger("txnbridge")
 
 # The time for which a thread may run one transaction after the other while other threads wait for a writer: much longer
 # than waking a thread takes. If a transaction takes longer, as on a remote broker, the thread runs only this one.
 _KEEP_SECONDS = 0.02
+
+
+class KeptMessage(NamedTuple):
+    """A message of a transaction that is kept in memory until its commit."""
+
+    topic: str
+    value: bytes | None
+    key: bytes | None
+    headers: RawHeaders | None
+    partition: int | None
+    timestamp: int | None
 
 
 class Writers:
@@ -202,6 +214,10 @@ class TakenWriter:
         assert self.writer is not None
         self.writer.begin(self.parameters)
         self.open = True
+
+    def keep(self, message: KeptMessage) -> bool:
+        """Take one message if that needs memory only; return whether it was taken."""
+        return False
 
     def commit(self, deadline: Deadline) -> None:
         """Commit the transaction on its writer."""
