@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PUBLIC_MODULES = ("capabilities", "codecs", "commands", "errors", "metrics", "opentelemetry", "spi", "testing")
+PUBLIC_MODULES = ("aio", "capabilities", "codecs", "commands", "errors", "metrics", "opentelemetry", "spi", "testing")
 
 
 def packages() -> list[Path]:

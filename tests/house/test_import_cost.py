@@ -7,7 +7,19 @@ import sys
 
 from tests.house.rooms import packages
 
-HEAVY = {"asyncio", "sqlalchemy", "click", "rich", "tenacity", "pluggy", "confluent_kafka", "pyspark", "pyarrow"}
+HEAVY = {
+    "asyncio",
+    "anyio",
+    "trio",
+    "sqlalchemy",
+    "click",
+    "rich",
+    "tenacity",
+    "pluggy",
+    "confluent_kafka",
+    "pyspark",
+    "pyarrow",
+}
 NOT_THE_CORE = {package.name for package in packages()} - {"txnbridge"}
 
 

@@ -83,6 +83,8 @@ def test_no_class_name_stands_twice():
     classes = defaultdict(set)
     for package in packages():
         for name, path in modules(package):
+            if name.startswith("txnbridge.aio."):  # its classes are named like the synchronous ones
+                continue
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
                     classes[node.name].add(name)

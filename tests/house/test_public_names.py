@@ -14,6 +14,7 @@ import pytest
 
 import txnbridge
 from tests.house.rooms import PUBLIC_MODULES
+from txnbridge import aio
 
 EVERY_PUBLIC_MODULE = ["txnbridge", *(f"txnbridge.{name}" for name in PUBLIC_MODULES)]
 
@@ -57,9 +58,45 @@ def test_every_listed_name_exists_once_and_is_documented(module):
 
 
 def test_every_public_name_is_listed(module):
-    # The front door imports only in order to show; the others also import for their own use.
-    bound = bound_names(inspect.getsource(module), imports=module is txnbridge)
+    # The front doors import only in order to show; the others also import for their own use.
+    bound = bound_names(inspect.getsource(module), imports=module in (txnbridge, aio))
     assert sorted(set(bound) - set(module.__all__)) == []
+
+
+def members(kind: type) -> dict[str, object]:
+    """The public members of a class; a method as its parameters."""
+    found = inspect.getmembers(kind, lambda member: inspect.isroutine(member) or isinstance(member, property))
+    public = {name: member for name, member in found if not name.startswith("_")}
+    return {
+        name: list(inspect.signature(member).parameters.values()) if inspect.isfunction(member) else member
+        for name, member in public.items()
+    }
+
+
+# What the asynchronous classes do not have or take, each with its reason.
+ONLY_SYNCHRONOUS = {
+    "Bridge": dict.fromkeys(["admin", "decisions", "half_messages", "processor", "publisher", "relay", "resolver"], "")
+    | {"transaction(db)": "sessions of databases block", "transaction(group)": "goes with db="},
+    "Consumer": {
+        "open": "makes one",
+        "close_behind_bridge": "part of closing a bridge",
+        "poll_columns": "for programs that read in bulk, which use no event loop",
+    },
+    "Transaction": {},
+}
+
+
+@pytest.mark.parametrize("name", ONLY_SYNCHRONOUS)
+def test_the_asynchronous_classes_have_the_names_and_parameters_of_the_synchronous_ones(name):
+    ours, theirs = members(getattr(aio, name)), members(getattr(txnbridge, name))
+    missing = theirs.keys() - ours.keys()
+    for method, parameters in theirs.items():
+        if isinstance(parameters, list) and isinstance(has := ours.get(method), list):
+            own = {parameter.name: str(parameter) for parameter in has}
+            assert [p for p in parameters if p.name in own and own[p.name] != str(p)] == [], method
+            missing |= {f"{method}({p.name})" for p in parameters if p.name not in own}
+    assert missing == ONLY_SYNCHRONOUS[name].keys()
+    assert [member for member in ours if not is_documented(getattr(getattr(aio, name), member))] == []
 
 
 def test_no_further_module_is_public():

@@ -103,11 +103,13 @@ def test_without_a_client_library_everything_else_imports_and_only_the_suite_nee
     assert {(name.partition(".")[0], lacks) for name, lacks in lacking.items()} == {
         ("txnbridge", "sqlalchemy"),
         ("txnbridge", "opentelemetry"),
+        ("txnbridge", "anyio"),
         ("txnbridge_conformance", "pytest"),
         ("txnbridge_conformance", "numpy"),  # the checker
         ("txnbridge_kafka", "confluent_kafka"),
         ("pyspark_txnbridge", "pyspark"),
     }
+    assert [name for name, lacks in lacking.items() if lacks == "anyio"] == ["txnbridge.aio"]
     of_databases = {"txnbridge.sql", "txnbridge.cli.demo.outbox_scene"}
     assert {name for name, lacks in lacking.items() if lacks == "sqlalchemy"} == of_databases
     # Spark imports it to see whether it is a data source, and that may never fail.
@@ -119,7 +121,7 @@ def test_without_a_client_library_everything_else_imports_and_only_the_suite_nee
 def test_with_the_extra_for_the_suite_every_module_of_it_imports(with_the_suite):
     assert with_the_suite.python(FIND, *CLIENTS).split() == []
     lacking = with_the_suite.python(IMPORT_ALL, *PACKAGES).split()
-    assert set(lacking[1::2]) == {"confluent_kafka", "opentelemetry", "pyspark", "sqlalchemy"}
+    assert set(lacking[1::2]) == {"anyio", "confluent_kafka", "opentelemetry", "pyspark", "sqlalchemy"}
 
 
 def test_a_module_that_lacks_something_would_be_seen(bare):

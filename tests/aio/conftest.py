@@ -1,0 +1,24 @@
+"""What the tests of the asynchronous interface share: both event loops, and a judge that knows neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+
+from tests.aio.kit import in_txnbridge, wait_until
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def run(request) -> Iterator[Callable[..., Any]]:
+    """Yield a function that runs a coroutine function on an event loop; no thread of ours may be left behind it."""
+    yield partial(anyio.run, backend=request.param)
+    wait_until(lambda: not in_txnbridge())
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"embedded:{tmp_path}/broker.db"

@@ -1,0 +1,147 @@
+"""Cancelling a program at each of its calls, and telling what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio.lowlevel
+from anyio import from_thread
+
+import txnbridge
+from txnbridge.aio import _calls
+
+# Far more than anything takes, also on a busy machine.
+SOON = 60.0
+
+# The moments of a call at which its task can be cancelled.
+MOMENTS = ("before", "queued", "running", "ended")
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    with anyio.fail_after(SOON):
+        while not condition():
+            await anyio.sleep(0.001)
+
+
+def values(url: str, topic: str) -> list[bytes]:
+    """What a reader without event loop finds."""
+    with txnbridge.connect(url) as bridge:
+        return [message.value for message in bridge.read(topic, 1000)]
+
+
+def in_txnbridge() -> list[str]:
+    """The threads, other than this one, that run code of ours now."""
+    found = []
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        at: Any = frame
+        while at is not None and ident != threading.get_ident():
+            if "/txnbridge" in at.f_code.co_filename:
+                found.append(
+                    f"{names.get(ident)} in {at.f_code.co_qualname if hasattr(at.f_code, 'co_qualname') else at}"
+                )
+                break
+            at = at.f_back
+    return found
+
+
+class Cancelling:
+    """Cancels a program at one moment of its call number `target`; the calls of a cleanup under a shield count, too."""
+
+    def __init__(self, monkeypatch: Any, target: int, moment: str, natively: bool = False) -> None:
+        self.reached = False
+        self._left = target
+        self._moment = moment
+        self._natively = natively
+        self._run = _calls.Call.run
+        this = self
+
+        async def run(call: Any) -> Any:
+            return await this._count(call)
+
+        monkeypatch.setattr(_calls.Call, "run", run)
+
+    async def run(self, program: Callable[[], Awaitable[object]]) -> None:
+        """Run a program, which must let the cancellation pass."""
+        if not self._natively:
+            with anyio.CancelScope() as self._scope:
+                await program()
+                await anyio.lowlevel.checkpoint()  # if the program ended under a shield
+            assert self._scope.cancelled_caught == self.reached
+            return
+        self._task = asyncio.ensure_future(program())
+        await asyncio.wait([self._task])
+        if self.reached:
+            assert self._task.cancelled() or self._task.exception() is None
+        else:
+            self._task.result()
+
+    def _cancel(self) -> None:
+        self.reached = True
+        if self._natively:
+            self._task.cancel()
+        else:
+            self._scope.cancel()
+
+    def _cancel_from_thread(self, left: threading.Event) -> None:
+        """Cancel the program, and wait until its task has left the call; under a shield it stays."""
+        from_thread.run_sync(self._cancel)
+        for _ in range(10):
+            if not left.is_set():
+                from_thread.run_sync(lambda: None)  # another turn of the loop
+
+    async def _count(self, call: Any) -> Any:
+        self._left -= 1
+        if self._left:
+            return await self._run(call)
+        left = threading.Event()
+        getattr(self, f"_cancel_{self._moment}")(call, left)
+        try:
+            return await self._run(call)
+        finally:
+            left.set()
+
+    def _cancel_before(self, call: Any, left: threading.Event) -> None:
+        self._cancel()
+
+    def _cancel_queued(self, call: Any, left: threading.Event) -> None:
+        """The thread has the call, and has not begun it."""
+        work = call._work
+
+        def cancelled_first() -> Any:
+            self._cancel_from_thread(left)
+            return work()
+
+        call._work = cancelled_first
+
+    def _cancel_running(self, call: Any, left: threading.Event) -> None:
+        function = call._function
+
+        def cancelled_first() -> Any:
+            self._cancel_from_thread(left)
+            return function()
+
+        call._function = cancelled_first
+
+    def _cancel_ended(self, call: Any, left: threading.Event) -> None:
+        work = call._work
+
+        def cancelled_last() -> Any:
+            try:
+                return work()
+            finally:
+                self._cancel_from_thread(left)
+
+        call._work = cancelled_last

@@ -1,0 +1,116 @@
+"""Consumers of tasks: in order, and nothing is lost when a poll is cancelled at any moment."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+import txnbridge
+from tests.aio.kit import MOMENTS, SOON, Cancelling
+from txnbridge import Poison, Topic, aio, codecs
+
+
+@pytest.fixture
+def full_url(url: str) -> str:
+    """A broker with a topic of ten messages."""
+    with txnbridge.connect(url) as bridge, bridge.transaction() as txn:
+        for number in range(10):
+            txn.send("a", b"%d" % number)
+    return url
+
+
+async def take(how: str, consumer: aio.Consumer, count: int) -> list[bytes]:
+    """Take up to `count` messages in one of the three ways to read."""
+    if how == "poll":
+        return [message.value for message in await consumer.poll(count, timeout=SOON)]
+    if how == "batches":
+        async for batch in consumer.batches(count, max_wait=0.05):
+            return [message.value for message in batch]
+    async for message in consumer:
+        return [message.value]
+    raise AssertionError("reading does not end by itself")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("how", ["poll", "batches", "iteration"])
+def test_what_a_cancelled_poll_had_fetched_comes_with_the_next_one(run, full_url, how, moment, monkeypatch):
+    async def program():
+        async with aio.connect(full_url) as bridge, bridge.consumer("a", "g") as consumer:
+            seen = await take(how, consumer, 2)
+            with monkeypatch.context() as patch:
+                cancelling = Cancelling(patch, 1, moment)
+                await cancelling.run(lambda: take(how, consumer, 2))
+            assert cancelling.reached
+            while len(seen) < 10:
+                seen += await take(how, consumer, 2)
+            assert seen == [b"%d" % number for number in range(10)]
+
+    run(program)
+
+
+def test_a_long_poll_whose_task_was_cancelled_ends_soon(run, full_url):
+    async def program():
+        async with aio.connect(full_url) as bridge:
+            async with bridge.consumer("b", "g") as consumer:
+                with anyio.move_on_after(0.1):
+                    await consumer.poll(timeout=10_000)
+                with anyio.move_on_after(0.1):
+                    async for _ in consumer.batches(max_wait=10_000):
+                        pass
+
+    with txnbridge.connect(full_url) as bridge:
+        bridge.ensure_topics("b")
+    run(program)
+
+
+def test_a_consumer_answers_and_moves(run, full_url):
+    async def program():
+        async with aio.connect(full_url) as bridge, bridge.consumer("a") as consumer:
+            first = (await consumer.poll(4, timeout=SOON))[0]
+            assert await consumer.assignment() == [("a", 0)] == list(await consumer.positions())
+            assert await consumer.lag() == {("a", 0): 6}
+            await consumer.seek({("a", 0): first.position})
+            await consumer.pause()
+            assert not await consumer.poll(timeout=0.05)
+            await consumer.resume()
+            assert len(await consumer.poll(timeout=SOON)) == 10
+
+    run(program)
+
+
+def test_a_message_that_cannot_be_decoded_is_raised_behind_those_before_it(run, url):
+    with txnbridge.connect(url) as bridge, bridge.transaction() as txn:
+        txn.send_many("a", [b"1", b"{", b"3"])
+
+    async def program():
+        async with aio.connect(url) as bridge, bridge.consumer(Topic("a", codecs.json)) as consumer:
+            assert [message.value for message in await consumer.poll(timeout=SOON)] == [1]
+            with pytest.raises(Poison):
+                await consumer.poll(timeout=SOON)
+            assert [message.value for message in await consumer.poll(timeout=SOON)] == [3]
+
+    run(program)
+
+
+def test_a_nack_has_messages_delivered_again(run, full_url):
+    async def program():
+        async with aio.connect(full_url) as bridge, bridge.consumer("a", "g", sharing="message") as consumer:
+            batch = await consumer.poll(1, timeout=SOON)
+            await consumer.nack(batch)
+            assert (await consumer.poll(1, timeout=SOON))[0].value == batch[0].value
+
+    run(program)
+
+
+def test_a_block_that_is_cancelled_leaves_its_group(run, full_url):
+    async def program():
+        async with aio.connect(full_url) as bridge:
+            with anyio.CancelScope() as scope:
+                async with bridge.consumer("a", "g") as consumer:
+                    assert await consumer.poll(timeout=SOON)
+                    scope.cancel()
+                    await anyio.sleep(SOON)
+            with txnbridge.connect(full_url) as other:
+                assert other.admin.group("g").members == ()
+
+    run(program)

@@ -1,0 +1,257 @@
+"""`connect` and `Bridge`: one open connection to one broker, for the tasks of an event loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio import CancelScope
+
+import txnbridge
+from txnbridge._messages import Message
+from txnbridge._token import Outcome, Status, Token
+from txnbridge._topic import Topic
+from txnbridge.aio._calls import Call, Opening, Threads
+from txnbridge.aio._consumer import Consumer
+from txnbridge.aio._transaction import Transaction, abort_quietly
+from txnbridge.capabilities import Capabilities, Limits
+from txnbridge.errors import DeadlineExceeded, InvalidOption
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+R = TypeVar("R")
+
+
+def connect(
+    url: str | None = None,
+    *,
+    transactional_id: str | None = None,
+    application: str | None = None,
+    timeout: float = 30,
+    hold: float | None = None,
+    writers: int = 4,
+    create_topics: int | None = None,
+    decision_log: str | Engine | None = None,
+    group_commit: bool | None = None,
+    threads: int = 64,
+    **backend: Mapping[str, Any],
+) -> Opening[Bridge]:
+    """Open a bridge to the broker at `url`, as `txnbridge.connect` does.
+
+        async with aio.connect("embedded:orders.db") as bridge:
+            async with bridge.transaction() as txn:
+                await txn.send("orders", b"...")
+
+    `bridge = await aio.connect(…)` opens one that the program closes itself. `threads` is the number of calls that may
+    wait, each in a worker thread, for a writer or for a commit that they share; further tasks wait on the event loop.
+    """
+    if type(threads) is not int or threads < 1:
+        raise InvalidOption(f"threads= is how many calls may run in worker threads at once, from 1, not {threads!r}")
+    opening = partial(
+        txnbridge.connect,
+        url,
+        transactional_id=transactional_id,
+        application=application,
+        timeout=timeout,
+        hold=hold,
+        writers=writers,
+        create_topics=create_topics,
+        decision_log=decision_log,
+        group_commit=group_commit,
+        **backend,
+    )
+    return Opening(_open(opening, threads))
+
+
+async def _open(opening: Callable[[], txnbridge.Bridge], threads: int) -> Bridge:
+    return Bridge(await Call(opening, undo=_close).run(), threads)
+
+
+def _close(bridge: txnbridge.Bridge | None) -> None:
+    if bridge is not None:
+        bridge.close()
+
+
+class Bridge:
+    """One open connection to one broker; any number of tasks may use it, on any event loop. Made by `connect`."""
+
+    def __init__(self, sync: txnbridge.Bridge, threads: int) -> None:
+        self._sync = sync
+        self._timeout = sync._connection.timeout
+        # Calls that may wait for a writer are limited apart from the others: those who have the writers may need these.
+        self._waiting = Threads(threads)
+        self._asking = Threads(threads)
+
+    @property
+    def sync(self) -> txnbridge.Bridge:
+        """The bridge below, with the synchronous interface, for threads: its calls would stop an event loop."""
+        return self._sync
+
+    @property
+    def url(self) -> str:
+        """The broker's address, without secrets."""
+        return self._sync.url
+
+    @property
+    def backend(self) -> str:
+        """The backend's name."""
+        return self._sync.backend
+
+    @property
+    def cluster(self) -> str:
+        """The id of the broker's cluster; tokens of another cluster are refused."""
+        return self._sync.cluster
+
+    @property
+    def transactional_id(self) -> str | None:
+        """The transactional id given to `connect`; None if the bridge made up an id, which no other process has."""
+        return self._sync.transactional_id
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of this broker, each native, emulated or absent."""
+        return self._sync.capabilities
+
+    @property
+    def limits(self) -> Limits:
+        """The broker's limits."""
+        return self._sync.limits
+
+    def __repr__(self) -> str:
+        return repr(self._sync)
+
+    # --- transactions ---------------------------------------------------------------------------------------------
+
+    def transaction(
+        self,
+        *,
+        timeout: float | None = None,
+        prepare: bool = False,
+        hold: float | None = None,
+        fingerprint: bool = False,
+        alone: bool = False,
+    ) -> Opening[Transaction]:
+        """Begin a transaction, for an `async with` block. Wait for a free writer, until the transaction's deadline.
+
+        With `prepare=True` the end of the block does not commit the transaction, but makes it durable, still invisible
+        to readers: any process can commit or abort it by `txn.token` within `hold` seconds. `fingerprint=True` puts a
+        checksum of the messages, independent of their order, into the token (this needs the package xxhash).
+        `alone=True` keeps the transaction from sharing one of the broker with other tasks (group commit).
+
+        Raise `DeadlineExceeded` if no writer became free, `Fenced` if the transactional id has a newer owner,
+        `NotSupported` if the broker cannot do it, `BrokerUnavailable` if the broker does not answer.
+        """
+        return Opening(self._begin(timeout, prepare, hold, fingerprint, alone))
+
+    async def _begin(
+        self, timeout: float | None, prepare: bool, hold: float | None, fingerprint: bool, alone: bool
+    ) -> Transaction:
+        seconds = self._timeout if timeout is None else timeout
+        began_at = time.monotonic()
+        async with self._waiting.one(seconds) as taken:
+            waited = time.monotonic() - began_at
+            if not taken:
+                raise DeadlineExceeded(
+                    f"other tasks waited for the writers of this bridge, or used them, for {seconds:g} s; end"
+                    " transactions sooner or connect(…, writers=…) with more"
+                )
+            if waited > 0.001:  # the time limit of a transaction begins with this call
+                timeout = max(seconds - waited, 0.001)
+            begin = partial(self._sync._begin, timeout, prepare, hold, fingerprint, alone)
+            sync = await Call(begin, undo=_abort).run()
+        self._sync._adopt(sync)
+        return Transaction(sync, self._waiting)
+
+    # --- tokens ---------------------------------------------------------------------------------------------------
+
+    async def commit(self, token: str | Token) -> Outcome:
+        """Commit a prepared transaction by its token, from any process. Safe to repeat, also after a cancellation.
+
+        Return the true outcome: ABORTED if another process has aborted the transaction before. Raise `InvalidToken` for
+        a text that is no token of this cluster, `InvalidState` for the token of a transaction that was not prepared,
+        `OutcomeUnknown` if the broker does not answer in time, `EvidenceLost` if the outcome can never be known.
+        """
+        return await self._ask(partial(self._sync.commit, token))
+
+    async def abort(self, token: str | Token) -> Outcome:
+        """Abort a prepared transaction by its token, from any process. Return and raise as `commit` does."""
+        return await self._ask(partial(self._sync.abort, token))
+
+    async def status(self, token: str | Token) -> Status:
+        """Return the status of a token's transaction without ending the transaction.
+
+        If the transaction's deadline has passed, its abort may be recorded before ABORTED is returned. Raise
+        `InvalidToken` for a text that is no token of this cluster, `BrokerUnavailable` if the broker does not answer.
+        """
+        return await self._ask(partial(self._sync.status, token))
+
+    # --- topics, reading --------------------------------------------------------------------------------------------
+
+    async def ensure_topics(self, *topics: str | Topic) -> list[str]:
+        """Create missing topics with their declared partitions and retention; return the created topics' names.
+
+        Raise `InvalidOption` if a topic exists with another number of partitions than declared, `NotSupported` on a
+        broker that cannot create topics, `AccessDenied` if the broker refuses to create them.
+        """
+        return await self._ask(partial(self._sync.ensure_topics, *topics))
+
+    async def read(self, topic: str | Topic, limit: int) -> list[Message]:
+        """Return the first `limit` committed messages of a topic that are readable now; read without a group."""
+        return await self._ask(partial(self._sync.read, topic, limit))
+
+    def consumer(
+        self,
+        topics: str | Topic | Iterable[str | Topic],
+        group: str | None = None,
+        *,
+        start: str | int = "earliest",
+        sharing: str = "partition",
+    ) -> Opening[Consumer]:
+        """Open a consumer of committed messages. Group members share the partitions; without a group all are read.
+
+        `start` is where a group begins that has never read: "earliest", "latest" or a time in milliseconds since 1970.
+        `sharing` is "partition" (each partition is read in order by one member), or, if the broker supports it,
+        "message" or "key" (members share each partition message by message, or key by key).
+        """
+        return Opening(self._open_consumer(partial(self._sync.consumer, topics, group, start=start, sharing=sharing)))
+
+    async def _open_consumer(self, opening: Callable[[], txnbridge.Consumer]) -> Consumer:
+        return Consumer(await self._ask(opening, undo=_close_consumer))
+
+    async def _ask(self, function: Callable[[], R], undo: Callable[[R | None], object] = lambda _: None) -> R:
+        """Call a function that asks the broker, and waits for no writer, in a thread."""
+        return await self._asking.run(Call(function, undo=undo), self._timeout)
+
+    # --- closing --------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Refuse new calls, wait for running ones, abort unfinished transactions, leave all groups, and disconnect.
+
+        Calls that go on in their threads, because their tasks were cancelled, are waited for like others. Prepared
+        transactions stay prepared. Closing takes at most the bridge's timeout; a cancelled one goes on in its thread.
+        Safe to repeat.
+        """
+        await Call(self._sync.close, must_run=True).run()
+
+    async def __aenter__(self) -> Bridge:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with CancelScope(shield=True):
+            await self.close()
+
+
+def _abort(transaction: txnbridge.Transaction | None) -> None:
+    if transaction is not None:
+        abort_quietly(transaction)
+
+
+def _close_consumer(consumer: txnbridge.Consumer | None) -> None:
+    if consumer is not None:
+        consumer.close()

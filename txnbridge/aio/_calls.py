@@ -1,0 +1,275 @@
+"""Calls of the synchronous interface in worker threads, by tasks that may be cancelled at any time.
+
+A cancelled task raises the cancellation at once, but a thread cannot be interrupted:
+
+| the cancellation comes           | the function                  | `undo`, which is called with its result |
+|----------------------------------|-------------------------------|-----------------------------------------|
+| before the function begins       | never runs (see `must_run`)   | is not called                           |
+| while the function runs          | runs to its end in its thread | is called afterwards in the same thread |
+| after its end, before its result | has run                       | is called in another thread             |
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager, suppress
+from contextvars import copy_context
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import anyio
+from anyio import CapacityLimiter, to_thread
+from anyio.lowlevel import RunVar
+
+from txnbridge._handler_errors import loggable
+from txnbridge.errors import DeadlineExceeded, InvalidState
+
+_log = logging.getLogger("txnbridge")
+
+R = TypeVar("R")
+
+# A limiter belongs to an event loop, and a bridge may be used on several.
+_unlimited: RunVar[CapacityLimiter] = RunVar("txnbridge unlimited")
+_numbers = itertools.count()  # older versions of anyio tell a `RunVar` by its name
+
+
+def _no_undo(result: object) -> None:
+    pass
+
+
+class Call(Generic[R]):
+    """A call of one function in a worker thread, for one task.
+
+    With `must_run` the function also runs if the task is cancelled before it begins.
+    """
+
+    def __init__(
+        self, function: Callable[[], R], *, undo: Callable[[R | None], object] = _no_undo, must_run: bool = False
+    ) -> None:
+        self._function = function
+        self._undo = undo  # gets None if the function has raised an error
+        self._must_run = must_run
+        self._result: R | None = None
+        self._error: BaseException | None = None
+        # Both lists are locks that never wait: whoever removes the only entry decides.
+        self._start = [None]  # between the thread that runs the function, and the task that withdraws the call
+        self._delivery = [None]  # between the thread that returns the result, and the task that leaves the call behind
+        self.withdrawn = False  # whether the function never runs
+        self._left_behind = False
+        self._ended = False
+
+    @property
+    def runs_behind(self) -> bool:
+        """True while the function runs on although its task was cancelled."""
+        return self._left_behind and not self._ended
+
+    async def run(self) -> R:
+        """Run the function and return its result. A task calls this once."""
+        try:
+            return cast(R, await to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=_no_limit()))
+        except BaseException as error:
+            if error is not self._error:
+                self._leave()
+            raise
+
+    def withdraw(self) -> None:
+        """Keep the function from being run, if it has not begun."""
+        if not self._left_behind and _removed(self._start):
+            self.withdrawn = True
+
+    def _leave(self) -> None:
+        """Leave the call to a thread, because its task was cancelled."""
+        if not _removed(self._start):
+            if _removed(self._delivery):
+                self._left_behind = True
+            else:
+                _in_background(self._undo_behind)
+        elif self._must_run:
+            self._left_behind = _removed(self._delivery)
+            self._start.append(None)
+            _in_background(self._work_behind)
+        else:
+            self.withdrawn = True
+
+    # --- in a thread ------------------------------------------------------------------------------------------------
+
+    def _work(self) -> R | None:
+        if not _removed(self._start):
+            return None
+        try:
+            self._result = self._function()
+            return self._result
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            if not _removed(self._delivery):
+                self._undo_behind()
+            self._ended = True
+
+    def _work_behind(self) -> None:
+        with suppress(Exception):  # `_undo_behind` has logged it
+            self._work()
+
+    def _undo_behind(self) -> None:
+        if self._error is not None:
+            _log.info("a call whose task was cancelled has failed: %s", loggable(self._error))
+        try:
+            self._undo(self._result)
+        except Exception as error:
+            _log.warning("undoing a call whose task was cancelled: %s", loggable(error))
+
+
+def _in_background(function: Callable[[], object]) -> None:
+    with suppress(RuntimeError):  # an interpreter that is ending starts no threads; it closes all bridges
+        threading.Thread(target=copy_context().run, args=(function,), name="txnbridge aio", daemon=True).start()
+
+
+def _removed(entry: list[None]) -> bool:
+    try:
+        entry.pop()
+    except IndexError:
+        return False
+    return True
+
+
+def _no_limit() -> CapacityLimiter:
+    try:
+        return _unlimited.get()
+    except LookupError:
+        limiter = CapacityLimiter(float("inf"))
+        _unlimited.set(limiter)
+        return limiter
+
+
+class OneCall:
+    """Runs the calls on one object, such as a transaction: one at a time, each in a worker thread.
+
+    A call waits, in its thread, for the end of an earlier one whose task was cancelled.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()  # held by the thread in which a call runs
+        self._called = False  # whether a task waits for a call
+
+    @property
+    def is_free(self) -> bool:
+        """True if no call runs, also none whose task was cancelled."""
+        return not self._called and not self._lock.locked()
+
+    def call(
+        self, function: Callable[[], R], *, undo: Callable[[R | None], object] = _no_undo, must_run: bool = False
+    ) -> Call[R]:
+        """Return a call, for `run`."""
+
+        def one_at_a_time() -> R:
+            with self._lock:
+                return function()
+
+        return Call(one_at_a_time, undo=undo, must_run=must_run)
+
+    def refuse_beside_another(self, name: str) -> None:
+        """Raise `InvalidState` if another task's call runs."""
+        if self._called:
+            raise InvalidState(f"{name} on {self._name} while another call on it runs: one task at a time")
+
+    async def run(self, call: Call[R], threads: Threads | None = None, seconds: float = 0.0) -> R:
+        """Run a call, if necessary after another task's call.
+
+        With `threads` the call runs in one of them, or, if none becomes free in `seconds`, in another thread, where it
+        fails at its own deadline.
+        """
+        self._called = True
+        try:
+            if threads is None:
+                return await call.run()
+            async with threads.one(seconds):
+                return await call.run()
+        except BaseException:
+            call.withdraw()
+            raise
+        finally:
+            self._called = False
+
+
+class Threads:
+    """Limits the worker threads that run calls of one kind; further tasks wait on the event loop, in their order."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._limiters: RunVar[CapacityLimiter] = RunVar(f"txnbridge threads {next(_numbers)}")
+
+    @asynccontextmanager
+    async def one(self, seconds: float) -> AsyncIterator[bool]:
+        """Take a thread for the block, and yield True; yield False if none has become free in `seconds`."""
+        limiter = self._limiter()
+        block = object()
+        taken = True
+        try:
+            limiter.acquire_on_behalf_of_nowait(block)
+        except anyio.WouldBlock:
+            with anyio.move_on_after(seconds) as wait:
+                await limiter.acquire_on_behalf_of(block)
+            taken = not wait.cancelled_caught
+        try:
+            yield taken
+        finally:
+            if taken:
+                limiter.release_on_behalf_of(block)
+
+    async def run(self, call: Call[R], seconds: float) -> R:
+        """Run a call in one of these threads. Raise `DeadlineExceeded` if none becomes free in `seconds`."""
+        async with self.one(seconds) as taken:
+            if not taken:
+                raise DeadlineExceeded(
+                    f"{self._size} calls of other tasks were waiting for {seconds:g} s: start fewer of them at once, or"
+                    " connect(…, threads=…) with more"
+                )
+            return await call.run()
+
+    def _limiter(self) -> CapacityLimiter:
+        try:
+            return self._limiters.get()
+        except LookupError:
+            limiter = CapacityLimiter(self._size)
+            self._limiters.set(limiter)
+            return limiter
+
+
+class Block(Protocol):
+    """An object that `async with` leaves."""
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None: ...
+
+
+B = TypeVar("B", bound=Block)
+
+
+class Opening(Generic[B]):
+    """An object that is opened by `async with`, which closes it at the end of its block, or by `await`."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, B]) -> None:
+        self._coroutine = coroutine
+        self._opened: B | None = None
+
+    def __await__(self) -> Generator[Any, Any, B]:
+        return self._coroutine.__await__()
+
+    async def __aenter__(self) -> B:
+        self._opened = await self._coroutine
+        await self._opened.__aenter__()
+        return self._opened
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._opened is not None
+        return await self._opened.__aexit__(kind, error, trace)

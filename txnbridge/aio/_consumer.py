@@ -1,0 +1,147 @@
+"""`Consumer`: reads committed messages, for a task."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+from anyio import CancelScope
+
+import txnbridge
+from txnbridge._deadline import Deadline
+from txnbridge._messages import Batch, Message, Position
+from txnbridge.aio._calls import OneCall
+from txnbridge.spi import Partition
+
+R = TypeVar("R")
+
+# A poll whose task was cancelled ends within this time, and so does what waits for it, such as `close`.
+_STEP_SECONDS = 1.0
+
+
+class _Endless(AsyncIterator[R]):
+    """Iterates without end. Trio would warn of a generator that is left by `break`."""
+
+    def __init__(self, following: Callable[[], Awaitable[R]]) -> None:
+        self._following = following
+
+    async def __anext__(self) -> R:
+        return await self._following()
+
+
+class Consumer:
+    """Reads committed messages only, each partition in order; for one task at a time.
+
+    What a poll had fetched when its task was cancelled comes with the next one.
+    """
+
+    def __init__(self, sync: txnbridge.Consumer) -> None:
+        self._sync = sync
+        self._calls = OneCall(repr(sync))
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    async def poll(self, max_messages: int = 500, timeout: float = 1.0) -> Batch:
+        """Return up to `max_messages` as soon as there is one; an empty batch if none came within `timeout` seconds.
+
+        Raise `Poison` for a message that its codec cannot decode, after all messages before it were returned; the next
+        poll continues after it. Raise `PositionLost` if retention has deleted the group's next message,
+        `OutcomeUnknown` while the outcome of the transaction that acknowledged the last messages is not known. A poll
+        that raises an error skips no message.
+        """
+        deadline = Deadline(timeout)
+
+        def poll(hurry: Callable[[], bool]) -> Batch:
+            while True:
+                batch = self._sync._poll(max_messages, min(deadline.left(), _STEP_SECONDS))
+                if batch or deadline.expired or hurry():
+                    return batch
+
+        return await self._read(poll)
+
+    def batches(self, max_messages: int = 500, max_wait: float = 1.0) -> AsyncIterator[Batch]:
+        """Yield non-empty batches without end; wait up to `max_wait` seconds for each batch to become full."""
+        return _Endless(partial(self._next_batch, max_messages, max_wait))
+
+    def __aiter__(self) -> AsyncIterator[Message]:
+        """Yield messages without end; each takes a call to a thread, so that `batches` is faster."""
+        return _Endless(self._next_message)
+
+    async def _next_batch(self, max_messages: int, max_wait: float) -> Batch:
+        while True:
+            if batch := await self._read(partial(self._sync._fill, max_messages, max_wait, _STEP_SECONDS)):
+                return batch
+
+    async def _next_message(self) -> Message:
+        while True:
+            for message in await self._read(lambda _: self._sync._next()):
+                return message
+
+    async def _read(self, read: Callable[[Callable[[], bool]], Batch]) -> Batch:
+        """Return the batch of `read`, which is called with a function that returns whether its task was cancelled."""
+        call = self._calls.call(lambda: read(lambda: call.runs_behind))
+        self._calls.refuse_beside_another("poll")
+        batch = await self._calls.run(call)
+        self._sync._received()
+        return batch
+
+    # --- positions ------------------------------------------------------------------------------------------------
+
+    async def assignment(self) -> list[Partition]:
+        """Return the partitions that are assigned to this consumer now."""
+        return await self._run("assignment", lambda: self._sync.assignment)
+
+    async def positions(self) -> dict[Partition, Position]:
+        """Return, for each assigned partition, the position of the next message that the program will get."""
+        return await self._run("positions", self._sync.positions)
+
+    async def seek(self, positions: Mapping[Partition, Position] | int) -> None:
+        """Continue reading at these positions, or in all partitions at a time (milliseconds since 1970).
+
+        Raise `PositionLost` if retention has deleted a position, `InvalidState` while an open transaction holds
+        acknowledgements of this consumer.
+        """
+        await self._run("seek", partial(self._sync.seek, positions))
+
+    async def pause(self, partitions: Sequence[Partition] | None = None) -> None:
+        """Deliver nothing from these partitions (all by default) until `resume`; the consumer keeps its assignment."""
+        await self._run("pause", partial(self._sync.pause, partitions))
+
+    async def resume(self, partitions: Sequence[Partition] | None = None) -> None:
+        """Deliver from these partitions (all by default) again."""
+        await self._run("resume", partial(self._sync.resume, partitions))
+
+    async def lag(self) -> dict[Partition, int]:
+        """Return, for each assigned partition, the number of messages (or positions) that are readable but not read."""
+        return await self._run("lag", self._sync.lag)
+
+    async def nack(self, messages: Message | Iterable[Message]) -> None:
+        """Give back delivered messages for redelivery to this or another member of the group."""
+        await self._run("nack", partial(self._sync.nack, messages))
+
+    async def _run(self, name: str, function: Callable[[], R]) -> R:
+        self._calls.refuse_beside_another(name)
+        return await self._calls.run(self._calls.call(function))
+
+    # --- closing --------------------------------------------------------------------------------------------------
+
+    async def close(self, timeout: float | None = None) -> None:
+        """Leave the group: other members take over at once, and get the unacknowledged messages.
+
+        Closing takes at most `timeout` seconds, by default the bridge's timeout; a cancelled one goes on in its thread.
+        """
+        await self._calls.run(self._calls.call(partial(self._sync.close, timeout), must_run=True))
+
+    async def __aenter__(self) -> Consumer:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with CancelScope(shield=True):
+            await self.close()
+
+    def __repr__(self) -> str:
+        return repr(self._sync)

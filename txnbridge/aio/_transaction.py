@@ -1,0 +1,217 @@
+"""`Transaction`: one transaction of messages, for a task."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+import anyio.lowlevel
+from anyio import CancelScope
+
+import txnbridge
+from txnbridge._handler_errors import loggable
+from txnbridge._messages import Message
+from txnbridge._token import Outcome, Token
+from txnbridge._topic import Topic
+from txnbridge._transaction_state import State
+from txnbridge.aio._calls import Call, OneCall, Threads
+from txnbridge.errors import Abort, InvalidOption
+
+_log = logging.getLogger("txnbridge")
+
+R = TypeVar("R")
+
+
+class Transaction:
+    """Sends and acknowledgements that take effect together or not at all; for one task at a time.
+
+    The end of an `async with` block commits the transaction (or prepares it, with `prepare=True`); an exception in the
+    block, also a cancellation, aborts it, and `raise Abort` aborts it without an exception outside the block.
+
+    If a task is cancelled while its commit runs, the commit goes on in its thread. Until its end `outcome` is UNKNOWN,
+    then it is the true one; `settle` waits for that.
+    """
+
+    def __init__(self, sync: txnbridge.Transaction, threads: Threads) -> None:
+        self._sync = sync
+        self._threads = threads  # for calls that may wait for a writer
+        self._calls = OneCall(f"transaction {sync.id}")
+        self._end: Call[Any] | None = None  # the last call that ends the transaction
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        """The transaction's id, unique for ever. Events, log lines and the doctor's lists contain it."""
+        return self._sync.id
+
+    @property
+    def state(self) -> State:
+        """The transaction's state."""
+        return self._sync.state
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The transaction's outcome; None before its end, and while it is prepared.
+
+        UNKNOWN also while its end goes on in a thread, because the task was cancelled.
+        """
+        ends_behind = self._ends_behind  # read first: the outcome is there before this call has ended
+        outcome = self._sync.outcome
+        return Outcome.UNKNOWN if outcome is None and ends_behind else outcome
+
+    @property
+    def deadline(self) -> float:
+        """The seconds until the transaction's deadline."""
+        return self._sync.deadline
+
+    @property
+    def token(self) -> Token | None:
+        """The token of a prepared transaction, or of one whose outcome is unknown; None otherwise."""
+        return self._sync.token
+
+    def __repr__(self) -> str:
+        return repr(self._sync)
+
+    @property
+    def _ends_behind(self) -> bool:
+        return self._end is not None and self._end.runs_behind
+
+    # --- sending and acknowledging ----------------------------------------------------------------------------------
+
+    async def send(
+        self,
+        topic: str | Topic,
+        value: Any,
+        *,
+        key: Any = None,
+        headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        partition: int | None = None,
+        timestamp: int | None = None,
+    ) -> None:
+        """Add one message to the transaction. Wait while the broker is slow, but not beyond the transaction's deadline.
+
+        Raise `NotFound` if the topic does not exist, `InvalidOption` for a message that cannot be sent: the transaction
+        stays usable. After any other error it can only be aborted.
+        """
+        if self._calls.is_free and self._sync._send_from_loop(topic, value, key, headers, partition, timestamp):
+            await anyio.lowlevel.checkpoint()
+            return
+        send = partial(
+            self._sync.send, topic, value, key=key, headers=headers, partition=partition, timestamp=timestamp
+        )
+        await self._run("send", self._calls.call(send))
+
+    async def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
+        """Add many messages for one topic; each item is a value, (value, key) or (value, key, headers).
+
+        This is faster than a `send` for each message. A generator runs in a thread.
+
+        Raise the errors of `send`, with the number of the item. After any error the transaction can only be aborted,
+        because the items before the failing one were taken already.
+        """
+        if not isinstance(items, Iterable):
+            raise InvalidOption(f"send_many takes a list or another iterable, not {type(items).__name__}")
+        await self._run("send_many", self._calls.call(partial(self._sync.send_many, topic, items)))
+
+    async def ack(self, messages: Message | Iterable[Message]) -> None:
+        """Acknowledge one message or a batch as part of this transaction: the ack takes effect with its commit.
+
+        Raise `InvalidState` for a message that was not delivered to a consumer of this bridge, that was acknowledged
+        already, or that is out of order on a broker that only knows positions; `Conflict` if the message's partition
+        was taken from the consumer since.
+        """
+        await self._run("ack", self._calls.call(partial(self._sync.ack, messages)))
+
+    async def ack_up_to(self, message: Message) -> None:
+        """Acknowledge all delivered messages of the message's partition up to and including this message."""
+        await self._run("ack_up_to", self._calls.call(partial(self._sync.ack_up_to, message)))
+
+    async def _run(self, name: str, call: Call[None]) -> None:
+        self._calls.refuse_beside_another(name)
+        await self._calls.run(call, *self._limit())
+
+    def _limit(self) -> tuple[Threads | None, float]:
+        """Return the threads for a call, and how long it may wait for one.
+
+        A call of a gathered transaction may wait for a writer. The calls of the transactions that have the writers
+        must not wait for its thread, so they are not limited: there are no more of them than writers.
+        """
+        return (None, 0.0) if self._sync._has_writer else (self._threads, self._sync.deadline)
+
+    # --- ending ---------------------------------------------------------------------------------------------------
+
+    async def commit(self) -> None:
+        """Commit the transaction now; return only after the broker has confirmed the commit.
+
+        Raise `TransactionAborted` (or a subclass) if it was aborted, `Fenced` if a newer owner has opened the
+        transactional id, or `OutcomeUnknown` with the token by which to ask for the outcome later.
+        """
+        self._calls.refuse_beside_another("commit")
+        await self._run_end(self._calls.call(self._sync.commit, undo=self._end_behind), *self._limit())
+
+    async def abort(self) -> None:
+        """Abort the transaction now. A failed transaction allows only this call. A second abort has no effect."""
+        self._calls.refuse_beside_another("abort")
+        await self._run_end(self._calls.call(self._sync.abort, undo=self._end_behind, must_run=True))
+
+    async def settle(self) -> Outcome | None:
+        """Wait for a call that goes on in its thread because its task was cancelled; return the outcome."""
+        await self._calls.run(self._calls.call(lambda: None))
+        return self.outcome
+
+    async def __aenter__(self) -> Transaction:
+        self._sync.__enter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            return await self._abort_after(error)
+        end = self._calls.call(partial(self._sync.__exit__, None, None, None), undo=self._end_behind)
+        try:
+            await self._run_end(end, *self._limit())
+        except BaseException as cancelled:
+            if end.withdrawn:  # nothing was requested from the broker yet
+                await self._abort_after(cancelled)
+            raise
+        return False
+
+    async def _abort_after(self, error: BaseException) -> bool:
+        """Abort because of an exception in the block; a cancellation waits for the end of the abort."""
+        if self._ends_behind:
+            return isinstance(error, Abort)
+        leave = partial(self._sync.__exit__, type(error), error, None)
+        with CancelScope(shield=True):
+            await self._run_end(self._calls.call(leave, undo=self._end_behind, must_run=True))
+        return isinstance(error, Abort)
+
+    async def _run_end(self, call: Call[R], threads: Threads | None = None, seconds: float = 0.0) -> R:
+        """Run a call that ends the transaction; `Bridge.close` does not abort it meanwhile."""
+        self._end = call
+        self._sync._is_ending = True
+        try:
+            return await self._calls.run(call, threads, seconds)
+        finally:
+            self._sync._is_ending = call.runs_behind
+
+    def _end_behind(self, _: object) -> None:
+        """Abort what a cancelled call has not ended, and log the outcome; runs in a thread."""
+        sync = self._sync
+        if sync.state in (State.OPEN, State.FAILED):
+            abort_quietly(sync)
+        level = logging.INFO if sync.outcome is not Outcome.UNKNOWN else logging.WARNING
+        token = "" if sync.token is None else f", token {sync.token}"
+        _log.log(level, "transaction %s is %s; its task was cancelled meanwhile%s", sync.id, sync.state.value, token)
+
+
+def abort_quietly(transaction: txnbridge.Transaction) -> None:
+    """Abort a transaction whose task was cancelled; only log an error, because nobody would get it."""
+    try:
+        transaction.abort()
+    except Exception as error:
+        _log.warning("transaction %s: abort failed after a cancellation: %s", transaction.id, loggable(error))
