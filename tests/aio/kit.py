@@ -68,8 +68,8 @@ class Cancelling:
         self._run = _calls.Call.run
         this = self
 
-        async def run(call: Any) -> Any:
-            return await this._count(call)
+        async def run(call: Any, *previous: Any) -> Any:
+            return await this._count(call, *previous)
 
         monkeypatch.setattr(_calls.Call, "run", run)
 
@@ -102,14 +102,14 @@ class Cancelling:
             if not left.is_set():
                 from_thread.run_sync(lambda: None)  # another turn of the loop
 
-    async def _count(self, call: Any) -> Any:
+    async def _count(self, call: Any, *previous: Any) -> Any:
         self._left -= 1
         if self._left:
-            return await self._run(call)
+            return await self._run(call, *previous)
         left = threading.Event()
         getattr(self, f"_cancel_{self._moment}")(call, left)
         try:
-            return await self._run(call)
+            return await self._run(call, *previous)
         finally:
             left.set()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,14 +14,21 @@ import txnbridge
 from txnbridge._messages import Message
 from txnbridge._token import Outcome, Status, Token
 from txnbridge._topic import Topic
+from txnbridge.aio._admin import Admin
 from txnbridge.aio._calls import Call, Opening, Threads
 from txnbridge.aio._consumer import Consumer
+from txnbridge.aio._half_messages import Execute, HalfMessages
+from txnbridge.aio._processor import Each, LoopProcessor, OnBatch, Processor
+from txnbridge.aio._publisher import Publisher
+from txnbridge.aio._services import Check, Relay, Resolver
 from txnbridge.aio._transaction import Transaction, abort_quietly
 from txnbridge.capabilities import Capabilities, Limits
 from txnbridge.errors import DeadlineExceeded, InvalidOption
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
+
+    from txnbridge.sql import Outbox
 
 R = TypeVar("R")
 
@@ -83,6 +90,7 @@ class Bridge:
         self._sync = sync
         self._timeout = sync._connection.timeout
         # Calls that may wait for a writer are limited apart from the others: those who have the writers may need these.
+        self._size = threads
         self._waiting = Threads(threads)
         self._asking = Threads(threads)
 
@@ -120,6 +128,11 @@ class Bridge:
     def limits(self) -> Limits:
         """The broker's limits."""
         return self._sync.limits
+
+    @property
+    def admin(self) -> Admin:
+        """The broker's administration: topics, groups, open transactions, and the checks of `txnbridge doctor`."""
+        return Admin(self._sync.admin, self._asking, self._timeout)
 
     def __repr__(self) -> str:
         return repr(self._sync)
@@ -222,6 +235,133 @@ class Bridge:
     async def _open_consumer(self, opening: Callable[[], txnbridge.Consumer]) -> Consumer:
         return Consumer(await self._ask(opening, undo=_close_consumer))
 
+    # --- publishing, processing, half messages, outboxes --------------------------------------------------------------
+
+    def publisher(self, name: str | None = None) -> Opening[Publisher]:
+        """Open a publisher, which sends messages in order and idempotently, without a transaction.
+
+        With a `name` it can resume after a crash, by the sequences of its messages.
+        """
+        return Opening(self._open_publisher(name))
+
+    async def _open_publisher(self, name: str | None) -> Publisher:
+        sync = await self._ask(partial(self._sync.publisher, name), undo=_close_publisher)
+        return Publisher(sync, self._asking, self._timeout)
+
+    def processor(
+        self,
+        inputs: str | Topic | Iterable[str | Topic],
+        *,
+        group: str,
+        each: Each | None = None,
+        batch: OnBatch | None = None,
+        dead_letter: str | Topic | None = None,
+        poison: type[Exception] | Sequence[type[Exception]] = (),
+        fatal: type[Exception] | Sequence[type[Exception]] = (),
+        max_attempts: int | None = None,
+        max_messages: int = 500,
+        max_wait: float = 0.0,
+        timeout: float | None = None,
+        stop_timeout: float = 30.0,
+        max_dead_letters_in_a_row: int | None = 10,
+        backoff: tuple[float, float] = (0.1, 30.0),
+        retry_for: float | None = None,
+        start: str | int = "earliest",
+    ) -> Processor:
+        """Return a `Processor`, which consumes, transforms and produces exactly once; see there for the settings.
+
+        async def ship(message, txn):
+            await txn.send("shipments", message.value)
+
+        async with bridge.processor("orders", group="shipping", each=ship):
+            ...
+        """
+        self._sync._connection.check_open()
+        make = partial(
+            LoopProcessor,
+            self._sync._consumers,
+            partial(self._sync.transaction, alone=True),
+            inputs,
+            group=group,
+            dead_letter=dead_letter,
+            poison=poison,
+            fatal=fatal,
+            max_attempts=max_attempts,
+            max_messages=max_messages,
+            max_wait=max_wait,
+            timeout=timeout,
+            stop_timeout=stop_timeout,
+            max_dead_letters_in_a_row=max_dead_letters_in_a_row,
+            backoff=backoff,
+            retry_for=retry_for,
+            start=start,
+        )
+        return Processor(make, self._waiting, each, batch)
+
+    def half_messages(self, group: str, *, execute: Execute, check: Check) -> HalfMessages:
+        """Return a sender of half messages: published if local work, such as a database's commit, succeeds.
+
+            async with bridge.half_messages("shop", execute=book, check=was_booked) as sales:
+                async with sales.transaction(order) as txn:    # stored at its end; then `await book(txn, order)`
+                    await txn.send("orders", ...)
+
+        `execute(txn, arg)` and `check(transaction_id, messages)` are coroutine functions that return a `Decision`; all
+        else is as for `txnbridge.Bridge.half_messages`. Raise `NotSupported` if the broker has no half messages.
+        """
+        self._sync._connection.check_open()
+        return HalfMessages(partial(self._sync.half_messages, group), execute, check, self._size)
+
+    def resolver(
+        self,
+        group: str,
+        *,
+        check: Check,
+        parallel: int = 4,
+        check_timeout: float = 30.0,
+        stop_timeout: float = 30.0,
+    ) -> Resolver:
+        """Return a `Resolver`, which decides half messages whose sender did not report the outcome of its work."""
+        self._sync._connection.check_open()
+        settings = {"parallel": parallel, "check_timeout": check_timeout, "stop_timeout": stop_timeout}
+        return Resolver(lambda check: self._sync.resolver(group, check=check, **settings), check)  # type: ignore[arg-type]
+
+    def relay(
+        self,
+        outbox: Outbox,
+        database: str | Engine,
+        *,
+        ordered: bool = True,
+        batch: int = 10_000,
+        keep: float | None = None,
+        poll: float = 0.025,
+        hold: float = 10.0,
+        takeover: float = 5.0,
+        stop_timeout: float = 30.0,
+    ) -> Relay:
+        """Return a `Relay`, which publishes the rows of an outbox exactly once; see there for the settings.
+
+            async with bridge.relay(outbox, "postgresql+psycopg://localhost/shop"):
+                ...  # programs send with `outbox.send(async_session, ...)` and commit
+
+        The relay works in a thread, so `database` is an `Engine` of SQLAlchemy, or a URL, with a synchronous driver.
+        """
+        if hasattr(database, "sync_engine"):
+            raise InvalidOption(
+                "a relay works in a thread: it takes no AsyncEngine, but an Engine or a URL with a synchronous driver"
+            )
+        relay = self._sync.relay(
+            outbox,
+            database,
+            ordered=ordered,
+            batch=batch,
+            keep=keep,
+            poll=poll,
+            hold=hold,
+            takeover=takeover,
+            stop_timeout=stop_timeout,
+        )
+        return Relay(relay)
+
     async def _ask(self, function: Callable[[], R], undo: Callable[[R | None], object] = lambda _: None) -> R:
         """Call a function that asks the broker, and waits for no writer, in a thread."""
         return await self._asking.run(Call(function, undo=undo), self._timeout)
@@ -255,3 +395,8 @@ def _abort(transaction: txnbridge.Transaction | None) -> None:
 def _close_consumer(consumer: txnbridge.Consumer | None) -> None:
     if consumer is not None:
         consumer.close()
+
+
+def _close_publisher(publisher: txnbridge.Publisher | None) -> None:
+    if publisher is not None:
+        publisher.close()

@@ -59,15 +59,23 @@ class Call(Generic[R]):
         self._delivery = [None]  # between the thread that returns the result, and the task that leaves the call behind
         self.withdrawn = False  # whether the function never runs
         self._left_behind = False
-        self._ended = False
+        self._previous: Call[Any] | None = None  # has to end before the function begins
+        self._done = threading.Lock()  # released when the function has ended, or is withdrawn
+        self._done.acquire()
 
     @property
     def runs_behind(self) -> bool:
         """True while the function runs on although its task was cancelled."""
-        return self._left_behind and not self._ended
+        return self._left_behind and not self.is_done
 
-    async def run(self) -> R:
-        """Run the function and return its result. A task calls this once."""
+    @property
+    def is_done(self) -> bool:
+        """True if the function, with `undo`, has ended; if it never runs, then as soon as the previous call is done."""
+        return not self._done.locked() and (self._previous is None or self._previous.is_done)
+
+    async def run(self, previous: Call[Any] | None = None) -> R:
+        """Run the function, after that of the call `previous`, and return its result. A task calls this once."""
+        self._previous = previous
         try:
             return cast(R, await to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=_no_limit()))
         except BaseException as error:
@@ -78,7 +86,11 @@ class Call(Generic[R]):
     def withdraw(self) -> None:
         """Keep the function from being run, if it has not begun."""
         if not self._left_behind and _removed(self._start):
-            self.withdrawn = True
+            self._never_run()
+
+    def _never_run(self) -> None:
+        self.withdrawn = True
+        self._done.release()
 
     def _leave(self) -> None:
         """Leave the call to a thread, because its task was cancelled."""
@@ -92,7 +104,7 @@ class Call(Generic[R]):
             self._start.append(None)
             _in_background(self._work_behind)
         else:
-            self.withdrawn = True
+            self._never_run()
 
     # --- in a thread ------------------------------------------------------------------------------------------------
 
@@ -100,6 +112,7 @@ class Call(Generic[R]):
         if not _removed(self._start):
             return None
         try:
+            self._wait_for_previous()
             self._result = self._function()
             return self._result
         except BaseException as error:
@@ -108,7 +121,14 @@ class Call(Generic[R]):
         finally:
             if not _removed(self._delivery):
                 self._undo_behind()
-            self._ended = True
+            self._done.release()
+
+    def _wait_for_previous(self) -> None:
+        previous = self._previous
+        while previous is not None:
+            with previous._done:
+                previous = previous._previous  # has one itself if it never runs
+        self._previous = None
 
     def _work_behind(self) -> None:
         with suppress(Exception):  # `_undo_behind` has logged it
@@ -146,31 +166,20 @@ def _no_limit() -> CapacityLimiter:
 
 
 class OneCall:
-    """Runs the calls on one object, such as a transaction: one at a time, each in a worker thread.
+    """Runs the calls on one object, such as a transaction: one after the other, each in a worker thread.
 
     A call waits, in its thread, for the end of an earlier one whose task was cancelled.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()  # held by the thread in which a call runs
         self._called = False  # whether a task waits for a call
+        self._last: Call[Any] | None = None
 
     @property
     def is_free(self) -> bool:
         """True if no call runs, also none whose task was cancelled."""
-        return not self._called and not self._lock.locked()
-
-    def call(
-        self, function: Callable[[], R], *, undo: Callable[[R | None], object] = _no_undo, must_run: bool = False
-    ) -> Call[R]:
-        """Return a call, for `run`."""
-
-        def one_at_a_time() -> R:
-            with self._lock:
-                return function()
-
-        return Call(one_at_a_time, undo=undo, must_run=must_run)
+        return not self._called and (self._last is None or self._last.is_done)
 
     def refuse_beside_another(self, name: str) -> None:
         """Raise `InvalidState` if another task's call runs."""
@@ -186,14 +195,18 @@ class OneCall:
         self._called = True
         try:
             if threads is None:
-                return await call.run()
+                return await self._run(call)
             async with threads.one(seconds):
-                return await call.run()
+                return await self._run(call)
         except BaseException:
             call.withdraw()
             raise
         finally:
             self._called = False
+
+    async def _run(self, call: Call[R]) -> R:
+        previous, self._last = self._last, call
+        return await call.run(None if previous is None or previous.is_done else previous)
 
 
 class Threads:

@@ -12,7 +12,7 @@ from anyio import CancelScope
 import txnbridge
 from txnbridge._deadline import Deadline
 from txnbridge._messages import Batch, Message, Position
-from txnbridge.aio._calls import OneCall
+from txnbridge.aio._calls import Call, OneCall
 from txnbridge.spi import Partition
 
 R = TypeVar("R")
@@ -81,7 +81,7 @@ class Consumer:
 
     async def _read(self, read: Callable[[Callable[[], bool]], Batch]) -> Batch:
         """Return the batch of `read`, which is called with a function that returns whether its task was cancelled."""
-        call = self._calls.call(lambda: read(lambda: call.runs_behind))
+        call = Call(lambda: read(lambda: call.runs_behind))
         self._calls.refuse_beside_another("poll")
         batch = await self._calls.run(call)
         self._sync._received()
@@ -123,7 +123,7 @@ class Consumer:
 
     async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)
-        return await self._calls.run(self._calls.call(function))
+        return await self._calls.run(Call(function))
 
     # --- closing --------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Consumer:
 
         Closing takes at most `timeout` seconds, by default the bridge's timeout; a cancelled one goes on in its thread.
         """
-        await self._calls.run(self._calls.call(partial(self._sync.close, timeout), must_run=True))
+        await self._calls.run(Call(partial(self._sync.close, timeout), must_run=True))
 
     async def __aenter__(self) -> Consumer:
         return self

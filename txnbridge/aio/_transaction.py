@@ -103,7 +103,7 @@ class Transaction:
         send = partial(
             self._sync.send, topic, value, key=key, headers=headers, partition=partition, timestamp=timestamp
         )
-        await self._run("send", self._calls.call(send))
+        await self._run("send", Call(send))
 
     async def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
         """Add many messages for one topic; each item is a value, (value, key) or (value, key, headers).
@@ -115,7 +115,7 @@ class Transaction:
         """
         if not isinstance(items, Iterable):
             raise InvalidOption(f"send_many takes a list or another iterable, not {type(items).__name__}")
-        await self._run("send_many", self._calls.call(partial(self._sync.send_many, topic, items)))
+        await self._run("send_many", Call(partial(self._sync.send_many, topic, items)))
 
     async def ack(self, messages: Message | Iterable[Message]) -> None:
         """Acknowledge one message or a batch as part of this transaction: the ack takes effect with its commit.
@@ -124,11 +124,11 @@ class Transaction:
         already, or that is out of order on a broker that only knows positions; `Conflict` if the message's partition
         was taken from the consumer since.
         """
-        await self._run("ack", self._calls.call(partial(self._sync.ack, messages)))
+        await self._run("ack", Call(partial(self._sync.ack, messages)))
 
     async def ack_up_to(self, message: Message) -> None:
         """Acknowledge all delivered messages of the message's partition up to and including this message."""
-        await self._run("ack_up_to", self._calls.call(partial(self._sync.ack_up_to, message)))
+        await self._run("ack_up_to", Call(partial(self._sync.ack_up_to, message)))
 
     async def _run(self, name: str, call: Call[None]) -> None:
         self._calls.refuse_beside_another(name)
@@ -151,16 +151,16 @@ class Transaction:
         transactional id, or `OutcomeUnknown` with the token by which to ask for the outcome later.
         """
         self._calls.refuse_beside_another("commit")
-        await self._run_end(self._calls.call(self._sync.commit, undo=self._end_behind), *self._limit())
+        await self._run_end(Call(self._sync.commit, undo=self._end_behind), *self._limit())
 
     async def abort(self) -> None:
         """Abort the transaction now. A failed transaction allows only this call. A second abort has no effect."""
         self._calls.refuse_beside_another("abort")
-        await self._run_end(self._calls.call(self._sync.abort, undo=self._end_behind, must_run=True))
+        await self._run_end(Call(self._sync.abort, undo=self._end_behind, must_run=True))
 
     async def settle(self) -> Outcome | None:
         """Wait for a call that goes on in its thread because its task was cancelled; return the outcome."""
-        await self._calls.run(self._calls.call(lambda: None))
+        await self._calls.run(Call(lambda: None))
         return self.outcome
 
     async def __aenter__(self) -> Transaction:
@@ -172,7 +172,7 @@ class Transaction:
     ) -> bool:
         if error is not None:
             return await self._abort_after(error)
-        end = self._calls.call(partial(self._sync.__exit__, None, None, None), undo=self._end_behind)
+        end = Call(partial(self._sync.__exit__, None, None, None), undo=self._end_behind)
         try:
             await self._run_end(end, *self._limit())
         except BaseException as cancelled:
@@ -187,7 +187,7 @@ class Transaction:
             return isinstance(error, Abort)
         leave = partial(self._sync.__exit__, type(error), error, None)
         with CancelScope(shield=True):
-            await self._run_end(self._calls.call(leave, undo=self._end_behind, must_run=True))
+            await self._run_end(Call(leave, undo=self._end_behind, must_run=True))
         return isinstance(error, Abort)
 
     async def _run_end(self, call: Call[R], threads: Threads | None = None, seconds: float = 0.0) -> R:

@@ -1,0 +1,169 @@
+"""Half messages, publishers, administration and relays of tasks."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+
+from tests.aio.kit import until, values
+from txnbridge import Abort, Decision, Outcome, aio
+from txnbridge.errors import InvalidOption, InvalidState, NotFound
+from txnbridge.sql import Outbox
+
+
+async def undecided(transaction, messages):
+    return Decision.UNDECIDED
+
+
+def test_half_messages_are_published_if_execute_says_so(run, url):
+    worked = []
+
+    async def execute(txn, decision):
+        await anyio.sleep(0)
+        worked.append(txn.id)
+        return decision
+
+    async def program():
+        async with aio.connect(url) as bridge:
+            with pytest.raises(InvalidState, match="async with"):
+                bridge.half_messages("shop", execute=execute, check=undecided).transaction()
+            with pytest.raises(InvalidOption, match="execute= is an `async def`"):
+                bridge.half_messages("shop", execute=lambda txn, arg: None, check=undecided)  # type: ignore[arg-type, return-value]
+            async with bridge.half_messages("shop", execute=execute, check=undecided) as sales:
+                for decision in (Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED):
+                    async with sales.transaction(decision) as txn:
+                        await txn.send("orders", decision.value.encode())
+                        await txn.send_many("orders", [b"more"])
+                    assert txn.outcome is {"commit": Outcome.COMMITTED, "abort": Outcome.ABORTED}.get(
+                        decision.value.lower(), Outcome.UNKNOWN
+                    )
+                async with sales.transaction() as txn:
+                    raise Abort
+                assert txn.outcome is Outcome.ABORTED
+                with pytest.raises(ZeroDivisionError):
+                    async with sales.transaction() as txn:
+                        raise ZeroDivisionError
+
+    run(program)
+    assert len(worked) == 3
+    assert [value.lower() for value in values(url, "orders")] == [b"commit", b"more"]
+
+
+def test_work_whose_task_was_cancelled_goes_on(run, url):
+    async def program():
+        working, go = anyio.Event(), anyio.Event()
+
+        async def execute(txn, arg):
+            working.set()
+            await go.wait()
+            return Decision.COMMIT
+
+        async with aio.connect(url) as bridge:
+            async with bridge.half_messages("shop", execute=execute, check=undecided) as sales:
+                txn = sales.transaction()
+
+                async def sell():
+                    async with txn:
+                        await txn.send("orders", b"1")
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(sell)
+                    await working.wait()
+                    tasks.cancel_scope.cancel()
+                assert txn.outcome is Outcome.UNKNOWN
+                go.set()
+                assert await txn.settle() is Outcome.COMMITTED
+
+    run(program)
+    assert values(url, "orders") == [b"1"]
+
+
+def test_a_block_that_is_cancelled_drops_its_half_messages(run, url):
+    async def program():
+        async with aio.connect(url) as bridge:
+            async with bridge.half_messages("shop", execute=undecided, check=undecided) as sales:
+                with anyio.CancelScope() as scope:
+                    async with sales.transaction() as txn:
+                        scope.cancel()
+                        await txn.send("orders", b"1")
+                assert txn.outcome is Outcome.ABORTED
+
+    run(program)
+
+
+def test_a_resolver_asks_check_on_the_loop(run, url):
+    asked = []
+
+    async def check(transaction, messages):
+        asked.append([message.value for message in messages])
+        return Decision.COMMIT
+
+    async def program():
+        async with aio.connect(url + "?half_check_seconds=0.1") as bridge:
+            async with bridge.half_messages("shop", execute=undecided, check=undecided) as sales:
+                async with sales.transaction(timeout=0.2) as txn:
+                    await txn.send("orders", b"1")
+            async with bridge.resolver("shop", check=check) as resolver:
+                await until(lambda: resolver.stats.committed)
+                assert resolver.healthy
+            assert not resolver.healthy and asked == [[b"1"]]
+
+    run(program)
+    assert values(url, "orders") == [b"1"]
+
+
+def test_a_publisher_stores_in_the_order_of_calls_and_resumes(run, url):
+    async def program():
+        async with aio.connect(url) as bridge, bridge.publisher("p") as publisher:
+            for number in range(3):
+                await publisher.send("a", b"%d" % number, sequence=number)
+            await publisher.flush()
+            assert await publisher.last_sequence("a") == 2
+            async with anyio.create_task_group() as tasks:
+                for number in range(3, 20):
+                    tasks.start_soon(publisher.send, "a", b"%d" % number)
+
+    run(program)
+    assert sorted(map(int, values(url, "a"))) == list(range(20))
+
+
+def test_an_administrator_asks_without_stopping_the_loop(run, url):
+    async def program():
+        async with aio.connect(url) as bridge:
+            assert await bridge.admin.create_topic("a", 2, retention_seconds=60)
+            assert [topic.name for topic in await bridge.admin.topics()] == ["a"]
+            with pytest.raises(NotFound):
+                await bridge.admin.topic("b")
+            async with bridge.transaction(prepare=True) as txn:
+                await txn.send("a", b"1")
+            (found,) = await bridge.admin.transactions()
+            assert await bridge.admin.commit(found.transaction, reason="test") is Outcome.COMMITTED
+            assert await bridge.admin.check() == await bridge.admin.check()
+
+    run(program)
+    assert values(url, "a") == [b"1"]
+
+
+def test_a_relay_publishes_what_an_asynchronous_session_has_stored(url, tmp_path):
+    outbox = Outbox("shop")
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/shop.db")
+    outbox.create(engine)
+    engine.dispose()
+
+    async def program():
+        asynchronous = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/shop.db")
+        async with aio.connect(url) as bridge:
+            await bridge.ensure_topics("orders")
+            with pytest.raises(InvalidOption, match="AsyncEngine"):
+                bridge.relay(outbox, asynchronous)  # type: ignore[arg-type]
+            async with bridge.relay(outbox, f"sqlite:///{tmp_path}/shop.db") as relay:
+                async with AsyncSession(asynchronous) as session, session.begin():
+                    outbox.send(session, "orders", b"1")
+                await until(lambda: relay.stats.published == 1)
+                assert relay.healthy and await relay.lag() == 0
+        await asynchronous.dispose()
+
+    anyio.run(program)
+    assert values(url, "orders") == [b"1"]

@@ -1,0 +1,194 @@
+"""Processors with handlers on the event loop: exactly once, and a stop or a cancellation ends them in time."""
+
+from __future__ import annotations
+
+import threading
+
+import anyio
+import pytest
+
+import txnbridge
+from tests.aio.kit import SOON, until, values
+from txnbridge import Abort, Poison, Topic, aio, codecs
+from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound
+
+
+@pytest.fixture
+def full_url(url: str) -> str:
+    """A broker with ten messages to process."""
+    with txnbridge.connect(url) as bridge:
+        bridge.ensure_topics("out", "dead")
+        with bridge.transaction() as txn:
+            txn.send_many("in", [b"%d" % number for number in range(10)])
+    return url
+
+
+NUMBERS = [b"%d" % number for number in range(10)]
+
+
+def left(url: str, group: str) -> int:
+    with txnbridge.connect(url) as bridge, bridge.consumer("in", group) as consumer:
+        return len(consumer.poll(timeout=0))
+
+
+@pytest.mark.parametrize("way", ["each", "batch"])
+def test_input_and_output_are_one_atom_and_the_handler_runs_on_the_loop(run, full_url, way):
+    threads = set()
+
+    async def each(message, txn):
+        threads.add(threading.get_ident())
+        await anyio.sleep(0)
+        await txn.send("out", message.value)
+
+    async def batch(messages, txn):
+        threads.add(threading.get_ident())
+        await txn.send_many("out", [message.value for message in messages])
+
+    async def program():
+        async with aio.connect(full_url) as bridge:
+            processor = bridge.processor("in", group="g", max_messages=4, **{way: each if way == "each" else batch})
+            await processor.run(until_idle=True)
+            assert processor.stats.messages == 10 and processor.lag == 0
+
+    run(program)
+    assert values(full_url, "out") == NUMBERS and left(full_url, "g") == 0
+    assert threads == {threading.get_ident()}
+
+
+def test_a_block_runs_a_processor_until_its_end(run, full_url):
+    async def each(message, txn):
+        await txn.send("out", message.value)
+
+    async def program():
+        async with aio.connect(full_url) as bridge:
+            async with bridge.processor("in", group="g", each=each) as processor:
+                await until(lambda: processor.stats.messages == 10)
+                assert processor.healthy
+            assert not processor.healthy
+            with pytest.raises(InvalidState, match="runs once"):
+                await processor.run()
+
+    run(program)
+    assert values(full_url, "out") == NUMBERS
+
+
+def test_failures_are_those_of_the_synchronous_processor(run, full_url):
+    attempts = []
+
+    async def each(message, txn):
+        attempts.append(message.value)
+        await txn.send("out", message.value)
+        if message.value == b"3":
+            raise Poison("no")
+        if message.value == b"5" and attempts.count(b"5") < 2:
+            raise Abort
+        if message.value == b"7":
+            raise ZeroDivisionError
+
+    async def program():
+        async with aio.connect(full_url, create_topics=0) as bridge:
+            processor = bridge.processor("in", group="g", each=each, dead_letter="dead", fatal=ZeroDivisionError)
+            with pytest.raises(ZeroDivisionError):
+                await processor.run()
+            with pytest.raises(NotFound):
+                await bridge.processor("nowhere", group="g", each=each).run()
+            with pytest.raises(NotFound):
+                async with bridge.processor("nowhere", group="g", each=each):
+                    pass
+            with pytest.raises(InvalidOption, match="async def"):
+                bridge.processor("in", group="g", each=lambda message, txn: None)  # type: ignore[arg-type, return-value]
+            with pytest.raises(InvalidOption):
+                bridge.processor("in", group="g", each=each, max_messages=0)
+
+    run(program)
+    assert values(full_url, "out") == [] and left(full_url, "g") == 10
+
+
+@pytest.mark.parametrize("how", ["run", "block"])
+def test_a_cancelled_processor_finishes_its_handler(run, full_url, how):
+    async def program():
+        entered = anyio.Event()
+
+        async def batch(messages, txn):
+            entered.set()
+            await anyio.sleep(0.2)
+            await txn.send_many("out", [message.value for message in messages])
+
+        async def serve():
+            processor = bridge.processor("in", group="g", batch=batch)
+            if how == "run":
+                await processor.run()
+            async with processor:
+                await anyio.sleep(SOON)
+
+        async with aio.connect(full_url) as bridge, anyio.create_task_group() as tasks:
+            tasks.start_soon(serve)
+            await entered.wait()
+            tasks.cancel_scope.cancel()
+
+    run(program)
+    assert values(full_url, "out") == NUMBERS and left(full_url, "g") == 0
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_handler_that_does_not_end_in_the_time_of_a_stop_is_cancelled(run, full_url, catches):
+    ends = []
+
+    async def program():
+        entered = anyio.Event()
+
+        async def batch(messages, txn):
+            await txn.send("out", b"never")
+            entered.set()
+            try:
+                await anyio.sleep(10 * SOON)
+            except anyio.get_cancelled_exc_class():
+                ends.append("cancelled")
+                if not catches:
+                    raise
+
+        async with aio.connect(full_url) as bridge, anyio.create_task_group() as tasks:
+            processor = bridge.processor("in", group="g", batch=batch, stop_timeout=1.0)
+            tasks.start_soon(processor.run)
+            await entered.wait()
+            processor.stop()
+
+    run(program)
+    assert ends == ["cancelled"]
+    assert values(full_url, "out") == [] and left(full_url, "g") == 10
+
+
+def test_a_handler_that_no_cancellation_ends_loses_its_transaction(run, full_url):
+    async def program():
+        entered = anyio.Event()
+
+        async def batch(messages, txn):
+            await txn.send("out", b"never")
+            entered.set()
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(2.0)
+
+        async with aio.connect(full_url) as bridge:
+            with pytest.raises(DeadlineExceeded, match="did not end"):
+                async with bridge.processor("in", group="g", batch=batch, stop_timeout=0.5):
+                    await entered.wait()
+
+    run(program)
+    assert values(full_url, "out") == [] and left(full_url, "g") == 10
+
+
+def test_messages_are_decoded_and_keep_their_codec_errors(run, full_url):
+    seen = []
+
+    async def each(message, txn):
+        seen.append(message.value)
+
+    async def program():
+        async with aio.connect(full_url) as bridge:
+            async with bridge.transaction() as txn:
+                await txn.send("in", b"{")
+            processor = bridge.processor(Topic("in", codecs.json), group="g", each=each, dead_letter="dead")
+            await processor.run(until_idle=True)
+
+    run(program)
+    assert seen == list(range(10)) and values(full_url, "dead") == [b"{"]

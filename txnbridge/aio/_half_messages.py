@@ -1,0 +1,157 @@
+"""Half messages for tasks: `execute` and `check` are coroutine functions."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from anyio import CancelScope
+
+import txnbridge
+from txnbridge._token import Decision, Outcome
+from txnbridge._topic import Topic
+from txnbridge.aio._calls import Call, OneCall, Threads
+from txnbridge.aio._loop_functions import LoopFunctions, require_async
+from txnbridge.aio._services import Check, check_cancelled
+from txnbridge.errors import Abort, InvalidState, OutcomeUnknown
+
+Execute = Callable[["HalfTransaction", Any], Awaitable[Decision]]
+
+
+class HalfTransaction:
+    """A transaction of half messages: the end of its block stores the messages, and then does the local work.
+
+    An exception in the block, also a cancellation, drops the messages before they are stored. If a task is cancelled at
+    the end of the block, `execute` and the rest go on; until their end `outcome` is UNKNOWN, and `settle` waits for it.
+    """
+
+    def __init__(self, sync: txnbridge.HalfTransaction, threads: Threads) -> None:
+        self._sync = sync
+        self._threads = threads
+        self._calls = OneCall(f"transaction {sync.id}")
+        self._end: Call[Any] | None = None
+
+    @property
+    def id(self) -> str:
+        """The transaction's id, unique for ever. The local work must store it where `check` can find it."""
+        return self._sync.id
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The transaction's outcome; None until it has ended. After UNKNOWN a check-back decides the outcome later."""
+        ends_behind = self._end is not None and self._end.runs_behind
+        outcome = self._sync.outcome
+        return Outcome.UNKNOWN if outcome is None and ends_behind else outcome
+
+    @property
+    def deadline(self) -> float:
+        """The seconds until the deadline, by which the local work must end: later an ABORT of `check` counts."""
+        return self._sync.deadline
+
+    def __repr__(self) -> str:
+        return repr(self._sync)
+
+    async def send(
+        self,
+        topic: str | Topic,
+        value: Any,
+        *,
+        key: Any = None,
+        headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        partition: int | None = None,
+        timestamp: int | None = None,
+    ) -> None:
+        """Add one message, kept in memory until the end of the block. Raise `InvalidOption` if it can't be sent."""
+        more = {"key": key, "headers": headers, "partition": partition, "timestamp": timestamp}
+        self._calls.refuse_beside_another("send")
+        await self._calls.run(Call(partial(self._sync.send, topic, value, **more)))
+
+    async def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
+        """Add many messages for one topic; each item is a value, (value, key) or (value, key, headers)."""
+        self._calls.refuse_beside_another("send_many")
+        await self._calls.run(Call(partial(self._sync.send_many, topic, items)))
+
+    async def settle(self) -> Outcome | None:
+        """Wait for an end that goes on in its thread because its task was cancelled; return the outcome."""
+        await self._calls.run(Call(lambda: None))
+        return self.outcome
+
+    async def __aenter__(self) -> HalfTransaction:
+        self._sync.__enter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            return await self._drop_after(error)
+        self._end = end = Call(partial(self._sync.__exit__, None, None, None))
+        try:
+            await self._calls.run(end, self._threads, self._sync.deadline)
+        except BaseException as cancelled:
+            if end.withdrawn:
+                await self._drop_after(cancelled)
+            raise
+        return False
+
+    async def _drop_after(self, error: BaseException) -> bool:
+        with CancelScope(shield=True):
+            await self._calls.run(Call(partial(self._sync.__exit__, type(error), error, None), must_run=True))
+        return isinstance(error, Abort)
+
+
+class HalfMessages:
+    """Sends the half messages of one group, and answers check-backs about them, inside an `async with` block.
+
+    `execute` and `check` run on the event loop of the block, in tasks of their own.
+    """
+
+    def __init__(self, make: Callable[..., txnbridge.HalfMessages], execute: Execute, check: Check, size: int) -> None:
+        require_async("execute", execute)
+        require_async("check", check)
+        self._execute = execute
+        self._functions = LoopFunctions()
+        self._make = partial(
+            make, execute=self._run_execute, check=partial(self._functions.call, check_cancelled, check)
+        )
+        self._threads = Threads(size)  # apart from those of the bridge, which `execute` may need
+        self._sync: txnbridge.HalfMessages | None = None
+
+    def transaction(self, arg: Any = None, *, timeout: float | None = None) -> HalfTransaction:
+        """Begin a transaction, for an `async with` block. At its end `await execute(txn, arg)` does the local work."""
+        if self._sync is None:
+            raise InvalidState("half messages are sent inside `async with bridge.half_messages(…) as …`")
+        return HalfTransaction(self._sync.transaction(arg, timeout=timeout), self._threads)
+
+    def _run_execute(self, sync: txnbridge.HalfTransaction, arg: Any) -> Decision:
+        return self._functions.call(_execute_cancelled, self._execute, HalfTransaction(sync, self._threads), arg)
+
+    async def __aenter__(self) -> HalfMessages:
+        await self._functions.__aenter__()
+        try:
+            self._sync = await Call(self._make, undo=_close).run()
+        except BaseException:
+            await self._functions.cancel_all()
+            await self._functions.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop answering check-backs, and wait for `execute` and `check` functions that run."""
+        assert self._sync is not None
+        with CancelScope(shield=True):
+            await Call(self._sync.close, must_run=True).run()
+        await self._functions.__aexit__()
+
+
+def _execute_cancelled() -> OutcomeUnknown:
+    return OutcomeUnknown("execute was cancelled, because the block of its half messages ends; check is asked")
+
+
+def _close(half_messages: txnbridge.HalfMessages | None) -> None:
+    if half_messages is not None:
+        half_messages.close()

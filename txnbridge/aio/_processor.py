@@ -1,0 +1,120 @@
+"""`Processor`: consumes, transforms and produces exactly once, with a handler that is a coroutine function."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import txnbridge
+from txnbridge._loop_shutdown import leaving_seconds
+from txnbridge._messages import Batch, Message
+from txnbridge._processor import ProcessorStats
+from txnbridge.aio._calls import Call, Threads
+from txnbridge.aio._loop_functions import LoopFunctions, require_async
+from txnbridge.aio._services import LoopService
+from txnbridge.aio._transaction import Transaction
+from txnbridge.errors import TransactionAborted
+
+Each = Callable[[Message, Transaction], Awaitable[object]]
+OnBatch = Callable[[Batch, Transaction], Awaitable[object]]
+
+
+class LoopProcessor(txnbridge.Processor):
+    """The processor in the thread, whose handler runs on the event loop."""
+
+    functions: LoopFunctions
+
+    def _hurry(self, at: float) -> None:
+        """Move the deadlines, and cancel the handler early enough to abort its transaction in time."""
+        super()._hurry(at)
+        self.functions.cancel_at(at - 2 * leaving_seconds(self._stop_timeout))
+
+    def leave_unused(self, _: object) -> None:
+        """Leave the group that was joined for a task that was cancelled meanwhile."""
+        if self._consumer is not None:
+            self._leave()
+
+
+class Processor(LoopService):
+    """Consumes, transforms and produces exactly once; made by `bridge.processor(inputs, group=…, each=… | batch=…)`.
+
+    The handler, `async def each(message, txn)` or `async def batch(batch, txn)`, runs on the event loop of `run` or of
+    the block, inside a transaction. The messages that it sends with `await txn.send(…)`, and the acknowledgement of its
+    input, take effect together or not at all. All else is as for `txnbridge.Processor`.
+
+    A stop lets the handler finish; if it takes nearly `stop_timeout`, it is cancelled, and its transaction aborted. If
+    the task of `run`, or of the block, is cancelled, the processor stops in the same way, and the task waits for that.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., LoopProcessor],
+        threads: Threads,
+        each: Each | None,
+        batch: OnBatch | None,
+    ) -> None:
+        functions = LoopFunctions()
+        super().__init__(functions)
+        self._threads = threads
+        self._lent: Transaction | None = None  # the transaction of the last call of the handler
+        self._sync = make(each=each and self._on_loop("each", each), batch=batch and self._on_loop("batch", batch))
+        self._sync.functions = functions
+
+    def _on_loop(self, setting: str, handler: Callable[..., Awaitable[object]]) -> Callable[[Any, Any], object]:
+        """Return the handler in the form that a processor takes in its thread."""
+        require_async(setting, handler)
+
+        def handle(input: Any, sync: txnbridge.Transaction) -> object:
+            if self._lent is None or self._lent._sync is not sync:
+                self._lent = Transaction(sync, self._threads)
+            return self._functions.call(_handler_cancelled, handler, input, self._lent)
+
+        return handle
+
+    async def _open(self) -> None:
+        await Call(self._sync._begin, undo=self._sync.leave_unused).run()
+
+    def _work(self, until_idle: bool) -> None:
+        try:
+            self._sync._loop_until_stopped(until_idle)
+            if self._sync._stop.forced:
+                raise self._sync._late()
+        finally:
+            self._lent = None
+
+    async def run(self, until_idle: bool = False) -> None:
+        """Process messages until stopped; with `until_idle=True` until all assigned partitions are read.
+
+        Raise errors that a retry cannot solve, as `txnbridge.Processor.run` does. Signals are left to the program:
+        Ctrl-C cancels the main task, and so stops the processor.
+        """
+        await self._run(until_idle)
+
+    def stop(self) -> None:
+        """Ask the loop to stop after the running transaction. Return at once; any thread or task may call this."""
+        self._sync.stop()
+
+    @property
+    def healthy(self) -> bool:
+        """True while the loop runs and its current pass, with all attempts, takes no longer than a transaction may."""
+        return self._sync.healthy
+
+    @property
+    def lag(self) -> int | None:
+        """The number of unread messages (positions, on some brokers) in the assigned partitions.
+
+        It is measured about once a second; None before the first measurement and while no partition is assigned.
+        """
+        return self._sync.lag
+
+    @property
+    def stats(self) -> ProcessorStats:
+        """Counts of the processor's work so far."""
+        return self._sync.stats
+
+    def __repr__(self) -> str:
+        return repr(self._sync)
+
+
+def _handler_cancelled() -> TransactionAborted:
+    return TransactionAborted("the handler was cancelled: it did not end in the time of the stop")
