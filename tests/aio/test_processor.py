@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import anyio
 import pytest
@@ -46,7 +47,8 @@ def test_input_and_output_are_one_atom_and_the_handler_runs_on_the_loop(run, ful
 
     async def program():
         async with aio.connect(full_url) as bridge:
-            processor = bridge.processor("in", group="g", max_messages=4, **{way: each if way == "each" else batch})
+            handler: Any = {"each": each} if way == "each" else {"batch": batch}
+            processor = bridge.processor("in", group="g", max_messages=4, **handler)
             await processor.run(until_idle=True)
             assert processor.stats.messages == 10 and processor.lag == 0
 
@@ -148,7 +150,7 @@ def test_a_handler_that_does_not_end_in_the_time_of_a_stop_is_cancelled(run, ful
                     raise
 
         async with aio.connect(full_url) as bridge, anyio.create_task_group() as tasks:
-            processor = bridge.processor("in", group="g", batch=batch, stop_timeout=1.0)
+            processor = bridge.processor("in", group="g", batch=batch, stop_timeout=5.0)
             tasks.start_soon(processor.run)
             await entered.wait()
             processor.stop()

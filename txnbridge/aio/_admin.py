@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import txnbridge
 from txnbridge._messages import Position
@@ -35,7 +35,7 @@ class Admin:
         retention_bytes: int | None = None,
     ) -> bool:
         """Create a topic, or return False if it exists. Raise `InvalidOption` if its number of partitions differs."""
-        kept = {"retention_seconds": retention_seconds, "retention_bytes": retention_bytes}
+        kept: dict[str, Any] = {"retention_seconds": retention_seconds, "retention_bytes": retention_bytes}
         return await self._ask(partial(self._sync.create_topic, name, partitions, **kept))
 
     async def topics(self, internal: bool = False) -> list[TopicInfo]:
