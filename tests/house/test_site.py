@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 import zlib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
 
 import pytest
 
@@ -49,3 +53,47 @@ def test_no_page_asks_another_server_for_anything(site):
     for page in site.rglob("*.html"):
         text = page.read_text()
         assert 'src="http' not in text and "fonts.g" not in text, page
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+# The page reports what it found, and is not loaded before: the browser ends when the page is loaded.
+REPORT = """<img src="/wait"><script>setInterval(() => {
+  const found = [...document.querySelectorAll(".md-search-result__link")].map((link) => link.href);
+  if (found.length) fetch("/found?" + found.join(","));
+}, 100)</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="the site is looked at in Chromium, which is not installed")
+def test_the_search_finds_a_page_in_a_browser(site, tmp_path):
+    found: list[str] = []
+    reported = Event()
+
+    class Server(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.startswith("/found"):
+                found.append(self.path)
+                reported.set()
+            elif self.path == "/wait":
+                reported.wait(60)
+            elif self.path.startswith("/index.html"):
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write((site / "index.html").read_text().replace("</body>", REPORT).encode())
+                return
+            super().do_GET()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Server, directory=site)) as server:
+        Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}/index.html?q=immunity"
+            options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={tmp_path}"]
+            command = [str(CHROMIUM), *options, "--dump-dom", address]
+            subprocess.run(command, capture_output=True, timeout=110, check=True)
+        finally:
+            server.shutdown()
+    assert any("architecture-rocketmq.html" in address for address in found)
