@@ -314,7 +314,7 @@ def test_after_an_abort_the_messages_come_again_at_once(room):
     processor = room.run(each=copy)
     assert room.broker.sent == [b"0", b"1"]
     assert room.waits == [0.0]
-    assert processor.stats == (2, 1, 0, 1, "TransactionAborted: a test says so")
+    assert processor.stats == (2, 1, 0, 1, "TransactionAborted: a test says so", 0)
 
 
 def test_after_a_second_abort_it_backs_off(room):
@@ -474,7 +474,7 @@ def test_poison_goes_to_the_dead_letters_in_the_transaction_of_its_batch(room):
     (committed,) = room.broker.committed
     assert committed.sent == [("out", b"0"), ("out", b"2"), ("dead", b"1")]
     assert committed.acked == [0, 1, 2]
-    assert processor.stats == (3, 1, 1, 0, None)
+    assert processor.stats == (3, 1, 1, 0, None, 0)
     assert room.waits == []
 
 
