@@ -30,6 +30,7 @@ from txnbridge._origin import origin_headers
 from txnbridge._processor import Processor
 from txnbridge._redrive import Redrive
 from txnbridge._retries import PREFIX, WaitingMessage, retry_topic
+from txnbridge._retry_consumer import RetryConsumer
 from txnbridge.testing import crash_everywhere, next_commit
 
 NEVER = 3600.0  # seconds: longer than any test
@@ -55,9 +56,11 @@ def feed(bridge: Bridge, *values: bytes, topic: str = "in") -> None:
             txn.send(topic, value, key=b"k" + value, headers=HEADERS)
 
 
-def put_waiting(bridge: Bridge, value: bytes, delay: float, due_in: float = 0.0, topic: str = "in") -> None:
+def put_waiting(
+    bridge: Bridge, value: bytes, delay: float, due_in: float = 0.0, topic: str = "in", at: int = 0
+) -> None:
     """Send a message to a retry topic, as if it had failed some time ago."""
-    original = Message(topic, 0, (0,), None, value, Headers(), 42, 1, None)
+    original = Message(topic, 0, (at,), None, value, Headers(), 42, 1, None)
     headers = [
         *origin_headers(PREFIX, original, "g", KeyError("no stock"), 1, "t"),
         (PREFIX + "number", b"1"),
@@ -162,6 +165,24 @@ def test_a_message_that_waits_holds_only_its_retry_partition(bridge):
     assert sorted(values(bridge, "out")) == [b"0", b"due"]
 
 
+def test_nothing_is_fetched_behind_a_message_that_waits(bridge):
+    put_waiting(bridge, b"waits", NEVER, due_in=NEVER)
+    topic = retry_topic("g", NEVER)
+    consumer = RetryConsumer.open(bridge._consumers, topic, "readers", "earliest")
+    with consumer:
+        eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "it has not fetched the message")
+        put_waiting(bridge, b"behind", NEVER)
+        assert consumer.take(10, 0.5) == [] == consumer.take(10, 0.5)
+        assert consumer._reader.positions() == {(topic, 0): (1,)}
+
+
+def test_until_idle_processes_all_that_is_due(bridge):
+    for number in range(7):
+        put_waiting(bridge, b"%d" % number, NEVER)
+    run(bridge, each=Failing(), retry=[NEVER], max_messages=2)
+    assert values(bridge, "out") == numbers(7)
+
+
 def test_a_failed_commit_with_a_due_message_keeps_what_waits_behind_it(bridge):
     """The retry partition goes back to the due message, and what was fetched behind it is fetched again."""
     put_waiting(bridge, b"due", NEVER)
@@ -262,6 +283,22 @@ def test_a_batch_is_split_to_find_what_goes_to_the_retry_topic(bridge):
     run(bridge, batch=copy, retry=[NEVER])
     assert values(bridge, "out") == [b"0", b"1", b"3"]
     assert values(bridge, "g-retry-3600s") == [b"bad"]
+
+
+def test_poison_that_a_batch_handler_names_needs_no_splitting_also_from_a_retry_topic(bridge):
+    for value in (b"0", b"bad"):
+        put_waiting(bridge, value, NEVER, at=int(value == b"bad"))
+    sizes: list[int] = []
+
+    def refuse(batch: Batch, txn: Transaction) -> None:
+        sizes.append(len(batch))
+        for message in batch:
+            if message.value == b"bad":
+                raise Poison("a test says so", message=message)
+
+    run(bridge, batch=refuse, retry=[NEVER])
+    assert sizes == [2, 1]
+    assert values(bridge, "dead") == [b"bad"]
 
 
 def test_messages_that_are_delayed_neither_make_nor_end_a_row_of_dead_letters(bridge):
