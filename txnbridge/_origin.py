@@ -43,7 +43,7 @@ def origin_headers(
     """Return the message's own headers, then those of its `Origin` and the id of the transaction that sends it."""
     ours = {
         # The reason may contain data of the message, because readers of this topic get the message anyway.
-        "reason": reason_of(error)[:_MAX_REASON],
+        "reason": _encodable(reason_of(error)[:_MAX_REASON]),
         "topic": message.topic,
         "partition": str(message.partition),
         "position": json.dumps(message.position, separators=(",", ":")),
@@ -56,6 +56,11 @@ def origin_headers(
         *without_prefix(message.headers, prefix),
         *((prefix + name, value.encode("utf-8", "surrogateescape")) for name, value in ours.items()),
     ]
+
+
+def _encodable(text: str) -> str:
+    """Return a text with halves of characters (lone surrogates) escaped: an error may quote broken input."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def without_prefix(headers: Headers, prefix: str) -> list[tuple[str, bytes | None]]:

@@ -536,6 +536,12 @@ def test_a_dead_letter_is_the_original_with_its_reason(room):
     ]
 
 
+def test_a_reason_that_is_no_valid_text_is_escaped(room):
+    room.feed(b"0")
+    room.run(each=Failing(b"0", ValueError("half \ud83d")), dead_letter="dead", poison=ValueError)
+    assert ("txnbridge-dead-reason", b"ValueError: half \\ud83d") in room.broker.committed[0].full[0][3]
+
+
 class BatchHandler:
     """Copies a batch, unless there is poison in it, which it names or not."""
 
