@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 
-from txnbridge._handler_errors import loggable, reason_of
-from txnbridge._messages import Headers, Message
+from txnbridge._handler_errors import loggable
+from txnbridge._messages import Message
+from txnbridge._origin import origin_headers
 from txnbridge._pass_transaction import PassTransaction
 from txnbridge._polled_batch import PolledBatch
 from txnbridge.errors import InvalidOption, Poison
 
 PREFIX = "txnbridge-dead-"
-# The longest reason in a header: enough for a validator's error text, and far below every broker's limit for headers.
-_MAX_REASON = 1000
-
-
-def dead_letter_headers(
-    message: Message, group: str, error: BaseException, attempts: int, transaction: str
-) -> list[tuple[str, bytes | None]]:
-    """Return the headers of a dead letter: the message's own, then the reason, its original place and who sent it."""
-    ours = {
-        # The reason may contain data of the message, because readers of this topic get the message anyway.
-        "reason": reason_of(error)[:_MAX_REASON],
-        "topic": message.topic,
-        "partition": str(message.partition),
-        "position": json.dumps(message.position, separators=(",", ":")),
-        "timestamp": str(message.timestamp),
-        "group": group,
-        "attempts": str(attempts),
-        "transaction": transaction,
-    }
-    return [
-        *without_ours(message.headers),
-        *((PREFIX + name, value.encode("utf-8", "surrogateescape")) for name, value in ours.items()),
-    ]
-
-
-def without_ours(headers: Headers) -> list[tuple[str, bytes | None]]:
-    """Return the headers of a dead letter's original message, without those that txnbridge added."""
-    return [(name, value) for name, value in headers.raw if not name.startswith(PREFIX)]
 
 
 class DeadLetters:
@@ -62,29 +35,30 @@ class DeadLetters:
         for index, poison in batch.poison.items():
             if index:
                 return batch.first(index)
-            raise self._stopped_by(batch.raws[0], poison, "and there is no dead_letter= topic to set it aside in")
+            raise self._stopped_by(batch.originals[0], poison, "and there is no dead_letter= topic to set it aside in")
         return batch
 
-    def send(self, batch: PolledBatch, txn: PassTransaction, attempts: int) -> int:
+    def send(self, batch: PolledBatch, txn: PassTransaction, attempts: Callable[[int], int]) -> int:
         """Send the poison messages of a batch to the dead-letter topic, in the transaction.
 
-        Return the number of consecutive dead letters at the batch's end. Raise `Poison` if more than
+        `attempts` returns the number of attempts at the message with an index. Return the number of consecutive dead
+        letters at the batch's end; messages that go to a retry topic do not count. Raise `Poison` if more than
         `max_dead_letters_in_a_row` are consecutive; the transaction then is not committed.
         """
         in_a_row = self.in_a_row
         behind = 0  # the index after the last poison message
         for index, poison in batch.poison.items():
-            in_a_row = in_a_row + 1 if index == behind else 1
+            in_a_row = 1 if batch.has_good(behind, index) else in_a_row + 1
             behind = index + 1
-            raw = batch.raws[index]
+            original = batch.originals[index]
             if self._max_in_a_row is not None and in_a_row > self._max_in_a_row:
                 raise self._stopped_by(
-                    raw, poison, f"and so were the {in_a_row - 1} before it: more than max_dead_letters_in_a_row"
+                    original, poison, f"and so were the {in_a_row - 1} before it: more than max_dead_letters_in_a_row"
                 )
             assert self.topic is not None
-            headers = dead_letter_headers(raw, self._group, poison, attempts, txn.id)
-            txn.send(self.topic, raw.value, key=raw.key, headers=headers)
-        return in_a_row if behind == len(batch) else 0
+            headers = origin_headers(PREFIX, original, self._group, poison, attempts(index), txn.id)
+            txn.send(self.topic, original.value, key=original.key, headers=headers)
+        return 0 if batch.has_good(behind, len(batch)) else in_a_row
 
     def _stopped_by(self, raw: Message, poison: Exception, why: str) -> Poison:
         error = Poison(

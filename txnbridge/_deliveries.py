@@ -260,10 +260,22 @@ class Deliveries:
 
     def pause(self, partitions: Iterable[Partition]) -> None:
         """Set the fetched messages of these partitions aside until `resume`; the caller pauses the reader itself."""
+        self.set_aside(dict.fromkeys(partitions, ()))
+
+    def set_aside(self, since: Mapping[Partition, Position]) -> None:
+        """Set the fetched messages aside that are at or behind the given positions of their partitions."""
+
+        def is_chosen(message: Message) -> bool:
+            at = since.get((message.topic, message.partition))
+            return at is not None and message.position >= at
+
         with self.lock:
-            paused = set(partitions)
-            self._set_aside += [m for m in self._fetched if (m.topic, m.partition) in paused]
-            self._fetched = _elsewhere(self._fetched, paused)
+            self._set_aside += [m for m in self._fetched if is_chosen(m)]
+            self._fetched = [m for m in self._fetched if not is_chosen(m)]
+
+    def first_set_aside(self) -> dict[Partition, Message]:
+        """Return, for each partition of which messages were set aside, the first of them."""
+        return {(m.topic, m.partition): m for m in reversed(self._set_aside)}
 
     def resume(self, partitions: Iterable[Partition]) -> None:
         with self.lock:

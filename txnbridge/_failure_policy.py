@@ -45,19 +45,23 @@ ExceptionClasses = type[Exception] | Sequence[type[Exception]]
 class FailurePolicy:
     """Distinguishes poison from errors of the handler and the broker, and counts each message's failed attempts.
 
-    `Processor` explains the settings. With `has_dead_letters`, poison is sent to the dead-letter topic and does not
-    stop the processor's loop.
+    `Processor` explains the settings. `may_set_aside` returns whether one of some messages has a topic to which it goes
+    after its last attempt, a dead-letter or a retry topic; otherwise the processor's loop ends with the error.
     """
 
     def __init__(
-        self, poison: ExceptionClasses, fatal: ExceptionClasses, max_attempts: int | None, has_dead_letters: bool
+        self,
+        poison: ExceptionClasses,
+        fatal: ExceptionClasses,
+        max_attempts: int | None,
+        may_set_aside: Callable[[Sequence[Message]], bool],
     ) -> None:
         if max_attempts is not None and (type(max_attempts) is not int or max_attempts < 1):
             raise InvalidOption("max_attempts must be a whole number from 1, or None to try for ever")
         self._poison = _poison_classes(poison)
         self._fatal = _exception_classes("fatal", fatal)
         self._max_attempts = max_attempts
-        self._has_dead_letters = has_dead_letters
+        self._may_set_aside = may_set_aside
         self._attempts: dict[tuple[Any, ...], int] = {}  # failed attempts of messages that are not acknowledged
         self._of_handler: BaseException | None = None  # the last error of the handler or a codec
         self._ends_loop: BaseException | None = None  # an error of the handler after which the loop must end
@@ -91,19 +95,20 @@ class FailurePolicy:
             self._of_handler = cause
             raise cause from None
 
-    def raise_unless_poison(self, error: Exception, txn: PassTransaction, tried: Sequence[Message]) -> None:
-        """Return if the handler's error makes a message poison; otherwise raise the error again.
+    def raise_unless_set_aside(self, error: Exception, txn: PassTransaction, tried: Sequence[Message]) -> None:
+        """Return if a message is set aside for the handler's error: as poison, or because no attempt is left.
 
-        `tried` are the messages that the handler was called with. Call this in an `except` clause.
+        Otherwise raise the error again. `tried` are the messages that the handler was called with. Call this in an
+        `except` clause.
         """
         require_not_ended(txn)
         if isinstance(error, self._fatal):
             self._ends_loop = error
         elif not _is_from_broker(error, txn):
-            if self._is_poison(error):
+            if self.is_poison(error):
                 return
             if not isinstance(error, Abort) and self._is_last_attempt(tried):
-                if self._has_dead_letters:
+                if self._may_set_aside(tried):
                     return
                 self._ends_loop = error
         self._of_handler = error
@@ -117,7 +122,8 @@ class FailurePolicy:
             self._attempts[message[:3]] = self._attempts.get(message[:3], 0) + 1
         return any(self._attempts[message[:3]] >= self._max_attempts for message in tried)
 
-    def _is_poison(self, error: Exception) -> bool:
+    def is_poison(self, error: Exception) -> bool:
+        """Return whether the handler's error makes a message poison at once."""
         # A refused call (message too large, missing topic) may come from a wrong setting, with which every input
         # message would become a dead letter: so a `UsageError` makes a message poison only if its class is in `poison`.
         if isinstance(error, UsageError):

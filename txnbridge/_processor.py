@@ -12,13 +12,13 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from txnbridge._connection import ConnectionUser
-from txnbridge._consumer import RawConsumer, topic_list
+from txnbridge._consumer import topic_list
 from txnbridge._consumers import Consumers
 from txnbridge._deadletters import DeadLetters
 from txnbridge._deadline import check_seconds
@@ -30,6 +30,8 @@ from txnbridge._messages import Batch, Message
 from txnbridge._pass_transaction import CommitRefused, PassDatabase, PassTransaction
 from txnbridge._plugins import plugins
 from txnbridge._polled_batch import PolledBatch
+from txnbridge._processor_inputs import ProcessorInputs
+from txnbridge._retries import Retries
 from txnbridge._topic import Topic, as_topic
 from txnbridge._transaction_state import State
 from txnbridge.capabilities import Capability
@@ -67,7 +69,8 @@ class ProcessorStats(NamedTuple):
 
     `messages` is the number of acknowledged messages, `dead_letters` of them as dead letters; `transactions` counts
     commits, `retries` failed attempts to poll and process a batch. `last_error` is the error of the last failed attempt
-    as text, without data of messages.
+    as text, without data of messages. `delayed` of the messages were sent to a retry topic; each counts again when it
+    has come from there.
     """
 
     messages: int = 0
@@ -75,14 +78,15 @@ class ProcessorStats(NamedTuple):
     dead_letters: int = 0
     retries: int = 0
     last_error: str | None = None
+    delayed: int = 0
 
 
-class _PoisonFound(Exception):
-    """Raised after poison messages were marked: aborts the transaction, so that the batch runs again without them."""
+class _Found(Exception):
+    """Raised after messages were marked to be set aside: aborts the transaction; the batch runs again without them."""
 
 
-class _PoisonHidden(Exception):
-    """Raised if an unknown message of the batch is poison: the batch is then processed in halves to find it."""
+class _Hidden(Exception):
+    """Raised if an unknown message is to be set aside: the batch is then processed in halves to find it."""
 
 
 class Processor(ConnectionUser):
@@ -99,6 +103,10 @@ class Processor(ConnectionUser):
     - `max_attempts`: a message for which the handler has failed so often, with whatever error, is treated as poison;
       without `dead_letter` the loop stops with the error (None: no limit). Errors of the broker do not count as
       attempts. `fatal`: exception classes of the handler that stop the loop at once.
+    - `retry`: a list of delays in seconds. A message for which the handler has failed `max_attempts` times (1 by
+      default) is sent to a retry topic, in the transaction that acknowledges it, and is processed again after the
+      first delay; after each further failure it waits for the next one. Only after the last delay it is treated as
+      poison. Messages behind it overtake it.
     - `max_messages`, `max_wait`: the largest size of a batch, and the seconds after its first message to wait for more.
     - `timeout`: the timeout of each transaction; by default the bridge's.
     - `backoff`: the first and the longest wait, in seconds, before a failed poll or batch is tried again;
@@ -107,7 +115,7 @@ class Processor(ConnectionUser):
     - `start`: where a group begins that has never read, as in `bridge.consumer`.
     - `db`: a database (an `Engine` of SQLAlchemy, or a URL). The transactions are then the database's: the handler gets
       a `Connection` instead of `txn`, and what it writes there takes effect once. `outbox`: an `Outbox` in the same
-      database, through which dead letters are sent.
+      database, through which dead letters and messages for retry topics are sent.
 
     Run a processor with `run()`, or in a thread of its own with a `with` block. It runs only once.
 
@@ -128,6 +136,7 @@ class Processor(ConnectionUser):
         poison: ExceptionClasses = (),
         fatal: ExceptionClasses = (),
         max_attempts: int | None = None,
+        retry: Sequence[float] | None = None,
         max_messages: int = 500,
         max_wait: float = 0.0,
         timeout: float | None = None,
@@ -156,7 +165,10 @@ class Processor(ConnectionUser):
         self._database: PassDatabase | None = None
         dead_topic = None if dead_letter is None else as_topic(dead_letter).name
         self._dead_letters = DeadLetters(dead_topic, group, max_dead_letters_in_a_row)
-        self._policy = FailurePolicy(poison, fatal, max_attempts, dead_topic is not None)
+        self._retries = Retries(retry, group, [topic.name for topic in self._topics])
+        if retry is not None and max_attempts is None:
+            max_attempts = 1
+        self._policy = FailurePolicy(poison, fatal, max_attempts, self._may_set_aside)
         self._max_messages = max_messages
         self._max_wait = max_wait
         self._timeout = connection.timeout if timeout is None else timeout
@@ -169,12 +181,11 @@ class Processor(ConnectionUser):
         if db is not None:
             self._use_database(db, outbox)
         elif outbox is not None:
-            raise InvalidOption("outbox= is for the dead letters of a processor with db=")
+            raise InvalidOption("outbox= is for the dead letters and the retries of a processor with db=")
 
         self._started = False
-        self._consumer: RawConsumer | None = None
+        self._inputs: ProcessorInputs | None = None
         self._transaction: PassTransaction | None = None  # the open transaction of the current pass
-        self._no_partition_since: float | None = None
         self._stats = ProcessorStats()
         self._failures = 0  # the number of failed passes since the last successful one
         self._lag: int | None = None
@@ -207,13 +218,22 @@ class Processor(ConnectionUser):
             check_seconds("retry_for", self._retry_for)
         if self._dead_letters.topic in {topic.name for topic in self._topics}:
             raise InvalidOption(f"{self._dead_letters.topic!r} is an input; its dead letters need a topic of their own")
+        for topic in self._retries.topics:
+            if topic == self._dead_letters.topic or topic in {topic.name for topic in self._topics}:
+                raise InvalidOption(
+                    f"{topic!r} is a retry topic of group {self._group!r}: it can be neither an input nor take the dead"
+                    " letters"
+                )
 
     def _use_database(self, db: str | Engine, outbox: Outbox | None) -> None:
-        if outbox is None and self._dead_letters.topic is not None:
-            raise InvalidOption("with db=, dead letters are sent in the database's transaction: they need outbox=")
+        if outbox is None and (self._dead_letters.topic is not None or self._retries.topics):
+            raise InvalidOption(
+                "with db=, dead letters and messages for a retry are sent in the database's transaction: they need"
+                " outbox="
+            )
         from txnbridge.sql.processing import DatabaseTransactions
 
-        names = [topic.name for topic in self._topics]
+        names = [*(topic.name for topic in self._topics), *self._retries.topics]
         begin = self._begin_transaction
         database = DatabaseTransactions(self._connection, begin, names, self._group, db, outbox)
         self._begin_transaction = database.begin
@@ -299,7 +319,9 @@ class Processor(ConnectionUser):
             if self._database is not None:
                 unless_opened.callback(self._database.close)
                 self._database.open()
-            self._consumer = RawConsumer.open(self._consumers, self._topics, self._group, self._start)
+            self._inputs = ProcessorInputs(
+                self._consumers, self._topics, self._retries.topics, self._group, self._start
+            )
             unless_opened.pop_all()
         self._since = time.monotonic()
 
@@ -339,9 +361,9 @@ class Processor(ConnectionUser):
                 self._leave()
 
     def _leave(self) -> None:
-        assert self._consumer is not None
+        assert self._inputs is not None
         try:
-            self._consumer.close(self._stop.left())
+            self._inputs.close(self._stop.left())
         except TxnBridgeError as error:
             # The broker removes the member from the group when its heartbeats stop.
             _log.warning("%r could not leave its group: %s", self, error)
@@ -388,15 +410,15 @@ class Processor(ConnectionUser):
         """Poll once and process the batch. Return True to end the loop: a stop was asked for, or all is read."""
         if self._stop.asked:
             return True
-        assert self._consumer is not None
+        assert self._inputs is not None
         if not self._failures:
             self._since = time.monotonic()
         try:
-            items = self._poll(self._consumer)
+            items = self._poll(self._inputs)
             self._process(items)
         except BaseException as error:
             if not self._stop.forced:
-                self._consumer.take_back()
+                self._inputs.take_back()
             if self._stop.asked and not self._stop.forced and self._policy.is_temporary(error):
                 self._count_failure(error)
                 _log.warning("%r: %s; stopped: uncommitted messages will be redelivered", self, self._loggable(error))
@@ -408,63 +430,65 @@ class Processor(ConnectionUser):
         self._policy.forget_errors()
         # After a full batch more messages are likely, so the request for the lag is saved.
         idle = until_idle and len(items) < self._max_messages
-        self._measure_lag(self._consumer, now=idle)
-        return idle and self._is_all_read(self._consumer)
+        self._measure_lag(self._inputs, now=idle)
+        return idle and self._inputs.is_all_read(self._lag, self._timeout)
 
-    def _is_all_read(self, consumer: RawConsumer) -> bool:
-        """Return whether all messages of the assigned partitions are read; if none is assigned, those of the group."""
-        if self._lag is not None:
-            self._no_partition_since = None
-            return self._lag == 0
-        left = consumer.group_lag(self._timeout)
-        if left is not None:
-            return left == 0
-        now = time.monotonic()
-        self._no_partition_since = self._no_partition_since or now
-        return now - self._no_partition_since >= self._connection.timing.without_partition
-
-    def _poll(self, consumer: RawConsumer) -> PolledBatch:
+    def _poll(self, inputs: ProcessorInputs) -> PolledBatch:
         """Poll until the batch has `max_messages` or `max_wait` has passed; return the batch, decoded."""
-        messages = consumer.take(self._max_messages, _POLL_SECONDS)
+        messages = inputs.take(self._max_messages, _POLL_SECONDS)
         until = time.monotonic() + self._max_wait
         while messages and len(messages) < self._max_messages and not self._stop.asked:
             left = until - time.monotonic()
             if left <= 0:
                 break
-            messages += consumer.take(self._max_messages - len(messages), min(left, _POLL_SECONDS))
+            messages += inputs.take_more(self._max_messages - len(messages), min(left, _POLL_SECONDS))
         # A partition may have been revoked during a later poll: its new member gets these messages again.
         here = [message for message in messages if not message.source.ended]
         if self._database is not None:
             here = self._database.without_processed(here)
-        items = PolledBatch(here, here, {})
-        if consumer.decodes:
-            items.messages = [self._decode(consumer, items, index) for index in range(len(here))]
+        return self._read(inputs, here)
+
+    def _read(self, inputs: ProcessorInputs, delivered: list[Message]) -> PolledBatch:
+        """Return delivered messages as a batch: as they were in their original topics, and decoded."""
+        items = PolledBatch(delivered, delivered, delivered, {})
+        if self._retries.topics:
+            items.originals = [self._original(items, index) for index in range(len(delivered))]
+            items.messages = items.originals
+        if inputs.decodes:
+            items.messages = [self._decode(inputs, items, index) for index in range(len(delivered))]
         return items
 
-    def _decode(self, consumer: RawConsumer, items: PolledBatch, index: int) -> Message:
-        raw = items.raws[index]
+    def _original(self, items: PolledBatch, index: int) -> Message:
+        delivered = items.delivered[index]
         try:
-            return consumer.decode(raw)
+            return self._retries.original(delivered)
+        except Poison as poison:
+            items.set_aside(index, poison)
+            return delivered
+
+    def _decode(self, inputs: ProcessorInputs, items: PolledBatch, index: int) -> Message:
+        original = items.originals[index]
+        try:
+            return inputs.decode(original)
         except Poison as poison:
             self._policy.raise_unless_undecodable(poison)
-            items.mark_poison(index, poison)
-            return raw
+            items.set_aside(index, poison)
+            return original
 
-    def _measure_lag(self, consumer: RawConsumer, now: bool) -> None:
+    def _measure_lag(self, inputs: ProcessorInputs, now: bool) -> None:
         if now or time.monotonic() - self._lag_at >= _LAG_SECONDS:
-            lag = consumer.lag()
-            self._lag = sum(lag.values()) if lag else None
+            self._lag = inputs.lag()
             self._lag_at = time.monotonic()
 
     def _process(self, items: PolledBatch) -> None:
-        """Process a batch in order: in one transaction, or in several to find poison or to keep their deadline."""
+        """Process a batch in order: in one transaction, or in several to find what to set aside or in time."""
         while items and not self._stop.asked:
             try:
                 items = items.behind(self._transact(items))
                 continue
-            except _PoisonFound:
+            except _Found:
                 continue
-            except _PoisonHidden:
+            except _Hidden:
                 middle = len(items) // 2
             self._process(items.first(middle))
             items = items.behind(middle)
@@ -482,14 +506,20 @@ class Processor(ConnectionUser):
                 txn._lent = False
                 self._check_after_handler(txn)
                 if txn.state is State.OPEN:  # otherwise the end of the block raises the transaction's error
-                    in_a_row = self._dead_letters.send(done, txn, attempts=self._failures + 1)
-                    txn.ack(done.raws)
+                    in_a_row = self._send_set_aside(done, txn)
+                    txn.ack(done.delivered)
                     self._commit(done, txn)
         finally:
             self._transaction = None
         self._dead_letters.in_a_row = in_a_row
         self._count(done)
         return len(done)
+
+    def _send_set_aside(self, items: PolledBatch, txn: PassTransaction) -> int:
+        """Send the marked messages to their topics; return the number of consecutive dead letters at the end."""
+        now = self._failures + 1
+        self._retries.send(items, txn, now)
+        return self._dead_letters.send(items, txn, lambda index: self._retries.attempts(items.delivered[index]) + now)
 
     def _handle(self, items: PolledBatch, txn: PassTransaction) -> PolledBatch:
         try:
@@ -504,10 +534,10 @@ class Processor(ConnectionUser):
     def _handle_each(self, each: Each, items: PolledBatch, txn: PassTransaction) -> PolledBatch:
         """Call the handler for each message; return the messages handled in this transaction as a batch.
 
-        After a poison message the other messages are tried, too, so that one abort finds all poison.
+        After a message that is set aside the others are tried, too, so that one abort finds all of them.
         """
         half_time = time.monotonic() + txn.deadline / 2
-        known = items.poison
+        known = items.marked
         found = False
         done = 0
         for index, message in enumerate(items.messages):
@@ -516,18 +546,18 @@ class Processor(ConnectionUser):
                 try:
                     each(message, txn)
                 except Exception as error:
-                    self._policy.raise_unless_poison(error, txn, (message,))
-                    items.mark_poison(index, error)
+                    self._policy.raise_unless_set_aside(error, txn, (items.delivered[index],))
+                    self._mark(items, index, error)
                     found = True
             # A failed transaction refuses sends. A database may refuse all statements after an error, and it still has
-            # what the poison message has written, by which a later message would be judged.
+            # what the failed message has written, by which a later message would be judged.
             if found and (self._database is not None or txn.state is not State.OPEN):
                 break
             # If the handler is slow, end the transaction after a part of the batch, to commit before its deadline.
             if self._stop.asked or time.monotonic() > half_time:
                 break
         if found:
-            raise _PoisonFound
+            raise _Found
         return items.first(done)
 
     def _handle_batch(self, batch: OnBatch, items: PolledBatch, txn: PassTransaction) -> None:
@@ -537,28 +567,36 @@ class Processor(ConnectionUser):
         try:
             batch(Batch(list(map(items.messages.__getitem__, good))), txn)
         except Exception as error:
-            self._find_poison(error, items, txn)
+            self._find_culprit(error, items, txn)
 
     def _commit(self, items: PolledBatch, txn: PassTransaction) -> None:
         try:
             txn.commit()
         except CommitRefused as refused:
-            self._find_poison(refused.error, items, txn)
+            self._find_culprit(refused.error, items, txn)
 
-    def _find_poison(self, error: Exception, items: PolledBatch, txn: PassTransaction) -> NoReturn:
-        """Raise the error of the handler for a batch again, unless it makes a message of the batch poison.
+    def _find_culprit(self, error: Exception, items: PolledBatch, txn: PassTransaction) -> NoReturn:
+        """Raise the error of the handler for a batch again, unless a message of the batch is set aside for it.
 
-        Then raise `_PoisonFound` if this message is known, and otherwise `_PoisonHidden`.
+        Then raise `_Found` if this message is known, and otherwise `_Hidden`.
         """
         good = items.good()
         if not good:
-            raise error  # the database refuses the dead letters
-        self._policy.raise_unless_poison(error, txn, [items.raws[index] for index in good])
+            raise error  # the database refuses what is set aside
+        self._policy.raise_unless_set_aside(error, txn, [items.delivered[index] for index in good])
         culprit = items.index_named_by(error)
         if culprit is None:
-            raise _PoisonHidden from error
-        items.mark_poison(culprit, error)
-        raise _PoisonFound from error
+            raise _Hidden from error
+        self._mark(items, culprit, error)
+        raise _Found from error
+
+    def _may_set_aside(self, tried: Sequence[Message]) -> bool:
+        return self._dead_letters.topic is not None or any(map(self._retries.takes, tried))
+
+    def _mark(self, items: PolledBatch, index: int, error: Exception) -> None:
+        """Mark a message as delayed if another attempt is left, otherwise as poison."""
+        another = self._retries.takes(items.delivered[index])
+        items.set_aside(index, error, delayed=another and not self._policy.is_poison(error))
 
     def _check_after_handler(self, txn: PassTransaction) -> None:
         if self._stop.forced:
@@ -571,14 +609,19 @@ class Processor(ConnectionUser):
             )
 
     def _count(self, done: PolledBatch) -> None:
-        dead = done.poison
-        self._policy.forget_attempts(done.raws)
+        dead, delayed = done.poison, done.delayed
+        self._policy.forget_attempts(done.delivered)
         for index, poison in dead.items():
-            _log.warning("%r in group %r: dead letter, %s", done.raws[index], self._group, loggable(poison))
+            _log.warning("%r in group %r: dead letter, %s", done.originals[index], self._group, loggable(poison))
+        for index, error in delayed.items():
+            _log.debug("the handler of %r failed", self, exc_info=error)
+            why = handler_location(error, __file__)
+            _log.warning("%r in group %r: to be processed again later, %s", done.originals[index], self._group, why)
         self._stats = self._stats._replace(
             messages=self._stats.messages + len(done),
             transactions=self._stats.transactions + 1,
             dead_letters=self._stats.dead_letters + len(dead),
+            delayed=self._stats.delayed + len(delayed),
         )
 
 

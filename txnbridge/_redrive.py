@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from txnbridge._consumer import Consumer
-from txnbridge._deadletters import PREFIX, without_ours
+from txnbridge._deadletters import PREFIX
 from txnbridge._messages import Message, Position
+from txnbridge._origin import Origin, without_prefix
 from txnbridge.capabilities import Capability
 from txnbridge.spi import Partition
 
@@ -23,34 +22,13 @@ _BATCH = 500
 _POLL_SECONDS = 0.25
 
 
-@dataclass(frozen=True)
-class DeadLetter:
+class DeadLetter(Origin):
     """The contents of a dead letter's headers: the original position, the group that failed, and the reason."""
-
-    topic: str
-    partition: int
-    position: Position
-    timestamp: int
-    group: str
-    attempts: int
-    reason: str
 
     @classmethod
     def of(cls, message: Message) -> DeadLetter | None:
         """Return the contents of a dead letter's headers; None for a message without valid headers of txnbridge."""
-        ours = {name: message.headers.get(PREFIX + name, "") for name in (field.name for field in fields(cls))}
-        try:
-            return cls(
-                topic=ours["topic"],
-                partition=int(ours["partition"]),
-                position=tuple(int(part) for part in json.loads(ours["position"])),
-                timestamp=int(ours["timestamp"]),
-                group=ours["group"],
-                attempts=int(ours["attempts"]),
-                reason=ours["reason"],
-            )
-        except (ValueError, TypeError):
-            return None
+        return cls.read(message.headers, PREFIX)
 
 
 class Redriven(NamedTuple):
@@ -140,7 +118,7 @@ class Redrive:
             letter.topic,
             message.value,
             key=message.key,
-            headers=without_ours(message.headers) or None,
+            headers=without_prefix(message.headers, PREFIX) or None,
             partition=letter.partition if by_number else None,
             timestamp=letter.timestamp if can[Capability.TIMESTAMPS] else None,
         )

@@ -69,6 +69,7 @@ DEFINITIONS = {
     "processor_messages_total": Definition("counter", "Messages that a processor has processed, with dead letters."),
     "processor_transactions_total": Definition("counter", "Transactions that a processor has committed."),
     "processor_dead_letters_total": Definition("counter", "Messages that a processor has set aside as dead letters."),
+    "processor_delayed_total": Definition("counter", "Messages that a processor has sent to a retry topic."),
     "processor_retries_total": Definition("counter", "Failed attempts of a processor to poll and process a batch."),
     "processor_lag": Definition("gauge", "Messages that wait in the partitions of a processor."),
     "processor_healthy": Definition("gauge", "1 while a processor gets on, otherwise 0."),
@@ -189,7 +190,7 @@ def _of_bridge(bridge: Bridge) -> Iterator[tuple[str, Labels, float]]:
     """Yield the present values of a bridge's processors and services: name, labels, value."""
     for processor in list(bridge._connection.processors):
         labels = (("group", processor._group), ("topics", ",".join(topic.name for topic in processor._topics)))
-        for name in ("messages", "transactions", "dead_letters", "retries"):
+        for name in ("messages", "transactions", "dead_letters", "delayed", "retries"):
             yield f"processor_{name}_total", labels, getattr(processor.stats, name)
         if processor.lag is not None:
             yield "processor_lag", labels, processor.lag

@@ -270,6 +270,24 @@ def test_nothing_is_sent_if_the_function_fails_behind_its_first_result(bridge):
     assert sent(bridge) == [(None, b"1")]
 
 
+def test_a_function_that_fails_gets_its_message_again_later(bridge):
+    attempts = []
+
+    def fail_once(order: Order) -> str:
+        attempts.append(order)
+        if len(attempts) == 1:
+            raise ValueError
+        app.stop()
+        return "done"
+
+    send(bridge, b'{"id": 1}', key=b"7")
+    app = App()
+    app.process("in", group="g", to="out", retry=[0.2])(fail_once)
+    app.run()
+    assert attempts == [Order(1), Order(1)]
+    assert sent(bridge) == [(b"7", b"done")]
+
+
 @pytest.mark.parametrize(
     ("result", "to", "sentence"),
     [
@@ -369,6 +387,16 @@ def test_a_router_with_the_topic_and_group_of_another_function_is_not_included()
     with pytest.raises(InvalidOption, match="cannot include itself"):
         router.include(outer)
     app.process("in", group="other")(take_bytes)
+
+
+def test_a_function_with_retries_has_a_group_of_its_own():
+    app = App()
+    app.process("in", group="g")(take_bytes)
+    with pytest.raises(InvalidOption, match="take_bytes and take_text are both in group 'g'"):
+        app.process("other", group="g", retry=[10])(take_text)
+    app.process("other", group="h", retry=[10])(take_text)
+    with pytest.raises(InvalidOption, match="take_text and take_bytes are both in group 'h'"):
+        app.process("third", group="h")(take_bytes)
 
 
 def test_a_topic_that_is_missing_is_told_at_the_start(bridge, monkeypatch, url):

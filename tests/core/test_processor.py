@@ -314,7 +314,7 @@ def test_after_an_abort_the_messages_come_again_at_once(room):
     processor = room.run(each=copy)
     assert room.broker.sent == [b"0", b"1"]
     assert room.waits == [0.0]
-    assert processor.stats == (2, 1, 0, 1, "TransactionAborted: a test says so")
+    assert processor.stats == (2, 1, 0, 1, "TransactionAborted: a test says so", 0)
 
 
 def test_after_a_second_abort_it_backs_off(room):
@@ -474,7 +474,7 @@ def test_poison_goes_to_the_dead_letters_in_the_transaction_of_its_batch(room):
     (committed,) = room.broker.committed
     assert committed.sent == [("out", b"0"), ("out", b"2"), ("dead", b"1")]
     assert committed.acked == [0, 1, 2]
-    assert processor.stats == (3, 1, 1, 0, None)
+    assert processor.stats == (3, 1, 1, 0, None, 0)
     assert room.waits == []
 
 
@@ -534,6 +534,12 @@ def test_a_dead_letter_is_the_original_with_its_reason(room):
         ("txnbridge-dead-attempts", b"2"),
         ("txnbridge-dead-transaction", committed.id.encode()),
     ]
+
+
+def test_a_reason_that_is_no_valid_text_is_escaped(room):
+    room.feed(b"0")
+    room.run(each=Failing(b"0", ValueError("half \ud83d")), dead_letter="dead", poison=ValueError)
+    assert ("txnbridge-dead-reason", b"ValueError: half \\ud83d") in room.broker.committed[0].full[0][3]
 
 
 class BatchHandler:

@@ -67,6 +67,29 @@ def process(shop: Shop):
     return processor.stats
 
 
+def fail_a_third(message: Message, db: sa.Connection) -> None:
+    record(message, db)
+    if is_poison(message.value):
+        raise ValueError
+
+
+def process_with_retries(shop: Shop) -> None:
+    """Process until all messages are done or dead, with a relay that takes those that wait to their retry topic."""
+    with txnbridge.connect(shop.url) as bridge, bridge.relay(BOX, shop.database) as relay:
+        while not values(bridge, "dead"):
+            bridge.processor(
+                "in",
+                group="g",
+                each=fail_a_third,
+                retry=[0.001],
+                dead_letter="dead",
+                db=shop.database,
+                outbox=BOX,
+                max_messages=2,
+            ).run(until_idle=True)
+            eventually(lambda: relay.lag == 0, "rows wait")
+
+
 def process_plainly(shop: Shop):
     """Process without an outbox and in larger batches, also after another member has taken over."""
     with txnbridge.connect(shop.url) as bridge:
@@ -158,6 +181,21 @@ def test_each_message_has_its_effect_once_wherever_its_processor_dies(fresh):
     died_at = {point.event for point in crash_everywhere(process, check, fresh=lambda: fresh(fed), at_once=2)}
     wanted = {f"{name}/{phase}" for name in ("database.read", "database.commit") for phase in ("before", "after")}
     assert wanted | {"reader.poll/after", "ack/after", "commit/before", "commit/after"} <= died_at
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("where", ["database.commit/before", "database.commit/after", "ack/before", "commit/after"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_message_that_waits_for_a_retry_is_in_one_place_wherever_its_processor_dies(fresh, where, nth):
+    shop = fresh(numbers(4))
+    with Child(process_with_retries, shop, kill=f"{where}/{nth}") as child:
+        child.stopped(SOON)
+    with Child(process_with_retries, shop) as child:
+        child.result(SOON)
+    assert sorted(done(shop.database)) == [b"0", b"1", b"3"]
+    with txnbridge.connect(shop.url) as bridge:
+        assert values(bridge, "g-retry-1ms") == values(bridge, "dead") == [b"2"]
+        assert bridge.read("dead", 1)[0].headers["txnbridge-dead-topic"] == "in"
 
 
 @pytest.mark.parametrize("where", ["reader.poll/after", "database.read/after", "database.commit/before", "ack/before"])
@@ -498,6 +536,7 @@ def test_a_handler_that_ends_the_transaction_itself_is_refused(bridge, shop, run
         ({"db": 7}, "db="),
         ({"db": "sqlite://"}, "outlives"),
         ({"dead_letter": "dead"}, "outbox="),
+        ({"retry": [10]}, "outbox="),
         ({"outbox": "shop"}, "outbox="),
         ({"outbox": BOX, "db": None}, "outbox="),
     ],

@@ -269,4 +269,5 @@ def _sum(first: ProcessorStats, second: ProcessorStats) -> ProcessorStats:
         dead_letters=first.dead_letters + second.dead_letters,
         retries=first.retries + second.retries,
         last_error=second.last_error or first.last_error,
+        delayed=first.delayed + second.delayed,
     )

@@ -26,6 +26,7 @@ class HandlerSettings(TypedDict, total=False):
     poison: type[Exception] | Sequence[type[Exception]]
     fatal: type[Exception] | Sequence[type[Exception]]
     max_attempts: int | None
+    retry: Sequence[float] | None
     max_messages: int
     max_wait: float
     timeout: float | None
@@ -76,7 +77,7 @@ class Router:
         sends with `txn`, takes effect once.
 
         Raise `InvalidOption` for a function whose parameters or results do not fit, and if another function has the
-        same topic and group.
+        same topic and group, or the same group where one of them has `retry`.
         """
 
         def decorate(function: F) -> F:
@@ -130,3 +131,15 @@ class Router:
                         " each would get a part of the messages: give each a group of its own"
                     )
                 seen[place] = handler.name
+        self._require_own_groups()
+
+    def _require_own_groups(self) -> None:
+        """Raise `InvalidOption` if a function with retries shares its group: the group's retry topics are shared."""
+        by_group: dict[str, Handler] = {}
+        for handler, _ in self._collect():
+            other = by_group.setdefault(handler.group, handler)
+            if other is not handler and (handler.settings.get("retry") or other.settings.get("retry")):
+                raise InvalidOption(
+                    f"{other.name} and {handler.name} are both in group {handler.group!r}, so with retry= each would"
+                    " get the other's messages from the group's retry topics: give each a group of its own"
+                )

@@ -31,7 +31,7 @@ class LoopProcessor(txnbridge.Processor):
 
     def leave_unused(self, _: object) -> None:
         """Leave the group that was joined for a task that was cancelled meanwhile."""
-        if self._consumer is not None:
+        if self._inputs is not None:
             self._leave()
 
 

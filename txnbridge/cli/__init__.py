@@ -22,6 +22,7 @@ COMMANDS = {
     "run": "Run an application or a processor.",
     "app": "Describe an application.",
     "redrive": "Send dead letters back to where they came from.",
+    "retries": "List messages that wait for a retry.",
     "groups": "List groups, their members and lag, and set them back.",
     "transactions": "List and end open and prepared transactions.",
     "resolver": "Answer check-backs of half messages, and list and end parked ones.",

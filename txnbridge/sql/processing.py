@@ -74,7 +74,8 @@ class _Stored(NamedTuple):
 class DatabaseTransactions:
     """The database transactions of one processor, and the positions up to which its input is processed.
 
-    `begin_ack` begins a transaction of the broker, for acknowledgements. `outbox` takes the dead letters.
+    `begin_ack` begins a transaction of the broker, for acknowledgements. `outbox` takes the messages that
+    are set aside: dead letters, and messages for a retry topic.
     """
 
     def __init__(
@@ -322,7 +323,7 @@ class DatabaseTransaction:
             self.state, self._cause = State.FAILED, error
 
     def send(self, topic: str, value: Any, *, key: Any, headers: Iterable[tuple[str, Any]]) -> None:
-        """Send a dead letter to the outbox."""
+        """Send a message that is set aside to the outbox."""
         assert self._owner.outbox is not None
         self._owner.outbox.send(self.connection, topic, value, key=key, headers=headers)
 

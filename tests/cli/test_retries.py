@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from txnbridge_conformance.observing import eventually
+
+from txnbridge import _retry_overview
+from txnbridge._retry_overview import waiting_topics
+
+
+def fail(message, txn):
+    raise KeyError("no stock")
+
+
+@pytest.fixture
+def waits(bridge):
+    """Three orders that wait for an hour: two after their second attempt, one after its first."""
+    bridge.processor("orders", group="shipping", each=fail, retry=[0.001, 3600]).run(until_idle=True)
+    with bridge.transaction() as txn:
+        txn.send_many("orders", [b"1", b"2"])
+    processor = bridge.processor("orders", group="shipping", each=fail, retry=[0.001, 3600])
+    with processor:
+        eventually(lambda: len(bridge.read("shipping-retry-3600s", 10)) == 2, "they do not fail twice")
+    with bridge.transaction() as txn:
+        txn.send("orders", b"3")
+    bridge.processor("orders", group="shipping", each=fail, retry=[3600]).run(until_idle=True)
+    return time.time()
+
+
+def test_no_retry_topics(invoke, bridge):
+    assert invoke("retries", "list").stdout == "no retry topics\n"
+    result = invoke("retries", "list", "--group", "shiping")
+    assert (result.exit_code, "there is no retry topic of group 'shiping'" in result.stderr) == (2, True)
+
+
+def test_what_waits_is_listed_by_topic_without_what_is_processed(invoke, bridge, waits):
+    emptied, waiting = json.loads(invoke("retries", "list", "--json").stdout)
+    assert emptied == {
+        "topic": "shipping-retry-1ms",
+        "group": "shipping",
+        "delay": 0.001,
+        "waiting": 0,
+        "due": 0,
+        "next_due": None,
+        "attempts": None,
+        "reason": None,
+    }
+    assert 0 < waiting.pop("next_due") / 1000 <= waits + 3600
+    assert waiting == {
+        "topic": "shipping-retry-3600s",
+        "group": "shipping",
+        "delay": 3600,
+        "waiting": 3,
+        "due": 0,
+        "attempts": 2,
+        "reason": "KeyError: 'no stock'",
+    }
+    shown = invoke("retries", "list", "--group", "shipping").stdout.splitlines()
+    assert shown[1].split() == ["shipping-retry-1ms", "0", "0", "-", "-", "-"]
+    assert shown[2].split()[:3] == ["shipping-retry-3600s", "3", "0"] and shown[2].endswith("KeyError: 'no stock'")
+
+
+def test_what_is_due_and_not_processed_is_counted(bridge):
+    with bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    processor = bridge.processor("orders", group="shipping", each=fail, retry=[0.001, 0.002])
+    with pytest.raises(KeyError), processor:
+        eventually(lambda: not processor.healthy, "it does not stop")
+    (_, last) = waiting_topics(bridge)
+    assert (last.topic, last.waiting, last.due, last.attempts) == ("shipping-retry-2ms", 0, 1, 2)
+
+
+def test_where_the_broker_does_not_tell_what_a_group_has_read_only_what_is_not_due_is_listed(
+    invoke, bridge, waits, monkeypatch
+):
+    monkeypatch.setattr(_retry_overview, "_group_positions", lambda bridge, group: None)
+    found = {each.topic: (each.waiting, each.due) for each in waiting_topics(bridge, "shipping")}
+    assert found == {"shipping-retry-1ms": (0, None), "shipping-retry-3600s": (3, None)}
+    shown = invoke("retries", "list").stdout
+    assert shown.endswith("this broker does not tell which of them are processed\n")

@@ -1,0 +1,17 @@
+"""Retries on RocketMQ, judged by what the broker has stored: no reader of ours leaves anything out."""
+
+from __future__ import annotations
+
+import pytest
+from txnbridge_rocketmq.client.client import RemotingClient
+
+from tests.retry_live import assert_each_has_its_effect_once
+from tests.rocketmq.kit import bodies
+from txnbridge import Bridge
+
+
+@pytest.mark.timeout(300)
+def test_each_message_has_its_effect_once_though_processors_are_killed(
+    txnbridge_url: str, bridge: Bridge, client: RemotingClient
+) -> None:
+    assert_each_has_its_effect_once(txnbridge_url, bridge, lambda topic: bodies(client, topic))
