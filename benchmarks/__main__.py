@@ -18,7 +18,7 @@ NAMES: tuple[str, ...] = (
     "memory",
     "large_file",
 )
-NAMES += ("checker",)
+NAMES += ("checker", "aio")
 NAMES += (
     "kafka_write",
     "kafka_java",
@@ -26,6 +26,7 @@ NAMES += (
     "kafka_token",
     "kafka_small",
     "kafka_group_commit",
+    "kafka_aio",
     "kafka_process",
     "kafka_half_messages",
     "kafka_telemetry",

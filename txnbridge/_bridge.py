@@ -348,6 +348,14 @@ class Bridge:
                 raise
         return Transaction(connection, taken, self._outcomes, 0 if fingerprint else None)
 
+    def _begin_from_loop(self, timeout: float | None) -> Transaction | None:
+        """Begin a gathered transaction if that needs memory only, so that an event loop may call this."""
+        connection = self._connection
+        if self._group_commit is None or connection.events or connection.closed or connection.forked:
+            return None
+        member = self._group_commit.gather(self._new_begin(timeout, False, None))
+        return None if member is None else Transaction(connection, member, self._outcomes, None)
+
     def _adopt(self, transaction: Transaction) -> None:
         """Let `close` abort this transaction if it is unfinished then."""
         with self._guard:

@@ -114,6 +114,14 @@ class GroupCommit:
             transactions.discard(parameters.transaction)
             raise
 
+    def gather(self, parameters: Begin) -> Member | None:
+        """Return a gathered transaction if that needs memory only, and few others are open; otherwise None."""
+        transactions = self.writers.open_transactions
+        if self.writers.has_abandoned or len(transactions) < self._beyond:
+            return None
+        transactions.add(parameters.transaction)
+        return Member(self, parameters)
+
     def close(self) -> None:
         """Ask the thread to end after the batches of members that have joined."""
         self._joined.put(None)

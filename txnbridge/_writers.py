@@ -158,6 +158,11 @@ class Writers:
         left.writer, left.open = taken.writer, taken.open
         self._abandoned.append(left)
 
+    @property
+    def has_abandoned(self) -> bool:
+        """Return whether `clear_abandoned` has transactions to abort."""
+        return bool(self._abandoned)
+
     def clear_abandoned(self, deadline: Deadline | None = None) -> None:
         """Abort transactions kept by `_leave_behind`, which cannot abort, because its thread may hold locks."""
         connection = self._connection

@@ -8,6 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import anyio.lowlevel
 from anyio import CancelScope
 
 import txnbridge
@@ -163,6 +164,10 @@ class Bridge:
     async def _begin(
         self, timeout: float | None, prepare: bool, hold: float | None, fingerprint: bool, alone: bool
     ) -> Transaction:
+        if not (prepare or fingerprint or alone) and hold is None:
+            gathered = self._sync._begin_from_loop(timeout)
+            if gathered is not None:
+                return await self._begun(gathered)
         seconds = self._timeout if timeout is None else timeout
         began_at = time.monotonic()
         async with self._waiting.one(seconds) as taken:
@@ -178,6 +183,16 @@ class Bridge:
             sync = await Call(begin, undo=_abort).run()
         self._sync._adopt(sync)
         return Transaction(sync, self._waiting)
+
+    async def _begun(self, gathered: txnbridge.Transaction) -> Transaction:
+        """Return a gathered transaction, unless the task is cancelled."""
+        try:
+            await anyio.lowlevel.checkpoint()
+        except BaseException:
+            gathered.abort()  # sends no request
+            raise
+        self._sync._adopt(gathered)
+        return Transaction(gathered, self._waiting)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 

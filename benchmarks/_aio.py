@@ -1,0 +1,61 @@
+"""Small transactions of many tasks of one event loop, beside as many threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+
+from benchmarks._harness import WALL, Report, Round, Settings, a_second, estimate, in_turn, quantile, speed
+from benchmarks._small import BODY, by_threads_of_one_bridge
+from txnbridge import aio
+
+SIZES = (1, 16, 64)
+
+
+def by_tasks_of_one_bridge(settings: Settings, url: str, topic: str, tasks: int) -> Round:
+    laps: list[float] = []
+
+    async def transact(bridge: aio.Bridge) -> None:
+        async with bridge.transaction() as txn:
+            await txn.send(topic, BODY)
+
+    async def work(bridge: aio.Bridge) -> None:
+        until = WALL() + settings.seconds
+        while (start := WALL()) < until:
+            await transact(bridge)
+            laps.append(WALL() - start)
+
+    async def program() -> None:
+        async with aio.connect(url) as bridge:
+            async with anyio.create_task_group() as group:
+                for _ in range(tasks):
+                    group.start_soon(transact, bridge)  # the first one opens what it needs; it does not count
+            async with anyio.create_task_group() as group:
+                for _ in range(tasks):
+                    group.start_soon(work, bridge)
+
+    anyio.run(program)
+    return Round(laps, len(laps) * tasks)
+
+
+def turns(settings: Settings, url: str, topic: str, sizes: Sequence[int] = SIZES) -> dict[str, list[Round]]:
+    ways = {"tasks": by_tasks_of_one_bridge, "threads": by_threads_of_one_bridge}
+    return in_turn(
+        {
+            f"{size} {way}": lambda size=size, work=work: work(settings, url, topic, size)  # type: ignore[misc]
+            for size in sizes
+            for way, work in ways.items()
+        },
+        settings.rounds,
+    )
+
+
+def report_tasks(report: Report, found: dict[str, list[Round]]) -> None:
+    for size in SIZES:
+        tasks, threads = found[f"{size} tasks"], found[f"{size} threads"]
+        report.figure(f"{size} tasks / {size} threads", speed(tasks, threads))
+        report.figure(f"{size} tasks: transactions a second", a_second(tasks))
+        report.figure(f"{size} threads: transactions a second", a_second(threads))
+    spread = [quantile(each.laps, 0.99) / quantile(each.laps, 0.5) for each in found["64 tasks"]]
+    report.figure("64 tasks: p99 / p50", estimate(spread))
