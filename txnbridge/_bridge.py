@@ -351,7 +351,8 @@ class Bridge:
     def _begin_from_loop(self, timeout: float | None) -> Transaction | None:
         """Begin a gathered transaction if that needs memory only, so that an event loop may call this."""
         connection = self._connection
-        if self._group_commit is None or connection.events or connection.closed or connection.forked:
+        observed = connection.events.wants("transaction.begin")
+        if self._group_commit is None or observed or connection.closed or connection.forked:
             return None
         member = self._group_commit.gather(self._new_begin(timeout, False, None))
         return None if member is None else Transaction(connection, member, self._outcomes, None)

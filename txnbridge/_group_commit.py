@@ -139,6 +139,11 @@ class GroupCommit:
 
     # --- batches --------------------------------------------------------------------------------------------------
 
+    @property
+    def is_running(self) -> bool:
+        """Return whether a thread commits batches. It may end at any time; then the next member starts another."""
+        return not self._role
+
     def join(self, member: Member) -> None:
         """Make a transaction a member of the next batch; start the thread if there is none."""
         self._joined.put(member)
@@ -304,6 +309,9 @@ class Member(TakenWriter, Writer):
         self._ended.acquire()
         self._shared: SharedTransaction | None = None  # that of the batch, once the batch has ended
         self._error: BaseException | None = None  # the error because of which the batch was not committed
+        self._joined = False
+        self._withdrawn = False  # whether it has left a batch before its begin, and has to be committed alone
+        self._on_end: Callable[[], object] | None = None  # called when the batch has ended
 
     # --- as a writer ------------------------------------------------------------------------------------------------
 
@@ -431,14 +439,42 @@ class Member(TakenWriter, Writer):
     def commit(self, deadline: Deadline) -> None:
         """Commit the transaction in a batch; alone if it is promoted, or if the shared transaction was aborted."""
         if self.writer is None:
-            if deadline.expired:
+            if deadline.expired and not self._joined:
                 raise TransactionTimedOut(f"transaction {self.parameters.transaction} was not ended by its deadline")
-            alone = deadline.left() < self._group.least_seconds or self._writers.loses_answers
-            if not alone and self._commit_in_batch(deadline):
+            if (self._joined or self._may_join) and self._commit_in_batch(deadline):
                 return
         self._promoted()
         self.open = False
         super().commit(deadline)
+
+    @property
+    def _may_join(self) -> bool:
+        late = self.parameters.deadline.left() < self._group.least_seconds
+        return not (late or self._withdrawn or self._writers.loses_answers)
+
+    def join_from_loop(self, on_end: Callable[[], object]) -> bool:
+        """Join the next batch, whose end calls `on_end` in its thread; return False if `commit` has to do that.
+
+        Then `commit` only waits for that end. An event loop may call this.
+        """
+        if self.writer is not None or not self._may_join or not self._group.is_running:
+            return False
+        self._on_end = on_end
+        self._joined = True
+        self._group.join(self)
+        return True
+
+    def withdraw(self) -> bool:
+        """Leave the next batch after `join_from_loop`; return False if the batch has begun."""
+        if not self.claim():
+            return False
+        self._joined, self._withdrawn = False, True
+        return True
+
+    @property
+    def is_committed(self) -> bool:
+        """Return whether the batch has ended, and is committed: then `commit` neither waits nor asks the broker."""
+        return self._over and self._shared is not None and self._shared.state is State.COMMITTED
 
     def _commit_in_batch(self, deadline: Deadline) -> bool:
         """Return whether the transaction was committed; False if it has to be committed alone.
@@ -447,7 +483,8 @@ class Member(TakenWriter, Writer):
         deadline passes before the batch begins.
         """
         try:
-            self._group.join(self)
+            if not self._joined:
+                self._group.join(self)
         except RuntimeError:  # no thread can be started
             if self.claim():
                 return False
@@ -481,6 +518,8 @@ class Member(TakenWriter, Writer):
             self.token = shared.token
         self._over = True
         self._ended.release()
+        if self._on_end is not None:
+            self._on_end()
 
     def state_after_interrupt(self) -> State:
         if self.writer is not None:

@@ -382,6 +382,15 @@ class Transaction(ConnectionUser):
         finally:
             self._turn.append(quick)
 
+    def _commit_from_loop(self, on_end: Callable[[], object]) -> bool:
+        """Begin a commit that needs no thread of the caller; return False if `commit` has to be called in a thread.
+
+        `on_end()` is called in another thread when it has ended. Then `commit`, or the end of the block, finishes it;
+        if `_taken.is_committed`, that needs memory only.
+        """
+        plain = self._state is _OPEN and not (self._events.wants("commit") or self._prepare or self._lent)
+        return plain and bool(self._turn) and self._taken.join_from_loop(on_end)
+
     def abort(self) -> None:
         """Abort the transaction now. A failed transaction allows only this call. A second abort has no effect."""
         quick = self._enter("abort")

@@ -224,6 +224,19 @@ class TakenWriter:
         """Take one message if that needs memory only; return whether it was taken."""
         return False
 
+    def join_from_loop(self, on_end: Callable[[], object]) -> bool:
+        """Begin a commit that an event loop waits for; return False if only `commit` can commit the transaction."""
+        return False
+
+    def withdraw(self) -> bool:
+        """Take back `join_from_loop`, so that nothing is committed; return False if it is too late."""
+        return False
+
+    @property
+    def is_committed(self) -> bool:
+        """Return whether the commit that `join_from_loop` has begun is done, so that `commit` needs memory only."""
+        return False
+
     def commit(self, deadline: Deadline) -> None:
         """Commit the transaction on its writer."""
         assert self.writer is not None

@@ -11,11 +11,12 @@ A cancelled task raises the cancellation at once, but a thread cannot be interru
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -92,19 +93,27 @@ class Call(Generic[R]):
         self.withdrawn = True
         self._done.release()
 
-    def _leave(self) -> None:
-        """Leave the call to a thread, because its task was cancelled."""
-        if not _removed(self._start):
-            if _removed(self._delivery):
-                self._left_behind = True
-            else:
-                _in_background(self._undo_behind)
-        elif self._must_run:
+    def run_here(self) -> R:
+        """Run the function on the event loop, because it needs memory only."""
+        return self._function()
+
+    def run_behind(self) -> None:
+        """Run the function in a thread, for a task that was cancelled before `run`."""
+        if _removed(self._start):
             self._left_behind = _removed(self._delivery)
             self._start.append(None)
             _in_background(self._work_behind)
-        else:
+
+    def _leave(self) -> None:
+        """Leave the call to a thread, because its task was cancelled."""
+        if self._must_run and self._start:
+            self.run_behind()
+        elif _removed(self._start):
             self._never_run()
+        elif _removed(self._delivery):
+            self._left_behind = True
+        else:
+            _in_background(self._undo_behind)
 
     # --- in a thread ------------------------------------------------------------------------------------------------
 
@@ -148,6 +157,16 @@ def _in_background(function: Callable[[], object]) -> None:
         threading.Thread(target=copy_context().run, args=(function,), name="txnbridge aio", daemon=True).start()
 
 
+def waker() -> Callable[[Callable[[], object]], object]:
+    """Return a function by which another thread has a function called on the event loop of this task."""
+    try:
+        return asyncio.get_running_loop().call_soon_threadsafe
+    except RuntimeError:
+        from trio.lowlevel import current_trio_token
+
+        return current_trio_token().run_sync_soon
+
+
 def _removed(entry: list[None]) -> bool:
     try:
         entry.pop()
@@ -185,6 +204,18 @@ class OneCall:
         """Raise `InvalidState` if another task's call runs."""
         if self._called:
             raise InvalidState(f"{name} on {self._name} while another call on it runs: one task at a time")
+
+    @contextmanager
+    def others_refused(self, call: Call[Any]) -> Iterator[None]:
+        """Do on the event loop what `call` would do; a call that this leaves behind comes before later ones."""
+        self._called = True
+        previous, self._last = self._last, call
+        try:
+            yield
+        finally:
+            self._called = False
+            if not call.runs_behind:
+                self._last = previous
 
     async def run(self, call: Call[R], threads: Threads | None = None, seconds: float = 0.0) -> R:
         """Run a call, if necessary after another task's call.

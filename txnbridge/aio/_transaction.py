@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from txnbridge._messages import Message
 from txnbridge._token import Outcome, Token
 from txnbridge._topic import Topic
 from txnbridge._transaction_state import State
-from txnbridge.aio._calls import Call, OneCall, Threads
+from txnbridge.aio._calls import Call, OneCall, Threads, waker
 from txnbridge.errors import Abort, InvalidOption
 
 _log = logging.getLogger("txnbridge")
@@ -151,7 +152,7 @@ class Transaction:
         transactional id, or `OutcomeUnknown` with the token by which to ask for the outcome later.
         """
         self._calls.refuse_beside_another("commit")
-        await self._run_end(Call(self._sync.commit, undo=self._end_behind), *self._limit())
+        await self._run_commit(Call(self._sync.commit, undo=self._end_behind))
 
     async def abort(self) -> None:
         """Abort the transaction now. A failed transaction allows only this call. A second abort has no effect."""
@@ -174,7 +175,7 @@ class Transaction:
             return await self._abort_after(error)
         end = Call(partial(self._sync.__exit__, None, None, None), undo=self._end_behind)
         try:
-            await self._run_end(end, *self._limit())
+            await self._run_commit(end)
         except BaseException as cancelled:
             if end.withdrawn:  # nothing was requested from the broker yet
                 await self._abort_after(cancelled)
@@ -198,6 +199,41 @@ class Transaction:
             return await self._calls.run(call, threads, seconds)
         finally:
             self._sync._is_ending = call.runs_behind
+
+    async def _run_commit(self, call: Call[object]) -> None:
+        """Run a call that commits; a gathered transaction needs no thread if its batch is committed."""
+        if self._calls.is_free and await self._is_committed_by_batch(call):
+            call.run_here()
+        else:
+            await self._run_end(call, *self._limit())
+
+    async def _is_committed_by_batch(self, call: Call[object]) -> bool:
+        """Join a batch and wait for its end; return whether it was committed, False also if there is no batch.
+
+        If the task is cancelled, and the batch has begun, `call` goes on in a thread.
+        """
+        sync, wake, ended = self._sync, waker(), anyio.Event()
+
+        def on_end() -> None:
+            with suppress(RuntimeError):  # the event loop has ended
+                wake(ended.set)
+
+        if not sync._commit_from_loop(on_end):
+            return False
+        self._end = call
+        sync._is_ending = True
+        with self._calls.others_refused(call):
+            try:
+                with anyio.move_on_after(sync.deadline):
+                    await ended.wait()
+            except BaseException:
+                if sync._taken.withdraw():
+                    call.withdraw()
+                else:
+                    call.run_behind()
+                sync._is_ending = call.runs_behind
+                raise
+        return sync._taken.is_committed
 
     def _end_behind(self, _: object) -> None:
         """Abort what a cancelled call has not ended, and log the outcome; runs in a thread."""

@@ -1,0 +1,222 @@
+"""Gathered transactions of tasks: they need no thread, and may be cancelled before, in and after their batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+import anyio.lowlevel
+import pytest
+from anyio import to_thread
+
+import txnbridge
+from tests.aio.kit import SOON, until, values
+from txnbridge import Event, Outcome, State, aio, hookimpl, plugins
+from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption
+
+
+class BatchHeld:
+    """Holds the thread of batches before each commit of a shared transaction; it hears no other event."""
+
+    txnbridge_event_names = ("group.commit",)
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.came = 0
+
+    @hookimpl
+    def txnbridge_event(self, event: Event) -> None:
+        if event.phase == "before":
+            self.came += 1
+            assert self.go.wait(SOON)
+
+
+@pytest.fixture
+def held() -> Iterator[BatchHeld]:
+    """Hold batches from the first one on that begins after `go.clear()`."""
+    held = BatchHeld()
+    held.go.set()
+    with plugins.registered(held):
+        yield held
+
+
+@contextmanager
+def without_threads(monkeypatch):
+    """Inside, a call in a worker thread is an error."""
+    with monkeypatch.context() as patch:
+        patch.setattr(to_thread, "run_sync", None)
+        yield
+
+
+async def opened(url: str) -> aio.Bridge:
+    """Open a bridge whose thread of batches runs, and that has sent to the topic."""
+    bridge = await aio.connect(url, group_commit=True, timeout=20)
+    for _ in range(2):
+        async with bridge.transaction() as txn:
+            await txn.send("a", b"0")
+    return bridge
+
+
+async def one(bridge: aio.Bridge, value: bytes) -> aio.Transaction:
+    async with bridge.transaction() as txn:
+        await txn.send("a", value)
+    return txn
+
+
+def test_a_gathered_transaction_needs_no_thread(run, url, monkeypatch):
+    async def program():
+        async with await opened(url) as bridge:
+            with without_threads(monkeypatch):
+                txn = await one(bridge, b"1")
+                assert txn.outcome is Outcome.COMMITTED
+                async with anyio.create_task_group() as tasks:
+                    for number in range(2, 200):
+                        tasks.start_soon(one, bridge, b"%d" % number)
+
+    run(program)
+    assert sorted(map(int, values(url, "a"))) == [0, *range(200)]
+
+
+def test_listeners_are_never_called_on_the_thread_of_the_loop(run, url):
+    threads = set()
+
+    class Listener:
+        txnbridge_event_names = ("transaction.begin", "commit")
+
+        @hookimpl
+        def txnbridge_event(self, event: Event) -> None:
+            threads.add(threading.get_ident())
+
+    async def program():
+        async with await opened(url) as bridge:
+            await one(bridge, b"1")
+
+    with plugins.registered(Listener()):
+        run(program)
+    assert threads and threading.get_ident() not in threads
+
+
+def test_a_task_that_is_cancelled_as_its_transaction_begins_leaves_none(run, url):
+    async def program():
+        async with await opened(url) as bridge:
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await bridge.transaction()
+            assert bridge.sync._writers.open_transactions == set()
+
+    run(program)
+
+
+def test_a_commit_that_is_cancelled_before_its_batch_begins_is_no_commit(run, url, held):
+    async def program():
+        async with await opened(url) as bridge:
+            held.go.clear()
+            held.came = 0
+            done = []
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one, bridge, b"first")
+                await until(lambda: held.came)  # so the next one waits for the next batch
+                with anyio.CancelScope() as scope:
+                    async with bridge.transaction() as txn:
+                        await txn.send("a", b"second")
+                        done.append(txn)
+                        scope.deadline = anyio.current_time() + 0.05
+                assert scope.cancelled_caught and done[0].outcome is Outcome.ABORTED
+                held.go.set()
+
+    run(program)
+    assert values(url, "a") == [b"0", b"0", b"first"]
+
+
+def test_a_withdrawn_commit_may_be_repeated(run, url, held):
+    async def program():
+        async with await opened(url) as bridge:
+            held.go.clear()
+            held.came = 0
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one, bridge, b"first")
+                await until(lambda: held.came)
+                txn = await bridge.transaction()
+                await txn.send("a", b"second")
+                with anyio.move_on_after(0.05):
+                    await txn.commit()
+                assert txn.state is State.OPEN and txn.outcome is None
+                held.go.set()
+            await txn.commit()
+            assert txn.outcome is Outcome.COMMITTED
+
+    run(program)
+    assert values(url, "a") == [b"0", b"0", b"first", b"second"]
+
+
+def test_a_commit_that_is_cancelled_in_its_batch_goes_on(run, url, held):
+    async def program():
+        async with await opened(url) as bridge:
+            held.go.clear()
+            held.came = 0
+            txn = await bridge.transaction()
+
+            async def commit():
+                async with txn:
+                    await txn.send("a", b"1")
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(commit)
+                await until(lambda: held.came)
+                tasks.cancel_scope.cancel()
+            assert txn.outcome is Outcome.UNKNOWN
+            held.go.set()
+            assert await txn.settle() is Outcome.COMMITTED
+
+    run(program)
+    assert values(url, "a") == [b"0", b"0", b"1"]
+
+
+def test_a_member_of_a_batch_that_was_aborted_commits_alone(run, url, monkeypatch):
+    async def program():
+        async with await opened(url) as bridge:
+            sync = bridge.sync
+
+            def refuse(shared, members):
+                with shared:
+                    raise DeliveryFailed("refused by the test")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(sync._group_commit, "_commit", refuse)
+                txn = await one(bridge, b"1")
+            assert txn.outcome is Outcome.COMMITTED
+
+    run(program)
+    assert values(url, "a") == [b"0", b"0", b"1"]
+
+
+def test_a_deadline_ends_the_wait_for_a_batch(run, url, held):
+    async def program():
+        async with await opened(url) as bridge:
+            held.go.clear()
+            held.came = 0
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one, bridge, b"first")
+                await until(lambda: held.came)
+                txn = await bridge.transaction(timeout=1.5)
+                await txn.send("a", b"late")
+                with pytest.raises(DeadlineExceeded):
+                    await txn.commit()
+                await txn.abort()
+                held.go.set()
+
+    run(program)
+    assert values(url, "a") == [b"0", b"0", b"first"]
+
+
+def test_what_is_gathered_keeps_the_errors_of_the_synchronous_interface(run, url):
+    async def program():
+        async with await opened(url) as bridge:
+            with pytest.raises(InvalidOption, match="timeout"):
+                await bridge.transaction(timeout=-1)
+        with txnbridge.connect(url) as other:
+            assert other.admin.transactions() == []
+
+    run(program)
