@@ -15,14 +15,15 @@ from txnbridge import Outcome, State, aio
 class Program:
     """Transactions of all kinds, each with a number and one message of this number in two topics."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, group_commit: bool | None) -> None:
         self.url = url
+        self.group_commit = group_commit
         self.transactions: dict[int, aio.Transaction] = {}
         self.told: dict[int, Outcome | None] = {}
         self.bridge: aio.Bridge | None = None
 
     async def run(self) -> None:
-        async with aio.connect(self.url, timeout=20) as self.bridge:
+        async with aio.connect(self.url, timeout=20, group_commit=self.group_commit) as self.bridge:
             try:
                 await self._work(self.bridge)
             finally:
@@ -90,11 +91,11 @@ def test_a_program_that_is_cancelled_anywhere_leaves_whole_transactions_and_tell
             bridge.ensure_topics("a", "b")
             with bridge.transaction() as txn:
                 txn.send("in", b"in")
-        program = Program(url)
+        program = Program(url, group_commit=how == "trio" or None)
         with monkeypatch.context() as patch:
             cancelling = Cancelling(patch, number, moment, natively)
             run(cancelling.run, program.run)
         happened = judge(program, url)
         if not cancelling.reached:
             break
-    assert number > 20 and happened == {1, 2, 5}
+    assert number > 15 and happened == {1, 2, 5}
