@@ -146,11 +146,11 @@ class Consumer(ConnectionUser):
                 self._deliveries.on_the_way = None
                 yield message
 
-    def _next(self) -> Batch:
-        """Return the next message as a batch, as iteration does, or an empty batch after a second."""
+    def _next(self, timeout: float = 1.0) -> Batch:
+        """Return the next message as a batch, as iteration does, or an empty batch after `timeout` seconds."""
         with self._guard:
             self._begin("poll")
-            self._fetch(_FETCH, 1.0)
+            self._fetch(_FETCH, timeout)
             return self._hand_out(1)
 
     def _fetch(self, most: int, timeout: float, full: bool = False) -> None:

@@ -630,8 +630,8 @@ def _check_takes_two(setting: str, handler: Any) -> None:
     called = handler if inspect.isroutine(handler) or isinstance(handler, functools.partial) else type(handler).__call__
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called) or inspect.isgeneratorfunction(called):
         raise InvalidOption(
-            f"{setting}= is a plain function: an `async def` or a generator would be called and never run. Processors of"
-            " txnbridge.aio and functions of an App are `async def`"
+            f"{setting}= is a plain function: an `async def` or a generator would be called and never run. It may be an"
+            " `async def` in a processor of txnbridge.aio, and in an App"
         )
     try:
         signature = inspect.signature(handler)

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 import txnbridge
-from tests.aio.kit import MOMENTS, SOON, Cancelling
+from tests.aio.kit import MOMENTS, SOON, Cancelling, in_txnbridge
 from txnbridge import Poison, Topic, aio, codecs
 
 
@@ -57,6 +57,27 @@ def test_a_long_poll_whose_task_was_cancelled_ends_soon(run, full_url):
                 with anyio.move_on_after(0.1):
                     async for _ in consumer.batches(max_wait=10_000):
                         pass
+
+    with txnbridge.connect(full_url) as bridge:
+        bridge.ensure_topics("b")
+    run(program)
+
+
+def test_polls_that_are_cancelled_sooner_than_they_end_make_progress(run, full_url):
+    async def program():
+        async with aio.connect(full_url) as bridge, bridge.consumer("b", "g") as consumer:
+            for _ in range(100):
+                with anyio.move_on_after(0.001):
+                    await consumer.poll(timeout=SOON)
+            assert len(in_txnbridge()) < 20
+            async with bridge.transaction() as txn:
+                await txn.send("b", b"1")
+            seen: list[bytes] = []
+            with anyio.fail_after(SOON):
+                while not seen:
+                    with anyio.move_on_after(0.1):
+                        seen = [message.value for message in await consumer.poll(timeout=SOON)]
+            assert seen == [b"1"]
 
     with txnbridge.connect(full_url) as bridge:
         bridge.ensure_topics("b")

@@ -63,6 +63,7 @@ class Call(Generic[R]):
         self._previous: Call[Any] | None = None  # has to end before the function begins
         self._done = threading.Lock()  # released when the function has ended, or is withdrawn
         self._done.acquire()
+        self._on_done: list[Callable[[], object]] = []  # called then
 
     @property
     def runs_behind(self) -> bool:
@@ -78,6 +79,9 @@ class Call(Generic[R]):
         """Run the function, after that of the call `previous`, and return its result. A task calls this once."""
         self._previous = previous
         try:
+            while previous is not None and not previous.is_done:
+                await previous._wait()
+                previous = previous._previous  # one that never runs has one itself
             return cast(R, await to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=_no_limit()))
         except BaseException as error:
             if error is not self._error:
@@ -91,7 +95,19 @@ class Call(Generic[R]):
 
     def _never_run(self) -> None:
         self.withdrawn = True
+        self._finish()
+
+    def _finish(self) -> None:
         self._done.release()
+        for tell in self._on_done:
+            tell()
+
+    async def _wait(self) -> None:
+        """Wait until the function has ended, or is withdrawn, without a thread."""
+        ended = anyio.Event()
+        self._on_done.append(teller(ended))
+        if self._done.locked():  # otherwise it may have ended before it could tell
+            await ended.wait()
 
     def run_here(self) -> R:
         """Run the function on the event loop, because it needs memory only."""
@@ -130,13 +146,13 @@ class Call(Generic[R]):
         finally:
             if not _removed(self._delivery):
                 self._undo_behind()
-            self._done.release()
+            self._finish()
 
     def _wait_for_previous(self) -> None:
         previous = self._previous
         while previous is not None:
             with previous._done:
-                previous = previous._previous  # has one itself if it never runs
+                previous = previous._previous
         self._previous = None
 
     def _work_behind(self) -> None:
@@ -157,14 +173,21 @@ def _in_background(function: Callable[[], object]) -> None:
         threading.Thread(target=copy_context().run, args=(function,), name="txnbridge aio", daemon=True).start()
 
 
-def waker() -> Callable[[Callable[[], object]], object]:
-    """Return a function by which another thread has a function called on the event loop of this task."""
+def teller(event: anyio.Event) -> Callable[[], None]:
+    """Return a function by which another thread sets an event of this event loop."""
+    wake: Callable[[Callable[[], object]], object]
     try:
-        return asyncio.get_running_loop().call_soon_threadsafe
+        wake = asyncio.get_running_loop().call_soon_threadsafe
     except RuntimeError:
         from trio.lowlevel import current_trio_token
 
-        return current_trio_token().run_sync_soon
+        wake = current_trio_token().run_sync_soon
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the event loop has ended
+            wake(event.set)
+
+    return tell
 
 
 def _removed(entry: list[None]) -> bool:
@@ -187,7 +210,7 @@ def _no_limit() -> CapacityLimiter:
 class OneCall:
     """Runs the calls on one object, such as a transaction: one after the other, each in a worker thread.
 
-    A call waits, in its thread, for the end of an earlier one whose task was cancelled.
+    A call waits for the end of an earlier one whose task was cancelled.
     """
 
     def __init__(self, name: str) -> None:

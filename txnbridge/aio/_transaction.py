@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from txnbridge._messages import Message
 from txnbridge._token import Outcome, Token
 from txnbridge._topic import Topic
 from txnbridge._transaction_state import State
-from txnbridge.aio._calls import Call, OneCall, Threads, waker
+from txnbridge.aio._calls import Call, OneCall, Threads, teller
 from txnbridge.errors import Abort, InvalidOption
 
 _log = logging.getLogger("txnbridge")
@@ -200,25 +199,20 @@ class Transaction:
         finally:
             self._sync._is_ending = call.runs_behind
 
-    async def _run_commit(self, call: Call[object]) -> None:
+    async def _run_commit(self, call: Call[Any]) -> None:
         """Run a call that commits; a gathered transaction needs no thread if its batch is committed."""
         if self._calls.is_free and await self._is_committed_by_batch(call):
             call.run_here()
         else:
             await self._run_end(call, *self._limit())
 
-    async def _is_committed_by_batch(self, call: Call[object]) -> bool:
+    async def _is_committed_by_batch(self, call: Call[Any]) -> bool:
         """Join a batch and wait for its end; return whether it was committed, False also if there is no batch.
 
         If the task is cancelled, and the batch has begun, `call` goes on in a thread.
         """
-        sync, wake, ended = self._sync, waker(), anyio.Event()
-
-        def on_end() -> None:
-            with suppress(RuntimeError):  # the event loop has ended
-                wake(ended.set)
-
-        if not sync._commit_from_loop(on_end):
+        sync, ended = self._sync, anyio.Event()
+        if not sync._commit_from_loop(teller(ended)):
             return False
         self._end = call
         sync._is_ending = True
