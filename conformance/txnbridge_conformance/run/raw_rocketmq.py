@@ -34,10 +34,12 @@ def sell(client: Client) -> NoReturn:
     class Checker(rocketmq.TransactionChecker):  # type: ignore[misc]
         def check(self, message: Any) -> Any:
             value = message.body.decode()
-            client.recorder.start("check", transaction=value, values=[value]).end("ok")
+            call = client.recorder.start("check", transaction=value, values=[value])
             committed = sales.decide(value, Decision.ABORT) is Decision.COMMIT
-            name = "COMMIT" if committed else "ROLLBACK"
-            return getattr(rocketmq.TransactionResolution, f"TRANSACTION_RESOLUTION_{name}")
+            resolutions = rocketmq.TransactionResolution
+            answer = resolutions.COMMIT if committed else resolutions.ROLLBACK
+            call.end("ok")  # not before: the client says nothing about an error in here
+            return answer
 
     opened = client.recorder.start("open")
     configuration = rocketmq.ClientConfiguration(client.plan.grpc, rocketmq.Credentials())
