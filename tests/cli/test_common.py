@@ -261,7 +261,7 @@ def test_every_command_has_json_and_debug_and_a_help_text():
         options = {name for parameter in command.params for name in parameter.opts}
         assert {"--json", "--debug"} <= options, path
         # These start brokers, speak to two of them or none, take the URL as an argument, or speak to a database.
-        without = ("app", "brokers", "conformance", "pipeline", "relay")
+        without = ("app", "brokers", "conformance", "new", "pipeline", "relay")
         assert ("--url" in options) is (path.split()[1] not in without or path == "txnbridge relay run"), path
         assert command.help, path
 

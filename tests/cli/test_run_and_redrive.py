@@ -114,6 +114,7 @@ def test_run_says_in_json_what_it_did(invoke, shop, orders):
         "messages": 1,
         "transactions": 1,
         "dead_letters": 0,
+        "delayed": 0,
         "retries": 0,
         "last_error": None,
     }
@@ -230,6 +231,7 @@ def test_a_dry_run_shows_dead_letters_and_changes_nothing(invoke, bridge, dead_l
 def test_a_reason_cannot_steer_the_terminal(invoke, bridge):
     headers = {f"txnbridge-dead-{name}": "1" for name in ("partition", "timestamp", "attempts")}
     headers |= {"txnbridge-dead-topic": "orders", "txnbridge-dead-position": "[1]", "txnbridge-dead-reason": "\x1b[2J"}
+    headers |= {"txnbridge-dead-group": "shipping"}
     with bridge.transaction() as txn:
         txn.send("orders-dead", b"", headers=headers)
     shown = invoke("redrive", "orders-dead", "--dry-run").stdout
