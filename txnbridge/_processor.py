@@ -81,6 +81,10 @@ class ProcessorStats(NamedTuple):
     delayed: int = 0
 
 
+class _TimeToPoll(Exception):
+    """Raised if slow messages are left of a batch: some brokers take a group's member that does not poll for dead."""
+
+
 class _Found(Exception):
     """Raised after messages were marked to be set aside: aborts the transaction; the batch runs again without them."""
 
@@ -188,6 +192,7 @@ class Processor(ConnectionUser):
         self._transaction: PassTransaction | None = None  # the open transaction of the current pass
         self._stats = ProcessorStats()
         self._failures = 0  # the number of failed passes since the last successful one
+        self._poll_by = 0.0  # when the rest of a batch is left to the next poll, by `time.monotonic`
         self._lag: int | None = None
         self._lag_at = 0.0
         self._since: float | None = None  # begin of the current pass's first attempt; None while the loop does not run
@@ -413,9 +418,14 @@ class Processor(ConnectionUser):
         assert self._inputs is not None
         if not self._failures:
             self._since = time.monotonic()
+        rest = False
         try:
             items = self._poll(self._inputs)
+            self._poll_by = time.monotonic() + self._timeout
             self._process(items)
+        except _TimeToPoll:
+            self._inputs.take_back()
+            rest = True
         except BaseException as error:
             if not self._stop.forced:
                 self._inputs.take_back()
@@ -429,7 +439,7 @@ class Processor(ConnectionUser):
         self._failures = 0
         self._policy.forget_errors()
         # After a full batch more messages are likely, so the request for the lag is saved.
-        idle = until_idle and len(items) < self._max_messages
+        idle = until_idle and not rest and len(items) < self._max_messages
         self._measure_lag(self._inputs, now=idle)
         return idle and self._inputs.is_all_read(self._lag, self._timeout)
 
@@ -481,10 +491,15 @@ class Processor(ConnectionUser):
             self._lag_at = time.monotonic()
 
     def _process(self, items: PolledBatch) -> None:
-        """Process a batch in order: in one transaction, or in several to find what to set aside or in time."""
+        """Process a batch in order: in one transaction, or in several to find what to set aside or in time.
+
+        Raise `_TimeToPoll` if a part is processed, and the rest would take too long.
+        """
         while items and not self._stop.asked:
             try:
                 items = items.behind(self._transact(items))
+                if items and time.monotonic() > self._poll_by:
+                    raise _TimeToPoll
                 continue
             except _Found:
                 continue
