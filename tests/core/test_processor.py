@@ -27,6 +27,7 @@ from txnbridge import (
     Capability,
     Conflict,
     DeadlineExceeded,
+    Event,
     EvidenceLost,
     Fenced,
     InvalidOption,
@@ -46,6 +47,7 @@ from txnbridge import (
     UsageError,
     codecs,
     connect,
+    hookimpl,
     plugins,
 )
 from txnbridge._loop_shutdown import Shutdown
@@ -289,23 +291,28 @@ def test_slow_messages_get_smaller_transactions_instead_of_a_missed_deadline(roo
     assert sum(sizes) == 4 and max(sizes) <= 2, sizes  # on a busy machine smaller ones yet
 
 
-def test_it_polls_before_slow_messages_have_kept_it_from_that_for_longer_than_a_transaction_may_take(room):
-    room.feed(*(b"%d" % n for n in range(6)))
-    polls: list[int] = []  # how many messages were handled before each poll
+def test_it_polls_before_slow_messages_have_kept_it_from_that_for_longer_than_a_transaction_may_take(monkeypatch):
+    handled: list[Any] = []
+    handled_before: list[int] = []  # how many messages were handled before each poll
 
     def slow(message: Message, txn: Transaction) -> None:
-        if not handled:
-            reader = room.reader
-            poll = reader.poll
-            reader.poll = lambda *args: (polls.append(len(handled)), poll(*args))[1]  # type: ignore[method-assign]
         time.sleep(0.3)
         handled.append(message.value)
         copy(message, txn)
 
-    handled: list[Any] = []
-    room.run(each=slow, timeout=0.5)
-    assert room.broker.sent == [b"0", b"1", b"2", b"3", b"4", b"5"]
-    assert polls[0] < 6 and room.broker.acked == [0, 1, 2, 3, 4, 5]
+    class Listener:
+        @hookimpl
+        def txnbridge_event(self, event: Event) -> None:
+            if (event.name, event.phase) == ("reader.poll", "before"):
+                handled_before.append(len(handled))
+
+    with plugins.registered(Listener()):
+        slow_room = Room(monkeypatch, MemoryBackend())
+    with slow_room.bridge:
+        slow_room.feed(*(b"%d" % n for n in range(6)))
+        slow_room.run(each=slow, timeout=0.5)
+    assert slow_room.broker.sent == [b"0", b"1", b"2", b"3", b"4", b"5"]
+    assert handled_before[0] == 0 and 0 < handled_before[1] < 6
 
 
 def test_what_a_partition_delivered_before_it_left_is_not_processed(room):
