@@ -192,8 +192,12 @@ def test_the_reader_is_polled_also_while_messages_are_left_that_became_due_toget
             return poll(*args)
 
         monkeypatch.setattr(consumer._reader, "poll", poll_noted)
-        while len(found) < 3:
-            found += consumer.take(1, 0.05)
+
+        def take_one() -> bool:
+            found.extend(consumer.take(1, 0.05))
+            return len(found) == 3
+
+        eventually(take_one, "they are not due")
     assert [message.value for message in found] == numbers(3)
     assert {0, 1, 2} <= polls
 
