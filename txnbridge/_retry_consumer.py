@@ -21,7 +21,9 @@ class RetryConsumer(RawConsumer):
         with self._guard:
             self._begin("poll")
             self._resume_due()
-            self._fetch(max_messages, timeout)
+            # Also while messages are left that became due together: a member that polls too rarely is expelled.
+            left = len(self._deliveries.fetched())
+            self._fetch(left + max_messages, 0.0 if left else timeout, full=True)
             self._pause_not_due()
             messages = self._deliveries.hand_out(max_messages)
         self._deliveries.on_the_way = None

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from txnbridge_conformance.observing import eventually
@@ -174,6 +175,31 @@ def test_nothing_is_fetched_behind_a_message_that_waits(bridge):
         put_waiting(bridge, b"behind", NEVER)
         assert consumer.take(10, 0.5) == [] == consumer.take(10, 0.5)
         assert consumer._reader.positions() == {(topic, 0): (1,)}
+
+
+def test_the_reader_is_polled_also_while_messages_are_left_that_became_due_together(bridge, monkeypatch):
+    for number in range(3):
+        put_waiting(bridge, b"%d" % number, NEVER, due_in=2)
+    consumer = RetryConsumer.open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest")
+    with consumer:
+        eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "nothing is fetched")
+        found: list[Message] = []
+        polls: set[int] = set()  # how many messages were taken before each poll
+        poll = consumer._reader.poll
+
+        def poll_noted(*args: Any) -> list[Message]:
+            polls.add(len(found))
+            return poll(*args)
+
+        monkeypatch.setattr(consumer._reader, "poll", poll_noted)
+
+        def take_one() -> bool:
+            found.extend(consumer.take(1, 0.05))
+            return len(found) == 3
+
+        eventually(take_one, "they are not due")
+    assert [message.value for message in found] == numbers(3)
+    assert {0, 1, 2} <= polls
 
 
 def test_until_idle_processes_all_that_is_due(bridge):

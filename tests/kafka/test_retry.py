@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 from confluent_kafka import Consumer
 from txnbridge_conformance import brokers
+from txnbridge_conformance.observing import eventually, send
+from txnbridge_conformance.plugin import NewTopic
 
+import txnbridge
 from tests.retry_live import END, assert_each_has_its_effect_once
-from txnbridge import Bridge
+from txnbridge import Bridge, Message, Transaction
+from txnbridge.testing import recorded
 
 
 @pytest.mark.timeout(300)
@@ -34,3 +38,27 @@ def test_each_message_has_its_effect_once_though_processors_are_killed(
         return found
 
     assert_each_has_its_effect_once(txnbridge_url, bridge, read)
+
+
+@pytest.mark.timeout(120)
+def test_a_wait_that_is_longer_than_a_member_may_take_between_polls_costs_no_partition(
+    kafka_broker: brokers.Broker, bridge: Bridge, new_topic: NewTopic, group: str
+) -> None:
+    source, target = new_topic(), new_topic()
+    bridge.ensure_topics(f"{group}-retry-9s")
+    send(bridge, source, b"1")
+    tried: list[Message] = []
+
+    def fail_once(message: Message, txn: Transaction) -> None:
+        tried.append(message)
+        if len(tried) == 1:
+            raise ValueError
+        txn.send(target, message.value)
+
+    url = f"{kafka_broker.url}?session.timeout.ms=6000&heartbeat.interval.ms=300&max.poll.interval.ms=6000"
+    with recorded() as events, txnbridge.connect(url) as own:
+        with own.processor(source, group=group, each=fail_once, retry=[9]):
+            eventually(lambda: bridge.read(target, 10), "it is not tried again")
+            moved = [event.name for event in events if event.name in ("reader.revoke", "reader.lost")]
+    assert moved == []
+    assert tried[0][:7] == tried[1][:7]

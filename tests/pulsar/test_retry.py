@@ -26,7 +26,7 @@ def test_each_message_has_its_effect_once_though_processors_are_killed(
     pulsar_broker: brokers.Pulsar, txnbridge_url: str, bridge: Bridge
 ) -> None:
     def read(topic: str) -> list[bytes]:
-        command = [sys.executable, str(PROGRAM), service(pulsar_broker), "see", topic]
+        command = [sys.executable, str(PROGRAM), service(pulsar_broker), "see_committed", topic]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return [json.loads(line)[1].encode() for line in done.stdout.splitlines()]
 
