@@ -194,3 +194,21 @@ def test_messages_are_decoded_and_keep_their_codec_errors(run, full_url):
 
     run(program)
     assert seen == list(range(10)) and values(full_url, "dead") == [b"{"]
+
+
+def test_a_message_that_fails_can_be_tried_again_later(run, full_url):
+    attempts = []
+
+    async def each(message, txn):
+        attempts.append(message.value)
+        if attempts.count(message.value) < 2:
+            raise ZeroDivisionError
+        await txn.send("out", message.value)
+
+    async def program():
+        async with aio.connect(full_url) as bridge:
+            processor = bridge.processor("in", group="g", each=each, retry=[0.05], dead_letter="dead")
+            await processor.run(until_idle=True)
+
+    run(program)
+    assert sorted(values(full_url, "out")) == NUMBERS and values(full_url, "dead") == []

@@ -235,6 +235,46 @@ def test_a_task_that_waits_for_other_tasks_waits_until_its_deadline(run, url):
     run(program)
 
 
+def test_so_many_tasks_wait_in_threads_and_the_others_on_the_loop(run, url):
+    begins = []
+
+    async def program():
+        async with aio.connect(url, writers=1, threads=2) as bridge:
+            async with bridge.transaction(alone=True), anyio.create_task_group() as tasks:
+
+                async def begin():
+                    await bridge.transaction(alone=True)
+
+                for _ in range(10):
+                    tasks.start_soon(begin)
+                await until(lambda: len(begins) >= 3)
+                await anyio.wait_all_tasks_blocked()
+                assert len(begins) == 3
+                tasks.cancel_scope.cancel()
+
+    with listening(
+        lambda event: event.name == "transaction.begin" and event.phase == "before" and begins.append(event)
+    ):
+        run(program)
+
+
+def test_an_abort_that_is_cancelled_comes_behind_the_call_that_it_waited_for(run, url):
+    held = Held("message.send")
+
+    async def program():
+        async with aio.connect(url) as bridge:
+            txn = await bridge.transaction()
+            await cancelled_while_held(held, lambda: txn.send("a", b"1"))
+            with anyio.move_on_after(0.05):
+                await txn.abort()
+            assert txn.outcome is Outcome.UNKNOWN
+            held.go.set()
+            assert await txn.settle() is Outcome.ABORTED
+
+    with listening(held):
+        run(program)
+
+
 def test_nothing_of_a_transaction_runs_on_the_thread_of_the_loop(run, url):
     threads = set()
 

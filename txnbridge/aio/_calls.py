@@ -275,13 +275,9 @@ class Threads:
         """Take a thread for the block, and yield True; yield False if none has become free in `seconds`."""
         limiter = self._limiter()
         block = object()
-        taken = True
-        try:
-            limiter.acquire_on_behalf_of_nowait(block)
-        except anyio.WouldBlock:
-            with anyio.move_on_after(seconds) as wait:
-                await limiter.acquire_on_behalf_of(block)
-            taken = not wait.cancelled_caught
+        with anyio.move_on_after(seconds) as wait:
+            await limiter.acquire_on_behalf_of(block)
+        taken = not wait.cancelled_caught
         try:
             yield taken
         finally:
