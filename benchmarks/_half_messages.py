@@ -1,6 +1,6 @@
 """Half messages of one message each, beside transactions of one message on the same broker.
 
-The contenders have 1 and 16 threads on one bridge. A half message counts once its block has ended as COMMITTED; what
+The contenders have 1 and 16 threads on one bridge with its default settings. A half message counts once its block has ended as COMMITTED; what
 the resolver has not published by then is waited for at the end of each round, within the round's time. The last figures
 are those of a group with a backlog of undecided half messages.
 """
@@ -58,7 +58,7 @@ def commit(bridge: Bridge, topic: str, count: int) -> None:
 @contextmanager
 def transactions(url: str, threads: int) -> Iterator[Lap]:
     topic = unique("bench")
-    with connect(url, writers=threads, create_topics=1) as bridge, ThreadPoolExecutor(threads) as pool:
+    with connect(url, create_topics=1) as bridge, ThreadPoolExecutor(threads) as pool:
         bridge.ensure_topics(topic)
 
         def lap() -> int:
@@ -71,7 +71,7 @@ def transactions(url: str, threads: int) -> Iterator[Lap]:
 @contextmanager
 def half_messages(url: str, threads: int) -> Iterator[Lap]:
     topic, group = unique("bench"), unique("shop")
-    with connect(url, writers=threads, create_topics=1) as bridge, ThreadPoolExecutor(threads) as pool:
+    with connect(url, create_topics=1) as bridge, ThreadPoolExecutor(threads) as pool:
         bridge.ensure_topics(topic)
         sent = 0
         with bridge.half_messages(group, execute=obey, check=undecided) as sales, bridge.consumer(topic) as consumer:
@@ -92,7 +92,7 @@ def backlog(settings: Settings, url: str, report: Report) -> None:
     """Store undecided half messages; then measure how fast new ones are published, and the memory of all this."""
     count, new = (1000, 200) if settings.quick else (BACKLOG, NEW)
     topic, group = unique("bench"), unique("shop")
-    with connect(url, writers=THREADS, create_topics=1) as bridge, ThreadPoolExecutor(THREADS) as pool:
+    with connect(url, create_topics=1) as bridge, ThreadPoolExecutor(THREADS) as pool:
         bridge.ensure_topics(topic)
         with bridge.half_messages(group, execute=obey, check=undecided) as sales, bridge.consumer(topic) as consumer:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
