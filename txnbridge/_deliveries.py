@@ -250,7 +250,7 @@ class Deliveries:
         The reader is ahead of the program by the messages that are fetched but not handed out, and by those to
         redeliver.
         """
-        for message in reversed(self._set_aside + self._fetched):
+        for message in reversed(self._fetched + self._set_aside):
             positions[message.topic, message.partition] = message.position
         with self.lock:
             for partition, assignment in self.assignments.items():
@@ -280,7 +280,8 @@ class Deliveries:
     def resume(self, partitions: Iterable[Partition]) -> None:
         with self.lock:
             resumed = set(partitions)
-            self._fetched = [m for m in self._set_aside if (m.topic, m.partition) in resumed] + self._fetched
+            # Fetched messages of these partitions, if there are any, come before those that were set aside.
+            self._fetched += [m for m in self._set_aside if (m.topic, m.partition) in resumed]
             self._set_aside = _elsewhere(self._set_aside, resumed)
 
     # --- held by transactions -------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from txnbridge import (
     Poison,
     Topic,
     Transaction,
+    _retry_consumer,
     codecs,
 )
 from txnbridge._messages import Headers
@@ -200,6 +201,22 @@ def test_the_reader_is_polled_also_while_messages_are_left_that_became_due_toget
         eventually(take_one, "they are not due")
     assert [message.value for message in found] == numbers(3)
     assert {0, 1, 2} <= polls
+
+
+def test_messages_that_become_due_later_stay_behind_those_that_are_left(bridge, monkeypatch):
+    for number in range(3):
+        put_waiting(bridge, b"%d" % number, NEVER, due_in=60)
+    due: set[bytes | None] = set()
+    monkeypatch.setattr(_retry_consumer, "seconds_until_due", lambda message: float(message.value not in due))
+    with RetryConsumer.open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest") as consumer:
+        eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "nothing is fetched")
+        due |= {b"0", b"1"}
+        found = consumer.take(1, 0.05)
+        ((_, position),) = consumer.positions().items()
+        due.add(b"2")
+        found += consumer.take(1, 0.05) + consumer.take(1, 0.05)
+    assert [message.value for message in found] == numbers(3)
+    assert position == found[1].position
 
 
 def test_until_idle_processes_all_that_is_due(bridge):
