@@ -55,7 +55,7 @@ def test_a_run_attacks_an_installed_backend(project):
     url = f"{broken.scheme_of(broken.Sound)}:{project}/broker.db"
     least = {"committed": 1, "aborted": 0, "read": 1, "claims": 0, "published": 0, "dropped": 0}
     floor = [f"--floor={name}={number}" for name, number in least.items()]
-    command = (sys.executable, "-m", "txnbridge.cli", "conformance", "run", url, "--time", "4", *floor)
+    command = (sys.executable, "-m", "txnbridge.cli", "conformance", "run", url, "--time", "12", *floor)
     done = subprocess.run(command, cwd=project, env=environment(project), capture_output=True, text=True)
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr
 
