@@ -258,6 +258,23 @@ def test_so_many_tasks_wait_in_threads_and_the_others_on_the_loop(run, url):
         run(program)
 
 
+def test_a_block_that_is_cancelled_waits_for_its_abort(run, url):
+    held = Held("abort")
+
+    async def program():
+        async with aio.connect(url) as bridge:
+            with anyio.CancelScope() as scope:
+                async with bridge.transaction() as txn:
+                    threading.Timer(0.1, held.go.set).start()
+                    scope.cancel()
+                    await txn.send("a", b"1")
+            assert scope.cancelled_caught and txn.outcome is Outcome.ABORTED
+
+    with listening(held):
+        run(program)
+    assert held.came
+
+
 def test_an_abort_that_is_cancelled_comes_behind_the_call_that_it_waited_for(run, url):
     held = Held("message.send")
 
