@@ -236,7 +236,7 @@ def test_a_task_that_waits_for_other_tasks_waits_until_its_deadline(run, url):
 
 
 def test_so_many_tasks_wait_in_threads_and_the_others_on_the_loop(run, url):
-    begins = []
+    begins: list[txnbridge.Event] = []
 
     async def program():
         async with aio.connect(url, writers=1, threads=2) as bridge:
@@ -252,9 +252,11 @@ def test_so_many_tasks_wait_in_threads_and_the_others_on_the_loop(run, url):
                 assert len(begins) == 3
                 tasks.cancel_scope.cancel()
 
-    with listening(
-        lambda event: event.name == "transaction.begin" and event.phase == "before" and begins.append(event)
-    ):
+    def note(event: txnbridge.Event) -> None:
+        if (event.name, event.phase) == ("transaction.begin", "before"):
+            begins.append(event)
+
+    with listening(note):
         run(program)
 
 
