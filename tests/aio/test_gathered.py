@@ -216,6 +216,8 @@ def test_what_is_gathered_keeps_the_errors_of_the_synchronous_interface(run, url
         async with await opened(url) as bridge:
             with pytest.raises(InvalidOption, match="timeout"):
                 await bridge.transaction(timeout=-1)
+            with pytest.raises(InvalidOption, match="timeout"):
+                await bridge.transaction(timeout="soon", alone=True)  # type: ignore[arg-type]
         with txnbridge.connect(url) as other:
             assert other.admin.transactions() == []
 
