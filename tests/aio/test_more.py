@@ -125,6 +125,11 @@ def test_a_block_that_is_cancelled_drops_its_half_messages(run, url):
                         scope.cancel()
                         await txn.send("orders", b"1")
                 assert txn.outcome is Outcome.ABORTED
+                with anyio.CancelScope() as scope:
+                    async with sales.transaction() as txn:
+                        await txn.send("orders", b"1")
+                        scope.cancel()  # is noticed at the end of the block
+                assert txn.outcome is Outcome.ABORTED
 
     run(program)
 

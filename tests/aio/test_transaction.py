@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import time
 
 import anyio
 import pytest
@@ -231,6 +232,27 @@ def test_a_task_that_waits_for_other_tasks_waits_until_its_deadline(run, url):
 
                 tasks.start_soon(wait, 0.4)  # in the only thread
                 tasks.start_soon(wait, 0.2)  # on the loop
+
+    run(program)
+
+
+def test_the_time_that_a_task_waits_on_the_loop_counts_for_its_transaction(run, url):
+    async def program():
+        async with aio.connect(url, writers=1, threads=1) as bridge:
+            holder = await bridge.transaction(alone=True)
+
+            async def begin():
+                async with bridge.transaction(timeout=20, alone=True) as txn:
+                    left.append(txn.deadline + time.monotonic())
+
+            left: list[float] = []
+            async with anyio.create_task_group() as tasks:
+                latest = time.monotonic() + 20 + 0.2
+                for _ in range(2):  # one in the only thread, one on the loop
+                    tasks.start_soon(begin)
+                await anyio.sleep(0.5)
+                await holder.abort()
+            assert len(left) == 2 and max(left) < latest
 
     run(program)
 
