@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import anyio.lowlevel
@@ -41,17 +41,15 @@ def values(url: str, topic: str) -> list[bytes]:
         return [message.value for message in bridge.read(topic, 1000)]
 
 
-def in_txnbridge() -> list[str]:
-    """The threads, other than this one, that run code of ours now."""
+def in_txnbridge(beside: Collection[threading.Thread] = ()) -> list[str]:
+    """The threads, other than this one and those, that run code of ours now."""
     found = []
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    names = {thread.ident: thread.name for thread in threading.enumerate() if thread not in beside}
     for ident, frame in sys._current_frames().items():
-        at: Any = frame
-        while at is not None and ident != threading.get_ident():
-            if "/txnbridge" in at.f_code.co_filename:
-                found.append(
-                    f"{names.get(ident)} in {at.f_code.co_qualname if hasattr(at.f_code, 'co_qualname') else at}"
-                )
+        at: Any = frame if ident in names and ident != threading.get_ident() else None
+        while at is not None:
+            if str(at.f_globals.get("__name__")).startswith("txnbridge"):
+                found.append(f"{names[ident]} in {at.f_code.co_name}")
                 break
             at = at.f_back
     return found

@@ -80,14 +80,14 @@ def test_a_gathered_transaction_needs_no_thread(run, url, monkeypatch):
 
 
 def test_listeners_are_never_called_on_the_thread_of_the_loop(run, url):
-    threads = set()
+    threads = []
 
     class Listener:
         txnbridge_event_names = ("transaction.begin", "commit")
 
         @hookimpl
         def txnbridge_event(self, event: Event) -> None:
-            threads.add(threading.get_ident())
+            threads.append(threading.get_ident())
 
     async def program():
         async with await opened(url) as bridge:
@@ -95,7 +95,8 @@ def test_listeners_are_never_called_on_the_thread_of_the_loop(run, url):
 
     with plugins.registered(Listener()):
         run(program)
-    assert threads and threading.get_ident() not in threads
+    assert len(threads) == 3 * 2 * 2  # transactions, events of each, phases of each
+    assert threading.get_ident() not in threads
 
 
 def test_a_task_that_is_cancelled_as_its_transaction_begins_leaves_none(run, url):
@@ -216,6 +217,8 @@ def test_what_is_gathered_keeps_the_errors_of_the_synchronous_interface(run, url
         async with await opened(url) as bridge:
             with pytest.raises(InvalidOption, match="timeout"):
                 await bridge.transaction(timeout=-1)
+            with pytest.raises(InvalidOption, match="timeout"):
+                await bridge.transaction(timeout="soon", alone=True)  # type: ignore[arg-type]
         with txnbridge.connect(url) as other:
             assert other.admin.transactions() == []
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import anyio
 import pytest
 import sqlalchemy as sa
+from anyio import to_thread
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-from tests.aio.kit import until, values
+from tests.aio.kit import SOON, until, values
 from txnbridge import Abort, Decision, Outcome, aio
-from txnbridge.errors import InvalidOption, InvalidState, NotFound
+from txnbridge.aio._loop_functions import LoopFunctions
+from txnbridge.aio._services import check_cancelled
+from txnbridge.errors import InvalidOption, InvalidState, NotFound, OutcomeUnknown
 from txnbridge.sql import Outbox
 
 
@@ -80,6 +85,37 @@ def test_work_whose_task_was_cancelled_goes_on(run, url):
     assert values(url, "orders") == [b"1"]
 
 
+def test_work_that_is_cancelled_with_its_block_is_decided_by_check(run, url):
+    async def committed(transaction, messages):
+        return Decision.COMMIT
+
+    async def program():
+        working = anyio.Event()
+
+        async def execute(txn, arg):
+            working.set()
+            await anyio.sleep(SOON)
+
+        async def sell():
+            async with bridge.half_messages("shop", execute=execute, check=undecided) as sales:
+                done.append(sales.transaction(timeout=0.5))
+                async with done[0] as txn:
+                    await txn.send("orders", b"1")
+
+        done: list[aio.HalfTransaction] = []
+        async with aio.connect(url + "?half_check_seconds=0.1") as bridge:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(sell)
+                await working.wait()
+                tasks.cancel_scope.cancel()
+            assert await done[0].settle() is Outcome.UNKNOWN
+            async with bridge.resolver("shop", check=committed) as resolver:
+                await until(lambda: resolver.stats.committed)
+
+    run(program)
+    assert values(url, "orders") == [b"1"]
+
+
 def test_a_block_that_is_cancelled_drops_its_half_messages(run, url):
     async def program():
         async with aio.connect(url) as bridge:
@@ -88,6 +124,11 @@ def test_a_block_that_is_cancelled_drops_its_half_messages(run, url):
                     async with sales.transaction() as txn:
                         scope.cancel()
                         await txn.send("orders", b"1")
+                assert txn.outcome is Outcome.ABORTED
+                with anyio.CancelScope() as scope:
+                    async with sales.transaction() as txn:
+                        await txn.send("orders", b"1")
+                        scope.cancel()  # is noticed at the end of the block
                 assert txn.outcome is Outcome.ABORTED
 
     run(program)
@@ -112,6 +153,18 @@ def test_a_resolver_asks_check_on_the_loop(run, url):
 
     run(program)
     assert values(url, "orders") == [b"1"]
+
+
+def test_a_thread_that_asks_for_a_function_as_its_block_ends_is_not_left_waiting(run):
+    async def program():
+        functions = LoopFunctions()
+        async with functions:
+            pass
+        functions._portal.start_task_soon = lambda *call: Future()  # type: ignore[union-attr, method-assign]
+        with pytest.raises(OutcomeUnknown):
+            await to_thread.run_sync(functions.call, check_cancelled, undecided)
+
+    run(program)
 
 
 def test_a_publisher_stores_in_the_order_of_calls_and_resumes(run, url):

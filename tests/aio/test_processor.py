@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -177,6 +178,27 @@ def test_a_handler_that_no_cancellation_ends_loses_its_transaction(run, full_url
 
     run(program)
     assert values(full_url, "out") == [] and left(full_url, "g") == 10
+
+
+def test_a_processor_that_is_cancelled_again_and_again_passes_each_message_on_once(run, full_url):
+    async def each(message, txn):
+        await anyio.sleep(0.002)
+        await txn.send("out", message.value)
+
+    async def program():
+        async with aio.connect(full_url) as bridge:
+            async with bridge.transaction() as txn:
+                await txn.send_many("in", [b"%d" % number for number in range(10, 100)])
+            for number in itertools.count():
+                processor = bridge.processor("in", group="g", each=each, max_messages=3)
+                with anyio.move_on_after(0.02 * number) as scope:
+                    await processor.run(until_idle=True)
+                if not scope.cancelled_caught:
+                    break
+            assert number > 3
+
+    run(program)
+    assert sorted(map(int, values(full_url, "out"))) == list(range(100))
 
 
 def test_messages_are_decoded_and_keep_their_codec_errors(run, full_url):

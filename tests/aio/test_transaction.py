@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import time
 
 import anyio
 import pytest
@@ -235,8 +236,29 @@ def test_a_task_that_waits_for_other_tasks_waits_until_its_deadline(run, url):
     run(program)
 
 
+def test_the_time_that_a_task_waits_on_the_loop_counts_for_its_transaction(run, url):
+    async def program():
+        async with aio.connect(url, writers=1, threads=1) as bridge:
+            holder = await bridge.transaction(alone=True)
+
+            async def begin():
+                async with bridge.transaction(timeout=20, alone=True) as txn:
+                    left.append(txn.deadline + time.monotonic())
+
+            left: list[float] = []
+            async with anyio.create_task_group() as tasks:
+                latest = time.monotonic() + 20 + 0.2
+                for _ in range(2):  # one in the only thread, one on the loop
+                    tasks.start_soon(begin)
+                await anyio.sleep(0.5)
+                await holder.abort()
+            assert len(left) == 2 and max(left) < latest
+
+    run(program)
+
+
 def test_so_many_tasks_wait_in_threads_and_the_others_on_the_loop(run, url):
-    begins = []
+    begins: list[txnbridge.Event] = []
 
     async def program():
         async with aio.connect(url, writers=1, threads=2) as bridge:
@@ -252,10 +274,29 @@ def test_so_many_tasks_wait_in_threads_and_the_others_on_the_loop(run, url):
                 assert len(begins) == 3
                 tasks.cancel_scope.cancel()
 
-    with listening(
-        lambda event: event.name == "transaction.begin" and event.phase == "before" and begins.append(event)
-    ):
+    def note(event: txnbridge.Event) -> None:
+        if (event.name, event.phase) == ("transaction.begin", "before"):
+            begins.append(event)
+
+    with listening(note):
         run(program)
+
+
+def test_a_block_that_is_cancelled_waits_for_its_abort(run, url):
+    held = Held("abort")
+
+    async def program():
+        async with aio.connect(url) as bridge:
+            with anyio.CancelScope() as scope:
+                async with bridge.transaction() as txn:
+                    threading.Timer(0.1, held.go.set).start()
+                    scope.cancel()
+                    await txn.send("a", b"1")
+            assert scope.cancelled_caught and txn.outcome is Outcome.ABORTED
+
+    with listening(held):
+        run(program)
+    assert held.came
 
 
 def test_an_abort_that_is_cancelled_comes_behind_the_call_that_it_waited_for(run, url):

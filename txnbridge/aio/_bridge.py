@@ -12,6 +12,7 @@ import anyio.lowlevel
 from anyio import CancelScope
 
 import txnbridge
+from txnbridge._deadline import check_seconds
 from txnbridge._messages import Message
 from txnbridge._token import Outcome, Status, Token
 from txnbridge._topic import Topic
@@ -169,6 +170,7 @@ class Bridge:
             if gathered is not None:
                 return await self._begun(gathered)
         seconds = self._timeout if timeout is None else timeout
+        check_seconds("timeout", seconds, above_0=True)
         began_at = time.monotonic()
         async with self._waiting.one(seconds) as taken:
             waited = time.monotonic() - began_at

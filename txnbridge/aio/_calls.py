@@ -12,7 +12,6 @@ A cancelled task raises the cancellation at once, but a thread cannot be interru
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
@@ -20,10 +19,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import anyio
 from anyio import CapacityLimiter, to_thread
-from anyio.lowlevel import RunVar
 
 from txnbridge._handler_errors import loggable
 from txnbridge.errors import DeadlineExceeded, InvalidState
@@ -32,9 +31,9 @@ _log = logging.getLogger("txnbridge")
 
 R = TypeVar("R")
 
-# A limiter belongs to an event loop, and a bridge may be used on several.
-_unlimited: RunVar[CapacityLimiter] = RunVar("txnbridge unlimited")
-_numbers = itertools.count()  # older versions of anyio tell a `RunVar` by its name
+# By event loop, because a limiter belongs to one, and a bridge may be used on several.
+Limiters = WeakKeyDictionary[Any, CapacityLimiter]
+_unlimited: Limiters = WeakKeyDictionary()
 
 
 def _no_undo(result: object) -> None:
@@ -82,7 +81,12 @@ class Call(Generic[R]):
             while previous is not None and not previous.is_done:
                 await previous._wait()
                 previous = previous._previous  # one that never runs has one itself
-            return cast(R, await to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=_no_limit()))
+            return cast(
+                R,
+                await to_thread.run_sync(
+                    self._work, abandon_on_cancel=True, limiter=_limiter(_unlimited, float("inf"))
+                ),
+            )
         except BaseException as error:
             if error is not self._error:
                 self._leave()
@@ -173,15 +177,20 @@ def _in_background(function: Callable[[], object]) -> None:
         threading.Thread(target=copy_context().run, args=(function,), name="txnbridge aio", daemon=True).start()
 
 
-def teller(event: anyio.Event) -> Callable[[], None]:
-    """Return a function by which another thread sets an event of this event loop."""
-    wake: Callable[[Callable[[], object]], object]
+def _this_loop() -> Any:
+    """Return the event loop of this task: that of asyncio, or the token of Trio's."""
     try:
-        wake = asyncio.get_running_loop().call_soon_threadsafe
+        return asyncio.get_running_loop()
     except RuntimeError:
         from trio.lowlevel import current_trio_token
 
-        wake = current_trio_token().run_sync_soon
+        return current_trio_token()
+
+
+def teller(event: anyio.Event) -> Callable[[], None]:
+    """Return a function by which another thread sets an event of this event loop."""
+    loop = _this_loop()
+    wake = getattr(loop, "call_soon_threadsafe", None) or loop.run_sync_soon
 
     def tell() -> None:
         with suppress(RuntimeError):  # the event loop has ended
@@ -190,21 +199,20 @@ def teller(event: anyio.Event) -> Callable[[], None]:
     return tell
 
 
+def _limiter(limiters: Limiters, size: float) -> CapacityLimiter:
+    """Return the limiter of this event loop."""
+    loop = _this_loop()
+    if loop not in limiters:
+        limiters[loop] = CapacityLimiter(size)
+    return limiters[loop]
+
+
 def _removed(entry: list[None]) -> bool:
     try:
         entry.pop()
     except IndexError:
         return False
     return True
-
-
-def _no_limit() -> CapacityLimiter:
-    try:
-        return _unlimited.get()
-    except LookupError:
-        limiter = CapacityLimiter(float("inf"))
-        _unlimited.set(limiter)
-        return limiter
 
 
 class OneCall:
@@ -268,12 +276,12 @@ class Threads:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._limiters: RunVar[CapacityLimiter] = RunVar(f"txnbridge threads {next(_numbers)}")
+        self._limiters: Limiters = WeakKeyDictionary()
 
     @asynccontextmanager
     async def one(self, seconds: float) -> AsyncIterator[bool]:
         """Take a thread for the block, and yield True; yield False if none has become free in `seconds`."""
-        limiter = self._limiter()
+        limiter = _limiter(self._limiters, self._size)
         block = object()
         with anyio.move_on_after(seconds) as wait:
             await limiter.acquire_on_behalf_of(block)
@@ -293,14 +301,6 @@ class Threads:
                     " connect(…, threads=…) with more"
                 )
             return await call.run()
-
-    def _limiter(self) -> CapacityLimiter:
-        try:
-            return self._limiters.get()
-        except LookupError:
-            limiter = CapacityLimiter(self._size)
-            self._limiters.set(limiter)
-            return limiter
 
 
 class Block(Protocol):

@@ -81,7 +81,10 @@ class Consumer:
                 return message
 
     async def _read(self, read: Callable[[Callable[[], bool]], Batch]) -> Batch:
-        """Return the batch of `read`, which is called with a function that returns whether its task was cancelled."""
+        """Return the batch of `read`, which is called with a function that returns whether its task was cancelled.
+
+        A batch that the task does not get comes again (hazard H111).
+        """
         call = Call(lambda: read(lambda: call.runs_behind))
         self._calls.refuse_beside_another("poll")
         batch = await self._calls.run(call)

@@ -6,7 +6,8 @@ import functools
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,9 @@ from txnbridge.errors import InvalidOption
 
 R = TypeVar("R")
 
+# The interval at which a thread that waits for a function checks whether the block has ended.
+_LOOK_SECONDS = 1.0
+
 _CANCELLED = Exception()  # instead of the error of a cancelled function
 
 
@@ -27,6 +31,7 @@ class LoopFunctions:
     def __init__(self) -> None:
         self._portal: BlockingPortal | None = None
         self._scopes: set[CancelScope] = set()  # those of the functions that run
+        self._ended = False
 
     async def __aenter__(self) -> LoopFunctions:
         self._portal = BlockingPortal()
@@ -36,7 +41,10 @@ class LoopFunctions:
     async def __aexit__(self, *error: object) -> None:
         """Wait for the functions that run; refuse further ones."""
         assert self._portal is not None
-        await self._portal.__aexit__(None, None, None)
+        try:
+            await self._portal.__aexit__(None, None, None)
+        finally:
+            self._ended = True
 
     async def cancel_all(self) -> None:
         """Cancel the functions that run, and refuse further ones."""
@@ -47,12 +55,21 @@ class LoopFunctions:
         """Run a function on the loop, from a thread. Raise `cancelled()` if it was cancelled."""
         assert self._portal is not None
         try:
-            result, error = self._portal.start_task_soon(self._outcome, function, *arguments).result()
+            result, error = self._result(self._portal.start_task_soon(self._outcome, function, *arguments))
         except CancelledError:  # the block on the loop was cancelled
             result, error = None, _CANCELLED
         if error is not None:
             raise cancelled() if error is _CANCELLED else error
         return cast(R, result)
+
+    def _result(self, future: Future[R]) -> R:
+        """Wait for a result. A function that was asked for as the block ended may never be run."""
+        while not self._ended:
+            with suppress(FutureTimeout):
+                return future.result(_LOOK_SECONDS)
+        if future.done():
+            return future.result()
+        raise CancelledError
 
     async def _outcome(
         self, function: Callable[..., Awaitable[R]], *arguments: Any

@@ -138,7 +138,7 @@ class Transaction:
         """Return the threads for a call, and how long it may wait for one.
 
         A call of a gathered transaction may wait for a writer. The calls of the transactions that have the writers
-        must not wait for its thread, so they are not limited: there are no more of them than writers.
+        must not wait for its thread, so they are not limited: there are no more of them than writers (hazard H112).
         """
         return (None, 0.0) if self._sync._has_writer else (self._threads, self._sync.deadline)
 
@@ -191,7 +191,7 @@ class Transaction:
         return isinstance(error, Abort)
 
     async def _run_end(self, call: Call[R], threads: Threads | None = None, seconds: float = 0.0) -> R:
-        """Run a call that ends the transaction; `Bridge.close` does not abort it meanwhile."""
+        """Run a call that ends the transaction; `Bridge.close` does not abort it meanwhile (hazard H110)."""
         self._end = call
         self._sync._is_ending = True
         try:
