@@ -209,7 +209,8 @@ def test_messages_that_become_due_later_stay_behind_those_that_are_left(bridge, 
         put_waiting(bridge, b"%d" % number, NEVER, due_in=60)
     due: set[bytes | None] = set()
     monkeypatch.setattr(_retry_consumer, "seconds_until_due", lambda message: float(message.value not in due))
-    with RetryConsumer.open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest") as consumer:
+    consumer = RetryConsumer.open(bridge._consumers, retry_topic("g", NEVER), "readers", "earliest")
+    with consumer:
         eventually(lambda: [consumer.take(10, 0.05), consumer._waiting][1], "nothing is fetched")
         due |= {b"0", b"1"}
         found = consumer.take(1, 0.05)
