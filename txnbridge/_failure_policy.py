@@ -107,12 +107,19 @@ class FailurePolicy:
         elif not _is_from_broker(error, txn):
             if self.is_poison(error):
                 return
-            if not isinstance(error, Abort) and self._is_last_attempt(tried):
+            # What the broker refuses is as often a wrong setting: the message holds its place, and is not set aside.
+            if not isinstance(error, Abort | UsageError) and self._is_last_attempt(tried):
                 if self._may_set_aside(tried):
                     return
                 self._ends_loop = error
         self._of_handler = error
         raise error
+
+    def may_pass(self, error: Exception, txn: PassTransaction) -> bool:
+        """Return whether the handler failed because of a message, but may succeed with it another time."""
+        if isinstance(error, (Abort, *self._fatal)) or isinstance(txn._cause, InvalidState):
+            return False
+        return not self.is_poison(error) and not _is_from_broker(error, txn)
 
     def _is_last_attempt(self, tried: Sequence[Message]) -> bool:
         """Count a failed attempt of each message; return whether a message has reached `max_attempts`."""

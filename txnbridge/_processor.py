@@ -85,6 +85,13 @@ class _TimeToPoll(Exception):
     """Raised if slow messages are left of a batch: some brokers take a group's member that does not poll for dead."""
 
 
+class _FailedBehind(Exception):
+    """Raised if the handler failed for the message at `index`, and not for those before: these are committed first."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
 class _Found(Exception):
     """Raised after messages were marked to be set aside: aborts the transaction; the batch runs again without them."""
 
@@ -495,18 +502,22 @@ class Processor(ConnectionUser):
 
         Raise `_TimeToPoll` if a part is processed, and the rest would take too long.
         """
+        part = items  # what to process in the next transaction
         while items and not self._stop.asked:
             try:
-                items = items.behind(self._transact(items))
-                if items and time.monotonic() > self._poll_by:
-                    raise _TimeToPoll
-                continue
+                part = items = items.behind(self._transact(part))
             except _Found:
                 continue
+            except _FailedBehind as failed:
+                part = items.first(failed.index)
+                continue
             except _Hidden:
-                middle = len(items) // 2
-            self._process(items.first(middle))
-            items = items.behind(middle)
+                middle = len(part) // 2
+                self._process(part.first(middle))
+                part = items = items.behind(middle)
+                continue
+            if items and time.monotonic() > self._poll_by:
+                raise _TimeToPoll
 
     def _transact(self, items: PolledBatch) -> int:
         """Process messages from the first on in one transaction; return how many messages were acknowledged."""
@@ -549,20 +560,22 @@ class Processor(ConnectionUser):
     def _handle_each(self, each: Each, items: PolledBatch, txn: PassTransaction) -> PolledBatch:
         """Call the handler for each message; return the messages handled in this transaction as a batch.
 
-        After a message that is set aside the others are tried, too, so that one abort finds all of them.
+        A message for which the handler fails is judged at the front of a transaction: so a handler that fails now and
+        then is not called again and again for all others. After poison the others are tried, too, so that one abort
+        finds all poison.
         """
         half_time = time.monotonic() + txn.deadline / 2
         known = items.marked
-        found = False
+        found = succeeded = False
         done = 0
         for index, message in enumerate(items.messages):
             done += 1
             if index not in known:
                 try:
                     each(message, txn)
+                    succeeded = True
                 except Exception as error:
-                    self._policy.raise_unless_set_aside(error, txn, (items.delivered[index],))
-                    self._mark(items, index, error)
+                    self._judge(error, items, index, txn, first=not (found or succeeded))
                     found = True
             # A failed transaction refuses sends. A database may refuse all statements after an error, and it still has
             # what the failed message has written, by which a later message would be judged.
@@ -574,6 +587,19 @@ class Processor(ConnectionUser):
         if found:
             raise _Found
         return items.first(done)
+
+    def _judge(self, error: Exception, items: PolledBatch, index: int, txn: PassTransaction, first: bool) -> None:
+        """Mark the message for which the handler has failed. Raise the error if it is not set aside for that.
+
+        `first`: whether the handler was called for no message before it in this transaction.
+        """
+        may_pass = self._policy.may_pass(error, txn)
+        if may_pass and not first:
+            raise _FailedBehind(index)
+        self._policy.raise_unless_set_aside(error, txn, (items.delivered[index],))
+        self._mark(items, index, error)
+        if may_pass:
+            raise _Found
 
     def _handle_batch(self, batch: OnBatch, items: PolledBatch, txn: PassTransaction) -> None:
         good = items.good()
