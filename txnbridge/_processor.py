@@ -424,7 +424,7 @@ class Processor(ConnectionUser):
             self._poll_by = time.monotonic() + self._timeout
             self._process(items)
         except _TimeToPoll:
-            self._inputs.take_back()
+            self._inputs.take_back(failed=False)
             rest = True
         except BaseException as error:
             if not self._stop.forced:

@@ -66,11 +66,14 @@ class ProcessorInputs:
         """Return more messages of the kind that the last `take` returned."""
         return self._source.take(max_messages, timeout)
 
-    def take_back(self) -> None:
-        """Mark all messages for redelivery that were handed out and not acknowledged."""
+    def take_back(self, failed: bool = True) -> None:
+        """Mark all messages for redelivery that were handed out and not acknowledged.
+
+        After a failed attempt the next `take` returns them before messages of the other kind.
+        """
         for consumer in self._consumers():
             consumer.take_back()
-        self._goes_back = True
+        self._goes_back = failed
 
     @property
     def decodes(self) -> bool:

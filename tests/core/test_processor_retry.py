@@ -30,6 +30,7 @@ from txnbridge import (
 from txnbridge._messages import Headers
 from txnbridge._origin import origin_headers
 from txnbridge._processor import Processor
+from txnbridge._processor_inputs import ProcessorInputs
 from txnbridge._redrive import Redrive
 from txnbridge._retries import PREFIX, WaitingMessage, retry_topic
 from txnbridge._retry_consumer import RetryConsumer
@@ -217,6 +218,21 @@ def test_messages_that_become_due_later_stay_behind_those_that_are_left(bridge, 
         found += consumer.take(1, 0.05) + consumer.take(1, 0.05)
     assert [message.value for message in found] == numbers(3)
     assert position == found[1].position
+
+
+def test_inputs_of_which_always_a_rest_is_left_do_not_keep_due_messages_waiting(bridge):
+    feed(bridge, b"0")
+    put_waiting(bridge, b"due", NEVER)
+    inputs = ProcessorInputs(bridge._consumers, [Topic("in")], [retry_topic("g", NEVER)], "g", "earliest")
+    seen: set[bytes] = set()
+
+    def take_and_leave() -> bool:
+        seen.update(message.value for message in inputs.take(10, 0.05))
+        inputs.take_back(failed=False)
+        return seen == {b"0", b"due"}
+
+    eventually(take_and_leave, "only one kind of messages comes")
+    inputs.close(None)
 
 
 def test_until_idle_processes_all_that_is_due(bridge):
