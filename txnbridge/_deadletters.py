@@ -53,7 +53,10 @@ class DeadLetters:
             original = batch.originals[index]
             if self._max_in_a_row is not None and in_a_row > self._max_in_a_row:
                 raise self._stopped_by(
-                    original, poison, f"and so were the {in_a_row - 1} before it: more than max_dead_letters_in_a_row"
+                    original,
+                    poison,
+                    f"and so were the {in_a_row - 1} before it: more than max_dead_letters_in_a_row. If what the"
+                    " handler needs is away, start again when it is back",
                 )
             assert self.topic is not None
             headers = origin_headers(PREFIX, original, self._group, poison, attempts(index), txn.id)
@@ -62,7 +65,8 @@ class DeadLetters:
 
     def _stopped_by(self, raw: Message, poison: Exception, why: str) -> Poison:
         error = Poison(
-            f"{raw!r} is poison ({loggable(poison)}), {why}; it holds its place in group {self._group!r}", message=raw
+            f"{raw!r} cannot be processed ({loggable(poison)}), {why}; it holds its place in group {self._group!r}",
+            message=raw,
         )
         error.__cause__ = poison
         return error

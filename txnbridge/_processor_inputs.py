@@ -59,6 +59,8 @@ class ProcessorInputs:
                 self._source = self._retries
                 return due
             self._look_at = now + _LOOK_SECONDS
+        if self._source is self._retries:
+            timeout = 0.0  # more messages may be due
         self._source = self._inputs
         return self._inputs.take(max_messages, timeout)
 

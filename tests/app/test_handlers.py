@@ -117,12 +117,22 @@ def recording(function, seen: list[Any]):
     return record
 
 
+def test_json_is_decoded_by_the_type_of_the_function(bridge):
+    def ship(order: Order) -> str:
+        return f"{type(order).__name__} {order.id}"
+
+    send(bridge, b'{"id": 1}')
+    run(ship, Topic("in", codecs.json), to="out")
+    assert sent(bridge) == [(None, b"Order 1")]
+
+
 def test_a_topic_with_a_codec_keeps_it(bridge):
     def ship(order: Order) -> dict[str, int]:
         return {"id": order["id"]}  # type: ignore[index]
 
     send(bridge, b'{"id": 1}')
-    run(ship, Topic("in", codecs.json), to=Topic("out", codecs.pydantic(dict[str, int])))
+    mapping = codecs.pydantic(dict[str, int])
+    run(ship, Topic("in", mapping), to=Topic("out", mapping))
     assert sent(bridge) == [(None, b'{"id":1}')]
 
 

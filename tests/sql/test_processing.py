@@ -390,7 +390,7 @@ def test_an_error_of_the_handler_rolls_its_writes_back(bridge, shop, run):
             raise (RuntimeError, Abort, sa.exc.OperationalError("", {}, OSError()))[failed[b"2"] - 1]
 
     feed(bridge, b"1", b"1", b"2", b"3")
-    assert run(each, max_attempts=2).retries == 2  # the first failure is behind another message  # a failure of the database is no attempt
+    assert run(each, max_attempts=2).retries == 2  # neither the first one, behind others, nor that of the database
     assert sorted(done(shop.database)) == [b"1", b"1", b"10", b"10", b"2", b"20", b"3", b"30"]
 
 

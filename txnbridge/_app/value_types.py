@@ -113,5 +113,10 @@ def for_output(topic: Topic) -> Topic:
 
 
 def for_input(topic: Topic, codec: Callable[[], Codec] | None) -> Topic:
-    """Return a topic with a codec, unless it has one."""
-    return dataclasses.replace(topic, codec=codec()) if codec and topic.codec is codecs.bytes else topic
+    """Return a topic with a codec, unless it has one. JSON is decoded by the type of the function, as it says more."""
+    if codec is None or topic.codec not in (codecs.bytes, codecs.json):
+        return topic
+    found = codec()
+    if topic.codec is codecs.json and found in (codecs.bytes, codecs.str):
+        return topic
+    return dataclasses.replace(topic, codec=found)
