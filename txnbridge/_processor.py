@@ -121,7 +121,8 @@ class Processor(ConnectionUser):
     - `max_messages`, `max_wait`: the largest size of a batch, and the seconds after its first message to wait for more.
     - `timeout`: the timeout of each transaction; by default the bridge's.
     - `backoff`: the first and the longest wait, in seconds, before a failed poll or batch is tried again;
-      `retry_for`: after so many seconds of failures the loop stops with the error (None: no limit).
+      `retry_for`: after so many seconds in which each attempt failed and nothing was committed, the loop stops with the
+      error (None: no limit).
     - `stop_timeout`: after a stop the handler has so many seconds to finish; then its transaction is aborted.
     - `start`: where a group begins that has never read, as in `bridge.consumer`.
     - `db`: a database (an `Engine` of SQLAlchemy, or a URL). The transactions are then the database's: the handler gets
@@ -426,6 +427,7 @@ class Processor(ConnectionUser):
         if not self._failures:
             self._since = time.monotonic()
         rest = False
+        committed = self._stats.transactions
         try:
             items = self._poll(self._inputs)
             self._poll_by = time.monotonic() + self._timeout
@@ -436,19 +438,33 @@ class Processor(ConnectionUser):
         except BaseException as error:
             if not self._stop.forced:
                 self._inputs.take_back()
-            if self._stop.asked and not self._stop.forced and self._policy.is_temporary(error):
-                self._count_failure(error)
-                _log.warning("%r: %s; stopped: uncommitted messages will be redelivered", self, self._loggable(error))
-                return True
-            if self._policy.ends_loop(error):
-                _log.error("%r: %s; it stops", self, self._loggable(error))
-            raise
+            if not self._is_handled(error, progress=self._stats.transactions > committed):
+                raise
+            return self._stop.asked
         self._failures = 0
         self._policy.forget_errors()
         # After a full batch more messages are likely, so the request for the lag is saved.
         idle = until_idle and not rest and len(items) < self._max_messages
         self._measure_lag(self._inputs, now=idle)
         return idle and self._inputs.is_all_read(self._lag, self._timeout)
+
+    def _is_handled(self, error: BaseException, progress: bool) -> bool:
+        """Return whether a failed pass ends here: in a stop, or because it has committed a part of its messages.
+
+        The next pass begins after that part. It is not a repetition of this one, so it is not made to wait: otherwise
+        the waits would grow for a handler that fails now and then, although its group advances.
+        """
+        if self._stop.forced or not self._policy.is_temporary(error):
+            if self._policy.ends_loop(error):
+                _log.error("%r: %s; it stops", self, self._loggable(error))
+            return False
+        if self._stop.asked:
+            self._count_failure(error)
+            _log.warning("%r: %s; stopped: uncommitted messages will be redelivered", self, self._loggable(error))
+        elif progress:
+            self._failures = 0
+            self._note_failure(error, 0.0)
+        return self._stop.asked or progress
 
     def _poll(self, inputs: ProcessorInputs) -> PolledBatch:
         """Poll until the batch has `max_messages` or `max_wait` has passed; return the batch, decoded."""

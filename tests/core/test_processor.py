@@ -836,7 +836,7 @@ def test_what_comes_before_a_message_that_fails_is_committed_and_does_not_wait_f
     with pytest.raises(KeyError):
         room.run(each=handler, retry_for=0.0)
     assert room.broker.sent == [b"0", b"1"]
-    assert handler.seen == [b"0", b"1", b"bad", b"0", b"1", b"bad"]
+    assert handler.seen == [b"0", b"1", b"bad", b"0", b"1", b"bad", b"bad"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_attempts": 5, "dead_letter": "dead"}])
@@ -854,6 +854,21 @@ def test_a_handler_that_fails_now_and_then_gets_on_and_sets_nothing_aside(room, 
     room.run(each=flaky, **settings)
     assert room.broker.sent == [b"%d" % number for number in range(200)] and room.broker.dead == []
     assert calls < 1000  # twice or three times as many as messages
+
+
+def test_a_handler_that_fails_now_and_then_does_not_make_the_waits_grow(room):
+    room.feed(*(b"%d" % number for number in range(200)))
+    failed = set()
+
+    def fails_twice_at_each_tenth(message: Message, txn: Transaction) -> None:
+        if message.value.endswith(b"9") and len(failed & {(message.value, 1), (message.value, 2)}) < 2:
+            failed.add((message.value, 2 if (message.value, 1) in failed else 1))
+            raise ConnectionError
+        copy(message, txn)
+
+    processor = room.run(each=fails_twice_at_each_tenth, backoff=(0.1, 30))
+    assert room.broker.sent == [b"%d" % number for number in range(200)]
+    assert processor.stats.retries > 0 and max(room.waits, default=0) <= 0.2
 
 
 def test_a_refused_call_is_no_attempt(room):
