@@ -304,6 +304,10 @@ def test_a_function_that_fails_gets_its_message_again_later(bridge):
         (b"1", None, "surprise returned bytes, but has no topic"),
         (("out", b"1"), "out", "surprise returned a tuple"),
         (asyncio.Event().wait, "out", "surprise returned what is to be awaited"),
+        (3.5, "out", "surprise returned float: the value for out cannot be encoded: out takes bytes, str, dict"),
+        ({"secret": {1}}, "out", r"surprise returned dict: .* type set is not JSON serializable$"),
+        (Outgoing("out", object()), "out", "surprise returned object: "),
+        (Outgoing("", b"1"), "out", "surprise returned bytes: a topic's name must be"),
     ],
 )
 def test_a_result_that_fits_nowhere_stops_the_app(bridge, result, to, sentence):
