@@ -858,7 +858,7 @@ def test_a_handler_that_fails_now_and_then_gets_on_and_sets_nothing_aside(room, 
 
 def test_a_handler_that_fails_now_and_then_does_not_make_the_waits_grow(room):
     room.feed(*(b"%d" % number for number in range(200)))
-    failed = set()
+    failed: set[tuple[bytes, int]] = set()
 
     def fails_twice_at_each_tenth(message: Message, txn: Transaction) -> None:
         if message.value.endswith(b"9") and len(failed & {(message.value, 1), (message.value, 2)}) < 2:
