@@ -6,10 +6,11 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 from txnbridge_conformance.observing import eventually
 
 import txnbridge
-from txnbridge import Bridge, Message, Topic, Transaction
+from txnbridge import Bridge, Message, NotFound, Topic, Transaction
 from txnbridge.testing import Child
 
 MESSAGES = 60
@@ -74,3 +75,9 @@ def assert_each_has_its_effect_once(url: str, bridge: Bridge, read: Callable[[st
     with bridge.transaction() as txn:
         txn.send(target, END)
     assert Counter(read(target)) == Counter([*expected, END])
+
+
+def assert_a_missing_dead_letter_topic_is_told_at_the_start(bridge: Bridge, source: str, group: str) -> None:
+    missing = f"{group}-missing"
+    with pytest.raises(NotFound, match=missing), bridge.processor(source, group=group, each=ship, dead_letter=missing):
+        pass

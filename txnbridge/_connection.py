@@ -15,7 +15,7 @@ from txnbridge._events import Emitter
 from txnbridge._plugins import plugins
 from txnbridge._timing import TIMING
 from txnbridge.capabilities import Capabilities
-from txnbridge.errors import BrokerUnavailable, InvalidState
+from txnbridge.errors import BrokerUnavailable, InvalidState, NotFound
 from txnbridge.spi import Broker, HalfStore, Identity
 
 _log = logging.getLogger("txnbridge")
@@ -78,6 +78,14 @@ class Connection:
     def deadline(self) -> Deadline:
         """Return the deadline of a call that begins now: the bridge's timeout from now."""
         return Deadline(self.timeout)
+
+    def require_topic(self, topic: str, use: str) -> None:
+        """Raise `NotFound` for a missing topic that may not be created; `use` is the error's text about its use."""
+        with self.call():
+            try:
+                self.broker.require_topic(topic, self.deadline())
+            except NotFound as error:
+                raise NotFound(f"{use} {topic!r}: {error}") from None
 
     # --- calls ------------------------------------------------------------------------------------------------------
 

@@ -332,6 +332,9 @@ class Processor(ConnectionUser):
             if self._database is not None:
                 unless_opened.callback(self._database.close)
                 self._database.open()
+            elif self._dead_letters.topic is not None:  # with a database a relay sends them, perhaps to another broker
+                use = f"the dead letters of group {self._group!r} go to"
+                self._connection.require_topic(self._dead_letters.topic, use)
             self._inputs = ProcessorInputs(
                 self._consumers, self._topics, self._retries.topics, self._group, self._start
             )

@@ -234,6 +234,12 @@ class Broker(ABC):
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
         """Return a reader of committed messages. Raise `NotFound` for a missing topic that may not be created."""
 
+    def require_topic(self, topic: str, deadline: Deadline) -> None:
+        """Look for a topic as a writer does before it sends: create it if it is missing, or raise `NotFound`.
+
+        A backend that does not override this raises `NotFound` when the first message is sent to the topic.
+        """
+
     @abstractmethod
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         """Commit a prepared transaction of any process; return the true outcome, even if it was aborted before.

@@ -110,6 +110,10 @@ class EmbeddedBroker(Broker):
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
         return open_reader(self.store, self.settings, subscription, listener, self.events, deadline)
 
+    def require_topic(self, topic: str, deadline: Deadline) -> None:
+        with self.session(deadline) as connection:
+            self.store.ensure_topic(connection, topic, deadline)
+
     # --- tokens ----------------------------------------------------------------------------------------------------
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:

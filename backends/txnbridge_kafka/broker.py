@@ -135,6 +135,9 @@ class KafkaBroker(Broker):
         self._monitor.start()
         return KafkaReader(subscription, listener, self._context, self._cluster, deadline)
 
+    def require_topic(self, topic: str, deadline: Deadline) -> None:
+        self._cluster.topics.require(topic, None, deadline)
+
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         return end_prepared(self._cluster, token, True, ledger, deadline)
 

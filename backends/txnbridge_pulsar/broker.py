@@ -132,6 +132,9 @@ class PulsarBroker(Broker):
 
         return PulsarReader(self._cluster, subscription, listener, self._context, deadline)
 
+    def require_topic(self, topic: str, deadline: Deadline) -> None:
+        self._cluster.topics.require(topic, None, deadline)
+
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:

@@ -108,6 +108,9 @@ class RocketMQBroker(Broker):
 
         return RocketMQReader(self._ender, subscription, listener, deadline)
 
+    def require_topic(self, topic: str, deadline: Deadline) -> None:
+        self._cluster.topics.require(topic, None, deadline)
+
     # --- tokens -------------------------------------------------------------------------------------------------------
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:

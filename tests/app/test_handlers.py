@@ -304,6 +304,10 @@ def test_a_function_that_fails_gets_its_message_again_later(bridge):
         (b"1", None, "surprise returned bytes, but has no topic"),
         (("out", b"1"), "out", "surprise returned a tuple"),
         (asyncio.Event().wait, "out", "surprise returned what is to be awaited"),
+        (3.5, "out", "surprise returned float: the value for out cannot be encoded: out takes bytes, str, dict"),
+        ({"secret": {1}}, "out", r"surprise returned dict: .* type set is not JSON serializable$"),
+        (Outgoing("out", object()), "out", "surprise returned object: "),
+        (Outgoing("", b"1"), "out", "surprise returned bytes: a topic's name must be"),
     ],
 )
 def test_a_result_that_fits_nowhere_stops_the_app(bridge, result, to, sentence):
@@ -409,12 +413,27 @@ def test_a_function_with_retries_has_a_group_of_its_own():
         app.process("third", group="h")(take_bytes)
 
 
-def test_a_topic_that_is_missing_is_told_at_the_start(bridge, monkeypatch, url):
-    app = App(create_topics=0)
+@pytest.mark.parametrize(
+    ("inputs", "settings", "sentence"),
+    [
+        ("missing", {}, ""),
+        ("in", {"to": "missing"}, "one sends to 'missing': "),
+        ("in", {"dead_letter": "missing"}, "the dead letters of group 'h' go to 'missing': "),
+    ],
+)
+def test_a_topic_that_is_missing_is_told_at_the_start(bridge, inputs, settings, sentence):
+    app, router = App(create_topics=0), Router()
     app.process("in", group="g")(take_bytes)
-    app.process("missing", group="g")(take_text)
-    with pytest.raises(NotFound, match="missing"), app:
+    router.process(inputs, group="h", **{"to": "out", **settings})(one)
+    app.include(router)
+    with pytest.raises(NotFound) as raised, app:
         pass
+    assert (
+        str(raised.value) == f"{sentence}there is no topic 'missing'; create it with: txnbridge topics create missing"
+    )
+
+
+def test_an_app_without_functions_is_told_at_the_start(url):
     with pytest.raises(InvalidOption, match="no functions"), App():
         pass
 

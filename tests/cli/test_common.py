@@ -110,14 +110,6 @@ def test_a_foreign_error_shows_its_place_and_not_its_text(fail_with):
     assert re.fullmatch(r"txnbridge: ValueError at .+test_common\.py:\d+; --debug shows all\n", result.stderr)
 
 
-def test_a_module_that_python_cannot_read_is_named_with_its_line(invoke, tmp_path, monkeypatch, url):
-    (tmp_path / "unreadable.py").write_text("x = 1\ndef ship(:\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    result = invoke("run", "unreadable:ship")
-    assert (result.exit_code, f"SyntaxError at {tmp_path}/unreadable.py:2;" in result.stderr) == (1, True)
-
-
 def test_a_failing_system_call_names_the_file(fail_with):
     result = fail_with(FileNotFoundError(2, "No such file or directory", "certificate.pem"))
     assert (result.exit_code, result.stderr) == (1, "txnbridge: certificate.pem: No such file or directory\n")

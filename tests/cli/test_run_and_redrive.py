@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,11 +139,23 @@ def test_run_says_what_is_wrong_with_its_argument(invoke, url, shop, target, mes
     assert message in result.stderr
 
 
-def test_an_error_in_the_module_is_told_by_its_place(invoke, url, shop):
-    (shop / "broken.py").write_text("import no_such_thing\n")
-    result = invoke("run", "broken:shipping")
-    assert result.exit_code == 1
-    assert "broken.py:1" in result.stderr
+@pytest.mark.parametrize(
+    ("line", "frames", "reason"),
+    [
+        ("import no_such_thing", 1, "ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("f = lambda: missing\nf()", 2, "NameError: name 'missing' is not defined"),
+        ("def ship(:", 1, "SyntaxError: "),
+        ("import txnbridge\ntxnbridge.App().process('orders', 'g')", 1, "TypeError: Router.process() takes "),
+    ],
+)
+def test_an_error_in_the_module_is_told_with_the_frames_of_the_module(invoke, url, shop, line, frames, reason):
+    (shop / "broken.py").write_text(f"{line}\n")
+    for command in (["run"], ["app", "describe"]):
+        result = invoke(*command, "broken:shipping")
+        assert result.exit_code == 2
+        assert len(re.findall(r'^  File "', result.stderr, re.MULTILINE)) == frames
+        assert re.search(r'File ".*/broken.py", line \d', result.stderr)
+        assert f"\ntxnbridge: module broken cannot be imported: {reason}" in result.stderr
 
 
 def test_poison_without_a_dead_letter_topic_fails_with_its_reason(invoke, url, shop, orders):

@@ -9,7 +9,11 @@ from txnbridge_conformance.observing import eventually, send
 from txnbridge_conformance.plugin import NewTopic
 
 import txnbridge
-from tests.retry_live import END, assert_each_has_its_effect_once
+from tests.retry_live import (
+    END,
+    assert_a_missing_dead_letter_topic_is_told_at_the_start,
+    assert_each_has_its_effect_once,
+)
 from txnbridge import Bridge, Message, Transaction
 from txnbridge.testing import recorded
 
@@ -62,3 +66,8 @@ def test_a_wait_that_is_longer_than_a_member_may_take_between_polls_costs_no_par
             moved = [event.name for event in events if event.name in ("reader.revoke", "reader.lost")]
     assert moved == []
     assert tried[0][:7] == tried[1][:7]
+
+
+@pytest.mark.timeout(120)
+def test_a_missing_dead_letter_topic_is_told_at_the_start(bridge: Bridge, new_topic: NewTopic, group: str) -> None:
+    assert_a_missing_dead_letter_topic_is_told_at_the_start(bridge, new_topic(), group)

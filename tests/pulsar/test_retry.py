@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers
+from txnbridge_conformance.plugin import NewTopic
 
 from tests.pulsar.client_kit import service
-from tests.retry_live import assert_each_has_its_effect_once
+from tests.retry_live import assert_a_missing_dead_letter_topic_is_told_at_the_start, assert_each_has_its_effect_once
 from txnbridge import Bridge
 
 pytestmark = pytest.mark.skipif(
@@ -31,3 +32,8 @@ def test_each_message_has_its_effect_once_though_processors_are_killed(
         return [json.loads(line)[1].encode() for line in done.stdout.splitlines()]
 
     assert_each_has_its_effect_once(txnbridge_url, bridge, read)
+
+
+@pytest.mark.timeout(120)
+def test_a_missing_dead_letter_topic_is_told_at_the_start(bridge: Bridge, new_topic: NewTopic, group: str) -> None:
+    assert_a_missing_dead_letter_topic_is_told_at_the_start(bridge, new_topic(), group)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from txnbridge_conformance.plugin import NewTopic
 from txnbridge_rocketmq.client.client import RemotingClient
 
-from tests.retry_live import assert_each_has_its_effect_once
+from tests.retry_live import assert_a_missing_dead_letter_topic_is_told_at_the_start, assert_each_has_its_effect_once
 from tests.rocketmq.kit import bodies
 from txnbridge import Bridge
 
@@ -15,3 +16,8 @@ def test_each_message_has_its_effect_once_though_processors_are_killed(
     txnbridge_url: str, bridge: Bridge, client: RemotingClient
 ) -> None:
     assert_each_has_its_effect_once(txnbridge_url, bridge, lambda topic: bodies(client, topic))
+
+
+@pytest.mark.timeout(120)
+def test_a_missing_dead_letter_topic_is_told_at_the_start(bridge: Bridge, new_topic: NewTopic, group: str) -> None:
+    assert_a_missing_dead_letter_topic_is_told_at_the_start(bridge, new_topic(), group)

@@ -206,6 +206,9 @@ class App(Router):
                     block = lifespan.open(self)
                     states[lifespan] = block.__enter__()
                     stack.callback(block.__exit__, None, None, None)
+            named = self._named()
+            for name, (handler, _) in named.items():
+                handler.require_output(bridge._connection, name)
             yield [
                 partial(
                     ServedProcessor,
@@ -216,7 +219,7 @@ class App(Router):
                     stop_timeout=self.stop_timeout,
                     ended=self._stop_all,
                 )
-                for name, (handler, lifespan) in self._named().items()
+                for name, (handler, lifespan) in named.items()
             ]
 
     def _named(self) -> dict[str, tuple[Handler, Lifespan | None]]:

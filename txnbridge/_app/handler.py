@@ -20,6 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from txnbridge._app.event_loop import EventLoop
 from txnbridge._app.outgoing import Outgoing, ResultPublisher, Send, UnfitResult
 from txnbridge._app.value_types import alternatives, for_input, for_output, require_codec, without_none
+from txnbridge._connection import Connection
 from txnbridge._consumer import topic_list
 from txnbridge._messages import Message
 from txnbridge._processor import Processor
@@ -155,6 +156,11 @@ class Handler:
                     f"{self.name}: the type {annotation!r} is not found; define or import it at the top of the module"
                 ) from error
             return Any
+
+    def require_output(self, connection: Connection, name: str) -> None:
+        """Raise `NotFound` if the topic `to` is missing and may not be created; `name` is the function's in its app."""
+        if self.to is not None and self.settings.get("db") is None:  # with a database a relay sends the results
+            connection.require_topic(self.to.name, f"{name} sends to")
 
     # --- a message ------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from txnbridge._app.value_types import by_type, for_output
 from txnbridge._messages import Message
-from txnbridge._topic import Topic, as_topic
+from txnbridge._topic import Topic, as_topic, encode_message
 from txnbridge.errors import InvalidOption
 
 Send = Callable[..., None]
@@ -58,7 +58,7 @@ class ResultPublisher:
             send(self._plain_name, value, key=self._input_keys[message.topic].encode_key(message.key))
             return
         if isinstance(value, Outgoing):
-            send(for_output(as_topic(value.topic)), value.value, key=value.key, headers=value.headers)
+            self._send_encoded(value.topic, value.value, value.key, value.headers, send)
         elif isinstance(value, tuple):
             raise UnfitResult(f"{self._name} returned a tuple; several messages are a list, one with a key an Outgoing")
         elif isinstance(value, Awaitable):
@@ -69,7 +69,16 @@ class ResultPublisher:
                 " return Outgoing(topic, value)"
             )
         else:
-            send(self._to, value, key=self._key(message, self._to))
+            self._send_encoded(self._to, value, self._key(message, self._to), None, send)
+
+    def _send_encoded(self, to: str | Topic, value: Any, key: Any, headers: Any, send: Send) -> None:
+        try:
+            encoded = encode_message(for_output(as_topic(to)), value, key, headers, ())
+        except InvalidOption as error:
+            if isinstance(error.__cause__, OSError):
+                raise  # the codec could not ask (say, a schema registry is down), which may pass
+            raise UnfitResult(f"{self._name} returned {type(value).__name__}: {error}") from error
+        send(encoded.topic, encoded.value, key=encoded.key, headers=encoded.headers or None)
 
     def _key(self, message: Message, to: Topic) -> Any:
         """Return the key of the message in the form that the output's topic takes."""

@@ -282,5 +282,4 @@ def _describe(error: Exception) -> tuple[str, int]:
         return f"{error.filename or 'the operating system'}: {error.strerror}", ExitCode.FAILED
     # The text of an error that is not txnbridge's may contain any data, such as a message's body.
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = error if isinstance(error, SyntaxError) and error.filename else frame  # SyntaxError: in the user's module
-    return f"{type(error).__name__} at {place.filename}:{place.lineno}; --debug shows all", ExitCode.FAILED
+    return f"{type(error).__name__} at {frame.filename}:{frame.lineno}; --debug shows all", ExitCode.FAILED

@@ -6,11 +6,19 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
+
+import txnbridge
+from txnbridge._handler_errors import reason_of
+from txnbridge.commands import asked_for
+from txnbridge.errors import InvalidOption, TxnBridgeError
+
+_NOT_THE_USERS = (*(path + os.sep for path in (*txnbridge.__path__, *importlib.__path__)), "<frozen importlib")
 
 
 @contextmanager
@@ -35,17 +43,12 @@ def load(target: str, fits: Callable[[Any], bool], what: str) -> Any:
     """Import MODULE and return its object NAME, given as MODULE:NAME.
 
     Raise `click.UsageError` if there is none, or `fits` refuses it; `what` is the error's text about valid objects.
+    Raise `InvalidOption` if the module cannot be imported.
     """
     name, colon, attribute = target.partition(":")
     if not (name and colon and attribute):
         raise click.UsageError(f"{target!r} is not MODULE:NAME")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise click.UsageError(f"there is no module {error.name!r} here or among what is installed") from None
-        raise
+    found = _import(name)
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise click.UsageError(f"module {name} has no {attribute!r}")
@@ -53,3 +56,26 @@ def load(target: str, fits: Callable[[Any], bool], what: str) -> Any:
     if not fits(found):
         raise click.UsageError(f"{target} is {type(found).__name__}, {what}")
     return found
+
+
+def _import(name: str) -> Any:
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except TxnBridgeError:
+        raise
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise click.UsageError(f"there is no module {error.name!r} here or among what is installed") from None
+        # Unlike an error of a handler, it quotes no message, so all of it may be shown.
+        if not asked_for(click.get_current_context(), "json"):
+            click.echo(_traceback(error), err=True, nl=False)
+        raise InvalidOption(f"module {name} cannot be imported: {reason_of(error)}") from error
+
+
+def _traceback(error: Exception) -> str:
+    """Return an error's traceback without the frames of txnbridge and of Python's import system."""
+    shown = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in shown.stack if not frame.filename.startswith(_NOT_THE_USERS)]
+    shown.stack = traceback.StackSummary.from_list(frames)
+    return "".join(shown.format() if frames else shown.format_exception_only())

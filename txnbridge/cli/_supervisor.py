@@ -123,13 +123,19 @@ class WorkerSupervisor:
             worker.start()
         elif code == ExitCode.OK:
             self._stop("the application has stopped itself")
-        elif code == ExitCode.FAILED or (code in _NOT_STARTED and not self._was_ready):
-            self._fail(ExitCode.FAILED if code == ExitCode.FAILED else ExitCode.UNAVAILABLE)
+        elif self._is_final(code):
+            self._fail(code)
         else:
             wait = worker.start_later()
             _log.warning("%s died (%s); it is started again in %.1f s", worker, _cause(code), wait)
 
-    def _fail(self, code: ExitCode) -> None:
+    def _is_final(self, code: int) -> bool:
+        """Return whether a worker that ended with this exit code would end so again."""
+        if self._reload and code == ExitCode.USAGE:
+            return True
+        return code == ExitCode.FAILED or (code in _NOT_STARTED and not self._was_ready)
+
+    def _fail(self, code: int) -> None:
         if self._reload:
             _log.error("the application starts again when one of its files has changed")
         else:
