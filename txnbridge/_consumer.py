@@ -412,9 +412,15 @@ class RawConsumer(Consumer):
         """Return the message decoded. Raise `Poison` if its topic's codec cannot decode it."""
         return self._decode_one(message)
 
-    def take_back(self) -> None:
-        """Mark all messages for redelivery that were handed out and not acknowledged."""
-        self._deliveries.take_back()
+    def poll_idle(self) -> None:
+        """Poll, and keep what comes for the next `take`: some brokers expel a member that polls too rarely."""
+        with self._guard:
+            self._begin("poll")
+            self._fetch(len(self._deliveries.fetched()) + 1, 0.0, full=True)
+
+    def take_back(self) -> list[Assignment]:
+        """Mark all messages for redelivery that were handed out and not acknowledged; return their assignments."""
+        return self._deliveries.take_back()
 
     def group_lag(self, timeout: float) -> int | None:
         """Return the lag of the whole group, over all its members; None if the broker cannot report it."""

@@ -344,12 +344,16 @@ class Deliveries:
 
     # --- back: to be delivered again ------------------------------------------------------------------------------
 
-    def take_back(self) -> None:
-        """Mark every message for redelivery that was delivered and is not acknowledged."""
+    def take_back(self) -> list[Assignment]:
+        """Mark every message for redelivery that was delivered and is not acknowledged.
+
+        Return the assignments of which messages are redelivered.
+        """
         with self.lock:
             self._any_back = True
             for assignment in self.assignments.values():
                 assignment.take_back(list(assignment.out))
+            return [assignment for assignment in self.assignments.values() if assignment.back]
 
     def give_back(self, messages: Iterable[Message]) -> dict[Assignment, list[Position]]:
         """Mark the messages of a `nack` as back; return the positions that the reader has to deliver again.

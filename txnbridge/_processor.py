@@ -339,6 +339,7 @@ class Processor(ConnectionUser):
                 self._consumers, self._topics, self._retries.topics, self._group, self._start
             )
             unless_opened.pop_all()
+        self._retries.warn_of_unread_topics(self._connection)
         self._since = time.monotonic()
 
     def _late(self) -> DeadlineExceeded:
@@ -472,6 +473,9 @@ class Processor(ConnectionUser):
     def _poll(self, inputs: ProcessorInputs) -> PolledBatch:
         """Poll until the batch has `max_messages` or `max_wait` has passed; return the batch, decoded."""
         messages = inputs.take(self._max_messages, _POLL_SECONDS)
+        # An empty poll is no success: it would end the growing waits between failed attempts.
+        while not messages and inputs.awaits_failed and not self._stop.asked:
+            messages = inputs.take(self._max_messages, _POLL_SECONDS)
         until = time.monotonic() + self._max_wait
         while messages and len(messages) < self._max_messages and not self._stop.asked:
             left = until - time.monotonic()

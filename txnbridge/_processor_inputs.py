@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from txnbridge._consumer import RawConsumer
 from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline
+from txnbridge._deliveries import Assignment
 from txnbridge._messages import Message
 from txnbridge._retries import retry_group
 from txnbridge._retry_consumer import RetryConsumer
@@ -17,6 +18,12 @@ from txnbridge._topic import Topic
 # The interval at which messages are looked for that have become due: delays are much longer, and on some brokers each
 # look needs a request.
 _LOOK_SECONDS = 0.1
+# The interval at which a consumer is polled whose turn does not come: far shorter than any broker's limit between two
+# polls of a member, and each poll may fetch a message that then waits in memory.
+_IDLE_POLL_SECONDS = 1.0
+# The number of empty polls after which the messages of a failed attempt are not waited for any longer. It is half a
+# minute with the processor's polls; brokers redeliver in less than a second, if all is well.
+_POLLS_FOR_FAILED = 120
 
 
 class ProcessorInputs:
@@ -43,15 +50,15 @@ class ProcessorInputs:
         self._retries_next = True  # whether the next `take` looks for due messages first
         self._look_at = 0.0  # when to look for due messages again
         self._source: RawConsumer = self._inputs  # the consumer whose messages `take` returned last
-        self._goes_back = False  # whether these messages were taken back since
+        self._failed: list[Assignment] = []  # the assignments of messages that were taken back after a failed attempt
+        self._polls_for_failed = 0  # how many more polls wait for these messages
+        self._idle_poll_at = 0.0  # when to poll the consumer whose turn does not come
         self._idle_since: dict[RawConsumer, float] = {}  # consumers without a partition, with the time
 
     def take(self, max_messages: int, timeout: float) -> list[Message]:
         """Return due messages, or messages of the inputs: in turn, so that neither waits for long behind the other."""
-        if self._goes_back:
-            # The same messages first. Others, if they succeed, would end the growing waits between failed attempts.
-            self._goes_back = False
-            return self.take_more(max_messages, timeout)
+        if self.awaits_failed:
+            return self._take_failed(max_messages, timeout)
         now = time.monotonic()
         retries_next, self._retries_next = self._retries_next, not self._retries_next
         if self._retries is not None and retries_next and now >= self._look_at:
@@ -64,8 +71,28 @@ class ProcessorInputs:
         self._source = self._inputs
         return self._inputs.take(max_messages, timeout)
 
+    @property
+    def awaits_failed(self) -> bool:
+        """True if the next `take` waits for the messages of a failed attempt."""
+        return self._polls_for_failed > 0
+
+    def _take_failed(self, max_messages: int, timeout: float) -> list[Message]:
+        """Return the messages of a failed attempt first.
+
+        Others, if they succeed, would end the growing waits between failed attempts.
+        """
+        messages = self.take_more(max_messages, timeout)
+        gone = all(assignment.ended for assignment in self._failed)
+        self._polls_for_failed = 0 if messages or gone else self._polls_for_failed - 1
+        return messages
+
     def take_more(self, max_messages: int, timeout: float) -> list[Message]:
         """Return more messages of the kind that the last `take` returned."""
+        if time.monotonic() >= self._idle_poll_at:
+            for consumer in self._consumers():
+                if consumer is not self._source:
+                    consumer.poll_idle()
+            self._idle_poll_at = time.monotonic() + _IDLE_POLL_SECONDS
         return self._source.take(max_messages, timeout)
 
     def take_back(self, failed: bool = True) -> None:
@@ -73,9 +100,8 @@ class ProcessorInputs:
 
         After a failed attempt the next `take` returns them before messages of the other kind.
         """
-        for consumer in self._consumers():
-            consumer.take_back()
-        self._goes_back = failed
+        self._failed = [assignment for consumer in self._consumers() for assignment in consumer.take_back()]
+        self._polls_for_failed = _POLLS_FOR_FAILED if failed else 0
 
     @property
     def decodes(self) -> bool:

@@ -6,19 +6,25 @@ order in which they are stored, but for the differences of clocks and of the tra
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from txnbridge._connection import Connection
 from txnbridge._deadline import check_seconds
 from txnbridge._messages import Headers, Message
 from txnbridge._origin import Origin, origin_headers, without_prefix
 from txnbridge._pass_transaction import PassTransaction
 from txnbridge._polled_batch import PolledBatch
 from txnbridge._topic import check_topic_name
-from txnbridge.errors import InvalidOption, Poison
+from txnbridge.errors import InvalidOption, Poison, TxnBridgeError
+
+_log = logging.getLogger("txnbridge")
 
 PREFIX = "txnbridge-retry-"
+_TOPIC_NAME = re.compile(r"(?P<group>.+)-retry-(?P<number>\d+)(?P<unit>m?s)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,12 @@ def retry_topic(group: str, delay: float) -> str:
     return f"{group}-retry-{length}"
 
 
+def parse_retry_topic(name: str) -> tuple[str, float] | None:
+    """Return the group and the delay in seconds that a retry topic's name tells; None for a name of another topic."""
+    found = _TOPIC_NAME.fullmatch(name)
+    return found and (found["group"], int(found["number"]) / (1000 if found["unit"] == "ms" else 1))
+
+
 def retry_group(group: str) -> str:
     """Return the name of the group in which the processors of `group` read their retry topics."""
     return f"txnbridge-retry-{group}"
@@ -67,6 +79,27 @@ class Retries:
         self.topics = list(dict.fromkeys(retry_topic(group, delay) for delay in self._delays))
         for topic in self.topics:
             check_topic_name(topic)
+
+    def warn_of_unread_topics(self, connection: Connection) -> None:
+        """Log a warning for each retry topic of the group whose delay is not given, so that no processor reads it."""
+        if not self.topics:
+            return
+        try:
+            topics = connection.broker.admin.topics(connection.deadline())
+        except TxnBridgeError as error:
+            _log.debug("looking for retry topics of group %r that are not read: %s", self._group, error)
+            return
+        for name in sorted(topic.name for topic in topics):
+            group, delay = parse_retry_topic(name) or ("", 0)
+            if group == self._group and name not in self.topics:
+                _log.warning(
+                    "group %r does not process what waits in %s, because its retry= has no delay of %g s: process it"
+                    " with a processor that has this delay, or delete the topic if it is empty (`txnbridge retries"
+                    " list` tells)",
+                    group,
+                    name,
+                    delay,
+                )
 
     def takes(self, delivered: Message) -> bool:
         """Return whether a message that cannot be processed now can wait for another attempt."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from txnbridge._consumer import Consumer
 from txnbridge._messages import Message, Position
-from txnbridge._retries import WaitingMessage, retry_group
+from txnbridge._retries import WaitingMessage, parse_retry_topic, retry_group
 from txnbridge.capabilities import Capability
 from txnbridge.errors import NotFound
 from txnbridge.spi import Partition
@@ -18,7 +17,6 @@ from txnbridge.spi import Partition
 if TYPE_CHECKING:
     from txnbridge._bridge import Bridge
 
-_NAME = re.compile(r"(?P<group>.+)-retry-(?P<number>\d+)(?P<unit>m?s)", re.DOTALL)
 _POLL = 500
 _POLL_SECONDS = 0.05
 # The clocks of the broker, the processors and this machine may differ by so much. It only makes the reading longer.
@@ -46,17 +44,15 @@ class WaitingTopic:
 
 def waiting_topics(bridge: Bridge, group: str | None = None) -> list[WaitingTopic]:
     """Return the retry topics, of one group or of all, with what waits in them."""
-    found = [(topic.name, match) for topic in bridge.admin.topics() if (match := _NAME.fullmatch(topic.name))]
+    found = [(topic.name, *parsed) for topic in bridge.admin.topics() if (parsed := parse_retry_topic(topic.name))]
     if group is not None:
-        found = [(name, match) for name, match in found if match["group"] == group]
+        found = [each for each in found if each[1] == group]
         if not found:
             raise NotFound(f"there is no retry topic of group {group!r}: its names are {group}-retry-10s and the like")
-    return [_waiting_topic(bridge, name, match) for name, match in found]
+    return [_waiting_topic(bridge, *each) for each in found]
 
 
-def _waiting_topic(bridge: Bridge, topic: str, name: re.Match[str]) -> WaitingTopic:
-    group = name["group"]
-    delay = int(name["number"]) / (1000 if name["unit"] == "ms" else 1)
+def _waiting_topic(bridge: Bridge, topic: str, group: str, delay: float) -> WaitingTopic:
     positions = _group_positions(bridge, group)
     now = int(time.time() * 1000)
     waiting = due = 0

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from txnbridge import (
     Poison,
     Topic,
     Transaction,
+    TransactionAborted,
+    _processor_inputs,
     _retry_consumer,
     codecs,
 )
@@ -326,6 +329,52 @@ def test_an_abort_and_an_error_of_the_broker_are_repeated_in_place(bridge, error
     assert values(bridge, "out") == [b"0"]
 
 
+def test_a_message_that_fails_in_place_is_given_up_also_if_another_one_waits_behind_it(bridge):
+    """After a failure the partition is read again a little later: an empty poll meanwhile is no success."""
+    put_waiting(bridge, b"bad", NEVER)
+    put_waiting(bridge, b"waits", NEVER, due_in=NEVER, at=1)
+
+    def fail(message: Message, txn: Transaction) -> None:
+        raise Abort
+
+    settings = {"inputs": "in", "group": "g", "retry": [NEVER], "backoff": (0.01, 0.05), "retry_for": 2.0}
+    processor = bridge.processor(each=fail, **settings)
+    watch = Timer(60, processor.stop)
+    watch.start()
+    with pytest.raises(TransactionAborted):
+        processor.run()
+    watch.cancel()
+
+
+@pytest.mark.parametrize("value", [b"due", b"new"])
+def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(bridge, monkeypatch, value):
+    feed(bridge, b"new")
+    put_waiting(bridge, b"due", NEVER)
+    monkeypatch.setattr(_processor_inputs, "_IDLE_POLL_SECONDS", 0.0)
+    inputs = ProcessorInputs(bridge._consumers, [Topic("in")], [retry_topic("g", NEVER)], "g", "earliest")
+    found: list[bytes | None] = []
+
+    def take(fails: bool) -> list[bytes | None]:
+        found[:] = [message.value for message in inputs.take(1, 0.05)]
+        inputs.take_back(failed=fails)
+        return found
+
+    eventually(lambda: take(fails=False) == [value], "this kind does not come")
+    (other,) = [each for each in inputs._consumers() if each is not inputs._source]
+    polls: list[int] = []
+    poll = other._reader.poll
+
+    def poll_noted(most: int, *args: Any) -> list[Message]:
+        polls.append(most)
+        return poll(most, *args)
+
+    monkeypatch.setattr(other._reader, "poll", poll_noted)
+    inputs.take_back(failed=True)
+    eventually(lambda: take(fails=True) == [value] and len(polls) > 1, "it does not poll")
+    eventually(lambda: take(fails=False) not in ([], [value]), "what was fetched meanwhile is lost")
+    inputs.close(None)
+
+
 def test_a_fatal_error_stops_it(bridge):
     feed(bridge, b"bad")
     with pytest.raises(KeyError):
@@ -438,6 +487,16 @@ def test_a_missing_retry_topic_is_told_at_the_start_with_the_command_that_create
             run(strict, each=Failing(), retry=[10, 60])
         strict.ensure_topics("g-retry-60s")
         run(strict, each=Failing(), retry=[10, 60])
+
+
+def test_retry_topics_whose_delay_was_taken_out_are_told_at_the_start(bridge, caplog):
+    bridge.ensure_topics("g-retry-10s", "g-retry-200ms", "g-retry-5s", "h-retry-7s", "h-g-retry-7s", "g-retry-log")
+    run(bridge, each=Failing(), retry=[5, NEVER])
+    told = [record.getMessage() for record in caplog.records]
+    assert [[name for name in ("g-retry-10s", "g-retry-200ms") if name in text] for text in told] == [
+        ["g-retry-10s"],
+        ["g-retry-200ms"],
+    ]
 
 
 def test_a_message_without_our_headers_in_a_retry_topic_is_poison(bridge):
