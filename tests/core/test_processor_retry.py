@@ -481,7 +481,7 @@ def test_killed_at_any_event_each_message_is_in_one_place(tmp_path):
 
 def test_a_missing_retry_topic_is_told_at_the_start_with_the_command_that_creates_it(url):
     with txnbridge.connect(url) as bridge:
-        bridge.ensure_topics("in", "g-retry-10s")
+        bridge.ensure_topics("in", "dead", "g-retry-10s")
     with txnbridge.connect(url, create_topics=0) as strict:
         with pytest.raises(NotFound, match="txnbridge topics create g-retry-60s"):
             run(strict, each=Failing(), retry=[10, 60])
