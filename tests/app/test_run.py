@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,8 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import txnbridge
 from tests.app.test_app import until
-from txnbridge.cli import main
-from txnbridge.cli._supervisor import Worker
+from txnbridge.cli import _supervisor, main
+from txnbridge.cli._health import health, serving
+from txnbridge.cli._supervisor import Worker, WorkerSupervisor
 
 SHOP = """
 import asyncio, os, time
@@ -267,6 +269,13 @@ def test_prometheus_reads_the_metrics_of_all_workers_together(folder, orders):
         transactions = sum(found["txnbridge_processor_transactions_total", name] for name in names)
         assert found["txnbridge_transactions_total", "committed"] >= transactions
         assert found["txnbridge_transaction_seconds_count", ""] >= transactions
+        pids = service.workers()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: service.is_ready() and not set(service.workers()) & set(pids))
+        # A counter that goes down is taken for one that begins anew, so the counts of other workers would count twice.
+        assert all(scraped(service)["txnbridge_processor_messages_total", name] == 20 for name in names)
+        until(lambda: scraped(service).get(("txnbridge_processor_healthy", "audit")) == 2)
         assert service.stop() == 0
 
 
@@ -280,6 +289,66 @@ def test_with_reload_a_changed_file_starts_it_anew(folder, url, orders):
         orders(b"2")
         until(lambda: sorted(sent(url, "bills")) == [b"1", b"22"])
         assert service.stop() == 0
+
+
+def test_a_worker_that_does_not_stop_for_a_changed_file_is_killed_and_started_anew(monkeypatch):
+    monkeypatch.setattr(_supervisor, "_CLOSING_SECONDS", 0.0)
+    supervisor = WorkerSupervisor([sys.executable, "-c", "import time; time.sleep(600)"], 1, stop_timeout=0.1)
+    (worker,) = supervisor._workers
+    worker.start()
+    first = worker.status["pid"]
+    supervisor._renew()
+
+    def started_anew() -> bool:
+        supervisor._look()
+        return worker.status["pid"] not in (None, first)
+
+    until(started_anew)
+    assert not exists(first)
+    worker.kill()
+
+
+def test_a_worker_that_cannot_be_started_again_is_tried_later(monkeypatch):
+    supervisor = WorkerSupervisor([sys.executable, "-c", "pass"], 1, stop_timeout=0.1)
+    (worker,) = supervisor._workers
+    open_files = os.listdir("/dev/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse_to_fork)
+        supervisor._start_again(worker)
+    assert worker.start_at is not None and not worker.runs
+    assert os.listdir("/dev/fd") == open_files
+
+    def started() -> bool:
+        supervisor._look()
+        return worker.runs
+
+    until(started)
+    worker.kill()
+
+
+def refuse_to_fork(*args: Any, **more: Any) -> None:
+    raise BlockingIOError("a test says so")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_health_checks_are_answered_at_one_address_if_it_is_given(host):
+    if host == "::1" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    with serving(host, 0, {"/": lambda: health(True, {})}) as port:
+        with socket.create_connection((host, port)) as client:
+            client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.0 200")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2" if host != "::1" else "127.0.0.1", port)).close()
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as trial:
+            trial.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def test_the_waits_before_a_worker_is_started_again_grow(folder, orders):
@@ -314,6 +383,7 @@ def test_until_idle_it_runs_in_its_own_process_and_tells_what_each_function_did(
         (["shop:owner", "--workers", "2"], "workers with one transactional_id would fence each other"),
         (["shop:app", "--workers", "2", "--until-idle"], "not with --until-idle"),
         (["shop:hang", "--reload"], "are for an App"),
+        (["shop:app", "--health-host", "::1"], "--health-host is for --health-port"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(folder, monkeypatch, arguments, sentence):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,11 +25,12 @@ def health(good: bool, document: dict[str, Any]) -> Answer:
 
 
 @contextmanager
-def serving(port: int, pages: dict[str, Callable[[], Answer]]) -> Iterator[int]:
+def serving(host: str, port: int, pages: dict[str, Callable[[], Answer]]) -> Iterator[int]:
     """Answer GET requests by functions, which are given by their paths, during the block; it gets the port.
 
-    Port 0 takes a free one.
+    `host` is a name or an address of this machine. Port 0 takes a free one. Raise `OSError` if it cannot listen there.
     """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
 
     class RequestHandler(BaseHTTPRequestHandler):
         timeout = 10  # a client that sends nothing would hold its thread for ever
@@ -48,8 +50,11 @@ def serving(port: int, pages: dict[str, Callable[[], Answer]]) -> Iterator[int]:
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing: a check comes every few seconds."""
 
-    server = ThreadingHTTPServer(("", port), RequestHandler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        address_family = found[0][0]
+        daemon_threads = True
+
+    server = Server((host, port), RequestHandler)
     thread = Thread(target=server.serve_forever, args=(0.1,), name="txnbridge health", daemon=True)
     thread.start()
     try:

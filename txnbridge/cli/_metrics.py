@@ -20,6 +20,11 @@ def from_json(document: list[Any]) -> list[Family]:
     return [Family(name, {tuple(labels.items()): value for labels, value in samples}) for name, samples in document]
 
 
+def of_ended(documents: Iterable[list[Any]]) -> list[Any]:
+    """Return what stays of the metrics of processes that have ended: the sums of their counters and histograms."""
+    return to_json(each for each in merged(map(from_json, documents)) if each.definition.kind != "gauge")
+
+
 def page(documents: Iterable[list[Any]]) -> Answer:
     """Return the sums of the metrics of all workers as a page for Prometheus."""
     try:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,7 +51,7 @@ class WorkerSupervisor:
         self._reload = reload
         self._signals: list[int] = []
         self._handled = 0  # how many of these signals
-        self._kill_at: float | None = None  # not None if the workers were asked to stop
+        self._stopping = False
         self._was_ready = False
         self._code: int = ExitCode.OK
 
@@ -62,7 +62,7 @@ class WorkerSupervisor:
             try:
                 for worker in self._workers:
                     worker.start()
-                while self._kill_at is None or any(worker.runs for worker in self._workers):
+                while not self._stopping or any(worker.runs for worker in self._workers):
                     self._look()
                     if self._reload and time.monotonic() - looked >= _RELOAD_SECONDS:
                         before, files, looked = files, _mtimes(), time.monotonic()
@@ -84,14 +84,14 @@ class WorkerSupervisor:
     def ready(self) -> Answer:
         """Answer whether all workers are ready, and each of their functions healthy."""
         statuses = [worker.status for worker in self._workers]
-        ready = self._kill_at is None and all(status["ready"] for status in statuses)
+        ready = not self._stopping and all(status["ready"] for status in statuses)
         return health(ready, {"ready": ready, "workers": statuses})
 
     def metrics(self) -> Answer:
         """Answer Prometheus with the metrics of all workers together."""
         from txnbridge.cli._metrics import page
 
-        return page([worker.metrics for worker in self._workers if worker.runs])
+        return page([document for worker in self._workers for document in worker.metrics])
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -106,21 +106,18 @@ class WorkerSupervisor:
             self._was_ready |= bool(worker.status["ready"])
             if worker.runs:
                 self._look_after(worker)
-            elif self._kill_at is None and worker.start_at is not None and time.monotonic() >= worker.start_at:
-                worker.start()
+            elif not self._stopping and worker.start_at is not None and time.monotonic() >= worker.start_at:
+                self._start_again(worker)
 
     def _look_after(self, worker: Worker) -> None:
         code = worker.end()
         if code is None:
-            if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                _log.error("%s did not stop in time and is killed", worker)
-                worker.kill()
-                self._code = self._code or ExitCode.FAILED
-        elif self._kill_at is not None:
+            self._kill_if_late(worker)
+        elif self._stopping:
             if code == ExitCode.FAILED:
                 self._code = self._code or ExitCode.FAILED
         elif worker.renewed:
-            worker.start()
+            self._start_again(worker)
         elif code == ExitCode.OK:
             self._stop("the application has stopped itself")
         elif self._is_final(code):
@@ -128,6 +125,22 @@ class WorkerSupervisor:
         else:
             wait = worker.start_later()
             _log.warning("%s died (%s); it is started again in %.1f s", worker, _cause(code), wait)
+
+    def _kill_if_late(self, worker: Worker) -> None:
+        if worker.kill_at is None or time.monotonic() < worker.kill_at:
+            return
+        _log.error("%s did not stop in time and is killed", worker)
+        worker.kill()
+        if self._stopping:
+            self._code = self._code or ExitCode.FAILED
+        else:
+            self._start_again(worker)
+
+    def _start_again(self, worker: Worker) -> None:
+        try:
+            worker.start()
+        except OSError as error:  # too many processes or open files: the other workers go on
+            _log.error("%s could not be started (%s); it is tried again in %.1f s", worker, error, worker.start_later())
 
     def _is_final(self, code: int) -> bool:
         """Return whether a worker that ended with this exit code would end so again."""
@@ -144,14 +157,18 @@ class WorkerSupervisor:
 
     def _stop(self, reason: str, at_once: bool = False) -> None:
         _log.info("stopping the workers: %s", reason)
-        self._kill_at = self._kill_at or time.monotonic() + self._stop_timeout + _CLOSING_SECONDS
+        self._stopping = True
         for worker in self._workers:
-            worker.stop(at_once)
+            worker.stop(self._stop_timeout + _CLOSING_SECONDS, at_once)
 
     def _renew(self) -> None:
         _log.info("a file has changed: the workers start anew")
         for worker in self._workers:
-            worker.renew()
+            if worker.runs:
+                worker.renewed = True
+                worker.stop(self._stop_timeout + _CLOSING_SECONDS)
+            else:
+                self._start_again(worker)
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
@@ -177,11 +194,14 @@ class Worker:
         self._status_pipe = self._orders_pipe = -1
         self._text = b""
         self._told: dict[str, Any] = {}
-        self.metrics: list[Any] = []  # the last ones that the process has told
+        # The counts of the processes that have ended, and the last metrics that the present one has told. They change
+        # together, because another thread reads them.
+        self.metrics: tuple[list[Any], list[Any]] = [], []
         self._started = self._heard = 0.0
         self._deaths = 0
         self.start_at: float | None = None  # when a worker that died is started again
         self.renewed = False  # whether it was stopped in order to start anew
+        self.kill_at: float | None = None  # when a process that was told to stop is killed
 
     def __str__(self) -> str:
         return f"worker {self.number}" + (f" (pid {self._process.pid})" if self._process else "")
@@ -202,20 +222,23 @@ class Worker:
 
     def start(self) -> None:
         """Start a process, in a session of its own: Ctrl-C in a terminal is for the supervisor only."""
-        self._status_pipe, status = os.pipe()
-        orders, self._orders_pipe = os.pipe()
-        os.set_blocking(self._status_pipe, False)
-        self._process = subprocess.Popen(
-            [*self._command, f"{status},{orders},{self.number},{self._measure:d}"],
-            pass_fds=(status, orders),
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-        )
+        with ExitStack() as unless_started:
+            status_pipe, status = _pipe(unless_started)
+            orders, orders_pipe = _pipe(unless_started)
+            self._process = subprocess.Popen(
+                [*self._command, f"{status},{orders},{self.number},{self._measure:d}"],
+                pass_fds=(status, orders),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+            )
+            unless_started.pop_all()
         os.close(status)
         os.close(orders)
-        self._text, self._told, self.metrics = b"", {}, []
+        os.set_blocking(status_pipe, False)
+        self._status_pipe, self._orders_pipe = status_pipe, orders_pipe
+        self._text, self._told = b"", {}
         self._started = self._heard = time.monotonic()
-        self.start_at, self.renewed = None, False
+        self.start_at, self.kill_at, self.renewed = None, None, False
 
     def start_later(self) -> float:
         """Plan the start of a process in place of one that died; return the seconds until then."""
@@ -224,14 +247,6 @@ class Worker:
         wait: float = min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** min(self._deaths - 1, 10))
         self.start_at = time.monotonic() + wait
         return wait
-
-    def renew(self) -> None:
-        """Stop the process, to be started anew at its end; start one at once if none runs."""
-        if self.runs:
-            self.renewed = True
-            self.stop()
-        else:
-            self.start()
 
     def read(self) -> None:
         """Read what the process has told."""
@@ -244,12 +259,14 @@ class Worker:
         if lines:
             self._heard = time.monotonic()
             for told in map(json.loads, lines):
-                self.metrics = told.pop("metrics", self.metrics)
+                if (metrics := told.pop("metrics", None)) is not None:
+                    self.metrics = self.metrics[0], metrics
                 self._told = told
 
-    def stop(self, at_once: bool = False) -> None:
-        """Tell the process to stop: after what is under way, or at once."""
+    def stop(self, seconds: float, at_once: bool = False) -> None:
+        """Tell the process to stop: after what is under way, for which it has so many seconds, or at once."""
         self.start_at = None
+        self.kill_at = self.kill_at or time.monotonic() + seconds
         if self.runs:
             with suppress(BrokenPipeError):  # it has just died
                 os.write(self._orders_pipe, ABORT if at_once else STOP)
@@ -262,7 +279,15 @@ class Worker:
             os.close(self._status_pipe)
             os.close(self._orders_pipe)
             self._status_pipe = self._orders_pipe = -1
+            self._keep_counts()
         return code
+
+    def _keep_counts(self) -> None:
+        """Keep what the process has counted: for Prometheus a counter does not go down because a process ends."""
+        if self.metrics[1]:
+            from txnbridge.cli._metrics import of_ended
+
+            self.metrics = of_ended(self.metrics), []
 
     def kill(self) -> None:
         """Kill the process if it still runs."""
@@ -270,6 +295,14 @@ class Worker:
             self._process.kill()
             self._process.wait()
             self.end()
+
+
+def _pipe(opened: ExitStack) -> tuple[int, int]:
+    """Return the ends of a new pipe, which the stack closes."""
+    ends = os.pipe()
+    for end in ends:
+        opened.callback(os.close, end)
+    return ends
 
 
 def _cause(code: int) -> str:

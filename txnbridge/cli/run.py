@@ -28,6 +28,7 @@ from txnbridge.commands import asked_for
     type=click.IntRange(0, 65535),
     help="Answer /healthz, /readyz and /metrics for an App by HTTP.",
 )
+@click.option("--health-host", metavar="HOST", help="Answer at this address only. Default: all IPv4 addresses.")
 @click.option("--worker", hidden=True, help="For `WorkerProcess`.")
 def command(
     cli: Cli,
@@ -36,6 +37,7 @@ def command(
     workers: int | None,
     reload: bool,
     health_port: int | None,
+    health_host: str | None,
     worker: str | None,
 ) -> int | None:
     """Run the App or the processor NAME of MODULE, found from the current folder.
@@ -55,6 +57,8 @@ def command(
     supervised = workers is not None or reload or health_port is not None
     if supervised and (until_idle or not isinstance(found, App)):
         raise click.UsageError("--workers, --reload and --health-port are for an App, and not with --until-idle")
+    if health_host is not None and health_port is None:
+        raise click.UsageError("--health-host is for --health-port")
     with telling():
         if not isinstance(found, App):
             _run_processor(cli, target, found, until_idle)
@@ -65,7 +69,7 @@ def command(
         if until_idle:
             _run_until_idle(cli, found)
             return None
-        return _supervise(target, found, workers or 1, reload, health_port)
+        return _supervise(target, found, workers or 1, reload, health_host or "0.0.0.0", health_port)
 
 
 def _makes_processors(found: Any) -> bool:
@@ -97,7 +101,7 @@ def _run_until_idle(cli: Cli, app: App) -> None:
             cli.say(f"{name}: {_summary(stats)}")
 
 
-def _supervise(target: str, app: App, workers: int, reload: bool, health_port: int | None) -> int:
+def _supervise(target: str, app: App, workers: int, reload: bool, health_host: str, health_port: int | None) -> int:
     from txnbridge.cli._health import serving
     from txnbridge.cli._supervisor import WorkerSupervisor
 
@@ -115,8 +119,8 @@ def _supervise(target: str, app: App, workers: int, reload: bool, health_port: i
     with ExitStack() as stack:
         if health_port is not None:
             try:
-                port = stack.enter_context(serving(health_port, pages))
-            except OSError as error:  # another program has the port
+                port = stack.enter_context(serving(health_host, health_port, pages))
+            except OSError as error:  # another program has the port, or the host is of another machine
                 report(ctx, error)
                 return ExitCode.UNAVAILABLE
             click.echo(f"health checks on port {port}", err=True)
