@@ -203,7 +203,7 @@ class Processor(ConnectionUser):
         self._poll_by = 0.0  # when the rest of a batch is left to the next poll, by `time.monotonic`
         self._lag: int | None = None
         self._lag_at = 0.0
-        self._since: float | None = None  # begin of the current pass's first attempt; None while the loop does not run
+        self._since: float | None = None  # begin of the attempts since the last success; None while it does not run
 
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None  # the error that ended the loop in its thread
@@ -546,7 +546,8 @@ class Processor(ConnectionUser):
         """Process messages from the first on in one transaction; return how many messages were acknowledged."""
         items = self._dead_letters.without_fatal_poison(items)
         in_a_row = 0
-        self._since = time.monotonic()
+        if not self._failures:
+            self._since = time.monotonic()
         try:
             with self._begin_transaction(timeout=self._timeout) as txn:
                 self._transaction = txn
@@ -560,6 +561,7 @@ class Processor(ConnectionUser):
                     self._commit(done, txn)
         finally:
             self._transaction = None
+        self._since = time.monotonic()
         self._dead_letters.in_a_row = in_a_row
         self._count(done)
         return len(done)

@@ -1118,6 +1118,23 @@ def test_it_is_healthy_while_a_failed_attempt_is_repeated_and_unhealthy_when_tha
     assert processor.stats.last_error == "ValueError"
 
 
+def test_it_is_unhealthy_at_its_next_attempts_too_when_all_have_failed_for_long(tmp_path, with_timing):
+    with_timing(pass_slack=0.0)
+    health: list[bool] = []
+
+    def fail(message: Message, txn: Transaction) -> None:
+        health.append(processor.healthy)
+        if health[-1]:
+            raise ValueError
+
+    with connect(url_of(tmp_path)) as bridge:
+        with bridge.transaction() as txn:
+            txn.send("in", b"0")
+        with bridge.processor("in", group="g", each=fail, timeout=1, backoff=(0.01, 0.02)) as processor:
+            wait_until(lambda: False in health)
+            wait_until(lambda: processor.healthy and processor.stats.messages == 1)
+
+
 def test_it_is_unhealthy_when_a_handler_hangs(room, with_timing):
     with_timing(pass_slack=0.0)
     room.feed(b"0")
