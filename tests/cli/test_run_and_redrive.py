@@ -58,6 +58,8 @@ def shop(tmp_path, monkeypatch) -> Iterator[Path]:
     (folder / "shop.py").write_text(SHOP)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", sys.path.copy())
+    for name in ("shop", "ready", "broken"):  # other tests have modules of these names
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield folder
     if ready := sys.modules.get("ready"):
         ready.bridge.close()
