@@ -7,7 +7,7 @@ order in which they are stored, but for the differences of clocks and of the tra
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from txnbridge._deadline import check_seconds
@@ -102,15 +102,17 @@ class Retries:
             deliveries=delivered.deliveries + waited.attempts,
         )
 
-    def send(self, batch: PolledBatch, txn: PassTransaction, attempts: int) -> None:
-        """Send the delayed messages of a batch to their retry topics, in the transaction."""
+    def send(self, batch: PolledBatch, txn: PassTransaction, attempts: Callable[[Message], int]) -> None:
+        """Send the delayed messages of a batch to their retry topics, in the transaction.
+
+        `attempts` returns the number of attempts at a delivered message.
+        """
         for index, error in batch.delayed.items():
             delivered, original = batch.delivered[index], batch.originals[index]
             number = self._number(delivered)
             delay = self._delays[number]
-            tried = self.attempts(delivered) + attempts
             headers = [
-                *origin_headers(PREFIX, original, self._group, error, tried, txn.id),
+                *origin_headers(PREFIX, original, self._group, error, attempts(delivered), txn.id),
                 (PREFIX + "number", b"%d" % (number + 1)),
                 (PREFIX + "due", b"%d" % ((time.time() + delay) * 1000)),
             ]

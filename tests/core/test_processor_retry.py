@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -285,11 +286,18 @@ def test_the_number_of_tries_survives_restarts_and_after_the_last_delay_it_is_a_
         assert bridge.read("in", limit=10)[1][3:7] == original[3:7]  # key, value, headers, timestamp
 
 
-def test_after_the_last_delay_without_a_dead_letter_topic_it_stops_with_the_error(bridge):
+def test_after_the_last_delay_without_a_dead_letter_topic_it_stops_and_says_what_to_do(bridge):
     feed(bridge, b"bad", b"1")
     handler = Failing()
-    with pytest.raises(KeyError):
+    with pytest.raises(Poison) as raised:
         run_until(bridge, lambda: False, each=handler, retry=[SOON], dead_letter=None)
+    assert re.fullmatch(
+        r"<Message in\[0\] at \(0,\), 3 bytes> cannot be processed \(KeyError at .*test_processor_retry.py:\d+,"
+        r" 2 attempts\), and there is no dead_letter= topic to set it aside in. It waits in 'g-retry-200ms'."
+        r" Set dead_letter=, or mend the handler, and start again",
+        str(raised.value),
+    )
+    assert isinstance(raised.value.__cause__, KeyError)
     assert len(handler.tried) == 2
     assert values(bridge, "out") == [b"1"]
 
@@ -432,7 +440,7 @@ def test_killed_at_any_event_each_message_is_in_one_place(tmp_path):
 
 def test_a_missing_retry_topic_is_told_at_the_start_with_the_command_that_creates_it(url):
     with txnbridge.connect(url) as bridge:
-        bridge.ensure_topics("in", "g-retry-10s")
+        bridge.ensure_topics("in", "dead", "g-retry-10s")
     with txnbridge.connect(url, create_topics=0) as strict:
         with pytest.raises(NotFound, match="txnbridge topics create g-retry-60s"):
             run(strict, each=Failing(), retry=[10, 60])

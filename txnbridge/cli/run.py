@@ -146,4 +146,6 @@ def _summary(stats: ProcessorStats) -> str:
     return (
         f"{stats.messages} messages in {stats.transactions} transactions,"
         f" {stats.dead_letters} dead letters, {stats.retries} retries"
+        + f", {stats.delayed} sent to retry topics"
+        * bool(stats.delayed)
     )
