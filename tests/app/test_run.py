@@ -197,6 +197,8 @@ def test_killed_in_the_middle_and_run_again_each_function_processes_each_order_o
     for topic in ("shipments", "bills", "audit"):
         assert Counter(sent(url, topic)) == Counter(fed)
     assert f"(pid {one}) died (signal SIGKILL); it is started again in 0.5 s" in second.log.read_text()
+    for number in (1, 2):
+        assert f" worker {number}: group 'shipping': joined" in second.log.read_text()
 
 
 def test_a_stop_cancels_what_waits_and_is_not_ready_meanwhile(folder, orders):
@@ -283,7 +285,7 @@ def test_with_reload_a_changed_file_starts_it_anew(folder, url, orders):
 
 
 def test_the_waits_before_a_worker_is_started_again_grow(folder, orders):
-    worker = Worker([], 1, measure=False)
+    worker = Worker([], 1, measure=False, alone=True)
     worker._started = time.monotonic()
     assert [worker.start_later() for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     orders(b"1")

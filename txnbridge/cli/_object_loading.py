@@ -22,14 +22,17 @@ _NOT_THE_USERS = (*(path + os.sep for path in (*txnbridge.__path__, *importlib._
 
 
 @contextmanager
-def telling() -> Iterator[None]:
-    """Write txnbridge's log lines to stderr during the block, unless the user's module has set up logging."""
+def telling(prefix: str = "") -> Iterator[None]:
+    """Write txnbridge's log lines to stderr during the block, unless the user's module has set up logging.
+
+    `prefix` stands in front of each message.
+    """
     logger = logging.getLogger("txnbridge")
     if logger.hasHandlers():
         yield
         return
     handler, level = logging.StreamHandler(), logger.level
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

@@ -38,12 +38,13 @@ _TURNS_A_METRIC = 4
 class WorkerProcess:
     """This process as a worker.
 
-    `given` is the text `STATUS,ORDERS,NUMBER,METRICS`: its two pipes, its number from 1 on, and whether it is to tell
-    its metrics, 1 or 0.
+    `given` is the text `STATUS,ORDERS,NUMBER,METRICS,ALONE`: its two pipes, its number from 1 on, whether it is to tell
+    its metrics, and whether it is the only worker, 1 or 0.
     """
 
     def __init__(self, given: str) -> None:
-        self._status, self._orders, self._number, measure = map(int, given.split(","))
+        self._status, self._orders, self._number, measure, alone = map(int, given.split(","))
+        self.log_prefix = "" if alone else f"worker {self._number}: "
         self._metrics = Metrics() if measure else None
         self._watches = False
         self._app: App | None = None

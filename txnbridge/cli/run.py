@@ -55,7 +55,7 @@ def command(
     supervised = workers is not None or reload or health_port is not None
     if supervised and (until_idle or not isinstance(found, App)):
         raise click.UsageError("--workers, --reload and --health-port are for an App, and not with --until-idle")
-    with telling():
+    with telling("" if process is None else process.log_prefix):
         if not isinstance(found, App):
             _run_processor(cli, target, found, until_idle)
             return None
