@@ -25,8 +25,9 @@ PREFIX = "txnbridge-retry-"
 class WaitingMessage(Origin):
     """The contents of the headers of a message in a retry topic.
 
-    `number` is the number of retry topics in which the message has waited, with this one. `due` is the time from which
-    it may be processed, in milliseconds since 1970.
+    `number` is the number of retry topics in which the message has waited, with this one; it is 0 if a redrive has sent
+    the message, which then has all its attempts again. `due` is the time from which it may be processed, in
+    milliseconds since 1970.
     """
 
     number: int
@@ -49,6 +50,11 @@ def retry_topic(group: str, delay: float) -> str:
 def retry_group(group: str) -> str:
     """Return the name of the group in which the processors of `group` read their retry topics."""
     return f"txnbridge-retry-{group}"
+
+
+def waiting_headers(number: int, delay: float) -> list[tuple[str, bytes | None]]:
+    """Return the headers of `WaitingMessage` that an `Origin` does not have, for a wait that begins now."""
+    return [(PREFIX + "number", b"%d" % number), (PREFIX + "due", b"%d" % ((time.time() + delay) * 1000))]
 
 
 def seconds_until_due(message: Message) -> float:
@@ -111,11 +117,8 @@ class Retries:
             delivered, original = batch.delivered[index], batch.originals[index]
             number = self._number(delivered)
             delay = self._delays[number]
-            headers = [
-                *origin_headers(PREFIX, original, self._group, error, attempts(delivered), txn.id),
-                (PREFIX + "number", b"%d" % (number + 1)),
-                (PREFIX + "due", b"%d" % ((time.time() + delay) * 1000)),
-            ]
+            origin = origin_headers(PREFIX, original, self._group, error, attempts(delivered), txn.id)
+            headers = [*origin, *waiting_headers(number + 1, delay)]
             txn.send(retry_topic(self._group, delay), original.value, key=original.key, headers=headers)
 
     def _number(self, delivered: Message) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,17 +47,36 @@ class WaitingTopic:
 
 def waiting_topics(bridge: Bridge, group: str | None = None) -> list[WaitingTopic]:
     """Return the retry topics, of one group or of all, with what waits in them."""
-    found = [(topic.name, match) for topic in bridge.admin.topics() if (match := _NAME.fullmatch(topic.name))]
-    if group is not None:
-        found = [(name, match) for name, match in found if match["group"] == group]
-        if not found:
-            raise NotFound(f"there is no retry topic of group {group!r}: its names are {group}-retry-10s and the like")
-    return [_waiting_topic(bridge, name, match) for name, match in found]
+    return [_waiting_topic(bridge, *found) for found in _retry_topics(bridge, group)]
 
 
-def _waiting_topic(bridge: Bridge, topic: str, name: re.Match[str]) -> WaitingTopic:
-    group = name["group"]
-    delay = int(name["number"]) / (1000 if name["unit"] == "ms" else 1)
+def shortest_retry_topic(bridge: Bridge, group: str) -> str:
+    """Return the retry topic of a group that has the shortest delay. Raise `NotFound` if the group has none.
+
+    If the group has members now, it is one that they read: a topic whose delay was taken out of `retry=` is left out.
+    """
+    found = _retry_topics(bridge, group)
+    if bridge.capabilities[Capability.GROUP_ADMIN]:
+        with suppress(NotFound):
+            members = bridge.admin.group(retry_group(group)).members
+            read = {topic for member in members for topic, _ in member.partitions}
+            found = [each for each in found if each[0] in read] or found
+    return min(found, key=lambda each: each[2])[0]
+
+
+def _retry_topics(bridge: Bridge, group: str | None) -> list[tuple[str, str, float]]:
+    """Return the retry topics, of one group or of all, each with its group and its delay."""
+    found = [
+        (topic.name, match["group"], int(match["number"]) / (1000 if match["unit"] == "ms" else 1))
+        for topic in bridge.admin.topics()
+        if (match := _NAME.fullmatch(topic.name)) and group in (None, match["group"])
+    ]
+    if group is not None and not found:
+        raise NotFound(f"there is no retry topic of group {group!r}: its names are {group}-retry-10s and the like")
+    return found
+
+
+def _waiting_topic(bridge: Bridge, topic: str, group: str, delay: float) -> WaitingTopic:
     positions = _group_positions(bridge, group)
     now = int(time.time() * 1000)
     waiting = due = 0

@@ -435,6 +435,32 @@ def test_killed_at_any_event_each_message_is_in_one_place(tmp_path):
     }
 
 
+# --- redrive ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_redrive_for_one_group_is_seen_by_no_other_group(bridge):
+    bridge.ensure_topics("g-retry-100ms")  # of a delay that is no longer used
+    feed(bridge, b"bad", b"1")
+    handler = Failing(times=2)
+    run_until(bridge, lambda: values(bridge, "dead") == [b"bad"], each=handler, retry=[SOON])
+    run(bridge, group="h", each=Failing(), max_attempts=1, dead_letter="dead", max_dead_letters_in_a_row=None)
+    audited: list[Message] = []
+    audit = {"group": "audit", "each": lambda message, txn: audited.append(message)}
+    run(bridge, **audit)
+    with bridge.processor("in", group="g", each=handler, retry=[SOON], dead_letter="dead") as processor:
+        eventually(lambda: processor.lag == 0, "it has its partitions")
+        redrive = Redrive(bridge, "dead", group="g")
+        assert (redrive.retry_topic, redrive.run()) == ("g-retry-200ms", (1, 1, 0))
+        assert Redrive(bridge, "dead", group="g").run() == (0, 1, 0)
+        eventually(lambda: processor.stats.messages == 1, "it is processed")
+    assert values(bridge, "out") == [b"1", b"1", b"bad"]
+    assert handler.tried[-1][:7] == bridge.read("in", limit=1)[0][:7]
+    run(bridge, **audit)
+    assert [message.value for message in audited] == [b"bad", b"1"]
+    with pytest.raises(NotFound, match="there is no retry topic of group 'audit'"):
+        Redrive(bridge, "dead", group="audit")
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
