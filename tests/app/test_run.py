@@ -78,9 +78,11 @@ def finish_slowly(order):
 
 slow = txnbridge.App()
 slow.process("orders", group="slow", to="shipments")(finish_slowly)
-nowhere = one(wait, create_topics=0)
+nowhere = txnbridge.App(stop_timeout=0.5, create_topics=0)
 nowhere.process("missing", group="g")(hang)
+nowhere.process("orders", group="one")(wait)
 owner = one(wait, transactional_id="shop")
+empty = txnbridge.App()
 """
 
 
@@ -229,6 +231,7 @@ def test_signals_to_all_processes_of_the_service_let_it_finish_too(folder, url, 
         ("refusing", [], 1, "a test says so"),
         ("finishing", [], 0, "the application has stopped itself"),
         ("nowhere", [], 3, "missing"),
+        ("empty", [], 2, "no functions"),
     ],
 )
 def test_the_exit_code_tells_why_it_ended(folder, orders, target, signals, code, text):
@@ -306,6 +309,8 @@ def test_until_idle_it_runs_in_its_own_process_and_tells_what_each_function_did(
         "bill": 2,
         "note": 2,
     }
+    for target, code in (("nowhere", 3), ("empty", 2)):
+        assert CliRunner().invoke(main, ["run", f"shop:{target}", "--until-idle", "--url", url]).exit_code == code
     result = CliRunner().invoke(main, ["run", "shop:refusing", "--until-idle", "--url", url])
     assert (result.exit_code, result.stdout) == (1, "refuse: 0 messages in 0 transactions, 0 dead letters, 0 retries\n")
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import click
 
-from txnbridge import App, InvalidState, Poison, TxnBridgeError, plugins
+from txnbridge import App, InvalidState, NotFound, Poison, TxnBridgeError, UsageError, plugins
 from txnbridge.cli._common import ExitCode, report
 from txnbridge.cli._metrics import to_json
 from txnbridge.metrics import Metrics
@@ -56,6 +56,7 @@ class WorkerProcess:
         """Run the application until it is stopped; return the exit code, by which the supervisor knows what to do.
 
         OK: the application has stopped itself. FAILED: a function has failed for good. UNAVAILABLE: it could not start.
+        USAGE: it is refused.
         """
         self._app = app
         if self._metrics is not None:
@@ -67,7 +68,7 @@ class WorkerProcess:
             # The text of `Poison` is the application's own, which may be shown.
             shown = TxnBridgeError(str(error)) if isinstance(error, Poison) else error
             report(click.get_current_context(), shown)
-            return ExitCode.FAILED if app._was_running else ExitCode.UNAVAILABLE
+            return ExitCode.FAILED if app._was_running else start_code(error)
         return ExitCode.OK if app._stopped_itself else STOPPED
 
     def _tell(self, app: App) -> None:
@@ -110,3 +111,10 @@ class WorkerProcess:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(_START_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def start_code(error: Exception) -> ExitCode:
+    """Return the exit code of an application that could not start."""
+    # A missing topic is no fault of the application: it may be created while the service manager tries again.
+    refused = isinstance(error, UsageError) and not isinstance(error, NotFound)
+    return ExitCode.USAGE if refused else ExitCode.UNAVAILABLE

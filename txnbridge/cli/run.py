@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from txnbridge import App, Poison, Processor, TxnBridgeError
+from txnbridge import App, NotFound, Poison, Processor, TxnBridgeError
 from txnbridge._processor import ProcessorStats
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode, report
@@ -63,8 +63,7 @@ def command(
         if process is not None:
             return process.run(found)
         if until_idle:
-            _run_until_idle(cli, found)
-            return None
+            return _run_until_idle(cli, found)
         return _supervise(target, found, workers or 1, reload, health_port)
 
 
@@ -85,9 +84,12 @@ def _use_options(app: App) -> None:
     app._connect_options |= {name: value for name in ("url", "timeout") if (value := _given(name)) is not None}
 
 
-def _run_until_idle(cli: Cli, app: App) -> None:
+def _run_until_idle(cli: Cli, app: App) -> int | None:
     try:
         app.run(until_idle=True)
+    except NotFound as error:
+        report(click.get_current_context(), error)
+        return ExitCode.UNAVAILABLE
     except Poison as error:
         raise TxnBridgeError(str(error)) from error
     finally:
@@ -95,6 +97,7 @@ def _run_until_idle(cli: Cli, app: App) -> None:
             cli.document({name: stats._asdict() for name, stats in app.stats.items()})
         for name, stats in app.stats.items():
             cli.say(f"{name}: {_summary(stats)}")
+    return None
 
 
 def _supervise(target: str, app: App, workers: int, reload: bool, health_port: int | None) -> int:
