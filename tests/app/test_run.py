@@ -83,6 +83,12 @@ nowhere.process("missing", group="g")(hang)
 nowhere.process("orders", group="one")(wait)
 owner = one(wait, transactional_id="shop")
 empty = txnbridge.App()
+
+def without_database(app):
+    raise ValueError("no database")
+    yield
+
+lifeless = one(wait, lifespan=without_database)
 """
 
 
@@ -232,6 +238,7 @@ def test_signals_to_all_processes_of_the_service_let_it_finish_too(folder, url, 
         ("finishing", [], 0, "the application has stopped itself"),
         ("nowhere", [], 3, "missing"),
         ("empty", [], 2, "no functions"),
+        ("lifeless", [], 3, 'in without_database\n    raise ValueError("no database")\nValueError: no database\n'),
     ],
 )
 def test_the_exit_code_tells_why_it_ended(folder, orders, target, signals, code, text):

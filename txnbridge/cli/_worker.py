@@ -20,6 +20,7 @@ import click
 from txnbridge import App, InvalidState, NotFound, Poison, TxnBridgeError, UsageError, plugins
 from txnbridge.cli._common import ExitCode, report
 from txnbridge.cli._metrics import to_json
+from txnbridge.cli._object_loading import show_traceback
 from txnbridge.metrics import Metrics
 
 # The supervisor does not stop a worker by a signal: a service manager that sends SIGTERM to all processes of a service
@@ -67,6 +68,8 @@ class WorkerProcess:
         except Exception as error:
             # The text of `Poison` is the application's own, which may be shown.
             shown = TxnBridgeError(str(error)) if isinstance(error, Poison) else error
+            if not app._was_running and not isinstance(error, TxnBridgeError):
+                show_traceback(error)  # of a lifespan
             report(click.get_current_context(), shown)
             return ExitCode.FAILED if app._was_running else start_code(error)
         return ExitCode.OK if app._stopped_itself else STOPPED
