@@ -57,7 +57,10 @@ _CHECKS_SHARE = 0.5
 
 
 # The options of `connect` that the URL may have.
-_OPTIONS = {"group_commit": Option(bool, None, "whether small transactions of several threads share one")}
+_OPTIONS = {
+    "create_topics": Option(int, None, "the partitions of a missing topic at its first use; 0: it is not created"),
+    "group_commit": Option(bool, None, "whether small transactions of several threads share one"),
+}
 
 
 def connect(
@@ -79,10 +82,11 @@ def connect(
     transactions that this owner left open. `timeout` is the deadline of each call and each transaction in seconds;
     `hold` is how long a transaction may stay prepared after its deadline. At most `writers` transactions can be open at
     the broker at once. `group_commit` is whether small transactions of several threads share one transaction of the
-    broker: None for the backend's default, True also for a transaction that is the only one. A backend's own options
-    are given in the URL's query or as a mapping under the backend's name, such as
-    `connect(url, embedded={"lease_seconds": 30})`. `decision_log` is another store for the decision logs: a broker's
-    URL, or a database as SQLAlchemy's URL or an `Engine`; it must be the same in all bridges of an application.
+    broker: None for the backend's default, True also for a transaction that is the only one. `create_topics` and
+    `group_commit` may be in the URL's query, too; the argument counts first. A backend's own options are given there or
+    as a mapping under the backend's name, such as `connect(url, embedded={"lease_seconds": 30})`. `decision_log` is
+    another store for the decision logs: a broker's URL, or a database as SQLAlchemy's URL or an `Engine`; it must be
+    the same in all bridges of an application.
 
     Raise `BackendMissing` if the backend is not installed, `InvalidOption` for a wrong argument, `BrokerUnavailable` if
     the broker does not answer, `AccessDenied` if it refuses the credentials.
@@ -92,8 +96,9 @@ def connect(
     if not url:
         raise InvalidOption("connect() needs a URL, such as embedded:orders.db, or TXNBRIDGE_URL set to one")
     address, options = parse_url(url)
-    if "group_commit" in options and group_commit is None:
-        ((_, group_commit),) = resolve_options(_OPTIONS, {"group_commit": options.pop("group_commit")}, "")[0].items()
+    ours, _ = resolve_options(_OPTIONS, {name: options.pop(name) for name in _OPTIONS if name in options}, "")
+    create_topics = ours["create_topics"] if create_topics is None else create_topics
+    group_commit = ours["group_commit"] if group_commit is None else group_commit
     check_opening(transactional_id, application, timeout, hold, writers, create_topics, group_commit)
     chosen = find_backend(address.scheme)
     for name, settings in backend.items():

@@ -45,23 +45,15 @@ ExceptionClasses = type[Exception] | Sequence[type[Exception]]
 class FailurePolicy:
     """Distinguishes poison from errors of the handler and the broker, and counts each message's failed attempts.
 
-    `Processor` explains the settings. `may_set_aside` returns whether one of some messages has a topic to which it goes
-    after its last attempt, a dead-letter or a retry topic; otherwise the processor's loop ends with the error.
+    `Processor` explains the settings.
     """
 
-    def __init__(
-        self,
-        poison: ExceptionClasses,
-        fatal: ExceptionClasses,
-        max_attempts: int | None,
-        may_set_aside: Callable[[Sequence[Message]], bool],
-    ) -> None:
+    def __init__(self, poison: ExceptionClasses, fatal: ExceptionClasses, max_attempts: int | None) -> None:
         if max_attempts is not None and (type(max_attempts) is not int or max_attempts < 1):
             raise InvalidOption("max_attempts must be a whole number from 1, or None to try for ever")
         self._poison = _poison_classes(poison)
         self._fatal = _exception_classes("fatal", fatal)
         self._max_attempts = max_attempts
-        self._may_set_aside = may_set_aside
         self._attempts: dict[tuple[Any, ...], int] = {}  # failed attempts of messages that are not acknowledged
         self._of_handler: BaseException | None = None  # the last error of the handler or a codec
         self._ends_loop: BaseException | None = None  # an error of the handler after which the loop must end
@@ -109,9 +101,7 @@ class FailurePolicy:
                 return
             # What the broker refuses is as often a wrong setting: the message holds its place, and is not set aside.
             if not isinstance(error, Abort | UsageError) and self._is_last_attempt(tried):
-                if self._may_set_aside(tried):
-                    return
-                self._ends_loop = error
+                return
         self._of_handler = error
         raise error
 

@@ -26,10 +26,11 @@ def loggable(error: BaseException | None) -> str:
     return type(error).__name__
 
 
-def handler_location(error: BaseException, caller: str) -> str:
+def handler_location(error: BaseException, caller: str = "") -> str:
     """Return an error as text with the file and line of the handler from which it came, possibly through libraries.
 
-    `caller` is the file of the module of txnbridge that called the handler.
+    `caller` is the file of the module of txnbridge that called the handler. It is not needed for an error that was
+    caught there.
     """
     frames = traceback.extract_tb(error.__traceback__)
     calls = [index for index, frame in enumerate(frames) if frame.filename == caller]

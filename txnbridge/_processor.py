@@ -68,9 +68,9 @@ class ProcessorStats(NamedTuple):
     """Counts of a processor's work since it started.
 
     `messages` is the number of acknowledged messages, `dead_letters` of them as dead letters; `transactions` counts
-    commits, `retries` failed attempts to poll and process a batch. `last_error` is the error of the last failed attempt
-    as text, without data of messages. `delayed` of the messages were sent to a retry topic; each counts again when it
-    has come from there.
+    commits, `retries` failed attempts to poll and process a batch, which are repeated in place. `last_error` is the
+    error of the last of these as text, without data of messages. `delayed` of the messages were sent to a retry topic,
+    which does not count in `retries`; each counts again when it has come from there.
     """
 
     messages: int = 0
@@ -111,9 +111,9 @@ class Processor(ConnectionUser):
     - `dead_letter`: the topic for poison: messages that cannot be decoded, or for which the handler raises `Poison` or
       an exception of a class in `poison`. Without this topic, poison stops the loop with the `Poison` error. More than
       `max_dead_letters_in_a_row` consecutive poison messages stop the loop, too (None: no limit).
-    - `max_attempts`: a message for which the handler has failed so often, with whatever error, is treated as poison;
-      without `dead_letter` the loop stops with the error (None: no limit). Errors of the broker do not count as
-      attempts. `fatal`: exception classes of the handler that stop the loop at once.
+    - `max_attempts`: a message for which the handler has failed so often, with whatever error, is treated as poison
+      (None: no limit). Errors of the broker do not count as attempts. `fatal`: exception classes of the handler that
+      stop the loop at once.
     - `retry`: a list of delays in seconds. A message for which the handler has failed `max_attempts` times (1 by
       default) is sent to a retry topic, in the transaction that acknowledges it, and is processed again after the
       first delay; after each further failure it waits for the next one. Only after the last delay it is treated as
@@ -176,11 +176,11 @@ class Processor(ConnectionUser):
         self._observe_handler()
         self._database: PassDatabase | None = None
         dead_topic = None if dead_letter is None else as_topic(dead_letter).name
-        self._dead_letters = DeadLetters(dead_topic, group, max_dead_letters_in_a_row)
+        self._dead_letters = DeadLetters(dead_topic, group, max_dead_letters_in_a_row, self._attempts_at)
         self._retries = Retries(retry, group, [topic.name for topic in self._topics])
         if retry is not None and max_attempts is None:
             max_attempts = 1
-        self._policy = FailurePolicy(poison, fatal, max_attempts, self._may_set_aside)
+        self._policy = FailurePolicy(poison, fatal, max_attempts)
         self._max_messages = max_messages
         self._max_wait = max_wait
         self._timeout = connection.timeout if timeout is None else timeout
@@ -292,8 +292,8 @@ class Processor(ConnectionUser):
         is aborted while it runs on, and `DeadlineExceeded` is raised.
 
         Raise errors that a retry cannot solve: `Fenced`, `EvidenceLost`, `PositionLost`; `Poison` without
-        `dead_letter=` or too often in a row; the handler's error after `retry_for` or `max_attempts` or of a class in
-        `fatal`; an error by a wrong setting.
+        `dead_letter=` or too often in a row, also for a message that has had its `max_attempts`; the handler's error
+        after `retry_for` or of a class in `fatal`; an error by a wrong setting.
         """
         self._begin()
         with self._stop.by_signals():
@@ -568,9 +568,12 @@ class Processor(ConnectionUser):
 
     def _send_set_aside(self, items: PolledBatch, txn: PassTransaction) -> int:
         """Send the marked messages to their topics; return the number of consecutive dead letters at the end."""
-        now = self._failures + 1
-        self._retries.send(items, txn, now)
-        return self._dead_letters.send(items, txn, lambda index: self._retries.attempts(items.delivered[index]) + now)
+        self._retries.send(items, txn, self._attempts_at)
+        return self._dead_letters.send(items, txn)
+
+    def _attempts_at(self, delivered: Message) -> int:
+        """Return how often the handler was tried with a message that is set aside, here and before earlier waits."""
+        return self._retries.attempts(delivered) + self._failures + 1
 
     def _handle(self, items: PolledBatch, txn: PassTransaction) -> PolledBatch:
         try:
@@ -655,9 +658,6 @@ class Processor(ConnectionUser):
             raise _Hidden from error
         self._mark(items, culprit, error)
         raise _Found from error
-
-    def _may_set_aside(self, tried: Sequence[Message]) -> bool:
-        return self._dead_letters.topic is not None or any(map(self._retries.takes, tried))
 
     def _mark(self, items: PolledBatch, index: int, error: Exception) -> None:
         """Mark a message as delayed if another attempt is left, otherwise as poison."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from txnbridge import _retries
 from txnbridge._consumer import Consumer
 from txnbridge._deadletters import PREFIX
-from txnbridge._messages import Message, Position
-from txnbridge._origin import Origin, without_prefix
+from txnbridge._messages import Headers, Message, Position
+from txnbridge._origin import Origin, origin_headers, without_prefix
+from txnbridge._retry_overview import shortest_retry_topic
 from txnbridge.capabilities import Capability
+from txnbridge.errors import Poison
 from txnbridge.spi import Partition
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ class DeadLetter(Origin):
 
 
 class Redriven(NamedTuple):
-    """The counts of a redrive: dead letters sent back, left because of their reason, and left without an origin."""
+    """The counts of a redrive: dead letters sent back, left for their reason or group, and left without an origin."""
 
     sent: int = 0
     left: int = 0
@@ -47,10 +50,23 @@ class Redrive:
     it stopped. It sends dead letters that exist when it begins, at most `limit`, and only those whose reason contains
     `reason`. The others stay for another redrive: unchanged, or, on a broker that only knows positions, sent to the
     topic's end again.
+
+    With `group` it sends only the dead letters of this group, and to the group's retry topic with the shortest delay,
+    due at once: no other group reads them again. Raise `NotFound` if the group has no retry topic.
     """
 
-    def __init__(self, bridge: Bridge, topic: str, *, reason: str | None = None, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        bridge: Bridge,
+        topic: str,
+        *,
+        reason: str | None = None,
+        limit: int | None = None,
+        group: str | None = None,
+    ) -> None:
         self._bridge = bridge
+        self._group = group
+        self.retry_topic = None if group is None else shortest_retry_topic(bridge, group)
         self._topic = topic
         self._reason = reason
         self._limit = limit
@@ -84,6 +100,8 @@ class Redrive:
         return done
 
     def _chooses(self, letter: DeadLetter) -> bool:
+        if self._group not in (None, letter.group):
+            return False
         return self._reason is None or self._reason in letter.reason
 
     def _send_back(self, batch: list[Message], done: Redriven) -> Redriven:
@@ -104,7 +122,10 @@ class Redrive:
         if chosen or moved:
             with self._bridge.transaction(alone=True) as txn:
                 for message, letter in chosen:
-                    self._send_original(txn, message, letter)
+                    if self.retry_topic is None:
+                        self._send_original(txn, message, letter)
+                    else:
+                        _send_to_retry(txn, self.retry_topic, message, letter)
                 for message in moved:
                     txn.send(self._topic, message.value, key=message.key, headers=message.headers)
                 txn.ack(sorted([*(m for m, _ in chosen), *moved], key=lambda m: m.position))
@@ -138,6 +159,19 @@ class Redrive:
         with self._bridge.consumer(self._topic, start="latest") as tail:
             tail.poll(1, timeout=0)  # assigns the consumer's partitions
             return tail.positions()
+
+
+def _send_to_retry(txn: Transaction, retry_topic: str, message: Message, letter: DeadLetter) -> None:
+    original = message._replace(
+        topic=letter.topic,
+        partition=letter.partition,
+        position=letter.position,
+        timestamp=letter.timestamp,
+        headers=Headers(without_prefix(message.headers, PREFIX)),
+    )
+    origin = origin_headers(_retries.PREFIX, original, letter.group, Poison(letter.reason), 0, txn.id)
+    headers = [*origin, *_retries.waiting_headers(number=0, delay=0)]
+    txn.send(retry_topic, message.value, key=message.key, headers=headers)
 
 
 def _is_through(consumer: Consumer, ends: Mapping[Partition, Position]) -> bool:

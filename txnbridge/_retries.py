@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from txnbridge._connection import Connection
@@ -31,8 +31,9 @@ _TOPIC_NAME = re.compile(r"(?P<group>.+)-retry-(?P<number>\d+)(?P<unit>m?s)", re
 class WaitingMessage(Origin):
     """The contents of the headers of a message in a retry topic.
 
-    `number` is the number of retry topics in which the message has waited, with this one. `due` is the time from which
-    it may be processed, in milliseconds since 1970.
+    `number` is the number of retry topics in which the message has waited, with this one; it is 0 if a redrive has sent
+    the message, which then has all its attempts again. `due` is the time from which it may be processed, in
+    milliseconds since 1970.
     """
 
     number: int
@@ -61,6 +62,11 @@ def parse_retry_topic(name: str) -> tuple[str, float] | None:
 def retry_group(group: str) -> str:
     """Return the name of the group in which the processors of `group` read their retry topics."""
     return f"txnbridge-retry-{group}"
+
+
+def waiting_headers(number: int, delay: float) -> list[tuple[str, bytes | None]]:
+    """Return the headers of `WaitingMessage` that an `Origin` does not have, for a wait that begins now."""
+    return [(PREFIX + "number", b"%d" % number), (PREFIX + "due", b"%d" % ((time.time() + delay) * 1000))]
 
 
 def seconds_until_due(message: Message) -> float:
@@ -135,18 +141,17 @@ class Retries:
             deliveries=delivered.deliveries + waited.attempts,
         )
 
-    def send(self, batch: PolledBatch, txn: PassTransaction, attempts: int) -> None:
-        """Send the delayed messages of a batch to their retry topics, in the transaction."""
+    def send(self, batch: PolledBatch, txn: PassTransaction, attempts: Callable[[Message], int]) -> None:
+        """Send the delayed messages of a batch to their retry topics, in the transaction.
+
+        `attempts` returns the number of attempts at a delivered message.
+        """
         for index, error in batch.delayed.items():
             delivered, original = batch.delivered[index], batch.originals[index]
             number = self._number(delivered)
             delay = self._delays[number]
-            tried = self.attempts(delivered) + attempts
-            headers = [
-                *origin_headers(PREFIX, original, self._group, error, tried, txn.id),
-                (PREFIX + "number", b"%d" % (number + 1)),
-                (PREFIX + "due", b"%d" % ((time.time() + delay) * 1000)),
-            ]
+            origin = origin_headers(PREFIX, original, self._group, error, attempts(delivered), txn.id)
+            headers = [*origin, *waiting_headers(number + 1, delay)]
             txn.send(retry_topic(self._group, delay), original.value, key=original.key, headers=headers)
 
     def _number(self, delivered: Message) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,12 +45,31 @@ class WaitingTopic:
 
 def waiting_topics(bridge: Bridge, group: str | None = None) -> list[WaitingTopic]:
     """Return the retry topics, of one group or of all, with what waits in them."""
-    found = [(topic.name, *parsed) for topic in bridge.admin.topics() if (parsed := parse_retry_topic(topic.name))]
-    if group is not None:
-        found = [each for each in found if each[1] == group]
-        if not found:
-            raise NotFound(f"there is no retry topic of group {group!r}: its names are {group}-retry-10s and the like")
-    return [_waiting_topic(bridge, *each) for each in found]
+    return [_waiting_topic(bridge, *found) for found in _retry_topics(bridge, group)]
+
+
+def shortest_retry_topic(bridge: Bridge, group: str) -> str:
+    """Return the retry topic of a group that has the shortest delay. Raise `NotFound` if the group has none.
+
+    If the group has members now, it is one that they read: a topic whose delay was taken out of `retry=` is left out.
+    """
+    found = _retry_topics(bridge, group)
+    if bridge.capabilities[Capability.GROUP_ADMIN]:
+        with suppress(NotFound):
+            members = bridge.admin.group(retry_group(group)).members
+            read = {topic for member in members for topic, _ in member.partitions}
+            found = [each for each in found if each[0] in read] or found
+    return min(found, key=lambda each: each[2])[0]
+
+
+def _retry_topics(bridge: Bridge, group: str | None) -> list[tuple[str, str, float]]:
+    """Return the retry topics, of one group or of all, each with its group and its delay."""
+    topics = bridge.admin.topics()
+    found = [(topic.name, *parsed) for topic in topics if (parsed := parse_retry_topic(topic.name))]
+    found = [each for each in found if group in (None, each[1])]
+    if group is not None and not found:
+        raise NotFound(f"there is no retry topic of group {group!r}: its names are {group}-retry-10s and the like")
+    return found
 
 
 def _waiting_topic(bridge: Bridge, topic: str, group: str, delay: float) -> WaitingTopic:

@@ -70,7 +70,9 @@ DEFINITIONS = {
     "processor_transactions_total": Definition("counter", "Transactions that a processor has committed."),
     "processor_dead_letters_total": Definition("counter", "Messages that a processor has set aside as dead letters."),
     "processor_delayed_total": Definition("counter", "Messages that a processor has sent to a retry topic."),
-    "processor_retries_total": Definition("counter", "Failed attempts of a processor to poll and process a batch."),
+    "processor_retries_total": Definition(
+        "counter", "Failed attempts of a processor to poll and process a batch, repeated in place."
+    ),
     "processor_lag": Definition("gauge", "Messages that wait in the partitions of a processor."),
     "processor_healthy": Definition("gauge", "1 while a processor gets on, otherwise 0."),
     "service_healthy": Definition("gauge", "1 while a resolver or relay gets on, otherwise 0."),

@@ -110,7 +110,7 @@ class EmbeddedBackend(Backend):
             file_of(url),
             durable=options["durability"] == "full",
             max_bytes=options["max_bytes"] or None,
-            create_topics=1 if context.create_topics is None else context.create_topics,
+            create_topics=context.create_topics if context.create_topics is not None else 1 if like is None else 0,
             timing=settings.timing,
         )
         store.open(deadline, create=options["create"])

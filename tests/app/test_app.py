@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.in_time import within
-from txnbridge import App, DeadlineExceeded, InvalidOption, InvalidState, Poison, Router
+from txnbridge import App, DeadlineExceeded, InvalidOption, InvalidState, Poison, Router, connect
 
 
 def send(bridge, *values: bytes, topic: str = "in") -> None:
@@ -58,6 +58,24 @@ def test_functions_work_side_by_side_until_the_end_of_the_block_again_and_again(
     assert values(bridge) == [b"012", b"112"]
     with pytest.raises(InvalidState, match="while it runs"):
         _ = app.bridge
+
+
+def test_in_a_test_it_runs_with_another_broker(bridge, tmp_path):
+    other = f"embedded:{tmp_path}/other.db"
+    app = App("embedded:/nowhere/of-the-app.db", timeout=1)
+
+    @app.process("in", group="g", to="out")
+    def ship(value: bytes) -> bytes:
+        return value
+
+    with app.using(other, timeout=30), connect(other) as beside:
+        send(beside, b"1")
+        app.run(until_idle=True)
+        assert values(beside) == [b"1"]
+        with app, pytest.raises(InvalidState, match="runs already"), app.using(other):
+            pass
+    with pytest.raises(InvalidOption, match="no folder /nowhere"):
+        app.run(until_idle=True)
 
 
 @pytest.mark.parametrize("started", ["run", "with"])

@@ -80,9 +80,17 @@ def finish_slowly(order):
 
 slow = txnbridge.App()
 slow.process("orders", group="slow", to="shipments")(finish_slowly)
-nowhere = one(wait, create_topics=0)
+nowhere = txnbridge.App(stop_timeout=0.5, create_topics=0)
 nowhere.process("missing", group="g")(hang)
+nowhere.process("orders", group="one")(wait)
 owner = one(wait, transactional_id="shop")
+empty = txnbridge.App()
+
+def without_database(app):
+    raise ValueError("no database")
+    yield
+
+lifeless = one(wait, lifespan=without_database)
 """
 
 
@@ -199,6 +207,8 @@ def test_killed_in_the_middle_and_run_again_each_function_processes_each_order_o
     for topic in ("shipments", "bills", "audit"):
         assert Counter(sent(url, topic)) == Counter(fed)
     assert f"(pid {one}) died (signal SIGKILL); it is started again in 0.5 s" in second.log.read_text()
+    for number in (1, 2):
+        assert f" worker {number}: group 'shipping': joined" in second.log.read_text()
 
 
 def test_a_stop_cancels_what_waits_and_is_not_ready_meanwhile(folder, orders):
@@ -229,6 +239,8 @@ def test_signals_to_all_processes_of_the_service_let_it_finish_too(folder, url, 
         ("refusing", [], 1, "a test says so"),
         ("finishing", [], 0, "the application has stopped itself"),
         ("nowhere", [], 3, "missing"),
+        ("empty", [], 2, "no functions"),
+        ("lifeless", [], 3, 'in without_database\n    raise ValueError("no database")\nValueError: no database\n'),
     ],
 )
 def test_the_exit_code_tells_why_it_ended(folder, orders, target, signals, code, text):
@@ -352,7 +364,7 @@ def has_ipv6() -> bool:
 
 
 def test_the_waits_before_a_worker_is_started_again_grow(folder, orders):
-    worker = Worker([], 1, measure=False)
+    worker = Worker([], 1, measure=False, alone=True)
     worker._started = time.monotonic()
     assert [worker.start_later() for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     orders(b"1")
@@ -373,6 +385,8 @@ def test_until_idle_it_runs_in_its_own_process_and_tells_what_each_function_did(
         "bill": 2,
         "note": 2,
     }
+    for target, code in (("nowhere", 3), ("empty", 2)):
+        assert CliRunner().invoke(main, ["run", f"shop:{target}", "--until-idle", "--url", url]).exit_code == code
     result = CliRunner().invoke(main, ["run", "shop:refusing", "--until-idle", "--url", url])
     assert (result.exit_code, result.stdout) == (1, "refuse: 0 messages in 0 transactions, 0 dead letters, 0 retries\n")
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from txnbridge_conformance.observing import eventually
 
-from txnbridge import _retry_overview
+from txnbridge import Poison, _retry_overview
 from txnbridge._retry_overview import waiting_topics
 
 
@@ -66,7 +66,7 @@ def test_what_is_due_and_not_processed_is_counted(bridge):
     with bridge.transaction() as txn:
         txn.send("orders", b"1")
     processor = bridge.processor("orders", group="shipping", each=fail, retry=[0.001, 0.002])
-    with pytest.raises(KeyError), processor:
+    with pytest.raises(Poison), processor:
         eventually(lambda: not processor.healthy, "it does not stop")
     (_, last) = waiting_topics(bridge)
     assert (last.topic, last.waiting, last.due, last.attempts) == ("shipping-retry-2ms", 0, 1, 2)

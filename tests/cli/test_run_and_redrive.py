@@ -227,6 +227,13 @@ def test_redrive_chooses_by_reason_and_limit(invoke, bridge, dead_letters):
     assert values(bridge, "orders")[4:] == [b"1", b"3"]
 
 
+def test_redrive_for_one_group_says_to_which_topic_it_sends(invoke, bridge, dead_letters):
+    bridge.admin.create_topic("shipping-retry-500ms")
+    result = invoke("redrive", "orders-dead", "--group", "shipping", "--reason", "too old")
+    assert result.stdout == "sent back: 2, to shipping-retry-500ms\nleft, for another reason or group: 2\n"
+    assert values(bridge, "orders") == [b"0", b"1", b"2", b"3"]
+
+
 def test_a_dry_run_shows_dead_letters_and_changes_nothing(invoke, bridge, dead_letters):
     result = invoke("redrive", "orders-dead", "--dry-run")
     assert result.exit_code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -288,11 +289,18 @@ def test_the_number_of_tries_survives_restarts_and_after_the_last_delay_it_is_a_
         assert bridge.read("in", limit=10)[1][3:7] == original[3:7]  # key, value, headers, timestamp
 
 
-def test_after_the_last_delay_without_a_dead_letter_topic_it_stops_with_the_error(bridge):
+def test_after_the_last_delay_without_a_dead_letter_topic_it_stops_and_says_what_to_do(bridge):
     feed(bridge, b"bad", b"1")
     handler = Failing()
-    with pytest.raises(KeyError):
+    with pytest.raises(Poison) as raised:
         run_until(bridge, lambda: False, each=handler, retry=[SOON], dead_letter=None)
+    assert re.fullmatch(
+        r"<Message in\[0\] at \(0,\), 3 bytes> cannot be processed \(KeyError at .*test_processor_retry.py:\d+,"
+        r" 2 attempts\), and there is no dead_letter= topic to set it aside in. It waits in 'g-retry-200ms'."
+        r" Set dead_letter=, or mend the handler, and start again",
+        str(raised.value),
+    )
+    assert isinstance(raised.value.__cause__, KeyError)
     assert len(handler.tried) == 2
     assert values(bridge, "out") == [b"1"]
 
@@ -474,6 +482,32 @@ def test_killed_at_any_event_each_message_is_in_one_place(tmp_path):
     assert {"reader.poll/after", "message.send/after", "ack/after", "commit/before", "commit/after"} <= {
         point.event for point in killed_at
     }
+
+
+# --- redrive ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_redrive_for_one_group_is_seen_by_no_other_group(bridge):
+    bridge.ensure_topics("g-retry-100ms")  # of a delay that is no longer used
+    feed(bridge, b"bad", b"1")
+    handler = Failing(times=2)
+    run_until(bridge, lambda: values(bridge, "dead") == [b"bad"], each=handler, retry=[SOON])
+    run(bridge, group="h", each=Failing(), max_attempts=1, dead_letter="dead", max_dead_letters_in_a_row=None)
+    audited: list[Message] = []
+    audit = {"group": "audit", "each": lambda message, txn: audited.append(message)}
+    run(bridge, **audit)
+    with bridge.processor("in", group="g", each=handler, retry=[SOON], dead_letter="dead") as processor:
+        eventually(lambda: processor.lag == 0, "it has its partitions")
+        redrive = Redrive(bridge, "dead", group="g")
+        assert (redrive.retry_topic, redrive.run()) == ("g-retry-200ms", (1, 1, 0))
+        assert Redrive(bridge, "dead", group="g").run() == (0, 1, 0)
+        eventually(lambda: processor.stats.messages == 1, "it is processed")
+    assert values(bridge, "out") == [b"1", b"1", b"bad"]
+    assert handler.tried[-1][:7] == bridge.read("in", limit=1)[0][:7]
+    run(bridge, **audit)
+    assert [message.value for message in audited] == [b"bad", b"1"]
+    with pytest.raises(NotFound, match="there is no retry topic of group 'audit'"):
+        Redrive(bridge, "dead", group="audit")
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

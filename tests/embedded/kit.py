@@ -42,7 +42,7 @@ def open_broker(
     path: Path | str,
     *,
     timeout: float = 10,
-    create_topics: int | None = None,
+    create_topics: int | None = 1,
     listener: Callable[[Any], object] | None = None,
     timing: Timing | None = None,
     **options: Any,

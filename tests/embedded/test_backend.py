@@ -12,7 +12,7 @@ from txnbridge_embedded.settings import Settings
 
 import txnbridge
 from tests.embedded.kit import begin, open_writer, prepare, read, send, values
-from txnbridge.errors import AccessDenied, InvalidOption, NotSupported, TransactionAborted
+from txnbridge.errors import AccessDenied, InvalidOption, NotFound, NotSupported, TransactionAborted
 from txnbridge.spi import Capability, Deadline, Level, Url
 
 
@@ -143,7 +143,7 @@ def test_like_refuses_a_message_that_is_too_large_there(opened, name, most):
 
 @pytest.mark.parametrize("name", ["", ".", "..", "orders/new", "bücher", "x" * 250, "a b"])
 def test_like_kafka_refuses_a_name_that_no_topic_can_have_there(path: Path, name: str):
-    with txnbridge.connect(f"embedded:{path}?like=kafka") as bridge:
+    with txnbridge.connect(f"embedded:{path}?like=kafka&create_topics=1") as bridge:
         for call in (
             lambda: bridge.admin.create_topic(name),
             lambda: bridge.read(name, 1),
@@ -157,6 +157,20 @@ def test_like_kafka_refuses_a_name_that_no_topic_can_have_there(path: Path, name
                 txn.send(name, b"1")
             txn.send("Orders_1.new-" + "x" * 200, b"1")
         assert len(bridge.admin.topics()) == 1
+
+
+@pytest.mark.parametrize("like", PROFILES)
+def test_like_creates_no_topic_unless_it_is_told_to(path: Path, like: str):
+    url = f"embedded:{path}?like={like}"
+    with txnbridge.connect(url) as bridge, bridge.transaction() as txn, pytest.raises(NotFound, match="topics create"):
+        txn.send("orders", b"1")
+    with txnbridge.connect(f"{url}&create_topics=3") as bridge, bridge.transaction() as txn:
+        txn.send("orders", b"1")
+        assert bridge.admin.topic("orders").partitions == 3
+    with pytest.raises(InvalidOption, match="create_topics"):
+        txnbridge.connect(f"{url}&create_topics=-1")
+    with txnbridge.connect(f"{url}&create_topics=1", create_topics=0) as bridge, pytest.raises(NotFound):
+        bridge.consumer("missing", "g")
 
 
 def test_like_kafka_bounds_how_long_a_prepared_transaction_lives(opened):
@@ -178,7 +192,7 @@ def test_a_tombstone_is_taken_everywhere(opened):
 
 
 def test_a_refused_message_does_not_make_its_transaction_fail(path: Path):
-    with txnbridge.connect(f"embedded:{path}?like=rocketmq") as bridge:
+    with txnbridge.connect(f"embedded:{path}?like=rocketmq&create_topics=1") as bridge:
         with bridge.transaction() as txn:
             txn.send("orders", b"1")
             with pytest.raises(NotSupported):

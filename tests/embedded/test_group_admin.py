@@ -8,6 +8,7 @@ import re
 import time
 
 import pytest
+from txnbridge_conformance.observing import eventually
 
 import txnbridge
 from txnbridge import Conflict, InvalidState, NotFound
@@ -93,3 +94,21 @@ def test_who_waits_for_a_dead_members_lease_reads_in_the_log_whose_it_is_and_unt
     assert {f"group 'shipping': orders[{number}] is read here, from 0 on" for number in range(2)} <= set(told)
     assert told[-1] == "group 'shipping': left"
     assert told.index(waits[0]) < told.index("group 'shipping': orders[0] is read here, from 0 on")
+
+
+def test_the_log_does_not_repeat_who_has_a_partition_when_others_come_and_go(bridge, caplog):
+    caplog.set_level(logging.INFO, "txnbridge.embedded")
+    first, second = (bridge.consumer("orders", "shipping") for _ in range(2))
+
+    def told(text: str) -> list[str]:
+        for consumer in (first, second):
+            consumer.poll(timeout=0.01)
+        return [line for line in map(logging.LogRecord.getMessage, caplog.records) if f"{text}: assigned to" in line]
+
+    eventually(lambda: told("orders[0]") and told("orders[1]"), "each has one")
+    for topic in ("one", "two", "three"):
+        with bridge.consumer(topic, "shipping") as third:
+            third.poll(timeout=0)
+            eventually(lambda: len(told(f"{topic}[0]")) == 2, "both have seen it")  # noqa: B023
+    # Each of the five members tells it once, and one perhaps twice while the partitions move.
+    assert max(len(told("orders[0]")), len(told("orders[1]"))) <= 6

@@ -40,7 +40,8 @@ class App(Router):
     finish; then their transactions are aborted. `title` and `version` name the service in its description. `lifespan`
     is that of a `Router`.
 
-    Run an app with `run()`, in a test with a `with` block, or as processes with `txnbridge run`. If the processor of
+    Run an app with `run()`, in a test with a `with` block and a broker of its own (`using`), or as processes with
+    `txnbridge run`. If the processor of
     one function fails for good, all stop, and its error is raised.
     """
 
@@ -96,6 +97,24 @@ class App(Router):
 
         handlers = {name: handler for name, (handler, _) in self._named().items()}
         return describe(self.title, self.version, self._connect_options["url"], handlers)
+
+    @contextmanager
+    def using(self, url: str, **connect: Any) -> Iterator[App]:
+        """Let the app run with another broker inside a block, for its tests.
+
+            with app.using(f"embedded:{tmp_path}/test.db"):
+                app.run(until_idle=True)
+
+        `url` and `connect` replace those arguments of the app. Raise `InvalidState` while the app runs.
+        """
+        if self._stop is not None:
+            raise InvalidState("this app runs already; `using` is around its run")
+        before = self._connect_options
+        self._connect_options = {**before, "url": url, **connect}
+        try:
+            yield self
+        finally:
+            self._connect_options = before
 
     def _status(self) -> dict[str, Any]:
         """Return how the app gets on, for the health checks of `txnbridge run`."""

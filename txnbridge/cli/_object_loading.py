@@ -22,14 +22,17 @@ _NOT_THE_USERS = (*(path + os.sep for path in (*txnbridge.__path__, *importlib._
 
 
 @contextmanager
-def telling() -> Iterator[None]:
-    """Write txnbridge's log lines to stderr during the block, unless the user's module has set up logging."""
+def telling(prefix: str = "") -> Iterator[None]:
+    """Write txnbridge's log lines to stderr during the block, unless the user's module has set up logging.
+
+    `prefix` stands in front of each message.
+    """
     logger = logging.getLogger("txnbridge")
     if logger.hasHandlers():
         yield
         return
     handler, level = logging.StreamHandler(), logger.level
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -67,15 +70,18 @@ def _import(name: str) -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise click.UsageError(f"there is no module {error.name!r} here or among what is installed") from None
-        # Unlike an error of a handler, it quotes no message, so all of it may be shown.
-        if not asked_for(click.get_current_context(), "json"):
-            click.echo(_traceback(error), err=True, nl=False)
+        show_traceback(error)
         raise InvalidOption(f"module {name} cannot be imported: {reason_of(error)}") from error
 
 
-def _traceback(error: Exception) -> str:
-    """Return an error's traceback without the frames of txnbridge and of Python's import system."""
+def show_traceback(error: Exception) -> None:
+    """Write an error's traceback to stderr, without the frames of txnbridge and of Python's import system.
+
+    The error must come from code that has no message yet: its text is shown. With --json nothing is written.
+    """
+    if asked_for(click.get_current_context(), "json"):
+        return
     shown = traceback.TracebackException.from_exception(error)
     frames = [frame for frame in shown.stack if not frame.filename.startswith(_NOT_THE_USERS)]
     shown.stack = traceback.StackSummary.from_list(frames)
-    return "".join(shown.format() if frames else shown.format_exception_only())
+    click.echo("".join(shown.format() if frames else shown.format_exception_only()), err=True, nl=False)

@@ -46,7 +46,7 @@ class WorkerSupervisor:
     def __init__(
         self, command: Sequence[str], count: int, stop_timeout: float, reload: bool = False, measure: bool = False
     ) -> None:
-        self._workers = [Worker(command, number + 1, measure) for number in range(count)]
+        self._workers = [Worker(command, number + 1, measure, alone=count == 1) for number in range(count)]
         self._stop_timeout = stop_timeout
         self._reload = reload
         self._signals: list[int] = []
@@ -186,8 +186,9 @@ class WorkerSupervisor:
 class Worker:
     """One process of the application, and its successors."""
 
-    def __init__(self, command: Sequence[str], number: int, measure: bool) -> None:
+    def __init__(self, command: Sequence[str], number: int, measure: bool, alone: bool) -> None:
         self.number = number
+        self._alone = alone
         self._measure = measure
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
@@ -226,7 +227,7 @@ class Worker:
             status_pipe, status = _pipe(unless_started)
             orders, orders_pipe = _pipe(unless_started)
             self._process = subprocess.Popen(
-                [*self._command, f"{status},{orders},{self.number},{self._measure:d}"],
+                [*self._command, f"{status},{orders},{self.number},{self._measure:d},{self._alone:d}"],
                 pass_fds=(status, orders),
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,

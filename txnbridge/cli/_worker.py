@@ -17,9 +17,10 @@ from contextlib import suppress
 
 import click
 
-from txnbridge import App, InvalidState, Poison, TxnBridgeError, plugins
+from txnbridge import App, InvalidState, NotFound, Poison, TxnBridgeError, UsageError, plugins
 from txnbridge.cli._common import ExitCode, report
 from txnbridge.cli._metrics import to_json
+from txnbridge.cli._object_loading import show_traceback
 from txnbridge.metrics import Metrics
 
 # The supervisor does not stop a worker by a signal: a service manager that sends SIGTERM to all processes of a service
@@ -38,12 +39,13 @@ _TURNS_A_METRIC = 4
 class WorkerProcess:
     """This process as a worker.
 
-    `given` is the text `STATUS,ORDERS,NUMBER,METRICS`: its two pipes, its number from 1 on, and whether it is to tell
-    its metrics, 1 or 0.
+    `given` is the text `STATUS,ORDERS,NUMBER,METRICS,ALONE`: its two pipes, its number from 1 on, whether it is to tell
+    its metrics, and whether it is the only worker, 1 or 0.
     """
 
     def __init__(self, given: str) -> None:
-        self._status, self._orders, self._number, measure = map(int, given.split(","))
+        self._status, self._orders, self._number, measure, alone = map(int, given.split(","))
+        self.log_prefix = "" if alone else f"worker {self._number}: "
         self._metrics = Metrics() if measure else None
         self._watches = False
         self._app: App | None = None
@@ -55,6 +57,7 @@ class WorkerProcess:
         """Run the application until it is stopped; return the exit code, by which the supervisor knows what to do.
 
         OK: the application has stopped itself. FAILED: a function has failed for good. UNAVAILABLE: it could not start.
+        USAGE: it is refused.
         """
         self._app = app
         if self._metrics is not None:
@@ -65,8 +68,10 @@ class WorkerProcess:
         except Exception as error:
             # The text of `Poison` is the application's own, which may be shown.
             shown = TxnBridgeError(str(error)) if isinstance(error, Poison) else error
+            if not app._was_running and not isinstance(error, TxnBridgeError):
+                show_traceback(error)  # of a lifespan
             report(click.get_current_context(), shown)
-            return ExitCode.FAILED if app._was_running else ExitCode.UNAVAILABLE
+            return ExitCode.FAILED if app._was_running else start_code(error)
         return ExitCode.OK if app._stopped_itself else STOPPED
 
     def _tell(self, app: App) -> None:
@@ -109,3 +114,10 @@ class WorkerProcess:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(_START_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def start_code(error: Exception) -> ExitCode:
+    """Return the exit code of an application that could not start."""
+    # A missing topic is no fault of the application: it may be created while the service manager tries again.
+    refused = isinstance(error, UsageError) and not isinstance(error, NotFound)
+    return ExitCode.USAGE if refused else ExitCode.UNAVAILABLE

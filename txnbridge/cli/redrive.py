@@ -16,17 +16,18 @@ from txnbridge.cli._common import Cli, printable, when
 @click.argument("topic")
 @click.option("--limit", type=click.IntRange(min=1), help="Send back so many at most.")
 @click.option("--reason", metavar="TEXT", help="Only those whose reason contains this.")
+@click.option("--group", help="Only those of this group, which alone reads them again: by its retry topic.")
 @click.option("--dry-run", is_flag=True, help="Show what would be sent back; change nothing.")
-def command(cli: Cli, topic: str, limit: int | None, reason: str | None, dry_run: bool) -> None:
+def command(cli: Cli, topic: str, limit: int | None, reason: str | None, group: str | None, dry_run: bool) -> None:
     """Send the dead letters in TOPIC back to the topics they came from, exactly once.
 
     Only dead letters that are in TOPIC at the start are sent back. If the command is killed or fails, run it again: it
     continues where it stopped. Every group of the original topic reads the messages again, not only the one that
-    failed.
+    failed. With --group they go to that group's retry topic with the shortest delay, and no other group reads them.
     """
     # A mistyped topic name must not create a topic.
     with cli.look() as bridge:
-        redrive = Redrive(bridge, topic, reason=reason, limit=limit)
+        redrive = Redrive(bridge, topic, reason=reason, limit=limit, group=group)
         if dry_run:
             _show(cli, redrive)
             return
@@ -34,9 +35,9 @@ def command(cli: Cli, topic: str, limit: int | None, reason: str | None, dry_run
             done = redrive.run(advance)
     if cli.json:
         cli.document(done._asdict())
-    cli.say(f"sent back: {done.sent}")
+    cli.say(f"sent back: {done.sent}" + (f", to {redrive.retry_topic}" if redrive.retry_topic else ""))
     if done.left:
-        cli.say(f"left, for another reason: {done.left}")
+        cli.say(f"left, for another reason{' or group' * bool(group)}: {done.left}")
     if done.foreign:
         cli.say(f"left, without the headers that say where they came from: {done.foreign}")
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from txnbridge import App, Poison, Processor, TxnBridgeError
+from txnbridge import App, NotFound, Poison, Processor, TxnBridgeError
 from txnbridge._processor import ProcessorStats
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode, report
@@ -59,7 +59,7 @@ def command(
         raise click.UsageError("--workers, --reload and --health-port are for an App, and not with --until-idle")
     if health_host is not None and health_port is None:
         raise click.UsageError("--health-host is for --health-port")
-    with telling():
+    with telling("" if process is None else process.log_prefix):
         if not isinstance(found, App):
             _run_processor(cli, target, found, until_idle)
             return None
@@ -67,8 +67,7 @@ def command(
         if process is not None:
             return process.run(found)
         if until_idle:
-            _run_until_idle(cli, found)
-            return None
+            return _run_until_idle(cli, found)
         return _supervise(target, found, workers or 1, reload, health_host or "0.0.0.0", health_port)
 
 
@@ -89,9 +88,12 @@ def _use_options(app: App) -> None:
     app._connect_options |= {name: value for name in ("url", "timeout") if (value := _given(name)) is not None}
 
 
-def _run_until_idle(cli: Cli, app: App) -> None:
+def _run_until_idle(cli: Cli, app: App) -> int | None:
     try:
         app.run(until_idle=True)
+    except NotFound as error:
+        report(click.get_current_context(), error)
+        return ExitCode.UNAVAILABLE
     except Poison as error:
         raise TxnBridgeError(str(error)) from error
     finally:
@@ -99,6 +101,7 @@ def _run_until_idle(cli: Cli, app: App) -> None:
             cli.document({name: stats._asdict() for name, stats in app.stats.items()})
         for name, stats in app.stats.items():
             cli.say(f"{name}: {_summary(stats)}")
+    return None
 
 
 def _supervise(target: str, app: App, workers: int, reload: bool, health_host: str, health_port: int | None) -> int:
@@ -150,4 +153,6 @@ def _summary(stats: ProcessorStats) -> str:
     return (
         f"{stats.messages} messages in {stats.transactions} transactions,"
         f" {stats.dead_letters} dead letters, {stats.retries} retries"
+        + f", {stats.delayed} sent to retry topics"
+        * bool(stats.delayed)
     )

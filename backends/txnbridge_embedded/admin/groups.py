@@ -67,9 +67,11 @@ def reset(
     return {partition: (offset,) for partition, offset in reached.items()}
 
 
-def held_by_others(connection: sqlite3.Connection, group_id: int, member: str) -> dict[str, list[Partition]]:
-    """Return the partitions of a group's other members; each key is a text with the member's host and lease."""
-    found: dict[str, list[Partition]] = {}
+def held_by_others(
+    connection: sqlite3.Connection, group_id: int, member: str
+) -> dict[tuple[str, int], list[Partition]]:
+    """Return the partitions of a group's other members; each key is the member's host and the end of its lease."""
+    found: dict[tuple[str, int], list[Partition]] = {}
     rows = connection.execute(
         "SELECT m.host, m.expires_at, t.name, p.number FROM assignments a JOIN members m ON m.id = a.member"
         " JOIN partitions p ON p.id = a.partition_id JOIN topics t ON t.id = p.topic_id"
@@ -77,7 +79,7 @@ def held_by_others(connection: sqlite3.Connection, group_id: int, member: str) -
         (group_id, member),
     )
     for host, until, topic, number in rows:
-        found.setdefault(lease_text(host, until), []).append((topic, number))
+        found.setdefault((host, until), []).append((topic, number))
     return found
 
 

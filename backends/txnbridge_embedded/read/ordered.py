@@ -47,6 +47,7 @@ class OrderedReader(GroupReader):
     def _open(self, deadline: Deadline) -> None:
         self._generation = -1
         self._assignments: dict[int, PartitionOwner] = {}
+        self._logged: set[tuple[str, str]] = set()  # the other members' hosts and partitions that were logged last
         self._leaving: dict[Partition, Cursor] = {}  # revoked partitions that are not released in the file yet
         super()._open(deadline)
 
@@ -91,14 +92,18 @@ class OrderedReader(GroupReader):
             self._log_other_members(connection)
 
     def _log_other_members(self, connection: FileConnection) -> None:
-        """Log which partitions other members own, and when the leases of these members end.
+        """Log which partitions other members own, if that has changed, and when the leases of these members end.
 
         The partitions of a dead member get free at the end of its lease.
         """
         if not _log.isEnabledFor(logging.INFO):
             return
-        for holder, partitions in groups.held_by_others(connection, self._group_id, self._member).items():
-            _log.info("group %r: %s: assigned to %s", self._group, as_text(partitions), holder)
+        before, self._logged = self._logged, set()
+        for (host, until), held in groups.held_by_others(connection, self._group_id, self._member).items():
+            partitions = as_text(held)
+            self._logged.add((host, partitions))
+            if (host, partitions) not in before:
+                _log.info("group %r: %s: assigned to %s", self._group, partitions, groups.lease_text(host, until))
 
     def _is_stale(self, connection: FileConnection, bounds: Mapping[Partition, Bounds], now: int) -> bool:
         held = [self._assignments.get(found.id) for found in bounds.values()]
