@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
@@ -31,21 +32,24 @@ def _retention(seconds: float | None, size: int | None) -> str:
     return ", ".join(bound for bound in bounds if bound) or "for ever"
 
 
-@_common.command("create", help="Create a topic. An existing topic with as many partitions is not changed.")
-@click.argument("name")
+@_common.command("create", help="Create topics. An existing topic with as many partitions is not changed.")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option("--partitions", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--retention-seconds", type=click.FloatRange(min=0, min_open=True), help="Older messages may go.")
 @click.option(
     "--retention-bytes", type=click.IntRange(min=1), help="Above this size the broker may delete the oldest messages."
 )
-def create(cli: Cli, name: str, partitions: int, retention_seconds: float | None, retention_bytes: int | None) -> None:
+def create(
+    cli: Cli, names: Sequence[str], partitions: int, retention_seconds: float | None, retention_bytes: int | None
+) -> None:
     with cli.connect() as bridge:
-        created = bridge.admin.create_topic(
-            name, partitions, retention_seconds=retention_seconds, retention_bytes=retention_bytes
-        )
-    if cli.json:
-        cli.document({"topic": name, "created": created})
-    cli.say(f"created {name}" if created else f"{name} is there already")
+        for name in names:
+            created = bridge.admin.create_topic(
+                name, partitions, retention_seconds=retention_seconds, retention_bytes=retention_bytes
+            )
+            if cli.json:
+                cli.document({"topic": name, "created": created})
+            cli.say(f"created {name}" if created else f"{name} is there already")
 
 
 @_common.command("delete", help="Delete a topic and its messages.")
