@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from concurrent.futures import Future
 
 import anyio
@@ -11,7 +13,7 @@ from anyio import to_thread
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from tests.aio.kit import SOON, until, values
-from txnbridge import Abort, Decision, Outcome, aio
+from txnbridge import Abort, Decision, HalfMessages, Outcome, aio
 from txnbridge.aio._loop_functions import LoopFunctions
 from txnbridge.aio._services import check_cancelled
 from txnbridge.errors import InvalidOption, InvalidState, NotFound, OutcomeUnknown
@@ -132,6 +134,35 @@ def test_a_block_that_is_cancelled_drops_its_half_messages(run, url):
                 assert txn.outcome is Outcome.ABORTED
 
     run(program)
+
+
+def test_the_end_of_a_half_message_block_may_be_cancelled_once_more(url, monkeypatch):
+    """The scopes around the block would be broken if it left its own one open."""
+    closing, go_on = threading.Event(), threading.Event()
+    close = HalfMessages.close
+
+    def close_later(sync: HalfMessages) -> None:
+        closing.set()
+        go_on.wait(SOON)
+        close(sync)
+
+    monkeypatch.setattr(HalfMessages, "close", close_later)
+
+    async def program():
+        async def sell():
+            with anyio.move_on_after(SOON):
+                async with bridge.half_messages("shop", execute=undecided, check=undecided):
+                    await anyio.sleep(0)
+
+        async with aio.connect(url) as bridge:
+            task = asyncio.create_task(sell())
+            await until(closing.is_set)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            go_on.set()
+
+    asyncio.run(program())
 
 
 def test_a_resolver_asks_check_on_the_loop(run, url):

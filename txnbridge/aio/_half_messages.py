@@ -143,9 +143,14 @@ class HalfMessages:
     ) -> None:
         """Stop answering check-backs, and wait for `execute` and `check` functions that run."""
         assert self._sync is not None
-        with CancelScope(shield=True):
-            await Call(self._sync.close, must_run=True).run()
-        await self._functions.__aexit__()
+        try:
+            with CancelScope(shield=True):
+                await Call(self._sync.close, must_run=True).run()
+        except BaseException:  # the task was cancelled once more by `task.cancel()`
+            await self._functions.cancel_all()
+            raise
+        finally:
+            await self._functions.__aexit__()
 
 
 def _execute_cancelled() -> OutcomeUnknown:
