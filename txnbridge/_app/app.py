@@ -157,8 +157,9 @@ class App(Router):
         self._stop_all()
 
     def _stop_all(self) -> None:
-        if self._stop is not None:
-            self._stop.ask()
+        stop = self._stop  # another thread may be closing the app
+        if stop is not None:
+            stop.ask()
         for processor in self._processors:
             processor.stop()
 

@@ -110,7 +110,8 @@ class WorkerProcess:
 
     def _abort(self, app: App) -> None:
         """Send this process the signals after which the application aborts: two, or the second one."""
-        if app._stop is not None and app._stop.signalled is None:
+        stop = app._stop  # the main thread may be closing the application
+        if stop is not None and stop.signalled is None:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(_START_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
