@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
@@ -31,9 +32,8 @@ _log = logging.getLogger("txnbridge")
 
 R = TypeVar("R")
 
-# By event loop, because a limiter belongs to one, and a bridge may be used on several.
-Limiters = WeakKeyDictionary[Any, CapacityLimiter]
-_unlimited: Limiters = WeakKeyDictionary()
+# By event loop, because a limiter belongs to one.
+_unlimited: WeakKeyDictionary[Any, CapacityLimiter] = WeakKeyDictionary()
 
 
 def _no_undo(result: object) -> None:
@@ -83,9 +83,7 @@ class Call(Generic[R]):
                 previous = previous._previous  # one that never runs has one itself
             return cast(
                 R,
-                await to_thread.run_sync(
-                    self._work, abandon_on_cancel=True, limiter=_limiter(_unlimited, float("inf"))
-                ),
+                await to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=_no_limit()),
             )
         except BaseException as error:
             if error is not self._error:
@@ -199,12 +197,12 @@ def teller(event: anyio.Event) -> Callable[[], None]:
     return tell
 
 
-def _limiter(limiters: Limiters, size: float) -> CapacityLimiter:
-    """Return the limiter of this event loop."""
+def _no_limit() -> CapacityLimiter:
+    """Return this event loop's limiter for threads that are not limited."""
     loop = _this_loop()
-    if loop not in limiters:
-        limiters[loop] = CapacityLimiter(size)
-    return limiters[loop]
+    if loop not in _unlimited:
+        _unlimited[loop] = CapacityLimiter(float("inf"))
+    return _unlimited[loop]
 
 
 def _removed(entry: list[None]) -> bool:
@@ -271,26 +269,58 @@ class OneCall:
         return await call.run(None if previous is None or previous.is_done else previous)
 
 
+class _TaskSemaphore:
+    """A fair semaphore for the tasks of one event loop.
+
+    Before its version 4.16, anyio's `CapacityLimiter` loses a token if `task.cancel()` comes as the task gets it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+        self._waiting: deque[anyio.Event] = deque()
+
+    async def acquire(self) -> None:
+        if self._free:  # then no task waits
+            self._free -= 1
+            return
+        turn = anyio.Event()
+        self._waiting.append(turn)
+        try:
+            await turn.wait()
+        except BaseException:
+            if turn.is_set():
+                self.release()
+            else:
+                self._waiting.remove(turn)
+            raise
+
+    def release(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().set()
+        else:
+            self._free += 1
+
+
 class Threads:
     """Limits the worker threads that run calls of one kind; further tasks wait on the event loop, in their order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._limiters: Limiters = WeakKeyDictionary()
+        # By event loop, because the events of a semaphore belong to one, and a bridge may be used on several.
+        self._semaphores: WeakKeyDictionary[Any, _TaskSemaphore] = WeakKeyDictionary()
 
     @asynccontextmanager
     async def one(self, seconds: float) -> AsyncIterator[bool]:
         """Take a thread for the block, and yield True; yield False if none has become free in `seconds`."""
-        limiter = _limiter(self._limiters, self._size)
-        block = object()
+        semaphore = self._semaphores.setdefault(_this_loop(), _TaskSemaphore(self._size))
         with anyio.move_on_after(seconds) as wait:
-            await limiter.acquire_on_behalf_of(block)
+            await semaphore.acquire()
         taken = not wait.cancelled_caught
         try:
             yield taken
         finally:
             if taken:
-                limiter.release_on_behalf_of(block)
+                semaphore.release()
 
     async def run(self, call: Call[R], seconds: float) -> R:
         """Run a call in one of these threads. Raise `DeadlineExceeded` if none becomes free in `seconds`."""
