@@ -487,6 +487,24 @@ def test_a_refused_commit_is_tried_again_until_its_message_has_had_its_attempts(
     assert done(shop.database) == [b"3"]
 
 
+def test_a_database_that_fails_while_a_message_is_set_aside_is_asked_again(bridge, run, monkeypatch):
+    send = Outbox.send
+    failures = [sa.exc.OperationalError("INSERT", {}, ValueError("database is locked"))]
+
+    def send_later(*args, **more):
+        if failures:
+            raise failures.pop()
+        send(*args, **more)
+
+    def each(message, db):
+        raise Poison("a test says so")
+
+    monkeypatch.setattr(Outbox, "send", send_later)
+    feed(bridge, b"1")
+    stats = run(each, dead_letter="dead", outbox=BOX)
+    assert (stats.dead_letters, stats.retries) == (1, 1)
+
+
 def test_dead_letters_that_the_database_refuses_stop_the_processor(bridge, run, monkeypatch):
     def refuse(connection):
         raise sa.exc.IntegrityError("COMMIT", {}, ValueError("refused"))

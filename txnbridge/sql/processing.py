@@ -31,7 +31,9 @@ from txnbridge.sql._database import (
     Commit,
     Database,
     begin_explicitly,
+    in_our_words,
     make_tables,
+    own,
     refuses_commit,
     require_durable,
     require_rollback,
@@ -323,9 +325,12 @@ class DatabaseTransaction:
             self.state, self._cause = State.FAILED, error
 
     def send(self, topic: str, value: Any, *, key: Any, headers: Iterable[tuple[str, Any]]) -> None:
-        """Send a message that is set aside to the outbox."""
+        """Send a message that is set aside to the outbox. Raise `BrokerUnavailable` if the database fails."""
         assert self._owner.outbox is not None
-        self._owner.outbox.send(self.connection, topic, value, key=key, headers=headers)
+        try:
+            self._owner.outbox.send(self.connection, topic, value, key=key, headers=headers)
+        except _FAILURES as error:
+            raise in_our_words(error, f"sending to an outbox in {_WHAT}") from own(error)
 
     def ack(self, messages: Iterable[Message]) -> None:
         """Note the messages that are processed: the commit stores their positions and then acknowledges them."""
