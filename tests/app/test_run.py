@@ -320,6 +320,17 @@ def test_a_worker_that_does_not_stop_for_a_changed_file_is_killed_and_started_an
     worker.kill()
 
 
+def test_a_worker_that_hangs_is_neither_alive_nor_ready(monkeypatch):
+    supervisor = WorkerSupervisor([sys.executable, "-c", "import time; time.sleep(600)"], 1, stop_timeout=0.1)
+    (worker,) = supervisor._workers
+    worker.start()
+    worker._told = {"ready": True}
+    assert (supervisor.alive().status, supervisor.ready().status) == (200, 200)
+    monkeypatch.setattr(_supervisor, "_SILENT_SECONDS", 0.0)
+    assert (supervisor.alive().status, supervisor.ready().status) == (503, 503)
+    worker.kill()
+
+
 def test_a_worker_that_cannot_be_started_again_is_tried_later(monkeypatch):
     supervisor = WorkerSupervisor([sys.executable, "-c", "pass"], 1, stop_timeout=0.1)
     (worker,) = supervisor._workers

@@ -217,9 +217,10 @@ class Worker:
 
     @property
     def status(self) -> dict[str, Any]:
-        """The last status that the process has told."""
+        """The last status that the process has told; not ready if it hangs."""
         pid = self._process.pid if self._process and self.runs else None
-        return {"worker": self.number, "pid": pid, "ready": False, "functions": {}, **(self._told if pid else {})}
+        told = self._told if pid and not self.is_silent else {}
+        return {"worker": self.number, "pid": pid, "ready": False, "functions": {}, **told}
 
     def start(self) -> None:
         """Start a process, in a session of its own: Ctrl-C in a terminal is for the supervisor only."""
