@@ -99,7 +99,8 @@ class FailurePolicy:
         elif not _is_from_broker(error, txn):
             if self.is_poison(error):
                 return
-            # What the broker refuses is as often a wrong setting: the message holds its place, and is not set aside.
+            # A call that the broker refuses is as often a wrong setting: the message holds its place, and is not set
+            # aside.
             if not isinstance(error, Abort | UsageError) and self._is_last_attempt(tried):
                 return
         self._of_handler = error

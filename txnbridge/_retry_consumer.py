@@ -21,7 +21,8 @@ class RetryConsumer(RawConsumer):
         with self._guard:
             self._begin("poll")
             self._resume_due()
-            # Also while messages are left that became due together: a member that polls too rarely is expelled.
+            # Poll the reader also while messages are left that became due together: some brokers expel a member that
+            # polls too rarely.
             left = len(self._deliveries.fetched())
             self._fetch(left + max_messages, 0.0 if left else timeout, full=True)
             self._pause_not_due()

@@ -64,7 +64,7 @@ def instrument(
 
 
 class Instrumentation:
-    """What `instrument` has registered: `tracing` makes spans, `metrics` is read by the meter provider."""
+    """The plug-ins that `instrument` has registered: `tracing` makes spans, the meter provider reads `metrics`."""
 
     def __init__(
         self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None, send_spans: bool

@@ -21,7 +21,7 @@ from txnbridge.errors import InvalidOption, InvalidState
 
 Makers = list[Callable[[], ServedProcessor]]
 
-# As in `connect`; more if there are more functions, of which each may have a transaction open.
+# The default of `connect`. An app with more functions has a writer for each, because each may have a transaction open.
 _LEAST_WRITERS = 4
 
 
@@ -64,7 +64,7 @@ class App(Router):
         self._stop: Shutdown | None = None  # while the app is open
         self._bridge: Bridge | None = None
         self._processors: list[ServedProcessor] = []
-        self._finished: list[ServedProcessor] = []  # those before, of functions that work in turn
+        self._finished: list[ServedProcessor] = []  # ended processors of functions that work in turn
         self._running = False
         self._was_running = False  # whether the start of this run or the last one succeeded
         self._stopped_itself = False  # whether `stop` was called in this run or the last one

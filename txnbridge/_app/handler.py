@@ -29,7 +29,7 @@ from txnbridge._transaction import Transaction
 from txnbridge._url import nearest
 from txnbridge.errors import InvalidOption, Poison
 
-# What a function may ask for beside its message, by the name of a parameter.
+# The names of parameters by which a function asks for more than the value of its message.
 _NAMES = ("txn", "message", "db", "state")
 _SEVERAL = (list, Iterator, Iterable, Generator, AsyncIterator, AsyncIterable, AsyncGenerator)
 # A type that is not told: such a value is judged when it is there.

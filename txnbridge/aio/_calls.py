@@ -54,7 +54,7 @@ class Call(Generic[R]):
         self._must_run = must_run
         self._result: R | None = None
         self._error: BaseException | None = None
-        # Both lists are locks that never wait: whoever removes the only entry decides.
+        # Both lists are used as locks without waiting: the thread or the task that removes the only entry decides.
         self._start = [None]  # between the thread that runs the function, and the task that withdraws the call
         self._delivery = [None]  # between the thread that returns the result, and the task that leaves the call behind
         self.withdrawn = False  # whether the function never runs
@@ -80,7 +80,7 @@ class Call(Generic[R]):
         try:
             while previous is not None and not previous.is_done:
                 await previous._wait()
-                previous = previous._previous  # one that never runs has one itself
+                previous = previous._previous  # a call that never runs may itself have one
             return cast(
                 R,
                 await to_thread.run_sync(self._work, abandon_on_cancel=True, limiter=_no_limit()),

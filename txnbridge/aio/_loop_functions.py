@@ -30,7 +30,7 @@ class LoopFunctions:
 
     def __init__(self) -> None:
         self._portal: BlockingPortal | None = None
-        self._scopes: set[CancelScope] = set()  # those of the functions that run
+        self._scopes: set[CancelScope] = set()  # one for each function that runs
         self._ended = False
 
     async def __aenter__(self) -> LoopFunctions:
@@ -63,7 +63,7 @@ class LoopFunctions:
         return cast(R, result)
 
     def _result(self, future: Future[R]) -> R:
-        """Wait for a result. A function that was asked for as the block ended may never be run."""
+        """Wait for a result. A function that a thread asks for while the block ends may never be run."""
         while not self._ended:
             with suppress(FutureTimeout):
                 return future.result(_LOOK_SECONDS)

@@ -77,7 +77,7 @@ class WorkerSupervisor:
     # --- health, asked by other threads -------------------------------------------------------------------------------
 
     def alive(self) -> Answer:
-        """Answer whether no worker hangs. One that has died is being taken care of."""
+        """Answer whether no worker hangs. A worker that has died is started again, so it does not count."""
         silent = [worker.number for worker in self._workers if worker.is_silent]
         return health(not silent, {"alive": not silent, "silent_workers": silent})
 

@@ -49,7 +49,7 @@ def command(cli: Cli, every: float, halves: tuple[str, ...], once: bool) -> None
 
 @dataclass
 class BrokerState:
-    """What was seen at one time."""
+    """The state of a broker at one time."""
 
     at: float
     groups: list[GroupInfo] = field(default_factory=list)
@@ -57,7 +57,7 @@ class BrokerState:
     transactions: list[OpenTransaction] = field(default_factory=list)
     parked: dict[str, int] = field(default_factory=dict)
     findings: list[Advice] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # what this broker cannot tell
+    missing: list[str] = field(default_factory=list)  # names of the parts that this broker does not list
     error: str | None = None
 
 
@@ -72,7 +72,7 @@ class Watch:
         self._last: BrokerState | None = None
 
     def look(self) -> BrokerState:
-        """Return what is there now. If the broker does not answer, return that as the state's error."""
+        """Return the broker's present state. If the broker does not answer, the state's `error` says so."""
         now = BrokerState(time.monotonic())
         admin = self._bridge.admin
         try:
