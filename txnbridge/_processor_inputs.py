@@ -50,7 +50,7 @@ class ProcessorInputs:
         self._retries_next = True  # whether the next `take` looks for due messages first
         self._look_at = 0.0  # when to look for due messages again
         self._source: RawConsumer = self._inputs  # the consumer whose messages `take` returned last
-        self._failed: list[Assignment] = []  # the assignments of messages that were taken back after a failed attempt
+        self._failed: set[Assignment] = set()  # the assignments of messages that were taken back after a failed attempt
         self._polls_for_failed = 0  # how many more polls wait for these messages
         self._idle_poll_at = 0.0  # when to poll the consumer whose turn does not come
         self._idle_since: dict[RawConsumer, float] = {}  # consumers without a partition, with the time
@@ -100,7 +100,9 @@ class ProcessorInputs:
 
         After a failed attempt the next `take` returns them before messages of the other kind.
         """
-        self._failed = [assignment for consumer in self._consumers() for assignment in consumer.take_back()]
+        # After a poll that failed, the messages of the attempt before it are still waited for.
+        waited_for = self._failed if self.awaits_failed else set()
+        self._failed = waited_for.union(*(consumer.take_back() for consumer in self._consumers()))
         self._polls_for_failed = _POLLS_FOR_FAILED if failed else 0
 
     @property

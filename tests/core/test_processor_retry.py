@@ -354,6 +354,32 @@ def test_a_message_that_fails_in_place_is_given_up_also_if_another_one_waits_beh
     watch.cancel()
 
 
+def test_the_messages_of_a_failed_attempt_are_waited_for_also_after_a_failed_poll(bridge, monkeypatch):
+    feed(bridge, b"0")
+    inputs = ProcessorInputs(bridge._consumers, [Topic("in")], [], "g", "earliest")
+    eventually(lambda: inputs.take(1, 0.05), "no message comes")
+    poll = inputs._inputs._reader.poll
+    answers: list[list[Message] | None] = [[], [], None]
+
+    def poll_badly(*args: Any) -> list[Message]:
+        answer = answers.pop()
+        if answer is None:
+            raise txnbridge.BrokerUnavailable("a test says so")
+        return answer
+
+    inputs.take_back()
+    monkeypatch.setattr(inputs._inputs._reader, "poll", poll_badly)
+    with pytest.raises(txnbridge.BrokerUnavailable):
+        inputs.take(1, 0.05)
+    inputs.take_back()
+    assert inputs.take(1, 0.05) == [] == inputs.take(1, 0.05)
+    assert inputs.awaits_failed
+    monkeypatch.setattr(inputs._inputs._reader, "poll", poll)
+    eventually(lambda: inputs.take(1, 0.05), "it does not come again")
+    assert not inputs.awaits_failed
+    inputs.close(None)
+
+
 @pytest.mark.parametrize("value", [b"due", b"new"])
 def test_a_member_whose_messages_fail_in_place_polls_in_its_other_group_too(bridge, monkeypatch, value):
     feed(bridge, b"new")
