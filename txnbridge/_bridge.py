@@ -213,6 +213,7 @@ class Bridge:
                 logs.close()
                 raise
         self._let_go = False
+        self._aborted: list[str] = []  # the ids of unfinished transactions that `close` has aborted
         _live.add(self)
 
     def _new_group_commit(self, wanted: bool | None, writers: int) -> GroupCommit | None:
@@ -662,6 +663,15 @@ class Bridge:
                 self._let_go = True
         finally:
             self._closing.release()
+        self._warn_of_aborted()
+
+    def _warn_of_aborted(self) -> None:
+        """Warn at the end of closing, because a program may have warnings raised as errors."""
+        aborted, self._aborted = self._aborted, []
+        for transaction in aborted:
+            warnings.warn(
+                f"transaction {transaction} was left unfinished; it is aborted", ResourceWarning, stacklevel=3
+            )
 
     def _stop_services(self, deadline: Deadline) -> None:
         for service in list(self._connection.services):
@@ -716,11 +726,7 @@ class Bridge:
             _log.warning("closing: %s", error)
             return
         if aborted:
-            warnings.warn(
-                f"transaction {transaction.id} was left unfinished; it is aborted",
-                ResourceWarning,
-                stacklevel=4,
-            )
+            self._aborted.append(transaction.id)
 
     def __enter__(self) -> Bridge:
         self._connection.check_open()
