@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from txnbridge._origin import Origin, origin_headers, without_prefix
 from txnbridge._pass_transaction import PassTransaction
 from txnbridge._polled_batch import PolledBatch
 from txnbridge._topic import check_topic_name
+from txnbridge.capabilities import Capability
 from txnbridge.errors import InvalidOption, Poison, TxnBridgeError
 
 _log = logging.getLogger("txnbridge")
@@ -87,24 +89,25 @@ class Retries:
             check_topic_name(topic)
 
     def warn_of_unread_topics(self, connection: Connection) -> None:
-        """Log a warning for each retry topic of the group whose delay is not given, so that no processor reads it."""
-        if not self.topics:
+        """Log a warning for each topic that the group has read and in which messages wait for a delay not given now."""
+        if not self.topics or not connection.capabilities[Capability.GROUP_ADMIN]:
             return
         try:
-            topics = connection.broker.admin.topics(connection.deadline())
+            lag = connection.broker.admin.group(retry_group(self._group), connection.deadline()).lag
         except TxnBridgeError as error:
             _log.debug("looking for retry topics of group %r that are not read: %s", self._group, error)
             return
-        for name in sorted(topic.name for topic in topics):
-            group, delay = parse_retry_topic(name) or ("", 0)
-            if group == self._group and name not in self.topics:
+        left: Counter[str] = Counter()
+        for (topic, _), count in lag.items():
+            left[topic] += count
+        for topic in sorted(left.keys() - set(self.topics)):
+            if left[topic]:
                 _log.warning(
-                    "group %r does not process what waits in %s, because its retry= has no delay of %g s: process it"
-                    " with a processor that has this delay, or delete the topic if it is empty (`txnbridge retries"
-                    " list` tells)",
-                    group,
-                    name,
-                    delay,
+                    "group %r does not read %s, of which %d messages or positions are left, because its delay is not in"
+                    " retry=: `txnbridge retries list` shows what waits; a processor with this delay processes it",
+                    self._group,
+                    topic,
+                    left[topic],
                 )
 
     def takes(self, delivered: Message) -> bool:
