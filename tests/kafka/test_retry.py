@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from confluent_kafka import Consumer
 from txnbridge_conformance import brokers
@@ -14,7 +16,7 @@ from tests.retry_live import (
     assert_a_missing_dead_letter_topic_is_told_at_the_start,
     assert_each_has_its_effect_once,
 )
-from txnbridge import Bridge, Message, Transaction
+from txnbridge import Abort, Bridge, Message, Transaction
 from txnbridge.testing import recorded
 
 
@@ -66,6 +68,26 @@ def test_a_wait_that_is_longer_than_a_member_may_take_between_polls_costs_no_par
             moved = [event.name for event in events if event.name in ("reader.revoke", "reader.lost")]
     assert moved == []
     assert tried[0][:7] == tried[1][:7]
+
+
+@pytest.mark.timeout(120)
+def test_while_a_message_fails_in_place_the_member_stays_in_the_group_of_its_retry_topics(
+    kafka_broker: brokers.Broker, bridge: Bridge, new_topic: NewTopic, group: str
+) -> None:
+    source = new_topic()
+    bridge.ensure_topics(f"{group}-retry-60s")
+    send(bridge, source, b"1")
+    began = time.monotonic()
+
+    def fail_in_place(message: Message, txn: Transaction) -> None:
+        raise Abort
+
+    url = f"{kafka_broker.url}?session.timeout.ms=6000&heartbeat.interval.ms=300&max.poll.interval.ms=6000"
+    with recorded() as events, txnbridge.connect(url) as own:
+        with own.processor(source, group=group, each=fail_in_place, retry=[60], backoff=(0.1, 1)):
+            eventually(lambda: time.monotonic() > began + 20, "this is three times as long as a member may take")
+            moved = [event.name for event in events if event.name in ("reader.revoke", "reader.lost")]
+    assert moved == []
 
 
 @pytest.mark.timeout(120)
