@@ -119,7 +119,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Import what only services need when it is asked for, so that `import txnbridge` stays fast."""
+    """Import the names that only services need at their first use, so that `import txnbridge` stays fast."""
     if name in ("App", "Outgoing", "Router"):
         from txnbridge import _app
 

@@ -176,7 +176,7 @@ class Bridge:
         self._create_topics = create_topics
         self._count = itertools.count(1)
         self._closing = threading.Lock()
-        self._let_go = True  # whether nothing is open that `close` has to close
+        self._let_go = True  # True if `close` has nothing to close
         self._guard = threading.RLock()  # reentrant, because a signal handler may run while it is held
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
         connection = self._connection = Connection(self, backend.name, identity, float(timeout))
@@ -225,7 +225,7 @@ class Bridge:
             )
         if not (broker.group_commit if wanted is None else wanted):
             return None
-        # Up to so many transactions are not gathered. Most brokers commit those of several writers side by side.
+        # Up to this many open transactions none is gathered: most brokers commit those of several writers in parallel.
         beyond = 0 if wanted else 1 if broker.commits_in_turn else writers
         new_parameters = lambda: self._new_begin(None, False, None)  # noqa: E731
         return GroupCommit(connection, self._writers, self._outcomes, new_parameters, beyond)
@@ -658,7 +658,7 @@ class Bridge:
             return
         try:
             if not self._let_go:
-                self._stop_services(services)  # those that have begun meanwhile
+                self._stop_services(services)  # calls that have begun meanwhile
                 self._close(deadline)
                 self._let_go = True
         finally:

@@ -99,7 +99,7 @@ class Assignment:
         positions = self.held.get(transaction, ())
         for position in () if acknowledged else positions:
             if position in self._passed_over:
-                # The reader comes to it by itself. If it were back, the reader would skip what it reads again before.
+                # The reader will come to this message. In the state back it would make the reader skip those before it.
                 self._passed_over[position] = False
             else:
                 self.back.add(position)

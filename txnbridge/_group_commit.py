@@ -51,11 +51,11 @@ from txnbridge.spi import Begin, Evidence, Item, Partition, Position, RawHeaders
 
 _log = logging.getLogger("txnbridge")
 
-# A larger transaction gains nothing: sending its messages takes longer than its commit.
+# A larger transaction gains nothing, because sending its messages takes longer than its commit.
 _MEMBER_MESSAGES, _MEMBER_BYTES = 100, 16 << 10
-# Sending a batch takes some milliseconds, for which its first member waits in vain.
+# The size of a batch is limited, because its first member waits while the messages of all members are sent.
 _BATCH_MESSAGES, _BATCH_BYTES = 5000, 1 << 20
-# A message grows when a backend encodes its headers, as JSON at most sixfold.
+# A message grows when a backend encodes its headers: as JSON to at most six times their size.
 _ENCODED = 8
 # A writer has taken a message for the topic so recently that a backend with a cache would take another one unasked.
 _TOPIC_SECONDS = 1.0
@@ -97,8 +97,8 @@ class GroupCommit:
         self._beyond = beyond
         self._joined: SimpleQueue[Member | None] = SimpleQueue()  # None asks the thread to end
         self._role: list[None] = [None]  # empty while a thread commits batches: it has removed the only entry
-        self._expected = 0  # how many members joined for the last batch, or while it was on its way
-        self._expected_until = 0.0  # until when the next batch waits for so many, by `time.monotonic`
+        self._expected = 0  # the number of members that joined for the last batch, or while it was being committed
+        self._expected_until = 0.0  # the time of `time.monotonic` until which the next batch waits for as many members
         self._taken_at: dict[tuple[str, int | None], float] = {}  # when a writer took a message for a topic's partition
 
     def take(self, parameters: Begin) -> TakenWriter:
@@ -189,7 +189,7 @@ class GroupCommit:
             error = caught
             if not members:
                 self._gather(first, members)
-            self._taken_at.clear()  # perhaps a topic does not take messages any more
+            self._taken_at.clear()  # a topic may refuse messages by now
         finally:
             now = time.monotonic()
             patience = _COMPANY_SHARE * (now - began_at)
@@ -257,7 +257,7 @@ class SharedTransaction(Transaction):
         self, connection: Connection, taken: TakenWriter, outcomes: Outcomes, members: Sequence[Member]
     ) -> None:
         super().__init__(connection, taken, outcomes, None)
-        self._began_at = None  # each member tells its own end
+        self._began_at = None  # each member emits the event of its own end
         self._members = [member.parameters.transaction for member in members]
         self.in_doubt = False  # whether the commit was requested and its outcome is unknown
 
@@ -271,7 +271,7 @@ class SharedTransaction(Transaction):
         return self._events.step("group.commit", self.id, members=self._members)
 
     def _settle(self, error: OutcomeUnknown) -> None:
-        """Leave it to the members to find out the outcome, each by its own deadline: the next batch waits."""
+        """Leave an unknown outcome to the members: each asks for it by its own deadline, and no batch waits."""
         self._end_unknown()
         raise error
 
@@ -303,7 +303,7 @@ class Member(TakenWriter, Writer):
         self.kept: list[KeptMessage] = []
         self.bytes = 0
         self._group = group
-        self._claim: list[None] = [None]  # who removes the only entry decides whether a batch has this member
+        self._claim: list[None] = [None]  # whoever removes the only entry decides whether a batch has this member
         self._over = False  # whether the batch has ended
         self._ended = threading.Lock()  # released when the batch has ended
         self._ended.acquire()

@@ -59,12 +59,13 @@ _log = logging.getLogger("txnbridge")
 
 _ACTIVE = 0
 # An undecided half is moved only after decided ones behind it have waited this long, because most local work is done by
-# then; and the more halves have to be moved, the longer, so that moving takes a part of the resolver's time only.
+# then. The more halves have to be moved, the longer they wait, so that moving takes only a part of the resolver's time.
 _GRACE_SECONDS, _MOVED_PER_SECOND = 0.25, 2_000
 # The interval at which a resolver looks for decisions of other processes, and the longest poll while halves are
 # undecided.
 _LOOK_SECONDS, _POLL_SECONDS = 0.05, 0.02
-# After a look at very many undecided halves the resolver does this multiple of the look's time something else.
+# Reading the decisions of very many undecided halves is slow. The resolver pauses this multiple of its duration before
+# the next time, and handles halves meanwhile.
 _LOOK_PAUSE_FACTOR = 4
 # The largest pass: the number of halves, and the bytes in their messages.
 _MOST_HALVES, _MOST_BYTES = 1_000, 4_000_000
@@ -83,9 +84,9 @@ _PREFIX = "half."
 _PLAIN = (string.ascii_letters + string.digits + "-").encode()
 # The interval at which acknowledged records are deleted.
 _TRIM_SECONDS = 10.0
-# The time until the next attempt after this has failed, perhaps for want of a right.
+# The time until the next attempt after a deletion has failed, perhaps because a right is missing.
 _TRIM_AGAIN_SECONDS = 600.0
-# The time for which a resolver that ends publishes what its own process has committed.
+# The time for which a resolver that ends still publishes halves that its own process has committed.
 _DRAIN_SECONDS = 10.0
 
 
@@ -702,7 +703,7 @@ def _as_half(group: str, stored: StoredHalf, fresh_until: float) -> Half:
 
 
 def _is_settled_elsewhere(half: StoredHalf, claim: Claim | EvidenceLost | None) -> bool:
-    """Return whether a parked copy is dropped. One that its claim publishes was parked because that failed."""
+    """Return whether a parked copy is dropped. A copy that its claim publishes is kept: publishing it has failed."""
     return claim is not None and not isinstance(claim, EvidenceLost) and claim.data.get("copy") != half.copy
 
 

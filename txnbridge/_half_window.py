@@ -25,7 +25,7 @@ _MOST_HALVES, _MOST_BYTES = 10_000, 32_000_000
 
 @dataclass(frozen=True)
 class Scanned:
-    """What a resolver has learned by reading a partition up to its barrier: the position up to which it is handled."""
+    """The result of a resolver's reading of a partition up to its barrier: the position up to which it is handled."""
 
     up_to: Position
 

@@ -12,7 +12,7 @@ class RetryConsumer(RawConsumer):
     """A processor's consumer of its retry topics: `take` returns only messages that are due.
 
     A partition is paused at its first message that is not due, and the messages that were fetched with it are set aside
-    until then. Nothing of them is handed out, so no transaction is open and a rebalance simply drops them.
+    until then. None of them is handed out, so no transaction holds them, and a rebalance simply drops them.
     """
 
     _waiting: frozenset[Partition] = frozenset()  # the partitions that this consumer has paused

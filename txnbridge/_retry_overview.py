@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _POLL = 500
 _POLL_SECONDS = 0.05
-# The clocks of the broker, the processors and this machine may differ by so much. It only makes the reading longer.
+# How far the clocks of the broker, the processors and this machine may differ. A larger value only costs reading time.
 _CLOCKS_MS = 60_000
 
 

@@ -105,7 +105,7 @@ class Transaction(ConnectionUser):
         self._is_ending = False  # whether a thread is about to end it, which `Bridge.close` then leaves to the thread
         self._feeder: int | None = None  # id of the thread whose `send_many` is running the program's generator
         self._fingerprint = fingerprint
-        # When the transaction began, by `time.monotonic`; None if nobody wants to know its end, or knows it already.
+        # The time of `time.monotonic` at the begin; None if no listener wants the event of the end, or has got it.
         self._began_at = time.monotonic() if self._events.wants("transaction.end") else None
         self._write = writer.send
         # An event listener, a header maker or a fingerprint needs the slow path for each message.

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class CodecContext:
-    """What a codec gets beside the data: the topic, whether the data are the key or the value, and the headers."""
+    """The topic and the headers of the data for a codec, and whether the data are the key or the value."""
 
     topic: builtins.str
     field: Literal["key", "value"]

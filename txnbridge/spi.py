@@ -436,7 +436,7 @@ class Publisher(ABC):
 
 @dataclass(frozen=True)
 class Subscription:
-    """What a reader reads. Without a group it reads every partition and cannot acknowledge.
+    """The topics, group and settings of a reader. Without a group it reads every partition and cannot acknowledge.
 
     `start` says where a group without stored positions begins: "earliest", "latest" or a timestamp in milliseconds.
     `sharing` is "partition", "message" or "key".

@@ -291,7 +291,7 @@ def plain_state(value, state): ...
 @pytest.mark.parametrize(
     ("lifespan", "function", "sentence"),
     [
-        (None, plain_state, "asks for state, which a lifespan yields"),
+        (None, plain_state, "asks for state, but has no lifespan"),
         (on_loop, lambda value: None, "an asynchronous lifespan is for `async def` functions"),
     ],
 )

@@ -315,7 +315,7 @@ def test_a_function_that_fails_gets_its_message_again_later(bridge):
     [
         (b"1", None, "surprise returned bytes, but has no topic"),
         (("out", b"1"), "out", "surprise returned a tuple"),
-        (asyncio.Event().wait, "out", "surprise returned what is to be awaited"),
+        (asyncio.Event().wait, "out", "surprise returned an awaitable"),
         (3.5, "out", "surprise returned float: the value for out cannot be encoded: out takes bytes, str, dict"),
         ({"secret": {1}}, "out", r"surprise returned dict: .* type set is not JSON serializable$"),
         (Outgoing("out", object()), "out", "surprise returned object: "),
@@ -371,7 +371,7 @@ def returns_none(value) -> None: ...
         (takes_nothing, {}, "takes_nothing has no parameter for the value"),
         (takes_any_number, {}, "takes_any_number has no parameter for the value"),
         (takes_only_txn, {}, "the first parameter of takes_only_txn is for the message's value, not for txn"),
-        (takes_unknown, {}, "a parameter 'customer' that nothing is known about"),
+        (takes_unknown, {}, "an unknown parameter 'customer'"),
         (takes_missing, {}, "the type 'Missing' is not found"),
         (takes_number, {}, "takes_number takes int: without a codec"),
         (takes_db, {}, "takes_db asks for db: give process"),

@@ -72,7 +72,7 @@ class App(Router):
 
     @property
     def bridge(self) -> Bridge:
-        """The app's bridge, which is open from before the lifespans to behind them."""
+        """The app's bridge, which is opened before the lifespans and closed after them."""
         if self._bridge is None:
             raise InvalidState("the app has a bridge while it runs")
         return self._bridge
@@ -108,7 +108,7 @@ class App(Router):
         `url` and `connect` replace those arguments of the app. Raise `InvalidState` while the app runs.
         """
         if self._stop is not None:
-            raise InvalidState("this app runs already; `using` is around its run")
+            raise InvalidState("this app runs already; enter `using` before its run")
         before = self._connect_options
         self._connect_options = {**before, "url": url, **connect}
         try:
@@ -117,7 +117,7 @@ class App(Router):
             self._connect_options = before
 
     def _status(self) -> dict[str, Any]:
-        """Return how the app gets on, for the health checks of `txnbridge run`."""
+        """Return the status of the app for the health checks of `txnbridge run`."""
         functions = {
             each.name: {"healthy": each.healthy, "lag": each.lag, "messages": each.stats.messages}
             for each in self._processors
@@ -182,7 +182,7 @@ class App(Router):
             assert stop is not None
             self._processors = [make_one() for make_one in make]
             runs = idle = 0
-            # A function that has read all needs another run only if another one may have sent it something since.
+            # A function that has read everything runs again only if another function may have sent it messages since.
             while not stop.asked and (runs < len(make) or idle < len(make) - 1):
                 place = runs % len(make)
                 if runs >= len(make):
@@ -208,7 +208,7 @@ class App(Router):
 
     @contextmanager
     def _opened(self) -> Iterator[Makers]:
-        """Open the bridge and the lifespans for a block, which gets a maker of the processor of each function."""
+        """Open the bridge and the lifespans for a block; yield for each function what makes its processor."""
         if self._stop is not None:
             raise InvalidState("this app runs already")
         handlers = list(self._collect())
@@ -243,7 +243,7 @@ class App(Router):
             ]
 
     def _named(self) -> dict[str, tuple[Handler, Lifespan | None]]:
-        """Return all functions by their names; of functions with the same name each further one gets a number."""
+        """Return all functions by their names. A second function with the same name gets a number, and so on."""
         named: dict[str, tuple[Handler, Lifespan | None]] = {}
         for handler, lifespan in self._collect():
             number = sum(other.name == handler.name for other, _ in named.values())
@@ -256,12 +256,12 @@ class App(Router):
         self._require_distinct()
         used = {lifespan for handler, lifespan in handlers if handler.is_async}
         if any(lifespan.is_async and lifespan not in used for lifespan in self._lifespans()):
-            raise InvalidOption("an asynchronous lifespan is for `async def` functions, of which it has none")
+            raise InvalidOption("an asynchronous lifespan is opened for `async def` functions, and it has none")
         for handler, lifespan in handlers:
             if "state" not in handler.extras.values():
                 continue
             if lifespan is None:
-                raise InvalidOption(f"{handler.name} asks for state, which a lifespan yields, and there is no lifespan")
+                raise InvalidOption(f"{handler.name} asks for state, but has no lifespan that would yield it")
             if lifespan.is_async and not handler.is_async:
                 raise InvalidOption(
                     f"{handler.name} asks for the state of an asynchronous lifespan, which is on the event loop of an"

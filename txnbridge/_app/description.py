@@ -66,7 +66,7 @@ def describe(title: str, version: str, url: str | None, handlers: dict[str, Hand
 
 
 def _reference(*path: str) -> Document:
-    # First the escapes of JSON pointers, then those of URLs.
+    # The escapes of JSON pointers come first, then those of URLs.
     parts = (quote(part.replace("~", "~0").replace("/", "~1"), safe="~") for part in path)
     return {"$ref": "#/" + "/".join(parts)}
 

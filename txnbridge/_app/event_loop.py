@@ -15,7 +15,7 @@ _log = logging.getLogger("txnbridge")
 
 R = TypeVar("R")
 
-# The seconds that tasks which a function has left behind have for their end when the loop is closed.
+# The time that the tasks left by a function have for ending when the loop is closed.
 _CLOSE_SECONDS = 1.0
 
 
@@ -42,7 +42,7 @@ class EventLoop:
             result, error = self._loop.run_until_complete(task)
         except asyncio.CancelledError:
             if not self._cancelled:
-                raise RuntimeError("what the handler waited for was cancelled") from None
+                raise RuntimeError("a task that the handler awaited was cancelled") from None
         finally:
             self._task = None
         if self._cancelled:  # also if the coroutine has caught the cancellation and returned
@@ -77,7 +77,7 @@ class EventLoop:
                 self._loop.run_until_complete(task)
 
     def cancel_at(self, at: float) -> None:
-        """Cancel the call that runs then; `at` is a time of `time.monotonic`. Any thread may call this."""
+        """Cancel the call that runs at the time `at` of `time.monotonic`. Any thread may call this."""
         with suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(
                 lambda: self._loop.call_later(max(0.0, at - time.monotonic()), self._cancel)

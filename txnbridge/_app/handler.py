@@ -32,9 +32,9 @@ from txnbridge.errors import InvalidOption, Poison
 # The names of parameters by which a function asks for more than the value of its message.
 _NAMES = ("txn", "message", "db", "state")
 _SEVERAL = (list, Iterator, Iterable, Generator, AsyncIterator, AsyncIterable, AsyncGenerator)
-# A type that is not told: such a value is judged when it is there.
+# Annotations that do not tell a type. The codec of such a value is chosen when the value exists.
 _UNKNOWN = (Any, object, inspect.Parameter.empty)
-# Settings of a processor that an app makes itself.
+# Arguments of `Processor` that the app passes itself.
 _OF_THE_APP = {"self", "consumers", "begin", "inputs", "group", "each", "batch", "stop_timeout"}
 
 
@@ -85,7 +85,7 @@ class Handler:
     # --- the signature --------------------------------------------------------------------------------------------
 
     def _read_first(self, parameter: inspect.Parameter) -> None:
-        """Read which value the function takes: the type, whether as a `Message`, and whether None is taken, too."""
+        """Read the type of the value that the function takes, and whether it takes a `Message`, or None, too."""
         kind = self._type(parameter.annotation, needed=True)
         self.takes_message = _is_message(kind) or (kind in _UNKNOWN and parameter.name == "message")
         if self.takes_message:
@@ -96,7 +96,7 @@ class Handler:
         self._takes_none = takes_none or kind in _UNKNOWN
 
     def _role(self, parameter: inspect.Parameter) -> str | None:
-        """Return what the function asks for by a parameter; None if it is left to its default."""
+        """Return the name in `_NAMES` for which a parameter asks; None if the parameter keeps its default."""
         role = self._role_of_type(self._type(parameter.annotation))
         if role is None and parameter.name in _NAMES:
             role = parameter.name
@@ -105,8 +105,8 @@ class Handler:
             if variable or parameter.default is not inspect.Parameter.empty:
                 return None
             raise InvalidOption(
-                f"{self.name} has a parameter {parameter.name!r} that nothing is known about: beside the message's"
-                f" value it may ask for {', '.join(_NAMES)}"
+                f"{self.name} has an unknown parameter {parameter.name!r}: beside the message's value it may ask for"
+                f" {', '.join(_NAMES)}"
             )
         if role == "db" and self.settings.get("db") is None:
             raise InvalidOption(f"{self.name} asks for db: give process() a db=, an Engine of SQLAlchemy")
@@ -125,7 +125,7 @@ class Handler:
         return None
 
     def _read_output_types(self, to: Topic | None) -> list[Any]:
-        """Return the types of the values that the function returns for its topic `to`, as far as they are told."""
+        """Return the types of the values that the function returns for its topic `to`, as far as it is annotated."""
         told = self._type(inspect.signature(self.function).return_annotation)
         kind, _ = without_none(told)
         if get_origin(kind) in _SEVERAL or kind in _SEVERAL:

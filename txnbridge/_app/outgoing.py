@@ -25,7 +25,7 @@ class Outgoing:
 
 
 class UnfitResult(InvalidOption):
-    """A function returned what cannot be published. The app stops: the next attempt would return the same."""
+    """A function returned a value that cannot be published. The app stops: another attempt would return the same."""
 
 
 class ResultPublisher:
@@ -39,7 +39,7 @@ class ResultPublisher:
         self._input_keys = input_keys
 
     def publish(self, result: Any, message: Message, send: Send) -> None:
-        """Send a result: one value, or each value of a list or an iterator."""
+        """Send a result: a value, or each value of a list or iterator."""
         if isinstance(result, list | Iterator):
             for value in result:
                 self._send(value, message, send)
@@ -60,9 +60,9 @@ class ResultPublisher:
         if isinstance(value, Outgoing):
             self._send_encoded(value.topic, value.value, value.key, value.headers, send)
         elif isinstance(value, tuple):
-            raise UnfitResult(f"{self._name} returned a tuple; several messages are a list, one with a key an Outgoing")
+            raise UnfitResult(f"{self._name} returned a tuple; return a list for several messages, an Outgoing for one")
         elif isinstance(value, Awaitable):
-            raise UnfitResult(f"{self._name} returned what is to be awaited; what it decorates has to be `async def`")
+            raise UnfitResult(f"{self._name} returned an awaitable; the decorated function must be `async def`")
         elif self._to is None:
             raise UnfitResult(
                 f"{self._name} returned {type(value).__name__}, but has no topic for it: give process() a to=, or"
@@ -76,7 +76,7 @@ class ResultPublisher:
             encoded = encode_message(for_output(as_topic(to)), value, key, headers, ())
         except InvalidOption as error:
             if isinstance(error.__cause__, OSError):
-                raise  # the codec could not ask (say, a schema registry is down), which may pass
+                raise  # another attempt may succeed: the codec got no answer, say, of a schema registry
             raise UnfitResult(f"{self._name} returned {type(value).__name__}: {error}") from error
         send(encoded.topic, encoded.value, key=encoded.key, headers=encoded.headers or None)
 

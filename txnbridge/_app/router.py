@@ -109,7 +109,7 @@ class Router:
             yield from router._routers()
 
     def _collect(self, outer: Lifespan | None = None) -> Iterator[tuple[Handler, Lifespan | None]]:
-        """Yield the functions of this router and those it includes, each with its lifespan: the innermost."""
+        """Yield the functions of this router and of those it includes, each with the lifespan of its nearest router."""
         lifespan = self._lifespan or outer
         for handler in self._handlers:
             yield handler, lifespan

@@ -74,7 +74,7 @@ def _is_of_json(kind: Any) -> bool:
 
 
 def _is_model(kind: Any) -> bool:
-    pydantic = sys.modules.get("pydantic")  # a model's class has imported it
+    pydantic = sys.modules.get("pydantic")  # imported already by the model's class
     return pydantic is not None and isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)
 
 
@@ -113,7 +113,7 @@ def for_output(topic: Topic) -> Topic:
 
 
 def for_input(topic: Topic, codec: Callable[[], Codec] | None) -> Topic:
-    """Return a topic with a codec, unless it has one. JSON is decoded by the type of the function, as it says more."""
+    """Return a topic with a codec by a type, unless it has one; `codecs.json` is replaced by the type's codec."""
     if codec is None or topic.codec not in (codecs.bytes, codecs.json):
         return topic
     found = codec()

@@ -71,7 +71,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the decision log says about an id.
+    """The decision log's answer about an id.
 
     `done` is True if a done mark covers the id, whose claims are then no longer kept. `done_up_to` is the done mark on
     the id itself: every id that consists of this id and a number up to `done_up_to` is done. `opening` is the id's

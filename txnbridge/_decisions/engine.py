@@ -371,7 +371,7 @@ class Engine:
         self._append_support(Snapshot, fields | self._body(body, deadline), deadline)
         with self.follower.looking(deadline) as state:
             needed = (state.oldest_living(self.now()), state.oldest_ack_window())
-        # Not up to the snapshot itself: it does not replace the records between its covered record and itself.
+        # The trim ends before the snapshot, which does not replace the records between its covered record and itself.
         before = min([covers, *(position for position in needed if position is not None)])
         self._let_go_of_older()
         self._log.trim(before, deadline)

@@ -39,7 +39,7 @@ class UnreadableRecord(ValueError):
 
 @dataclass(frozen=True)
 class EvidenceBegin:
-    """Where in the log the evidence about a transaction begins: the position and nonce of a presence record."""
+    """The begin of the evidence about a transaction in the log: the position and nonce of a presence record."""
 
     at: Position
     id: str
@@ -153,7 +153,7 @@ class EntryRecord(LogRecord):
 
 @dataclass(frozen=True)
 class PreparedAcks:
-    """What a prepare record says about acknowledgements: where they are, and when its hold ends (ms since 1970)."""
+    """The acknowledgements in a prepare record: their positions, and the time when the hold ends (ms since 1970)."""
 
     begin: EvidenceBegin
     expires_at: int

@@ -91,7 +91,7 @@ class Bridge:
     def __init__(self, sync: txnbridge.Bridge, threads: int) -> None:
         self._sync = sync
         self._timeout = sync._connection.timeout
-        # Calls that may wait for a writer are limited apart from the others: those who have the writers may need these.
+        # Calls that may wait for a writer are limited apart from others, which the tasks with the writers may need.
         self._size = threads
         self._waiting = Threads(threads)
         self._asking = Threads(threads)

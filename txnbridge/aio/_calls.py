@@ -75,7 +75,7 @@ class Call(Generic[R]):
         return not self._done.locked() and (self._previous is None or self._previous.is_done)
 
     async def run(self, previous: Call[Any] | None = None) -> R:
-        """Run the function, after that of the call `previous`, and return its result. A task calls this once."""
+        """Run the function after the function of the call `previous`; return its result. Call this only once."""
         self._previous = previous
         try:
             while previous is not None and not previous.is_done:
@@ -108,7 +108,7 @@ class Call(Generic[R]):
         """Wait until the function has ended, or is withdrawn, without a thread."""
         ended = anyio.Event()
         self._on_done.append(teller(ended))
-        if self._done.locked():  # otherwise it may have ended before it could tell
+        if self._done.locked():  # otherwise the function may have ended before it could set the event
             await ended.wait()
 
     def run_here(self) -> R:
@@ -158,7 +158,7 @@ class Call(Generic[R]):
         self._previous = None
 
     def _work_behind(self) -> None:
-        with suppress(Exception):  # `_undo_behind` has logged it
+        with suppress(Exception):  # logged by `_undo_behind`
             self._work()
 
     def _undo_behind(self) -> None:

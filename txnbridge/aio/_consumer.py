@@ -35,7 +35,7 @@ class _Endless(AsyncIterator[R]):
 class Consumer:
     """Reads committed messages only, each partition in order; for one task at a time.
 
-    What a poll had fetched when its task was cancelled comes with the next one.
+    If a task is cancelled while it polls, the next poll returns the messages that were fetched.
     """
 
     def __init__(self, sync: txnbridge.Consumer) -> None:
@@ -81,7 +81,7 @@ class Consumer:
                 return message
 
     async def _read(self, read: Callable[[Callable[[], bool]], Batch]) -> Batch:
-        """Return the batch of `read`, which is called with a function that returns whether its task was cancelled.
+        """Call `read` in a thread, with a function that returns whether this task was cancelled; return its batch.
 
         A batch that the task does not get comes again (hazard H111).
         """

@@ -86,7 +86,7 @@ class LoopFunctions:
         return (None, _CANCELLED) if scope.cancel_called else (result, error)
 
     def cancel_at(self, at: float) -> None:
-        """Cancel the functions that run then; `at` is a time of `time.monotonic`. Any thread may call this."""
+        """Cancel the functions that run at the time `at` of `time.monotonic`. Any thread may call this."""
         with suppress(RuntimeError):  # the block has ended
             assert self._portal is not None
             self._portal.start_task_soon(self._cancel_later, at)

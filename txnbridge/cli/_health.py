@@ -1,4 +1,4 @@
-"""Answers the health checks of an orchestrator by HTTP, and Prometheus."""
+"""Answers health checks of an orchestrator, and requests of Prometheus, by HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def health(good: bool, document: dict[str, Any]) -> Answer:
 
 @contextmanager
 def serving(host: str, port: int, pages: dict[str, Callable[[], Answer]]) -> Iterator[int]:
-    """Answer GET requests by functions, which are given by their paths, during the block; it gets the port.
+    """Answer GET requests by functions, which are given by their paths, during the block; yield the port.
 
     `host` is a name or an address of this machine. Port 0 takes a free one. Raise `OSError` if it cannot listen there.
     """
@@ -35,7 +35,7 @@ def serving(host: str, port: int, pages: dict[str, Callable[[], Answer]]) -> Ite
     class RequestHandler(BaseHTTPRequestHandler):
         timeout = 10  # a client that sends nothing would hold its thread for ever
 
-        def do_GET(self) -> None:  # the name that http.server looks for
+        def do_GET(self) -> None:  # the name of the method that http.server calls
             page = pages.get(self.path.partition("?")[0])
             if page is None:
                 self.send_error(404)

@@ -69,7 +69,7 @@ def _import(name: str) -> Any:
         raise
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise click.UsageError(f"there is no module {error.name!r} here or among what is installed") from None
+            raise click.UsageError(f"there is no module {error.name!r} in the current folder or installed") from None
         show_traceback(error)
         raise InvalidOption(f"module {name} cannot be imported: {reason_of(error)}") from error
 

@@ -20,16 +20,16 @@ from txnbridge.cli._worker import ABORT, STOP
 
 _log = logging.getLogger("txnbridge")
 
-# The exit codes of a worker that could not start. If the service has been ready before, the worker is tried again.
+# The exit codes of a worker that could not start. It is started again if the service has been ready before.
 _NOT_STARTED = (ExitCode.USAGE, ExitCode.UNAVAILABLE)
-# The interval of the supervisor's looks at its workers and signals: short for a stop, and next to no work.
+# The interval at which the supervisor looks at its workers and signals: short, so that a stop is quick.
 _LOOK_SECONDS = 0.1
 _RELOAD_SECONDS = 0.5
 # The waits before a worker that died is started again: doubled with each death, from the first up to the longest.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 # A worker that has lived so long has recovered: after its death the waits begin anew.
 _RECOVERED_SECONDS = 60.0
-# A worker tells its status several times a second; one that is silent for so long hangs. Importing takes seconds.
+# A worker that reports no status for this time hangs: it reports several times a second, but importing takes seconds.
 _SILENT_SECONDS = 30.0
 # The time after the application's own `stop_timeout` for closing the bridge; then a worker is killed.
 _CLOSING_SECONDS = 10.0
@@ -251,7 +251,7 @@ class Worker:
         return wait
 
     def read(self) -> None:
-        """Read what the process has told."""
+        """Read the status and the metrics that the process has sent."""
         if not self.runs:
             return
         with suppress(BlockingIOError):
@@ -266,7 +266,7 @@ class Worker:
                 self._told = told
 
     def stop(self, seconds: float, at_once: bool = False) -> None:
-        """Tell the process to stop: after what is under way, for which it has so many seconds, or at once."""
+        """Tell the process to stop: at once, or after its running transactions, for which it has `seconds`."""
         self.start_at = None
         self.kill_at = self.kill_at or time.monotonic() + seconds
         if self.runs:
@@ -274,7 +274,7 @@ class Worker:
                 os.write(self._orders_pipe, ABORT if at_once else STOP)
 
     def end(self) -> int | None:
-        """Return the exit code if the process has ended, and close what belonged to it."""
+        """Return the exit code if the process has ended, and close its pipes."""
         assert self._process is not None
         code = self._process.poll()
         if code is not None:
@@ -285,7 +285,7 @@ class Worker:
         return code
 
     def _keep_counts(self) -> None:
-        """Keep what the process has counted: for Prometheus a counter does not go down because a process ends."""
+        """Keep the counts of an ended process: a counter of Prometheus must not go down."""
         if self.metrics[1]:
             from txnbridge.cli._metrics import of_ended
 

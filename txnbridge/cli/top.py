@@ -53,7 +53,7 @@ class BrokerState:
 
     at: float
     groups: list[GroupInfo] = field(default_factory=list)
-    rates: dict[str, float] = field(default_factory=dict)  # messages a second that a group has acknowledged
+    rates: dict[str, float] = field(default_factory=dict)  # messages acknowledged per second, by group
     transactions: list[OpenTransaction] = field(default_factory=list)
     parked: dict[str, int] = field(default_factory=dict)
     findings: list[Advice] = field(default_factory=list)
@@ -62,7 +62,7 @@ class BrokerState:
 
 
 class Watch:
-    """Looks at a broker again and again."""
+    """Asks a broker for its state again and again, over one bridge."""
 
     def __init__(self, bridge: Bridge, halves: Sequence[str]) -> None:
         self._bridge = bridge
@@ -98,7 +98,7 @@ class Watch:
 
     def _groups(self) -> Iterable[GroupInfo]:
         for name in self._bridge.admin.groups():
-            with suppress(NotFound):  # it has just gone
+            with suppress(NotFound):  # deleted meanwhile
                 yield self._bridge.admin.group(name)
 
 

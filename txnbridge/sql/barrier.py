@@ -413,7 +413,7 @@ class BarrierTransaction(HalfTransaction):
 
     def _refuse_commit(self, _: sa.Connection) -> None:
         if self._lent:
-            raise self._misused("the block does not commit, its end does, with the messages")
+            raise self._misused("the end of the block commits, together with the messages; the block must not")
 
     def _refuse_second(self, _: orm.Session, __: orm.SessionTransaction, connection: sa.Connection) -> None:
         if self._lent and connection is not self._sql:

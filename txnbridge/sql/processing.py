@@ -3,8 +3,8 @@
 A table has the position of the last processed message of each partition. Each database transaction of the processor
 moves these positions by compare-and-set, so it commits only if no other member of the group has processed the same
 messages. The broker's acknowledgements follow after the commit. Messages that are delivered again, because their
-acknowledgement was lost or is still to come, are known by their positions and not processed again. So it does not
-matter when a processor dies, and a member that was replaced while it stood still changes nothing.
+acknowledgement was lost or has not been sent yet, are recognised by their positions and not processed again. So a
+processor may die at any time, and a member that was replaced while it was paused changes nothing.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class DatabaseTransactions:
     def _check_topics(self, assigned: Mapping[Any, str], deadline: Deadline) -> None:
         """Raise `TransactionAborted` if a topic was made anew since the last look, or since an assignment began.
 
-        The batch at hand may then be from the old topic, or from an assignment that reads on in the new topic at a
+        This batch may then be from the old topic, or from an assignment that reads on in the new topic at a
         position of the old one. `assigned` has the topics of the batch's assignments.
         """
         if not self._connection.broker.notices_renewed_topics_late and assigned.keys() <= self._assignments.keys():
@@ -181,7 +181,7 @@ class DatabaseTransactions:
         self._assignments = {source: id for source, id in self._assignments.items() if not source.ended} | now
 
     def _is_same_topic(self, message: Message) -> bool:
-        """Return whether the stored position of a message's partition is one in the present topic."""
+        """Return whether the stored position of a message's partition belongs to the present topic of this name."""
         stored, present = self._stored[message.topic, message.partition].topic_id, self._topic_ids.get(message.topic)
         return not stored or not present or stored == present
 
