@@ -1,4 +1,4 @@
-"""All benchmarks, one after another: about an hour and a quarter, half an hour of it those of Kafka."""
+"""Runs all benchmarks, one after another. This takes about an hour and a quarter, half an hour of it for Kafka."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ NAMES += (
     "kafka_process",
     "kafka_half_messages",
     "kafka_telemetry",
-)  # these start a broker
+)  # these start Kafka
 NAMES += ("pulsar_write", "pulsar_read", "pulsar_process", "pulsar_commit", "pulsar_memory", "pulsar_spark")
 NAMES += ("pulsar_half_messages", "pulsar_group_commit")
 NAMES += ("rocketmq_write", "rocketmq_small", "rocketmq_read", "rocketmq_recover")
 NAMES += ("outbox",)  # this starts PostgreSQL and Kafka
-NAMES += ("spark_write", "spark_read", "spark_recover")  # and these Kafka and Spark
+NAMES += ("spark_write", "spark_read", "spark_recover")  # these start Kafka and Spark
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("begin", nargs="?", default="", help="only those whose names begin so, like kafka")
+    parser.add_argument("begin", nargs="?", default="", help="run only those whose names begin with this, like kafka")
     options = parser.parse_args()
     names = [name for name in NAMES if name.startswith(options.begin)]
     if not names:
-        parser.error(f"none begins with {options.begin!r}: {' '.join(NAMES)}")
+        parser.error(f"no benchmark begins with {options.begin!r}: {' '.join(NAMES)}")
     with opened(options) as settings:
         print(machine(settings.folder))
         for name in names:

@@ -30,7 +30,7 @@ def by_tasks_of_one_bridge(settings: Settings, url: str, topic: str, tasks: int)
         async with aio.connect(url) as bridge:
             async with anyio.create_task_group() as group:
                 for _ in range(tasks):
-                    group.start_soon(transact, bridge)  # the first one opens what it needs; it does not count
+                    group.start_soon(transact, bridge)  # the first lap opens connections and does not count
             async with anyio.create_task_group() as group:
                 for _ in range(tasks):
                     group.start_soon(work, bridge)

@@ -1,4 +1,4 @@
-"""Files to measure: the embedded broker's, and plain SQLite ones with the same columns and the same durability."""
+"""The files of the benchmarks: the embedded broker's, and plain SQLite files with the same columns and durability."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from txnbridge_embedded.client.store import CHECKPOINT_BYTES
 import txnbridge
 
 KIB = 1024
-# What SQLite does by default, and what the embedded broker does: the size of a page, and of the log when it is copied.
+# The sizes of a page, and of the log when it is copied: SQLite's defaults, and those of the embedded broker.
 DEFAULT_PAGE_BYTES, DEFAULT_LOG_BYTES = 4 * KIB, 1000 * 4 * KIB
 OUR_PAGE_BYTES, OUR_LOG_BYTES = PAGE_BYTES, CHECKPOINT_BYTES
 Row = tuple[int | None, int, bytes | None, str | None, bytes]  # id, timestamp, key, headers, value
 
 
 def bodies(count: int, size: int) -> list[bytes]:
-    """Distinct objects, as messages are; their bytes do not matter to anybody here."""
+    """Return values that are distinct objects, as those of messages are. Their bytes do not matter here."""
     return [number.to_bytes(8, "big") + bytes(size - 8) for number in range(count)]
 
 
@@ -34,7 +34,7 @@ def rows(values: Sequence[bytes]) -> list[Row]:
 
 @contextmanager
 def fresh(folder: Path) -> Iterator[Path]:
-    """An empty folder, so that no round meets the file of the one before."""
+    """Yield an empty folder, so that no round finds the file of an earlier round. Remove it at the end."""
     path = Path(tempfile.mkdtemp(dir=folder))
     try:
         yield path
@@ -44,7 +44,7 @@ def fresh(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def fresh_bridge(folder: Path, **settings: Any) -> Iterator[txnbridge.Bridge]:
-    """A bridge to an empty file of the embedded broker, with its defaults: durability=full."""
+    """Yield a bridge to an empty file of the embedded broker, with the broker's defaults: durability=full."""
     with fresh(folder) as path, txnbridge.connect(url(path), **settings) as bridge:
         yield bridge
 
@@ -57,7 +57,7 @@ def url(folder: Path) -> str:
 def plain(
     folder: Path, page_bytes: int = DEFAULT_PAGE_BYTES, log_bytes: int = DEFAULT_LOG_BYTES
 ) -> Iterator[sqlite3.Connection]:
-    """A plain SQLite file that is as durable as ours: a log (WAL) that is synchronised at each commit."""
+    """Yield a plain SQLite file, as durable as the embedded broker's: its log (WAL) is synchronised at each commit."""
     path = folder / f"plain-{page_bytes}.db"
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA page_size = {page_bytes}")
@@ -72,7 +72,7 @@ def plain(
 
 
 def insert(connection: sqlite3.Connection, ready: Sequence[Row]) -> None:
-    """One transaction as plain SQLite does it fastest: rows that are tuples already, no Python between them."""
+    """Insert rows in one transaction, in SQLite's fastest way: the rows are tuples, and no Python runs between them."""
     connection.execute("BEGIN IMMEDIATE")
     connection.executemany("INSERT INTO messages VALUES (?, ?, ?, ?, ?)", ready)
     connection.execute("COMMIT")

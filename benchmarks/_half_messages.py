@@ -1,8 +1,8 @@
 """Half messages of one message each, beside transactions of one message on the same broker.
 
 The contenders have 1 and 16 threads on one bridge with its default settings. A half message counts once its block has
-ended as COMMITTED; what the resolver has not published by then is waited for at the end of each round, within the
-round's time. The last figures are those of a group with a backlog of undecided half messages.
+ended as COMMITTED. At the end of each round, and within its time, the benchmark waits until the resolver has published
+all of them. The last figures are those of a group with a backlog of undecided half messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all benchmarks share: contenders in turn, medians with their interval, targets, and the machine in words."""
+"""The functions of all benchmarks: run contenders in turn, estimate medians, compare with targets, print a report."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-Lap = Callable[[], int]  # does some work and says how many units it was
+Lap = Callable[[], int]  # does some work and returns its number of units
 Contender = Callable[[], AbstractContextManager[Lap]]  # sets up outside the measured time, and cleans up
 Clock = Callable[[], float]
 
 WALL: Clock = time.perf_counter
-# For what neither waits nor touches a disk: on an idle machine it takes as long, and others disturb it less.
+# For work that neither waits nor uses a disk. Other processes disturb this clock less than wall time.
 PROCESSOR: Clock = time.process_time
 
 _numbers = itertools.count(1)
 
-_RESAMPLES = 2000  # of the bootstrap: the interval's ends then move by about 1 % of its width from run to run
+_RESAMPLES = 2000  # of the bootstrap; the ends of the interval then vary by about 1 % of its width
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Settings:
     """How thoroughly to measure, and where the files go."""
 
     rounds: int
-    seconds: float  # at least that long lasts each round of each contender
-    folder: Path  # on the disk that is to be measured
-    quick: bool  # only see that everything works: the figures mean nothing
+    seconds: float  # the least duration of each contender's round
+    folder: Path  # on the disk to measure
+    quick: bool  # only test that everything works: the figures mean nothing
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Round:
-    """One round of one contender: seconds of each lap, and the units of all."""
+    """One round of one contender: the seconds of each lap, and the units of all laps together."""
 
     laps: Sequence[float]
     units: int
@@ -63,7 +63,7 @@ class Round:
 
 
 def alternate(settings: Settings, contenders: Mapping[str, Contender], clock: Clock = WALL) -> dict[str, list[Round]]:
-    """Rounds of all contenders in turn, every second time in the opposite order, so that a drift favours nobody."""
+    """Run rounds of all contenders in turn, every second time in reverse order, so that a drift favours no one."""
     found: dict[str, list[Round]] = {name: [] for name in contenders}
     order = list(contenders)
     for number in range(settings.rounds):
@@ -74,7 +74,7 @@ def alternate(settings: Settings, contenders: Mapping[str, Contender], clock: Cl
 
 def _run(contender: Contender, seconds: float, clock: Clock) -> Round:
     with contender() as lap:
-        lap()  # the first one fills caches; it does not count
+        lap()  # the first lap fills caches and does not count
         laps: list[float] = []
         units = 0
         until = clock() + seconds
@@ -85,11 +85,11 @@ def _run(contender: Contender, seconds: float, clock: Clock) -> Round:
     return Round(laps, units)
 
 
-Turn = Callable[[], Round]  # does all of its work once, and measures itself
+Turn = Callable[[], Round]  # does all of its work once, and measures that itself
 
 
 def in_turn(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Round]]:
-    """As `alternate`, for work that says itself what it took, and that is too long to be repeated within a round."""
+    """Run rounds as `alternate` does, of work that measures itself and is too long to be repeated within a round."""
     found: dict[str, list[Round]] = {name: [] for name in turns}
     for number in range(rounds):
         for name in list(turns)[:: -1 if number % 2 else 1]:
@@ -98,21 +98,21 @@ def in_turn(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Round]]:
 
 
 def as_turn(contender: Contender, settings: Settings) -> Turn:
-    """A round as `alternate` makes them."""
+    """Return a turn that runs one round of a contender as `alternate` does."""
     return lambda: _run(contender, settings.seconds, WALL)
 
 
 def by_threads(contenders: Sequence[Contender], seconds: float) -> Round:
-    """One round of all contenders at once, each on a thread of its own; a lap is one of any of them.
+    """Run one round of all contenders at once, each on a thread of its own. The round has the laps of all of them.
 
-    The round's units are the laps times the threads, so that its seconds for a unit are wall time.
+    Its units are its laps times the threads, so that the seconds per unit are wall time.
     """
     ready = threading.Barrier(len(contenders))
     laps: list[float] = []
 
     def work(contender: Contender) -> None:
         with contender() as lap:
-            lap()  # the first one opens what it needs; it does not count
+            lap()  # the first lap opens connections and does not count
             ready.wait()
             mine = _laps(lap, seconds)
         laps.extend(mine)
@@ -132,13 +132,13 @@ def _laps(lap: Lap, seconds: float) -> list[float]:
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The smallest value that at least this part of all values does not exceed."""
+    """Return the smallest value that at least this part of all values does not exceed."""
     return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median, and the 95 % bootstrap interval of it; of a figure with one value only, that value."""
+    """A median and its 95 % bootstrap interval. All three are the same if there is only one value."""
 
     median: float
     low: float
@@ -150,19 +150,19 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The median of what was measured once a round."""
+    """Return the median, with its interval, of values of which each round gives one."""
     dice = random.Random(1)  # the same interval for the same values
     medians = [median(dice.choices(values, k=len(values))) for _ in range(_RESAMPLES)]
     return Estimate(median(values), quantile(medians, 0.025), quantile(medians, 0.975))
 
 
 def speed(ours: Sequence[Round], peer: Sequence[Round]) -> Estimate:
-    """How fast ours is as a part of the peer's speed, round by round."""
+    """Return our speed divided by the peer's, over the rounds."""
     return estimate([p.seconds_per_unit / o.seconds_per_unit for o, p in zip(ours, peer, strict=True)])
 
 
 def excess(ours: Sequence[Round], peer: Sequence[Round], scale: float) -> Estimate:
-    """What ours takes above the peer, a unit, round by round; `scale` is 1e6 for microseconds."""
+    """Return how much longer a unit takes with ours than with the peer; `scale` is 1e6 for microseconds."""
     return estimate([scale * (o.seconds_per_unit - p.seconds_per_unit) for o, p in zip(ours, peer, strict=True)])
 
 
@@ -171,27 +171,27 @@ def per_unit(rounds: Sequence[Round], scale: float) -> Estimate:
 
 
 def a_second(rounds: Sequence[Round]) -> Estimate:
-    """How many units a second."""
+    """Return the number of units per second."""
     return estimate([1 / r.seconds_per_unit for r in rounds])
 
 
 def lap_quantile(rounds: Sequence[Round], part: float, scale: float) -> Estimate:
-    """A quantile of a round's laps, over the rounds."""
+    """Return the median, over the rounds, of a quantile of each round's laps."""
     return estimate([scale * quantile(r.laps, part) for r in rounds])
 
 
-# --- saying it -------------------------------------------------------------------------------------------------------
+# --- reporting -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Target:
-    """A bound that a figure is to keep."""
+    """The bound of a figure: the least or the largest value that it should have."""
 
     bound: float
     at_least: bool
 
     def verdict(self, found: Estimate) -> str:
-        """Says "undecided" if the bound lies within the interval: the machine was too busy to tell."""
+        """Return "reached", "missed", or "undecided" if the bound is within the interval: the machine was too busy."""
         good, bad = (found.low, found.high) if self.at_least else (-found.high, -found.low)
         bound = self.bound if self.at_least else -self.bound
         return "reached" if good >= bound else "missed" if bad < bound else "undecided"
@@ -226,7 +226,7 @@ class Report:
 
 
 def _number(value: float) -> str:
-    """Three digits that mean something."""
+    """Return a number as text with three significant digits."""
     if value == 0:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -234,7 +234,7 @@ def _number(value: float) -> str:
 
 
 def machine(folder: Path) -> str:
-    """The machine in one line, without its name."""
+    """Return a description of this machine in one line, without its name."""
     return ", ".join(
         [
             f"{os.cpu_count()} cores ({_processor()})",
@@ -253,7 +253,7 @@ def _processor() -> str:
 
 
 def _disk(folder: Path) -> str:
-    """The file system and the kind of disk under it, as far as the system tells."""
+    """Return the file system of a folder, and the kind of disk if the system reports it."""
     device = os.stat(folder).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     mounts = [line.split(" - ")[1].split()[0] for line in _lines("/proc/self/mountinfo") if line.split()[2] == name]
@@ -280,16 +280,16 @@ def parse(arguments: Sequence[str] | None = None, description: str | None = None
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="see that it works, in a second or two; no figures")
+    parser.add_argument("--quick", action="store_true", help="only test that it works, in a second or two; no figures")
     parser.add_argument("--rounds", type=int, default=10, help="how often each contender runs (10)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long at least a round lasts (1.0)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="the least duration of a round (1.0)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where files are made")
     return parser
 
 
 @contextmanager
 def opened(options: argparse.Namespace) -> Iterator[Settings]:
-    """The settings that the options ask for, with a folder of their own that is removed at the end."""
+    """Yield the settings given by the options, with a folder of their own that is removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="txnbridge-benchmark-", dir=options.folder))
     try:
         if options.quick:
@@ -301,22 +301,22 @@ def opened(options: argparse.Namespace) -> Iterator[Settings]:
 
 
 def run(measure: Callable[[Settings], None]) -> None:
-    """One benchmark as a program."""
+    """Run one benchmark as a program."""
     with opened(parse(description=sys.modules[measure.__module__].__doc__)) as settings:
         print(machine(settings.folder))
         measure(settings)
 
 
 def unique(what: str) -> str:
-    """A name that nothing else has."""
+    """Return a name that is unique on this machine."""
     return f"{what}-{os.getpid()}-{next(_numbers)}"
 
 
 @contextmanager
 def child(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """A fresh process that runs `target(pipe, *arguments)`; the block has the other end of the pipe.
+    """Run `target(pipe, *arguments)` in a new process; yield the other end of the pipe.
 
-    It is told to end by the closing of the pipe, and is waited for.
+    The end of the block closes the pipe, by which the process is to end, and waits for the process.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -334,5 +334,5 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
 
 
 def _serve(target: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
-    with suppress(EOFError, BrokenPipeError):  # whoever asked has gone
+    with suppress(EOFError, BrokenPipeError):  # the parent has closed the pipe
         target(pipe, *arguments)

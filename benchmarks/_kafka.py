@@ -1,4 +1,4 @@
-"""A real broker for the Kafka benchmarks, and the plain client that ours stands beside."""
+"""A real broker for the Kafka benchmarks, and their yardstick, confluent-kafka used directly (the plain client)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from txnbridge_conformance import brokers
 
 from benchmarks._harness import unique
 
-# As our readers fetch. With the client's own defaults it rests for a second whenever its queue is full.
+# The settings with which our readers fetch. By its own defaults the client pauses a second when its queue is full.
 FETCHING = {"fetch.wait.max.ms": 100, "fetch.queue.backoff.ms": 10}
 
-# What a broker that has just started lets its clients say would stand between the figures.
+# Log lines of clients whose broker has just started would be printed between the figures.
 _SILENT = logging.getLogger("benchmarks.kafka")
 _SILENT.addHandler(logging.NullHandler())
 _SILENT.propagate = False
@@ -25,7 +25,7 @@ _SILENT.propagate = False
 
 @contextmanager
 def broker() -> Iterator[str]:
-    """The URL of a fresh broker with one node, or of the one that TXNBRIDGE_URL names."""
+    """Yield the URL of a new broker with one node, or that of the environment variable TXNBRIDGE_URL."""
     if url := os.environ.get("TXNBRIDGE_URL"):
         yield url
         return
@@ -42,26 +42,27 @@ def new_topic(url: str, partitions: int = 1) -> str:
     admin = AdminClient({"bootstrap.servers": bootstrap(url)}, logger=_SILENT)
     for created in admin.create_topics([NewTopic(name, partitions, 1)]).values():
         created.result(30)
-    # The answer may come before the leader is ready. A plain producer whose first batch meets that, and whose second
-    # does not, sends the first one again until its time is over, and the broker refuses it each time.
+    # The answer may come before the leader is ready. If the leader then refuses only the first batch of a plain
+    # producer, the producer sends that batch again until its timeout, and the broker refuses it each time.
     wanted = {TopicPartition(name, number): OffsetSpec.latest() for number in range(partitions)}
     deadline = time.monotonic() + 30
     while not all(answer.exception() is None for answer in admin.list_offsets(wanted).values()):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{name} was created and cannot be written to")
+            raise RuntimeError(f"topic {name} was created, but has no leader after 30 s")
         time.sleep(0.01)
     return name
 
 
 def drop_topic(url: str, name: str) -> None:
     """Delete a topic; the broker removes its files a minute later."""
-    admin = AdminClient({"bootstrap.servers": bootstrap(url)}, logger=_SILENT)  # dropped earlier, it answers no future
+    # Kept in a variable, because the futures get no result once the client is gone.
+    admin = AdminClient({"bootstrap.servers": bootstrap(url)}, logger=_SILENT)
     for deleted in admin.delete_topics([name]).values():
         deleted.result(30)
 
 
 def plain_producer(url: str) -> Producer:
-    """The client with the same settings as ours, as its own documentation has it."""
+    """Return a transactional producer of the plain client, with the settings that our backend uses."""
     producer = Producer(
         {
             "bootstrap.servers": bootstrap(url),

@@ -1,4 +1,4 @@
-"""What ours does in the benchmarks of every broker that is a server."""
+"""The contenders with txnbridge, for the benchmarks of every broker that is a server."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from benchmarks._harness import Contender, Lap, Round, Turn, unique
 from txnbridge import Batch, Bridge, Processor, Transaction, connect
 
-AT_ONCE = 500  # what `poll` asks for by default
+AT_ONCE = 500  # the default of `poll`
 
 
 def writing(url: str, topic: str, values: Sequence[bytes], many: bool) -> Contender:
-    """Transactions with all of these values, each from begin to the end of commit."""
+    """Return a contender whose lap is a transaction with all of these values, with its begin and commit."""
 
     @contextmanager
     def contender() -> Iterator[Lap]:
@@ -35,14 +35,14 @@ def writing(url: str, topic: str, values: Sequence[bytes], many: bool) -> Conten
 
 
 def fill(bridge: Bridge, topic: str, size: int, count: int, batch: int) -> None:
-    """Write so many messages, in transactions of `batch`."""
+    """Write `count` messages, in transactions of `batch`."""
     for _ in range(0, count, batch):
         with bridge.transaction() as txn:
             txn.send_many(topic, [b"x" * size] * batch)
 
 
 def reading(url: str, topic: str, count: int) -> Contender:
-    """Reads a topic of so many messages from its beginning, without a group."""
+    """Return a contender that reads a topic of `count` messages from its beginning, without a group."""
 
     @contextmanager
     def contender() -> Iterator[Lap]:
@@ -65,7 +65,7 @@ def reading(url: str, topic: str, count: int) -> Contender:
 
 
 def passing_on(url: str, source: str, target: str, count: int, batch: int) -> Turn:
-    """A processor of a group that has never read: it joins, passes everything on once, and leaves."""
+    """Return a turn of a processor in a new group: it joins, sends each message to another topic once, and leaves."""
 
     def turn() -> Round:
         with connect(url, writers=1) as bridge:

@@ -1,4 +1,4 @@
-"""A real broker for the Pulsar benchmarks, and what ours stands beside: the official client, and Pulsar's program."""
+"""A real broker for the Pulsar benchmarks, and their yardsticks: the official client, and the program pulsar-perf."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from benchmarks._harness import Round, Settings, Turn, unique
 from benchmarks._peers import Peer, peer
 from txnbridge import Bridge
 
-# Pulsar's program for figures comes with its distribution alone, which Maven has of this version.
+# The version of Pulsar whose distribution, with pulsar-perf, is in Maven's repository.
 _PERF = "4.0.8"
-# Its speed doubles in its first seconds.
+# The seconds before the measurement, in which the speed of pulsar-perf doubles.
 _WARMING = 3.0
 
 
 @contextmanager
 def broker() -> Iterator[str]:
-    """The URL of a fresh broker as the tests start it, or of the one that TXNBRIDGE_URL names, `admin_url` included."""
+    """Yield the URL, with `admin_url`, of a new broker as in the tests, or that of the variable TXNBRIDGE_URL."""
     if url := os.environ.get("TXNBRIDGE_URL"):
         yield url
         return
@@ -37,7 +37,7 @@ def broker() -> Iterator[str]:
 
 
 def service(url: str) -> str:
-    """The service URL, which is all that the clients of Pulsar take."""
+    """Return the service URL, without the parts that Pulsar's own clients do not take."""
     return url.partition("?")[0].rsplit("/", 2)[0]
 
 
@@ -49,16 +49,16 @@ def new_topic(bridge: Bridge) -> str:
 
 @contextmanager
 def official(settings: Settings, url: str) -> Iterator[Peer]:
-    """The official client, with its defaults but for what `_pulsar_official.py` says."""
+    """Start the official client, with its defaults except for those that `_pulsar_official.py` changes."""
     with peer(sys.executable, "_pulsar_official.py", service(url), home=settings.folder) as client:
         yield client
 
 
 def pulsar_perf(settings: Settings, url: str, size: int, batch: int) -> Turn:
-    """Pulsar's own program, in transactions of `batch` messages.
+    """Return a turn of pulsar-perf, which writes transactions of `batch` messages to a new topic each time.
 
-    What it says of its speed includes its start. So it runs until it has been measured: by how many messages the broker
-    has got in some seconds, once Java has had time to make machine code. It has a topic of its own each time.
+    The speed that the program reports includes its start. So its messages are counted at the broker for some seconds,
+    after Java has compiled the program, which is then killed.
     """
     admin = url.partition("admin_url=")[2]
     configuration = settings.folder / "client.conf"
@@ -66,10 +66,10 @@ def pulsar_perf(settings: Settings, url: str, size: int, batch: int) -> Turn:
     warming = 0.1 if settings.quick else _WARMING
     options = {
         "-u": service(url),
-        "-r": 10_000_000,  # messages a second: as many as it can
+        "-r": 10_000_000,  # the limit of messages per second, which it never reaches
         "-s": size,
         "-nmt": batch,
-        # Without them it takes all memory.
+        # limits of messages under way, without which it fills the memory
         "-o": 20_000,
         "-p": 20_000,
     }
@@ -90,14 +90,14 @@ def pulsar_perf(settings: Settings, url: str, size: int, batch: int) -> Turn:
                 time.sleep(2 * settings.seconds)
                 count, seconds = _received(admin, topic) - before, time.perf_counter() - begin
             finally:
-                program.kill()  # it would go on for ever
+                program.kill()  # it does not end by itself
         return Round([seconds], max(1, count))
 
     return turn
 
 
 def _received(admin: str, topic: str) -> int:
-    """How many messages a topic has got since it was loaded; 0 if it is not there yet."""
+    """Return the number of messages that a topic has got since it was loaded; 0 if it does not exist yet."""
     try:
         with urllib.request.urlopen(f"{admin}/admin/v2/persistent/public/default/{topic}/stats", timeout=30) as answer:
             return int(json.load(answer)["msgInCounter"])

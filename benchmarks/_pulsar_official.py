@@ -1,4 +1,4 @@
-"""What the official client does beside ours, without transactions: the service URL.
+"""The official client's side of the Pulsar benchmarks, without transactions. Its argument is the service URL.
 
 It runs in a process of its own (see `_peers`).
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 pulsar: Any = importlib.import_module("pulsar")
 
-# When its queue is full it waits, instead of failing. As it comes it sends no batches, and has 1,000 messages under way
-# at most: so it is several times faster.
+# With a full queue the producer waits instead of failing. Batches and a longer queue make it several times faster than
+# its defaults: no batches, and at most 1,000 messages under way.
 SENDING = {"batching_enabled": True, "max_pending_messages": 10_000, "block_if_queue_full": True}
 PATIENCE_MS = 30_000
 
@@ -37,7 +37,7 @@ class Official:
         return self._consumers[topic, subscription]
 
     def write(self, topic: str, size: int, count: int) -> int:
-        """Send so many values, and wait until all are stored."""
+        """Send `count` values, and wait until all are stored; return how many were."""
         producer, value = self._producer(topic), bytes(size)
         stored = 0
 
@@ -51,7 +51,7 @@ class Official:
         return stored
 
     def read(self, topic: str, subscription: str, count: int) -> int:
-        """Receive so many from the beginning on."""
+        """Receive the first `count` messages of a topic."""
         consumer = self._consumer(topic, subscription)
         consumer.seek(pulsar.MessageId.earliest)
         for _ in range(count):
@@ -59,7 +59,7 @@ class Official:
         return count
 
     def pass_on(self, source: str, target: str, subscription: str, count: int, batch: int) -> int:
-        """Consume and produce again, acknowledging each `batch` messages when they are stored."""
+        """Send each message to another topic; acknowledge `batch` messages whenever their copies are stored."""
         consumer = self._consumer(source, subscription)
         producer = self._producer(target)
         stored = 0

@@ -1,6 +1,7 @@
-"""Passes messages on with Quix Streams, exactly once; the last line that it prints is how many seconds that took.
+"""Sends messages to another topic with Quix Streams, exactly once; its last line is the seconds that this took.
 
-It runs in an environment of its own (see `kafka_process`): servers, group, source, target, messages, a transaction.
+It runs in an environment of its own (see `kafka_process`). Its arguments are the servers, the group, the source and
+target topics, the number of messages, and the number of messages per transaction.
 """
 
 import sys
@@ -16,7 +17,7 @@ def main(servers: str, group: str, source: str, target: str, count: int, batch: 
         consumer_group=group,
         processing_guarantee="exactly-once",
         auto_offset_reset="earliest",
-        # A transaction ends after so many messages, and not by the clock.
+        # Transactions end by their number of messages, and not by the clock.
         commit_every=batch,
         commit_interval=60,
         auto_create_topics=False,

@@ -1,4 +1,4 @@
-"""A real broker for the RocketMQ benchmarks, and the official client for Python that ours stands beside."""
+"""A real broker for the RocketMQ benchmarks, and their yardsticks, the official clients for Python and Java."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from benchmarks._peers import Peer, environment, java_peer, peer
 from txnbridge import Bridge
 
 OFFICIAL = "rocketmq-python-client==5.1.2"
-QUEUES = 4  # of a topic, as tools make them that are not told a number
+QUEUES = 4  # of a topic; the default of RocketMQ's tools
 _SOON = 30.0
 
 
 class Address(NamedTuple):
-    """Where a broker is: for ours, and for the official client."""
+    """The addresses of a broker: a URL for txnbridge, and host:port of the proxy for the official client."""
 
     url: str
     grpc: str
@@ -32,7 +32,7 @@ class Address(NamedTuple):
 
 @contextmanager
 def broker(settings: Mapping[str, str] | None = None) -> Iterator[Address]:
-    """A fresh broker as the tests start it, or the one that TXNBRIDGE_URL and TXNBRIDGE_GRPC ("host:port") name."""
+    """Yield the address of a new broker as in the tests, or that of TXNBRIDGE_URL and TXNBRIDGE_GRPC ("host:port")."""
     if url := os.environ.get("TXNBRIDGE_URL"):
         yield Address(url, os.environ["TXNBRIDGE_GRPC"])
         return
@@ -47,7 +47,7 @@ def new_topic(bridge: Bridge) -> str:
 
 
 def new_group(address: Address, topic: str) -> str:
-    """A group for the official client, which cannot read in one that nobody made."""
+    """Create a group for the official client, which cannot read in a group that does not exist; return its name."""
     name = unique("bench")
     with RemotingClient([address.url.removeprefix("rocketmq://")]) as client:
         route = client.route(topic, _SOON)
@@ -57,19 +57,19 @@ def new_group(address: Address, topic: str) -> str:
 
 
 def official(settings: Settings, address: Address, topic: str, *groups: str) -> AbstractContextManager[Peer]:
-    """The official client, which writes to this topic, or reads it in these groups."""
+    """Start the official client for Python, which writes to this topic, or reads it in these groups."""
     python = environment(OFFICIAL)
     return peer(python, "_rocketmq_official.py", address.grpc, topic, *groups, home=settings.folder)
 
 
 def official_java(settings: Settings, address: Address, topic: str) -> AbstractContextManager[Peer]:
-    """The official client for Java, which speaks to the broker as ours does, without the proxy; it writes."""
+    """Start a writer with the official client for Java, which needs no proxy, as ours."""
     names = address.url.removeprefix("rocketmq://")
     return java_peer(fetch_rocketmq(), "RocketMQWriter.java", names, topic, home=settings.folder)
 
 
 def tell_if_not_there(bridge: Bridge, topic: str, committed: int) -> None:
-    """Says on stderr if a topic has another number of messages than were committed: then no figure of it counts."""
+    """Print to stderr if a topic does not have as many messages as were committed: then its figures do not count."""
     until = time.monotonic() + 10
     while (there := _messages(bridge, topic)) != committed:
         if time.monotonic() > until:

@@ -1,6 +1,6 @@
-"""What the official client for Python does beside ours: the proxy's address, a topic, and groups if it is to read.
+"""The side of the official client for Python. Arguments: the proxy's address, a topic, and for a reader its groups.
 
-It runs in an environment of its own (see `_peers`), which has nothing of ours.
+It runs in an environment of its own (see `_peers`), without txnbridge.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any
 
 rocketmq: Any = importlib.import_module("rocketmq")
 
-# The most that it may ask for at once, and how long, in seconds, nobody else then gets them: longer than all takes.
+# The largest number of messages per request, and the seconds for which other consumers then do not get them: longer
+# than the benchmark.
 AT_ONCE, HIDDEN = 32, 3600
-# How long a consumer waits for messages; with less the proxy refuses (it counts the time limit of a request, too).
+# The seconds for which a consumer waits for messages. The proxy refuses shorter waits.
 AWAIT = 5
 PATIENCE = 30
 
 
 class Checker(rocketmq.TransactionChecker):  # type: ignore[misc]
     def check(self, message: Any) -> Any:
-        """What is asked about is on its way to its end."""
+        """Return no decision: the transaction is about to be committed."""
         return rocketmq.TransactionResolution.TRANSACTION_RESOLUTION_UNSPECIFIED
 
 
@@ -36,7 +37,7 @@ class Writer:
         self._pools: dict[int, ThreadPoolExecutor] = {}
 
     def write(self, flying: int, each: int, size: int) -> int:
-        """Transactions of one message: so many threads, so many by each of them."""
+        """Commit `each` transactions of one message by each of `flying` threads; return their number."""
         pool = self._pools.setdefault(flying, ThreadPoolExecutor(flying))
         for done in [pool.submit(self._some, each, bytes(size)) for _ in range(flying)]:
             done.result()
@@ -52,8 +53,10 @@ class Writer:
             self._commit(transaction)
 
     def _commit(self, transaction: Any) -> None:
-        """Once more if it takes longer than the client waits, as happens with many in flight. If the first came through
-        the proxy knows of no such transaction any more: what is missing in the end is seen where all are counted.
+        """Commit, and repeat the request if it fails: with many threads it may take longer than the client waits.
+
+        The repetition fails if the first request was carried out. Messages that are missing in the end are found by
+        counting (`tell_if_not_there`).
         """
         try:
             transaction.commit()
@@ -70,14 +73,14 @@ class Reader:
             consumer.startup()
 
     def begin(self) -> None:
-        """Ask once in each group, so that it begins at what is written from now on."""
+        """Receive once in each group, so that the group begins with the messages written from now on."""
         for consumer in self._consumers:
             until = time.monotonic() + PATIENCE
             while True:
                 try:
                     consumer.receive(AT_ONCE, HIDDEN)
                     break
-                except Exception:  # the proxy fails until it has taken in what a consumer has told it of itself
+                except Exception:  # the proxy fails until it has registered the consumer
                     if time.monotonic() > until:
                         raise
                     time.sleep(0.2)

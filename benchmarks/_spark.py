@@ -1,4 +1,4 @@
-"""Spark for the benchmarks, and its own Kafka sink, which ours stands beside."""
+"""Spark for the benchmarks, and their yardstick, Spark's own Kafka sink."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from txnbridge_conformance.brokers._jars import cache_folder
 
-# No newer ones of all four can be fetched together; these work with PySpark 4.3.
+# The newest versions of which all four can be fetched; they work with PySpark 4.3.
 _SINK = (
     "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",
     "org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.0.0",
@@ -22,7 +22,7 @@ _SINK = (
 
 
 def connector_jars() -> list[Path]:
-    """The jars of Spark's Kafka connector, fetched once."""
+    """Return the jars of Spark's Kafka connector; fetch them if they are not in the cache folder."""
     folder = cache_folder() / "spark-kafka-sink"
     for artifact in _SINK:
         _, name, version = artifact.split(":")
@@ -34,7 +34,7 @@ def connector_jars() -> list[Path]:
 
 @contextmanager
 def spark(memory: str = "3g", with_sink: bool = True) -> Iterator[Any]:
-    """A session on both cores of this machine, with Spark's own Kafka sink unless it is not needed."""
+    """Yield a Spark session on two cores; `with_sink` adds Spark's own Kafka sink."""
     from pyspark.sql import SparkSession
 
     os.environ["PYSPARK_PYTHON"] = sys.executable
@@ -56,7 +56,7 @@ def spark(memory: str = "3g", with_sink: bool = True) -> Iterator[Any]:
 
 
 def rows(session: Any, size: int, count: int) -> Any:
-    """In memory, so that making them costs nobody anything."""
+    """Return rows that are kept in memory, so that making them takes no time of a contender."""
     frame = session.range(0, count, 1, 2).selectExpr(f"cast(lpad(string(id), {size}, 'x') as binary) as value")
     frame = frame.persist()
     frame.count()
@@ -64,6 +64,6 @@ def rows(session: Any, size: int, count: int) -> Any:
 
 
 def exactly_once(frame: Any, url: str) -> Callable[[str], None]:
-    """Our writer of these rows; it is told the topic."""
+    """Return a function that writes these rows to a topic exactly once, with txnbridge."""
     writer = frame.write.format("txnbridge").option("url", url).mode("append")
     return lambda topic: writer.option("topic", topic).save()

@@ -20,12 +20,12 @@ from txnbridge_conformance.history import read_history
 from benchmarks._harness import Estimate, Report, Settings, at_most, child, estimate, run
 
 TRANSACTIONS = 100_000
-MESSAGES = 10  # in each transaction
+MESSAGES = 10  # per transaction
 PARTITIONS = 4
 
 
 def write_history(path: Path, transactions: int) -> None:
-    """Write the history of one process whose transactions a right broker stores, and of a reader that reads them."""
+    """Write a history without findings: one process commits transactions, and a reader reads all of them."""
     with open(path, "w") as file:
         file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in _lines(transactions))
 

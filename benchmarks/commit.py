@@ -1,6 +1,6 @@
 """How long a durable commit takes: a whole transaction, from its begin to the end of its block.
 
-Beside it: writing 4 KiB and synchronising a file that is there already, which is the least that any durable commit
+The yardsticks are writing 4 KiB to an existing file and synchronising it, which is the least that any durable commit
 does, and the same rows in a transaction of a plain SQLite file.
 """
 

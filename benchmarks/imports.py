@@ -1,4 +1,4 @@
-"""What `import txnbridge` adds to the start of a process: whole processes, with and without it."""
+"""The time that `import txnbridge` adds to the start of a process, from whole processes with and without it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Writing to Kafka beside Kafka's own ProducerPerformance, both in transactions of about 10,000 messages.
 
-Kafka's program ends its transactions by the clock: a first run tells how long 10,000 of its messages take. It says
-itself how fast it was, without its start and its first messages.
+Kafka's program ends its transactions by the clock, so a first run measures how long 10,000 of its messages take. The
+program itself reports its speed, without its start and its first messages.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MESSAGES = 10_000  # a transaction
 TOTALS = {100: 1_000_000, 1024: 300_000}  # each takes ten seconds or so
 TOOLS = "4.3.1"
 _LOGGING = Artifact("org.apache.logging.log4j", "log4j-slf4j-impl", "2.25.4")
-ROUNDS = 5  # a run is long, and nothing depends on the third digit
+ROUNDS = 5  # few, because a run is long, and two digits of the figures suffice
 
 
 class ProducerPerformance:
-    """Kafka's own program, with its defaults besides the transactions."""
+    """Runs Kafka's own program, in transactions and otherwise with its defaults."""
 
     def __init__(self, url: str, topic: str, size: int) -> None:
         self._jars: Path = fetch(f"kafka-tools-{TOOLS}", [Artifact("org.apache.kafka", "kafka-tools", TOOLS), _LOGGING])
@@ -34,7 +34,7 @@ class ProducerPerformance:
         self._size = size
 
     def run(self, count: int, transaction_ms: int) -> float:
-        """Seconds that so many messages took, after a tenth of them that does not count."""
+        """Write a tenth of `count` messages to warm up, then `count`; return the seconds that these took."""
         options = {
             "--topic": self._topic,
             "--num-records": count + count // 10,

@@ -1,6 +1,6 @@
 """Consume, transform, produce on Kafka beside the same loop by hand on the plain client, and beside Quix Streams.
 
-Each takes turns with groups that have never read: join, pass every message on once in transactions of 10,000, leave.
+In each turn a new group joins, sends every message to another topic once in transactions of 10,000, and leaves.
 Quix Streams runs exactly-once in an environment of its own, which the first run makes in the cache folder.
 """
 
@@ -23,12 +23,12 @@ MESSAGES = 1_000_000
 BATCH = 10_000
 SIZE = 100
 QUIX = "quixstreams==3.28.1"
-# It has a log of its own, and its start and imports do not count: it says itself how long the rest took.
+# A process of its own, with its own log; it measures itself, so that its start and imports do not count.
 QUIX_PROGRAM = Path(__file__).with_name("_quix.py")
 
 
 def by_hand(url: str, source: str, target: str, count: int, settings: Mapping[str, int] | None = None) -> Turn:
-    """With the client's defaults."""
+    """Return a turn of a loop on the plain client, by default with the client's own settings for fetching."""
     producer = plain_producer(url)
 
     def turn() -> Round:
@@ -58,7 +58,7 @@ def by_hand(url: str, source: str, target: str, count: int, settings: Mapping[st
 
 
 def tuned(url: str, source: str, target: str, count: int) -> Turn:
-    """The same, fetching as ours does."""
+    """Return a turn of the same loop, with the settings with which our readers fetch."""
     return by_hand(url, source, target, count, FETCHING)
 
 

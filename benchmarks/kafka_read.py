@@ -1,7 +1,7 @@
 """Reading from Kafka beside a plain loop that takes the same seven fields of each message.
 
-Both ask for as many messages at a time as `poll` does by default, and both clients fetch alike: by its own defaults the
-plain one rests for a second whenever its queue is full.
+Both ask for as many messages at a time as `poll` does by default, and both clients have the same settings for fetching:
+by its own defaults the plain client pauses for a second whenever its queue is full.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from benchmarks._kafka import FETCHING, broker, new_topic, plain_consumer, plain
 from benchmarks._ours import fill
 from txnbridge import connect
 
-MESSAGES = 20_000  # more than all rounds read
+MESSAGES = 20_000  # more messages than all rounds read
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What metrics and traces cost: transactions of one message and of many, on the embedded broker and on Kafka.
+"""The cost of metrics and traces in transactions of one message and of many, on the embedded broker and on Kafka.
 
 Spans are made and sampled, and not exported: an exporter works in a thread of its own.
 """

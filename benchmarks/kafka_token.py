@@ -1,7 +1,7 @@
 """Committing prepared transactions by their tokens on Kafka, from a process that is connected already.
 
-Preparing takes longer than committing, so each token is prepared outside the measured time. Then the same for writers
-that are killed as soon as they have prepared.
+Preparing takes longer than committing, so each token is prepared outside the measured time. A second part does the
+same with writers that are killed as soon as they have prepared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks._kafka import broker, new_topic
 from txnbridge import Bridge, Consumer, connect
 
 TOKENS = 100
-KILLED = 20  # a process for each
+KILLED = 20  # each needs a process
 
 
 def prepare(bridge: Bridge, topic: str) -> str:
@@ -37,7 +37,7 @@ def prepare_and_wait(pipe: Connection, url: str, topic: str) -> None:
 
 
 def killed(bridge: Bridge, consumer: Consumer, url: str, topic: str) -> float:
-    """Milliseconds from the death of a writer that has prepared until its message has been read."""
+    """Kill a writer that has prepared, and commit its token; return the milliseconds until its message was read."""
     with child(prepare_and_wait, url, topic) as pipe:
         writer, token = pipe.recv()
         begin = time.perf_counter()

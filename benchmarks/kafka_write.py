@@ -28,7 +28,7 @@ from benchmarks._ours import writing
 
 MESSAGES = 10_000  # a transaction
 SIZES = (100, 1024)
-# The ratio lies close to its target, so it takes more rounds than others to tell.
+# More rounds than elsewhere, because this ratio is close to its target.
 ROUNDS = 30
 
 

@@ -1,9 +1,9 @@
 """Writing into a file that holds 10,000,000 messages, beside a file that holds none.
 
 The messages in it have 100 B and lie in 1,000 topics, written by turns as they would be over the years: each
-transaction brought 100 to every topic. What is measured are transactions of 1,000 messages of 1 KiB: all to one
-topic, which lies in the middle of the file; to one topic each, another one each time; and one to each topic. A round's
-empty file has the same topics; the large one keeps what the rounds add.
+transaction added 100 to every topic. The measured transactions have 1,000 messages of 1 KiB: all to one topic in the
+middle of the file; all to one topic, another one in each transaction; or one to each topic. A round's empty file has
+the same topics; the large file keeps the messages that the rounds add.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_
 
 TOPICS = 1000
 MESSAGES = 1000  # a transaction
-PER_TOPIC = 100  # of a loading transaction
+PER_TOPIC = 100  # messages in a transaction that loads the file
 
 
 def name(number: int) -> str:
@@ -31,7 +31,7 @@ def make_topics(bridge: txnbridge.Bridge, topics: int) -> None:
 
 
 def load(folder: Path, topics: int, messages: int) -> None:
-    # The disk is not waited for here, and a transaction need not be spared from memory.
+    # Loading does not wait for the disk, and keeps each transaction in memory.
     quick = {"durability": "survives-process-kill-only", "spill_bytes": 1 << 30}
     with txnbridge.connect(url(folder), embedded=quick, timeout=600) as bridge:
         make_topics(bridge, topics)
@@ -46,7 +46,7 @@ Write = Callable[[txnbridge.Transaction, list[bytes], int], None]
 
 
 def spread(topics: int) -> dict[str, Write]:
-    """How a transaction's messages are spread; the number is that of the transaction."""
+    """Return, by name, functions that send a transaction's messages; they get the transaction's number."""
 
     def one_topic(txn: txnbridge.Transaction, values: list[bytes], number: int) -> None:
         txn.send_many(name(topics // 2), values)

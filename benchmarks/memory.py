@@ -25,7 +25,7 @@ Watch = Iterator[float]
 
 
 def resident() -> float:
-    """This process's resident memory in MiB."""
+    """Return this process's resident memory in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -87,7 +87,7 @@ def growth(seen: Sequence[float]) -> float:
 
 
 def measure_on(title: str, settings: Settings, urls: Mapping[str, str]) -> None:
-    """Two topics, by their names, and the brokers that have them."""
+    """Measure the programs on brokers; `urls` has a broker's URL for each topic."""
     messages = 20 * PIECE if settings.quick else 1_000_000
     report = Report(settings, f"{title} over {messages:,} messages of 1 KiB (one run each)")
     for name, (topic, _) in PROGRAMS.items():

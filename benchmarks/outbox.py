@@ -1,4 +1,4 @@
-"""An outbox on PostgreSQL whose relay publishes to Kafka, beside the outbox and the relay that programs have by hand.
+"""An outbox on PostgreSQL whose relay publishes to Kafka, beside an outbox and a relay written by hand.
 
 By hand there is a table, an INSERT into it in the program's transaction, and a loop with confluent-kafka that publishes
 at least once: select 1,000 rows, produce, flush, delete, commit; a sleep of one second when the table was empty.
@@ -52,9 +52,9 @@ BACKLOG = 20_000  # rows
 HOLD = 10.0  # the relay's default, too
 VALUE = b"x" * 100
 STORED = 50  # transactions of each thread in a lap
-# By hand a message waits up to a second, so a round has few of them.
+# A message of the relay by hand waits up to a second, so a round has few of them.
 WAITED = {"by hand": 10, "ours": 40}
-# The next message comes at any time of the relay's sleep.
+# The largest pause between two messages, so that they come at any time of the relay's sleep.
 PAUSE = {"by hand": 1.0, "ours": 0.1}
 
 
@@ -111,7 +111,7 @@ def session_by_hand(engine: sa.Engine, topic: str, key: str) -> None:
 
 
 def storing(engine: sa.Engine, store: Store, threads: int) -> Contender:
-    """Return transactions in so many threads at once, each with a key of its own."""
+    """Return a contender with transactions in `threads` threads at once, each with a key of its own."""
 
     @contextmanager
     def contender() -> Iterator[Lap]:
@@ -155,7 +155,7 @@ def measure_storing(settings: Settings, engine: sa.Engine) -> None:
 
 
 def fill(engine: sa.Engine, topic: str, count: int) -> None:
-    """Put so many rows into both outboxes."""
+    """Insert the same number of rows into both outboxes."""
     empty(engine)
     rows = "FROM generate_series(1, :count) AS n"
     given = {"topic": topic, "value": VALUE, "count": count}
@@ -167,7 +167,7 @@ def fill(engine: sa.Engine, topic: str, count: int) -> None:
 
 
 class RelayByHand:
-    """The loop that programs have: it publishes each row at least once."""
+    """A relay written by hand: it publishes each row at least once."""
 
     _NEXT = sa.select(MESSAGES).order_by(MESSAGES.c.id).limit(BATCH)
     _DELETE = sa.text("DELETE FROM messages WHERE id = ANY(:ids)")

@@ -1,6 +1,6 @@
-"""Transactions of one message on Pulsar, one after another, beside the bare requests of one.
+"""Transactions of one message on Pulsar, one after another, beside the least requests of such a transaction.
 
-The bare requests are those of our own client of the protocol: begin, name the topic, send, commit.
+The yardstick sends these requests with our own client of the protocol: begin, add the topic, send, commit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""As `memory`, on Pulsar."""
+"""Whether memory stays flat while many messages are written to Pulsar and read from it; see `memory`."""
 
 from __future__ import annotations
 

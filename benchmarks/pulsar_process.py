@@ -1,7 +1,7 @@
 """Consume, transform, produce on Pulsar, beside a loop on the official client, which has no transactions.
 
-Each takes turns with subscriptions that have never read: begin, pass every message on once, leave. The loop
-acknowledges after as many messages as ours has in a transaction, once they are stored.
+In each turn a new subscription begins, sends every message to another topic once, and ends. The loop acknowledges once
+as many messages are stored as txnbridge has in a transaction.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks._peers import Peer
 from benchmarks._pulsar import broker, new_topic, official
 from txnbridge import connect
 
-MESSAGES = 200_000  # a second or more for each
+MESSAGES = 200_000  # so that each turn takes a second or more
 BATCH = 10_000
 SIZE = 100
 

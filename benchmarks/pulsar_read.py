@@ -1,4 +1,4 @@
-"""Reading what transactions wrote to Pulsar, beside the official client's consumer; neither acknowledges."""
+"""Reading messages of transactions from Pulsar, beside the official client's consumer; neither acknowledges."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ROWS = {100: 300_000, 1024: 100_000}
 
 
 def timed(write: Callable[[str], object], bridge: Bridge, count: int) -> Turn:
-    """Write all to a new topic."""
+    """Return a turn that writes all rows to a new topic."""
 
     def turn() -> Round:
         topic = new_topic(bridge)
@@ -40,7 +40,7 @@ def measure(settings: Settings) -> None:
                 "`send_async` in a loop": timed(theirs(client, size, count), bridge, count),
             }
             for turn in turns.values():
-                turn()  # the first one starts the workers; it does not count
+                turn()  # the first write starts the workers and does not count
             found = in_turn(turns, settings.rounds)
             frame.unpersist()
             report = Report(settings, f"Spark: {count:,} rows of {size} B from two partitions to a topic of Pulsar")

@@ -1,4 +1,4 @@
-"""Writing to Pulsar in transactions: beside the official client, which has none, and beside Pulsar's own program."""
+"""Writing to Pulsar in transactions, beside the official client, which has none, and beside pulsar-perf."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks._peers import Peer
 from benchmarks._pulsar import broker, new_topic, official, pulsar_perf
 from txnbridge import connect
 
-# Bytes, messages a transaction, and what is asked for beside the official client and beside the program.
+# Bytes, messages per transaction, and the targets beside the official client and beside pulsar-perf.
 SIZES = ((100, 10_000, at_least(8), at_least(1)), (1024, 1_000, None, at_least(1.2)))
 
 

@@ -1,10 +1,11 @@
 """Reading from the embedded broker beside a bare SELECT of the same columns from a plain SQLite file.
 
-Both read a file of messages from its beginning, in pieces of 1,000. The peer's file is once as SQLite makes it by
-default, and once with the embedded broker's page size. "Acknowledged" is a group that acknowledges each piece in a
-transaction; its peer stores a position in a transaction of the same durability.
+Both read a file of messages from its beginning, in pieces of 1,000. There are two files of the peer: one with
+SQLite's default page size, and one with the embedded broker's. "Acknowledged" is a group that acknowledges each piece
+in a transaction; its peer stores a position in a transaction of the same durability.
 
-The file lies in the system's memory, so that reading waits for nothing: processor time, but for what is acknowledged.
+The file is in the system's cache, so reading does not wait and is measured in processor time. Acknowledging waits for
+the disk and is measured in wall time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _names = itertools.count()
 
 
 def fill(folder: Path, messages: int, size: int) -> None:
-    """The same messages into a file of the embedded broker and into two plain ones."""
+    """Write the same messages into a file of the embedded broker and into two plain SQLite files."""
     values = bodies(PIECE, size)
     ready = rows(values)
     with txnbridge.connect(url(folder)) as bridge:
@@ -46,7 +47,7 @@ def consume(consumer: txnbridge.Consumer, messages: int) -> None:
 
 
 def reading(folder: Path, messages: int, in_group: bool) -> Contender:
-    """Each lap is a new consumer, in a new group if in one, that reads everything."""
+    """Return a contender whose lap is a new consumer that reads everything, in a new group or without one."""
 
     @contextmanager
     def contender() -> Iterator[Lap]:
@@ -64,7 +65,7 @@ def reading(folder: Path, messages: int, in_group: bool) -> Contender:
 
 
 def acknowledging(folder: Path, messages: int) -> Contender:
-    """Each lap is one piece, read and acknowledged; when all is read, a new group begins."""
+    """Return a contender whose lap reads and acknowledges one piece; after the last piece a new group begins."""
 
     @contextmanager
     def contender() -> Iterator[Lap]:

@@ -1,6 +1,7 @@
 """Reading from RocketMQ beside the official client's SimpleConsumer, with and without acknowledging.
 
-A group of the official client gets each message once: it takes a part of the topic in each round. Ours begins anew.
+A group of the official client gets each message once, so each of its rounds reads the next part of the topic. A round
+of ours begins at the topic's first message.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from txnbridge import connect
 SIZE = 1024
 MESSAGES = 40_000
 BATCH = 1_000  # written in one transaction
-# Read in a round, so that it lasts a second or more: by ours, by the official client, by that with acknowledgements.
+# Messages per round, so that it lasts a second or more: ours, the official client, and that with acknowledgements.
 OURS, RECEIVED, ACKNOWLEDGED = 20_000, 3_000, 1_000
-# Of all messages the official client's rounds take no more than so much: at a queue that is empty it waits for seconds.
+# The part of all messages that the official client's rounds read at most: at an empty queue it waits for seconds.
 TAKEN = 0.8
 
 
 def ours(url: str, topic: str, count: int, acknowledge: bool) -> Turn:
-    """A new reader, from behind its first batch on; with a group, each batch acknowledged by a transaction."""
+    """Return a turn of a new consumer, measured after its first batch; in a group it acknowledges each batch."""
 
     def turn() -> Round:
         group = unique("ours") if acknowledge else None
@@ -45,7 +46,7 @@ def ours(url: str, topic: str, count: int, acknowledge: bool) -> Turn:
 
 
 def theirs(client: Peer, number: int, count: int, acknowledge: bool) -> Turn:
-    """Goes on where the round before ended."""
+    """Return a turn of the official client, which continues where its last turn ended."""
 
     def turn() -> Round:
         begin = time.perf_counter()

@@ -1,7 +1,8 @@
 """Owners on RocketMQ die between decision and publication: how long until their messages can be read.
 
-Once by who opens the same transactional id, and else by a bridge of the same application that the broker asks: how soon
-it asks is what the broker is set to, so both the settings of our tests and its own are measured.
+They are published by a process that opens the same transactional id, or by a bridge of the same application to which
+the broker sends its check-backs. The time of check-backs is a setting of the broker, so two brokers are measured: one
+with the settings of our tests, and one with the defaults.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from txnbridge.testing import Child
 KILLED = 10  # owners, of each kind
 MESSAGES = 10  # of each
 APPLICATION = "recovering"
-# Several checks of the broker's, where it looks every 30 s: an answer may be lost.
+# The time of several rounds of check-backs, 30 s each: an answer may be lost.
 PATIENCE = 150.0
-# What RocketMQ 5.5 has where nothing is set. The tests have halves asked about after 2 s and then each second.
+# The defaults of RocketMQ 5.5. In the tests check-backs come after 2 s and then each second.
 DEFAULTS = {
     "transactionTimeOut": "6000",
     "transactionCheckInterval": "30000",
@@ -33,13 +34,13 @@ DEFAULTS = {
 
 
 def decide(url: str, topic: str, name: str) -> None:
-    """Ends at its publication."""
+    """Commit a transaction; the process is killed before it publishes the halves."""
     with connect(url, transactional_id=name, application=APPLICATION) as bridge, bridge.transaction() as txn:
         txn.send_many(topic, [name.encode()] * MESSAGES)
 
 
 class Arrivals:
-    """When the last message of each owner could be read."""
+    """Reads a topic, and notes when the last message of each owner could be read."""
 
     def __init__(self, bridge: Bridge, topic: str) -> None:
         self._consumer = bridge.consumer(topic)
@@ -63,7 +64,7 @@ class Arrivals:
     def wait(self, name: str) -> float:
         with self._changed:
             if not self._changed.wait_for(lambda: name in self._at, PATIENCE):
-                raise RuntimeError(f"what an owner decided was not published within {PATIENCE:g} s after its death")
+                raise RuntimeError(f"the messages of a killed owner were not published within {PATIENCE:g} s")
             return self._at[name]
 
     def close(self) -> None:
@@ -73,7 +74,7 @@ class Arrivals:
 
 
 def killed(url: str, topic: str) -> tuple[str, float]:
-    """An owner, and when it died."""
+    """Start an owner that is killed before it publishes; return its transactional id and the time of its death."""
     name = unique("owner")
     with Child(decide, url, topic, name, kill="step:publish/before") as owner:
         owner.stopped()
@@ -81,12 +82,12 @@ def killed(url: str, topic: str) -> tuple[str, float]:
 
 
 def reopen(url: str, name: str) -> None:
-    """Publishes what the owner of this id before decided, once the broker takes nothing of that one any more."""
+    """Open the id, which publishes the decided transaction of its dead owner."""
     connect(url, transactional_id=name, application=APPLICATION).close()
 
 
 def reopened(url: str, topic: str, arrivals: Arrivals, count: int) -> list[float]:
-    """Seconds until what an owner decided can be read, if its id is opened again at once."""
+    """Kill owners, and open the id of each at once; return the seconds from each death until its messages were read."""
     with ThreadPoolExecutor(count) as pool:
         died = {}
         for _ in range(count):
@@ -97,7 +98,7 @@ def reopened(url: str, topic: str, arrivals: Arrivals, count: int) -> list[float
 
 
 def asked(url: str, topic: str, arrivals: Arrivals, count: int) -> list[float]:
-    """The same if it is not: owners are killed one after another, wherever that is in the broker's rhythm."""
+    """Kill owners one after another; return the seconds from each death until a check-back has published all."""
     died = dict(killed(url, topic) for _ in range(count))
     return [arrivals.wait(name) - at for name, at in died.items()]
 
@@ -106,7 +107,7 @@ def measure_with(settings: Settings, told: str, own: dict[str, str] | None) -> N
     count = 1 if settings.quick else KILLED
     with broker(own) as address, connect(address.url, application=APPLICATION) as bridge:
         topic = new_topic(bridge)
-        with bridge.transaction() as txn:  # so it is a member of the application that the broker asks
+        with bridge.transaction() as txn:  # so that the broker sends check-backs to this bridge
             txn.send(topic, b"first")
         arrivals = Arrivals(bridge, topic)
         try:

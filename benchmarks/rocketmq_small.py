@@ -1,6 +1,7 @@
 """Small transactions and half messages of many threads on one bridge to RocketMQ, beside the official client.
 
-A half message of ours and one of the official client's transactions do the same: a half, local work, here none, an end.
+A half message of ours and a transaction of the official client do the same: store a half, do the local work (here
+none), end the half.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from benchmarks._small import BODY, by_threads_of_one_bridge, report_spread
 from benchmarks.rocketmq_write import theirs
 from txnbridge import Decision, HalfMessages, connect
 
-OFFICIAL = {1: (1.5, 100), 16: (3, 20), 64: (3, 10)}  # threads: how often its speed is wanted, its units in a lap
+# By threads: the target as a multiple of the official client's speed, and the client's transactions per thread and lap.
+OFFICIAL = {1: (1.5, 100), 16: (3, 20), 64: (3, 10)}
 
 
 @contextmanager

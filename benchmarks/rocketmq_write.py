@@ -1,7 +1,7 @@
 """Writing to RocketMQ beside the official clients for Python and Java, which have transactions of one message.
 
-Ours adds a decision between the half and its end. All work in as many threads as transactions are in flight. Then
-transactions of many messages, which the official client has not.
+txnbridge adds a decision between the half and its end. Each transaction in flight has a thread. A second part measures
+transactions of many messages, which the official clients do not have.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from benchmarks._rocketmq import Address, broker, new_topic, official, official_
 from txnbridge import connect
 
 SIZE = 1024
-# In flight, how often the official client's speed is asked for, and how many by each thread in a lap.
+# Transactions in flight, the target as a multiple of the official client's speed, transactions of each thread in a lap.
 ALONE = ((1, 2.5, 100), (16, 3, 20), (64, 3, 10))
 MANY = (10, 100, 1000)  # messages a transaction
 
 
 class Counted:
-    """A contender whose units are counted, those of the laps that are not measured too."""
+    """A contender that counts its units, also those of laps that are not measured."""
 
     def __init__(self, contender: Contender) -> None:
         self._contender = contender

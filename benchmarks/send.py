@@ -1,4 +1,4 @@
-"""What `txn.send` and `txn.send_many` take above the writer that they hand the message to.
+"""The time of `txn.send` and `txn.send_many` beyond that of the writer to which they give the message.
 
 The writer belongs to a backend that does nothing at all, so that everything measured is the interface's own: processor
 time, as nothing here waits.
@@ -34,7 +34,7 @@ MESSAGES = 1000  # a transaction
 
 
 class IdleWriter(Writer):
-    """Takes everything and keeps nothing."""
+    """A writer that accepts every message and does nothing with it."""
 
     def begin(self, begin: Begin) -> None: ...
 

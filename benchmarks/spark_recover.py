@@ -1,4 +1,4 @@
-"""A driver is killed between its decision and its first commit: how long until `txnbridge spark recover` is through."""
+"""How long `txnbridge spark recover` takes for a driver that was killed between its decision and its first commit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 10_000  # in each partition
 
 
 def decide(url: str, topic: str, query: str) -> None:
-    """What a driver and its tasks do for one batch, without the rest of Spark."""
+    """Write and commit a batch as a driver and its tasks do, without Spark itself; killed at the first commit."""
     options = SinkOptions.parse({"url": url, "topic": topic})
     unit = BatchId(query, options.sink, 0, str(uuid.uuid4()))
     batch = pa.RecordBatch.from_pydict({"value": [b"x" * 100] * ROWS})
@@ -41,7 +41,7 @@ def take(consumer: Consumer, count: int) -> None:
 
 
 def recovered(url: str, topic: str, consumer: Consumer) -> float:
-    """Seconds from starting the command until all rows have been read."""
+    """Run the command for a killed driver's query; return the seconds from its start until all rows were read."""
     query = str(uuid.uuid4())
     with Child(decide, url, topic, query, kill="resolve/before/1") as driver:
         driver.stopped()

@@ -12,8 +12,8 @@ from benchmarks._kafka import bootstrap, broker, drop_topic, new_topic
 from benchmarks._spark import exactly_once, rows, spark
 
 ROWS = {100: 5_000_000, 1024: 1_000_000}
-BATCHES = 30  # micro-batches of one query, behind five that warm it up
-TASKS = 200  # of one row each: what a task costs, whatever it writes
+BATCHES = 30  # micro-batches of one query, after five that warm it up
+TASKS = 200  # tasks of one row each, which show the cost of a task
 TUNED = {"kafka.linger.ms": "20", "kafka.batch.size": "1000000"}
 
 
@@ -29,7 +29,7 @@ def measure(settings: Settings) -> None:
                 "tuned": _sink(frame, url, TUNED),
             }
             for write in writers.values():
-                write(new_topic(url, 2))  # the first one starts the workers; it does not count
+                write(new_topic(url, 2))  # the first write starts the workers and does not count
             for number in range(settings.rounds):
                 for name in list(writers)[:: -1 if number % 2 else 1]:
                     topic = new_topic(url, 2)
@@ -85,7 +85,7 @@ def _micro_batches(settings: Settings, session: Any, url: str) -> None:
 
 
 def _query(session: Any, url: str, name: str, batches: int) -> list[float]:
-    """How long each warm micro-batch took."""
+    """Return the duration of each micro-batch after those that warm up."""
     source = session.readStream.format("rate-micro-batch").option("rowsPerBatch", 100).option("numPartitions", 2)
     with tempfile.TemporaryDirectory() as checkpoint:
         writer = source.load().selectExpr("cast(value as string) as value").writeStream

@@ -1,8 +1,8 @@
 """How soon a waiting reader in another process has a message, and what waiting costs it.
 
-The time runs from the moment before the commit is asked for, and again from its answer, to the return of `poll` over
-there. The yardstick is a byte through a pipe to a process that blocks on it. The processor time of a reader for which
-nothing comes includes all its threads.
+Two times are measured until the reader's `poll` returns: from before the commit, and from its return. The yardstick is
+a byte through a pipe to a process that blocks on it. The processor time of a reader that gets no messages includes all
+its threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import txnbridge
 from benchmarks._files import fresh, url
 from benchmarks._harness import Estimate, Report, Settings, at_most, child, estimate, quantile, run
 
-# The reader has long come to rest when the next message comes, and not at a fixed phase of its looking.
+# The random pause in seconds before a message: the reader is idle by then, at any point between two of its looks.
 PAUSE = (0.03, 0.07)
 
 
@@ -38,7 +38,7 @@ def wait_for_bytes(pipe: Connection) -> None:
 
 
 def rest(pipe: Connection, folder: Path, kind: str) -> None:
-    """Wait for nothing for as many seconds as asked, and answer what part of a core that took."""
+    """Poll an empty topic for the given seconds, and answer the used processor time in percent of a core."""
     with txnbridge.connect(url(folder)) as bridge:
         bridge.admin.create_topic("nothing")
         group = "resting" if kind == "group" else None
@@ -54,7 +54,7 @@ def rest(pipe: Connection, folder: Path, kind: str) -> None:
 
 
 def commit_at(bridge: txnbridge.Bridge, pipe: Connection, value: bytes) -> tuple[float, float]:
-    """Milliseconds from before the commit, and from after it, until the other process had the message."""
+    """Commit a message; return the milliseconds from before and from after the commit until the reader had it."""
     with bridge.transaction() as txn:
         txn.send("topic", value)
         before = time.monotonic()

@@ -1,8 +1,8 @@
 """Four processes that write into one file, beside one alone.
 
-The throughput of all four together, as a part of that of one; and the longest time that a transaction waited, as a
-multiple of its fair share, which is a transaction's mean duration in that process and round. The same figure of one
-process alone shows what the disk and the scheduler do to it without anybody to wait for.
+The first figure is the throughput of all four, divided by that of one. The second is the longest duration of a
+transaction, as a multiple of the mean in its process and round; that of one process alone shows the part of the disk
+and the scheduler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZES = {"1 message": 1, "1,000 messages": 1000}
 
 
 def work(pipe: Connection) -> None:
-    """Write into the file that comes through the pipe until the time that comes with it, again and again."""
+    """For each order from the pipe, write into the given file for the given time, and answer with the round."""
     while order := pipe.recv():
         folder, count, start, seconds = order
         pipe.send(write(folder, bodies(count, KIB), start, seconds))
@@ -33,7 +33,7 @@ def write(folder: Path, values: Sequence[bytes], start: float, seconds: float) -
     laps: list[float] = []
     try:
         with txnbridge.connect(url(folder)) as bridge:
-            write_once(bridge, values)  # opens its writers, which does not count
+            write_once(bridge, values)  # opens the writers, so that this does not count
             time.sleep(max(0.0, start - time.monotonic()))
             until = time.monotonic() + seconds
             while not laps or time.monotonic() < until:
@@ -51,9 +51,9 @@ def write_once(bridge: txnbridge.Bridge, values: Sequence[bytes]) -> None:
 
 
 def together(settings: Settings, pipes: Sequence[Connection], count: int) -> tuple[list[Round], list[str]]:
-    """One round of some processes on a fresh file: what each did, and what failed."""
+    """Run one round of these processes on a new file; return their rounds and the texts of errors."""
     with fresh(settings.folder) as folder:
-        start = time.monotonic() + (0.05 if settings.quick else 0.5)  # by then all have connected
+        start = time.monotonic() + (0.05 if settings.quick else 0.5)  # all processes are connected by then
         for pipe in pipes:
             pipe.send((folder, count, start, settings.seconds))
         answers: list[Any] = [pipe.recv() for pipe in pipes]
