@@ -15,7 +15,7 @@ import pytest
 from txnbridge import Capability
 
 _TESTS = "from txnbridge_conformance.suite import *  # noqa: F403\n"
-# Tests that prove no single capability: what every broker has to do.
+# The name for tests that prove no single capability: every broker has to pass them.
 _ALWAYS = "every broker"
 
 

@@ -15,7 +15,8 @@ from txnbridge_conformance.checker._tables import NONE, Numbers, Tables
 from txnbridge_conformance.checker.findings import Findings
 from txnbridge_conformance.history import Operation
 
-# An administrator may abort a transaction that was prepared since it was listed: so many nanoseconds before, at most.
+# The longest time, in nanoseconds, between the call that prepares a transaction and an administrator's abort of the
+# transaction by a list that was made before it was prepared.
 _LISTED_BEFORE = 5 * 10**9
 
 
@@ -92,8 +93,8 @@ def check_prepared(tables: Tables, fate: Numbers, findings: Findings) -> None:
     _check_early_reads(tables, prepared, asked, findings)
     by_admin = [(fault.target, fault.mono) for fault in tables.history.faults if fault.kind.startswith("administrator")]
     named = {target for target, _ in by_admin}
-    # Administrators may name a transaction that is not prepared yet otherwise than its process does. On Kafka they name
-    # one of a made-up transactional id by this id, also when it is prepared.
+    # Before a transaction is prepared, an administrator may know it by another name than its process does. On Kafka the
+    # name of one with a made-up transactional id is this id, also after it is prepared.
     transactions = {operation.transaction for operation in tables.operations}
     unknown = [(target, at) for target, at in by_admin if target not in transactions]
     for operation in prepared:

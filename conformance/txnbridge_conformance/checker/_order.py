@@ -37,7 +37,7 @@ def ranks(tables: Tables, fate: Numbers) -> Numbers:
     new_place = new_key | np.concatenate(([True], place[1:] != place[:-1]))
     rank = np.cumsum(new_place) - 1
     rank -= rank[np.maximum.accumulate(np.where(new_key, np.arange(len(key)), 0))]
-    found[value[::-1]] = rank[::-1]  # of several places the first one stays
+    found[value[::-1]] = rank[::-1]  # if a value has several places, the first one stays
     return found
 
 
@@ -130,7 +130,7 @@ def _check_sends(tables: Tables, fate: Numbers, rank: Numbers, findings: Finding
     steps = _steps(tables, rank, sends.operation[live], sends.key[live], sends.value[live], one)
     _report(tables, steps, steps.inside & (steps.delta > 1), "int-send-skip", "sent", findings)
     _report(tables, steps, steps.inside & (steps.delta < 1), "int-nonmonotonic-send", "sent", findings)
-    # What has no known result may take effect at any time later, also behind the next calls of its thread.
+    # A call without a known result may take effect at any later time, also after the next calls of its thread.
     known = np.array([each.result != "unknown" for each in tables.operations], bool)
     back = ~steps.inside & known[steps.operation_before] & (steps.delta < 1)
     _report(tables, steps, back, "nonmonotonic-send", "sent", findings)

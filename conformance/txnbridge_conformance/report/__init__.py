@@ -140,7 +140,7 @@ class Report:
         ]
 
     def _senders(self) -> list[str]:
-        """Return the clients by which messages were sent: a finding is about the broker, or about one of them."""
+        """Return the clients that sent messages: a finding may be about the broker or about one of these clients."""
         processes = {self.history.operations[order].process for order, _, _ in self.history.sends}
         return sorted({self.history.processes[process].client for process in processes})
 
@@ -192,7 +192,7 @@ class Report:
                 begun[key] = fault.mono
             start = begun.get(key, fault.mono)
             if fault.phase == "end" or fault.kind.startswith("kill at"):
-                # A process that was killed while it started has no history, and no lane; other targets concern all.
+                # A process that was killed while it started has no history, and no lane. Other targets concern all.
                 lane = names.get(fault.target, None if fault.kind in _OF_PROCESSES else -1)
                 if lane is not None:
                     bands.append([fault.kind, lane, (start - zero) / 1e6, (fault.mono - zero) / 1e6])

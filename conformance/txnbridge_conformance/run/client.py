@@ -81,8 +81,8 @@ class KillAt:
 class PauseAt:
     """A plug-in that pauses the calling thread at random events until the run settles, and records each as a fault.
 
-    So something else happens between two steps of a call, which a pause of the whole process seldom hits. It does not
-    pause at single messages, of which there are many: a workload pauses between them itself.
+    Other processes then work between two steps of a call, which a pause of the whole process seldom achieves. Events of
+    single messages are left out, because there are many: the workloads themselves pause between messages.
     """
 
     def __init__(self, client: Client, role: str) -> None:

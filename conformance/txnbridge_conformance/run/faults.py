@@ -87,7 +87,7 @@ class ClientFaults(Faults):
                 return Injected("kill", process.name, 0, lambda: None)
             case "pause":
                 process.pause()
-                # Sometimes for longer than its transactions' deadline, so that they expire meanwhile.
+                # Some pauses are longer than the deadline of the process's transactions, which then expire.
                 return Injected("pause", process.name, chance.uniform(0, 12), process.resume)
             case _:
                 name = process.name

@@ -26,12 +26,12 @@ from txnbridge_conformance.run.processes import end_with
 
 Line = tuple[str, int, "list[int] | None", str]
 
-# Kafka's client waits so long for an answer.
+# The time for which Kafka's client waits for an answer.
 _ANSWER_SECONDS = 60.0
-# A reader of Pulsar waits so long for a message that its client has announced.
+# The time for which a reader of Pulsar waits for a message that its client has announced.
 _HELD_BACK_MS = 30_000
-# RocketMQ's client waits so long for messages, and gets no message again within the second time. A reader that has
-# received nothing new for the third time gives up.
+# The time for which RocketMQ's client waits for messages, that within which it gets no message again, and that without
+# a new message after which a reader gives up.
 _WAIT_SECONDS, _HIDDEN_SECONDS, _STANDSTILL_SECONDS = 5, 3600, 60.0
 
 

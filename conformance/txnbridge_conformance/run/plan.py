@@ -30,7 +30,7 @@ ROLES = {
     "sell": 2,
 }
 
-# The roles of each workload, which a run may be restricted to. The first role does what the floor counts.
+# The roles of each workload, which a run may be restricted to. The floor counts the work of the first role.
 WORKLOADS = {
     "transactions": ("write", "oversleep", "finish", "watch"),
     "owners": ("own", "finish", "watch"),
@@ -40,15 +40,15 @@ WORKLOADS = {
 }
 
 # Settings of `txnbridge.connect` for a broker that a run starts. By default Kafka waits 45 seconds for a member that
-# was killed; so long a group processes nothing, and in a run the next member is killed sooner. And half messages are
-# asked about more often than by default, so that a run need not wait minutes for their outcomes.
+# was killed. The group processes nothing meanwhile, and a run kills the next member sooner. Check-backs come more often
+# than by default, so that a run need not wait minutes for the outcomes of half messages.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "kafka": {"kafka": {"session.timeout.ms": "6000", "heartbeat.interval.ms": "300", "half_check_seconds": 2}},
     "pulsar": {"pulsar": {"half_check_seconds": 2}},
 }
 
-# Below its floor a run is too thin: the least number of each, which a minute on a slow broker reaches easily. Every run
-# has the first floor, and for each of its workloads another one.
+# The floors: the least numbers of what was tried. A run below a floor is too thin; a minute on a slow broker suffices
+# easily. Every run has the first floor, and another one for each of its workloads.
 _FLOOR = {"faults": 3}
 _TRANSACTIONS = {"committed": 20, "aborted": 5, "read": 100}
 _FLOORS: Mapping[str, Mapping[str, int]] = {

@@ -10,7 +10,7 @@ from txnbridge import Decision
 from txnbridge_conformance.run.client import Client
 from txnbridge_conformance.run.sales import Sales
 
-# What RocketMQ 5.5 has where nothing is set; the brokers that a run starts ask back sooner, and make fewer doubles.
+# The defaults of RocketMQ 5.5. Brokers that a run starts send check-backs sooner, and store fewer duplicates.
 DEFAULTS = {
     "transactionTimeOut": "6000",
     "transactionCheckInterval": "30000",

@@ -31,7 +31,7 @@ _ABORTING_SECONDS = 20.0
 _ONLY_COMMIT = ("commit",)
 # The pause between two looks at the histories of a group's members.
 _LOOK_SECONDS = 3.0
-# A group has read everything if a new member receives nothing for so long.
+# A group has read everything if a new member receives nothing for this time.
 _QUIET_SECONDS = 10.0
 # The errors with which a call is recorded whose process has aborted its transaction, and got no error of the broker.
 _ABORTED_BY_PROCESS = ("Abort", "InvalidState")
@@ -60,7 +60,7 @@ class Settling:
         self._roles = roles
         self._stop = stop
         self._replace_dead = replace_dead
-        # RocketMQ asks the plain clients that stored a half message, so these run until nothing is asked any more.
+        # RocketMQ sends check-backs to the plain clients that stored half messages: these run until none come any more.
         self._answerers = ("sell",) if raw else ()
         self._topics = frozenset(self._plan.topics)
         self._next_look = 0.0
@@ -100,8 +100,8 @@ class Settling:
     def _wait(self, condition: Callable[[], bool], seconds: float = _SETTLING_SECONDS) -> str | None:
         """Wait until a condition is true. Return None, or the last error as text, perhaps "", if it stays false.
 
-        The time begins again whenever `_left` changes, because a long run leaves much to read, but the wait gets longer
-        only by the time of the run's work: where each transaction has to be repeated, reading would not end.
+        The time begins again whenever `_left` changes, because a long run leaves much to read. All extensions together
+        are at most the time of the run's work: if each transaction has to be repeated, the reading would never end.
         """
         until, left = time.monotonic() + seconds, self._left
         latest = until + self._plan.seconds

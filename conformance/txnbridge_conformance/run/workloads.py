@@ -1,4 +1,4 @@
-"""What the processes of a run do, by role. Each function works until its process is asked to stop."""
+"""The work of a run's processes, one function for each role. It works until its process is asked to stop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from txnbridge_conformance.run.client import LONGEST_SALE, SALE_SECONDS, SINGLE_
 from txnbridge_conformance.run.processing import ProcessorRecording
 from txnbridge_conformance.run.sales import Sales
 
-# One message of so many is poison, and the handler fails for this share of the others.
+# One message in this many is poison, and the handler fails for this share of the others.
 _POISON_EVERY = 25
 _FAILURE_SHARE = 0.005
 # The newest part of the file of tokens, in bytes.
@@ -207,14 +207,15 @@ def finish(client: Client) -> None:
 def _tokens(client: Client) -> Iterator[tuple[str, str]]:
     """Yield transaction and token for a random part of the lines in `Plan.tokens`, as the file grows: some late.
 
-    Most often begin near the end of the file: who begins with the oldest tokens never reaches the newest in a long run.
+    Most calls begin near the end of the file: in a long run one that begins with the oldest tokens never reaches the
+    newest.
     """
     late: list[tuple[float, str, str]] = []  # with the time from which on to yield each
     client.plan.tokens.touch()
     with open(client.plan.tokens, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _NEWEST_TOKENS) if client.random.random() < 0.8 else 0)
-        file.readline()  # the rest of a line; of a whole file the first token is left to others
+        file.readline()  # skips the rest of a line, or the first token of a whole file
         while not client.stop.is_set():
             if late and late[0][0] < time.monotonic():
                 yield heapq.heappop(late)[1:]
