@@ -145,7 +145,7 @@ def _first_since(since: Since, partitions: Sequence[Partition], bounds: Bounds, 
             if missing and patience.expired:
                 patience.check(f"looking for messages since {since.milliseconds}")
             if missing:
-                # What has no lag had no message since then.
+                # A partition without lag has no message since that time.
                 missing -= {each for each, left in consumer.lag().items() if not left}
     return found
 

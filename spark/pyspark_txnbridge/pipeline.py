@@ -168,7 +168,7 @@ def _session(given: SparkSession | None) -> Iterator[SparkSession]:
     if session is not None:
         yield session
         return
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the interpreter that has txnbridge
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the interpreter in which txnbridge is installed
     session = SparkSession.builder.appName("txnbridge pipeline").getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     try:

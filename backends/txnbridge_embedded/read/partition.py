@@ -21,7 +21,7 @@ _MOST_DELIVERY_COUNTS = 1000  # with more, the counts of acknowledged messages a
 
 Row = tuple[int, int, bytes | None, str | None, bytes | None]
 
-# What `poll` returns a list of, or what `poll_columns` does.
+# The type of the items that `poll`, or `poll_columns`, returns.
 Found = TypeVar("Found", bound=Message | MessageColumns)
 
 

@@ -32,7 +32,7 @@ logging.getLogger("txnbridge.kafka").addHandler(logging.NullHandler())
 
 # The shortest time limit of a call: the clients do not accept 0, and no broker answers faster.
 LEAST_SECONDS = 0.01
-# After so many seconds without an answer a request is repeated, because its broker may have left the cluster.
+# After this time without an answer a request is repeated, because its broker may have left the cluster.
 CALL_LIMIT = 3.0
 
 # The size of a producer's buffer for a slow broker. If the buffer is full, a sender waits for room.

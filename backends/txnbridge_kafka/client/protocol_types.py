@@ -57,7 +57,7 @@ _INVALID_TRANSACTION_TIMEOUT = 50
 TRANSACTIONAL_ID_NOT_FOUND = 105
 # The coordinator is loading, not available, or has moved, or it still writes the markers of the last transaction.
 COORDINATOR_RETRY_CODES = {14, 15, 16, 51}
-# Those of `COORDINATOR_RETRY_CODES` after which the request was certainly not carried out: loading, or writing markers.
+# The `COORDINATOR_RETRY_CODES` after which the request was certainly not carried out: loading, or writing markers.
 NOT_CARRIED_OUT = {14, 51}
 # For acknowledgements also: the broker does not know the topic yet, or was too slow to store the offsets.
 ACK_RETRY_CODES = {*COORDINATOR_RETRY_CODES, 3, 7}

@@ -24,7 +24,7 @@ from txnbridge_kafka.settings.timing import Timing
 _log = logging.getLogger("txnbridge")
 
 _LONGEST_CHECK = 10.0
-_SHARE = 0.01  # of the time, which checks take if they take long
+_SHARE = 0.01  # the largest share of the time that checks take
 
 
 class HangingTransactionMonitor:

@@ -16,7 +16,7 @@ from txnbridge.spi import NO_HEADERS, Headers, Message, MessageColumns, Partitio
 
 _MOST_DELIVERY_COUNTS = 1000  # kept for each partition
 
-# What `poll` returns a list of, or what `poll_columns` does.
+# The type of the items that `poll`, or `poll_columns`, returns.
 Found = TypeVar("Found", bound=Message | MessageColumns)
 
 Conversion = Callable[["KafkaPartition", Sequence[Any]], list[Found]]

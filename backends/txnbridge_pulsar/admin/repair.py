@@ -92,8 +92,7 @@ def _find_held(
     if number is None:
         raise InvalidOption(f"{transaction!r} is not a transaction's id as the doctor shows it, such as 0:15")
     txn = TxnId(int(number[1]), int(number[2]))
-    # Ask the coordinator first: a transaction that is open on a topic after its coordinator has forgotten it stays
-    # open.
+    # Ask the coordinator first: a transaction that it has forgotten, and that is open on a topic later, stays open.
     if is_known(rest, txn, load_coordinators(cluster, deadline), deadline):
         raise InvalidState(
             f"transaction {txn} has a coordinator that knows it, so it needs no repair; end it with:"

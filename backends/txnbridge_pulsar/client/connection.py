@@ -42,7 +42,7 @@ CLIENT_VERSION = "txnbridge"
 # The newest version that brokers know: 17 answers acknowledgements, 19 lets clients connect to coordinators.
 PROTOCOL_VERSION = 21
 TRANSACTIONS_SINCE = 19
-# As in brokers: a ping after this time without data; the connection ends after the same time again.
+# A ping is sent after this time without data; the connection ends after the same time again. Brokers do the same.
 KEEPALIVE_SECONDS = 30.0
 # The most unanswered requests: if there are more, the broker has probably stopped answering.
 MAX_IN_FLIGHT = 50_000

@@ -46,7 +46,7 @@ class MessageId(NamedTuple):
         return MessageId(self.ledger, self.entry, self.partition)
 
 
-# Where a subscription can begin, besides at a message.
+# The places, besides a message, at which a subscription can begin.
 EARLIEST = MessageId(-1, -1)
 LATEST = MessageId((1 << 63) - 1, (1 << 63) - 1)
 

@@ -119,7 +119,7 @@ class Transport:
         """Return how many bytes were read; None at the timeout. Raise `OSError`, also at the end of the stream."""
         received = self._receive(space)
         if received is None:
-            # The reader's own frames go out here if they could not before.
+            # This thread's own frames that the socket did not take before are sent here.
             self._wait(_READ | (_WRITE if self._unsent else 0), seconds)
             if self._unsent:
                 self._flush_unsent()

@@ -428,7 +428,7 @@ class PulsarReader(Reader):
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for key, given in positions.items():
             partition = self._partitions.get(key)
-            # Else the messages are redelivered to the member that has the partition now.
+            # Otherwise the messages are redelivered to the member that has the partition now.
             if partition is not None and partition.is_assigned:
                 with self._guard:
                     self._mode.nack(partition, given)

@@ -67,7 +67,7 @@ class QueueAssignment:
 
 @dataclass
 class _BrokerShare:
-    """What the last refresh found at one broker: the members that are not asleep, and the queues this member locked."""
+    """The result of the last refresh at one broker: members that are not asleep, and this member's locked queues."""
 
     living: set[str] = field(default_factory=set)
     locked: set[Queue] = field(default_factory=set)
