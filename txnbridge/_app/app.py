@@ -256,7 +256,7 @@ class App(Router):
         self._require_distinct()
         used = {lifespan for handler, lifespan in handlers if handler.is_async}
         if any(lifespan.is_async and lifespan not in used for lifespan in self._lifespans()):
-            raise InvalidOption("an asynchronous lifespan is for `async def` functions, and none of its functions is one")
+            raise InvalidOption("an asynchronous lifespan is for `async def` functions, but none of its functions is")
         for handler, lifespan in handlers:
             if "state" not in handler.extras.values():
                 continue
