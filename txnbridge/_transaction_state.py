@@ -11,12 +11,12 @@ class State(Enum):
     sentence: str
 
     OPEN = "open", "It takes messages and acknowledgements."
-    FAILED = "failed", "Something of it could not be stored or acknowledged; only abort is left."
+    FAILED = "failed", "A message could not be stored, or an acknowledgement failed; it can only be aborted."
     PREPARED = "prepared", "It is durable and invisible; any process ends it by its token."
     COMMITTING = "committing", "The broker has been asked to commit and has not answered yet."
     ABORTING = "aborting", "The broker has been asked to abort and has not answered yet."
     COMMITTED = "committed", "The broker has said that it is committed."
-    ABORTED = "aborted", "It certainly did not happen."
+    ABORTED = "aborted", "It certainly has no effect."
     UNKNOWN = "unknown", "The broker was asked to end it and no answer came; its token tells later."
 
     def __new__(cls, name: str, sentence: str) -> State:

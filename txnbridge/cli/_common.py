@@ -59,7 +59,7 @@ class ExitCode(IntEnum):
     USAGE = 2, "the call is wrong: repeating it will not help"
     UNAVAILABLE = 3, "the broker did not answer or could not store; nothing was decided"
     UNKNOWN = 4, "the outcome is unknown; the error names the token to ask with later"
-    ABORTED = 5, "aborted: it certainly did not happen"
+    ABORTED = 5, "aborted: it certainly has no effect"
     FENCED = 6, "a newer owner of the transactional id exists"
     WARNINGS = 7, "done, with warnings (doctor)"
     INTERRUPTED = 130, "interrupted by Ctrl-C"
