@@ -38,7 +38,13 @@ from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.send_requests import CheckBack, HalfAddress
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_fresh, end_prepared, prepare_record, prepared_by
-from txnbridge_rocketmq.write.half_batch import HalfBatch, halves_as_json, halves_from_json, immunity
+from txnbridge_rocketmq.write.half_batch import (
+    DIRECT_SLACK_SECONDS,
+    HalfBatch,
+    halves_as_json,
+    halves_from_json,
+    immunity,
+)
 from txnbridge_rocketmq.write.message_format import from_wire
 from txnbridge_rocketmq.write.owner import RocketMQOwner
 from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
@@ -48,9 +54,6 @@ _log = logging.getLogger("txnbridge")
 
 # The maximum number of transactions that wait for a resolver. Brokers repeat the check-backs of dropped ones.
 _MOST_WAITING = 10_000
-# How long before the deadline of a half message without a prepare record its immunity time ends. Before the deadline no
-# resolver aborts it, so a broker may publish it that much later than it has checked the immunity time (hazard H100).
-_SLACK_SECONDS = 10.0
 
 
 class RocketMQHalfStore(HalfStore):
@@ -319,7 +322,7 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
         super().begin(begin)
         home = self._cluster.brokers.config(self._cluster.topics.home, begin.deadline)
         self._expires_at = int((time.time() + home.retention) * 1000)
-        longest = immunity(home) + _SLACK_SECONDS
+        longest = immunity(home) + DIRECT_SLACK_SECONDS
         is_whole = len(self._half.messages) == 1 and self._half.deadline_at / 1000 - time.time() > longest
         whole_until = self._expires_at if is_whole else None
         self._origin = replace(self._origin, deadline=self._half.deadline_at, whole_until=whole_until)

@@ -226,7 +226,7 @@ def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
     answered: list[bool] = []
     settles = CheckBackHandler._settle_quietly
 
-    def settle(checks: CheckBackHandler, transaction: str, halves: Sequence[MessageExt]) -> bool:
+    def settle(checks: CheckBackHandler, transaction: str, halves: Sequence[tuple[str, MessageExt]]) -> bool:
         answered.append(settles(checks, transaction, halves))
         return answered[-1]
 

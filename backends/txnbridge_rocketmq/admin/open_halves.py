@@ -22,6 +22,7 @@ from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, address_of_cop
 from txnbridge_rocketmq.outcome.outcome import (
     PrepareRecord,
     end_prepared,
+    is_published,
     prepare_record,
     prepared_by,
     publish_exclusively,
@@ -201,8 +202,16 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
         return replace(listed, state="lost")
     except (OutcomeUnknown, InvalidToken):  # the decision log cannot be read now, or is in another store
         return listed
+    if prepared is None and _published(cluster, halves[0].broker, _single(halves), deadline):
+        return None
     listed = replace(listed, prepared=prepared)
     return replace(listed, state="prepared") if prepared is not None and not discarded else listed
+
+
+def _single(halves: Sequence[PendingHalf]) -> Sequence[PendingHalf]:
+    """Return the half that is perhaps the only one of its transaction, so that no decision is needed; none if not."""
+    slot = slot_of(halves[0].record)
+    return halves if len(halves) == 1 and slot is not None and slot.number == 0 else ()
 
 
 def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
@@ -313,7 +322,10 @@ def _end_unprepared(
     if claim is None:
         if decision is Decision.COMMIT:
             raise InvalidState(f"transaction {listed.name!r} is open and not prepared: only its writer can commit it")
-        data = halves_as_json(_known_topics(listed))
+        topics = _known_topics(listed)
+        if _single(listed.halves) and is_published(ender, listed.name, topics, False, deadline):
+            return Outcome.COMMITTED
+        data = halves_as_json(topics)
         claim = ledger.claim(listed.name, Decision.ABORT, data, deadline, log=listed.origin.log)
     if claim.decision is Decision.COMMIT:
         publish_exclusively(ender, listed.name, halves_from_json(claim.data), deadline)

@@ -77,17 +77,18 @@ class CheckBackHandler:
             else:
                 _log.debug("ignored a half that no bridge has sent, in this application's producer group")
         for transaction, own in asked.items():
-            if self._settle_quietly(transaction, [check.record for check in own]):
+            named = [(check.broker or self._cluster.topics.home, check) for check in own]
+            if self._settle_quietly(transaction, [(broker, check.record) for broker, check in named]):
                 # Abort these halves, so that the broker stops asking: the transaction is aborted, or its messages are
                 # published. Published messages stay.
-                copies = [(check.broker or self._cluster.topics.home, check.half) for check in own]
                 with self._in_time() as deadline:
-                    self._ender.drop(copies, deadline)
+                    self._ender.drop([(broker, check.half) for broker, check in named], deadline)
 
-    def _settle_quietly(self, transaction: str, halves: Sequence[MessageExt]) -> bool:
+    def _settle_quietly(self, transaction: str, halves: Sequence[tuple[str, MessageExt]]) -> bool:
         """Publish a transaction if it is committed, and log errors. Return whether the given halves may be aborted.
 
-        They may if the transaction is aborted, or if every message that it publishes is published already.
+        Each half comes with the name of its broker. The halves may be aborted if the transaction is aborted, or if
+        every message that it publishes is published already.
         """
         try:
             with self._in_time() as deadline:
@@ -101,15 +102,15 @@ class CheckBackHandler:
             _log.debug("transaction %s waits for the broker's next check-back: %s", transaction, error)
         return False
 
-    def _settle(self, transaction: str, halves: Sequence[MessageExt], deadline: Deadline) -> bool:
-        claim = self._decided(transaction, halves[0], deadline)
+    def _settle(self, transaction: str, halves: Sequence[tuple[str, MessageExt]], deadline: Deadline) -> bool:
+        claim = self._decided(transaction, *halves[0], deadline)
         if claim is None:
-            return False
+            return self._ender.has_settled(transaction)
         topics = halves_from_json(claim.data)
         if claim.decision is Decision.ABORT:
             self._ender.remember_settled(transaction)
             return True
-        if not any(_is_decided_half(topics, half) for half in halves):
+        if not any(_is_decided_half(topics, half) for _, half in halves):
             return True
         with self._ender.exclusively(transaction, deadline) as holder:
             if holder is not LockHolder.CALLER:
@@ -119,19 +120,34 @@ class CheckBackHandler:
         self._ender.remember_settled(transaction)
         return True
 
-    def _decided(self, transaction: str, half: MessageExt, deadline: Deadline) -> LedgerClaim | None:
+    def _decided(self, transaction: str, broker: str, half: MessageExt, deadline: Deadline) -> LedgerClaim | None:
+        """Return the decision about a transaction; None if there is none, or if none is needed any more."""
         origin = origin_of(half)
         if origin is None:
             return None
         application = str(origin.log.get("log") or self._cluster.settings.application)
         ledger = self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
+        # Read the clock first: what is published without a decision is published before the deadline (hazard H102).
+        was_over = is_over(origin.deadline, self._timing.clocks_differ)
         claim = ledger.decided(transaction, deadline, log=origin.log)
         if claim is not None or not self._is_own(half):
             return claim
-        if is_over(origin.deadline, self._timing.clocks_differ) or _is_abandoned(ledger, transaction, origin, deadline):
+        if self._is_published(transaction, broker, half, deadline):
+            self._ender.remember_settled(transaction)
+        elif was_over or _is_abandoned(ledger, transaction, origin, deadline):
             with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
                 claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)
         return claim
+
+    def _is_published(self, transaction: str, broker: str, half: MessageExt, deadline: Deadline) -> bool:
+        """Return whether a half is the first of its transaction, and its message is published.
+
+        The broker asks only after the time in which the owner can publish the message without a decision.
+        """
+        slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
+        if slot is None or slot.number > 0:
+            return False
+        return not self._ender.missing(transaction, [HalfCount(topic, broker, 1)], deadline)
 
     def _is_own(self, half: MessageExt) -> bool:
         """Return whether a half is in the application's producer group, and not in one for half messages."""
@@ -160,7 +176,7 @@ class CheckBackHandler:
                 transaction
                 for broker in brokers
                 for transaction, half in self._discarded(broker)
-                if not self._settle_quietly(transaction, [half])
+                if not self._settle_quietly(transaction, [(broker, half)])
                 and transaction not in self._lost
                 and self._is_own(half)
             ]

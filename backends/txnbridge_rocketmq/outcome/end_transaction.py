@@ -31,6 +31,7 @@ from txnbridge_rocketmq.client.retry import MOST_AT_ONCE, look_up_by_key, retry_
 from txnbridge_rocketmq.client.send_requests import HalfAddress, HalfEnd, end
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
+from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 from txnbridge_rocketmq.settings.timing import RocketMQTiming
 from txnbridge_rocketmq.write.half_batch import HalfCount
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
@@ -89,6 +90,7 @@ class HalfEnder:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _being_ended: set[str] = field(default_factory=set)
     _verified_brokers: set[str] = field(default_factory=set)  # a look-up found a message that they published
+    _believed_brokers: set[str] = field(default_factory=set)  # this user may not look up what they publish
     _settled: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     @property
@@ -193,17 +195,23 @@ class HalfEnder:
         """
         published: dict[str, _Expected] = {}
         for queue, addresses in halves:
-            if queue.broker not in self._verified_brokers and self._keeps_index(queue.broker, deadline):
+            if queue.broker in self._verified_brokers | self._believed_brokers:
+                continue
+            if self._keeps_index(queue.broker, deadline):
                 published[queue.broker] = _Expected(addresses[0].topic, queue.broker, 0, addresses[0].unique_key)
         try:
             self._wait_for(list(published.values()), deadline)
         except AccessDenied as error:
-            self._verified_brokers.update(published)
+            self._believed_brokers.update(published)
             _log.warning("this user may not look messages up, so brokers are believed that they publish: %s", error)
 
     def _keeps_index(self, broker: str, deadline: Deadline) -> bool:
         """Return whether the broker has a message index, without which no message can be looked up."""
         return self.cluster.brokers.config(broker, deadline).is_on("messageIndexEnable", True)
+
+    def finds_published(self, settings: BrokerConfig) -> bool:
+        """Return whether look-ups certainly find what this broker has published, also after it was killed."""
+        return settings.name in self._verified_brokers and settings.is_on("messageIndexSafe")
 
     def drop(self, halves: Iterable[tuple[str, HalfAddress]], deadline: Deadline) -> None:
         """Abort these halves, each on the broker named with it. A failed abort is left to the broker's check-back."""

@@ -41,7 +41,8 @@ class PrepareRecord:
     """The content of a prepare record: all that a process with the token needs to end the transaction.
 
     A half message that is a whole by itself (`whole`) has no record, and the process that has stored it may publish it
-    without a decision in the log. Any other process therefore looks first whether it is published (hazard H100).
+    without a decision in the log. Any other process therefore looks first whether it is published (hazard H100). So it
+    is with a transaction of one message (hazard H102).
     """
 
     topics: Sequence[HalfCount]
@@ -135,7 +136,7 @@ def end_prepared(
     `OutcomeUnknown` if the outcome is not known or not carried out yet, `EvidenceLost` if halves or records are gone.
     """
     prepared = prepared or _prepared(token, ledger, deadline)
-    if prepared.whole and _is_published(ender, token.transaction, prepared, asked, deadline):
+    if prepared.whole and is_published(ender, token.transaction, prepared.topics, asked, deadline):
         return Outcome.COMMITTED
     call = uuid.uuid4().hex
     claim = _claim(ender, token, decision, prepared, {"by": call}, ledger, deadline)
@@ -151,14 +152,19 @@ def end_prepared(
     return Outcome.COMMITTED
 
 
-def _is_published(ender: HalfEnder, transaction: str, prepared: PrepareRecord, asked: bool, deadline: Deadline) -> bool:
-    """Return whether the process that has stored a half message has published it. After False it cannot any more."""
+def is_published(
+    ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], asked: bool, deadline: Deadline
+) -> bool:
+    """Return whether the process that has stored the only half of a transaction has published its message.
+
+    `asked` as in `end_prepared`. After False that process cannot publish without a decision any more.
+    """
     if not asked:
         clocks_differ = ender.cluster.settings.timing.clocks_differ
-        _wait_out_immunity(ender, transaction, prepared.topics, deadline, clocks_differ)
-    if ender.missing(transaction, prepared.topics, deadline):
+        _wait_out_immunity(ender, transaction, topics, deadline, clocks_differ)
+    if ender.missing(transaction, topics, deadline):
         time.sleep(min(ender.cluster.settings.timing.index_delay, deadline.left()))  # it may be published just now
-    return not ender.missing(transaction, prepared.topics, deadline)
+    return not ender.missing(transaction, topics, deadline)
 
 
 @contextmanager
@@ -281,7 +287,7 @@ def _log_of(token: Token) -> Mapping[str, Any]:
 
 
 def _whole(token: Token) -> PrepareRecord | None:
-    """Return what the token of a half message without a prepare record says of it; None for other tokens."""
+    """Return what the token says of a transaction that its only half may have committed; None for other tokens."""
     if not token.how or token.expires_at is None:
         return None
     return PrepareRecord(halves_from_json(token.how), (), token.expires_at, whole=True)
@@ -301,13 +307,15 @@ def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord
 
 def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
     """Return the status of a token's transaction, and abort it if it has expired. Decide nothing else."""
+    clocks_differ = ender.cluster.settings.timing.clocks_differ
     try:
+        # Read the clock first: what is published without a decision is published before the deadline (hazard H102).
+        was_over = token.expires_at is not None and is_over(token.expires_at, clocks_differ)
         claim = ledger.decided(token.transaction, deadline, log=_log_of(token))
         whole = _whole(token)
         if claim is None and whole is not None and not ender.missing(token.transaction, whole.topics, deadline):
             return Status(TokenState.COMMITTED, reason="its message is published")
-        clocks_differ = ender.cluster.settings.timing.clocks_differ
-        if claim is None and token.expires_at is not None and is_over(token.expires_at, clocks_differ):
+        if claim is None and was_over:
             # Without halves no check-back follows, so perhaps no other process ever aborts it (hazard H73).
             data = halves_as_json([])
             claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=_log_of(token))

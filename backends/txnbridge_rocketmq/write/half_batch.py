@@ -23,6 +23,10 @@ from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 _MOST_BUFFERED, _MOST_BUFFERED_BYTES = 256, 1 << 20
 # The time before a request is repeated to a broker that is down or busy.
 _RETRY_PAUSE = 0.05
+# How long before its deadline the immunity time of a half ends that is committed without a decision in the log. Before
+# the deadline no other process aborts it, so a broker may publish it that much later than it has checked the immunity
+# time (hazards H100, H102).
+DIRECT_SLACK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class RocketMQOwner:
         self.cluster = cluster
         self.ledger = ledger
         self.ender = ender
+        self.owned = identity.owned  # whether other processes may open the transactional id
         self.opening: str | None = None  # id of this process's opening in the decision log; None before `open`
         self._identity = identity
         self._lock = threading.Lock()

@@ -32,17 +32,27 @@ from txnbridge.spi import (
     Item,
     Ledger,
     LedgerClaim,
+    Outcome,
     Partition,
     Position,
     RawHeaders,
+    Token,
     Writer,
     encode_item,
 )
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, PublishedMessageMissing
-from txnbridge_rocketmq.outcome.outcome import publish_exclusively
+from txnbridge_rocketmq.outcome.outcome import PrepareRecord, end_prepared, publish_exclusively
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
-from txnbridge_rocketmq.write.half_batch import HalfBatch, HalfCount, WrittenTopic, halves_as_json, halves_from_json
+from txnbridge_rocketmq.write.half_batch import (
+    DIRECT_SLACK_SECONDS,
+    HalfBatch,
+    HalfCount,
+    WrittenTopic,
+    halves_as_json,
+    halves_from_json,
+    immunity,
+)
 from txnbridge_rocketmq.write.message_format import partition_of, to_wire
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
@@ -58,6 +68,7 @@ class WriterOwner(Protocol):
     cluster: RocketMQCluster
     ledger: Ledger
     ender: HalfEnder
+    owned: bool
     opening: str | None
 
     def check(self, deadline: Deadline) -> None:
@@ -82,6 +93,7 @@ class RocketMQWriter(Writer):
     def _forget(self) -> None:
         self._halves = HalfBatch(self._cluster.client, self._cluster.settings.producer_group)
         self._acks: dict[RocketMQAckContext, list[Ack]] = {}
+        self._direct = False  # whether an END without a decision in the log may have been sent
         self.messages = 0
 
     # --- one transaction ----------------------------------------------------------------------------------------------
@@ -167,7 +179,8 @@ class RocketMQWriter(Writer):
             self._halves.flush(deadline)
 
     def evidence(self) -> Evidence:
-        return Evidence({}, self.messages, self._expires_at, self._origin.log)
+        how = halves_as_json(self._halves.topics) if self._direct else {}
+        return Evidence(how, self.messages, self._expires_at, self._origin.log)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -178,11 +191,58 @@ class RocketMQWriter(Writer):
         self._store(deadline)
         if not (self.messages or self._acks):
             return
+        self._direct = self._needs_no_decision()
         # From before the decision on, this process answers no check-backs about these halves.
         with self._owner.ender.as_owner(self._begun.transaction):
-            all_published = self._decide_and_publish(deadline)
-        if not all_published:
+            all_published = self._publish_undecided(deadline) if self._direct else self._decide_and_publish(deadline)
+        if not all_published and self._direct:
+            self._decide_after_look_up(deadline)
+        elif not all_published:
             self._publish_after_look_up(deadline)
+
+    def _needs_no_decision(self) -> bool:
+        """Return whether the END of the only half can commit the transaction, without a record in the log.
+
+        The broker accepts this END within the immunity time only. No other process ends the half before the deadline,
+        which is later, and whoever ends it looks first whether the message is published (hazard H102). Therefore the
+        broker must be one that finds messages, also after it was killed.
+        """
+        if self.messages != 1 or self._acks or self._owner.owned:
+            return False
+        (written,) = (each for each in self._halves.written.values() if each.count)
+        in_time = self._expires_at / 1000 - time.time() > immunity(written.settings) + DIRECT_SLACK_SECONDS
+        return in_time and self._owner.ender.finds_published(written.settings)
+
+    def _publish_undecided(self, deadline: Deadline) -> bool:
+        try:
+            return self._publish(deadline)
+        except PublishedMessageMissing:
+            return False
+
+    def _publish(self, deadline: Deadline) -> bool:
+        """End the halves without a look-up. Return whether all messages are published."""
+        with self._cluster.context.events.step("step:publish", self._begun.transaction):
+            return self._owner.ender.publish_fresh(self._begun.transaction, self._halves.stored(), deadline)
+
+    def _decide_after_look_up(self, deadline: Deadline) -> None:
+        """Commit in the log after a direct END that was refused or not answered, unless the message is published.
+
+        Raise `TransactionAborted`, or `OutcomeUnknown` if that fails.
+        """
+        try:
+            outcome = self._end_direct(Decision.COMMIT, deadline)
+        except OutcomeUnknown:
+            raise
+        except TxnBridgeError as error:
+            raise OutcomeUnknown(f"the broker may have published the message: {error}") from error
+        if outcome is Outcome.ABORTED:
+            raise TransactionAborted("another process aborted the transaction; run it again")
+
+    def _end_direct(self, decision: Decision, deadline: Deadline) -> Outcome:
+        """End a transaction by `decision`, unless its direct END has published its message. Return its outcome."""
+        token = Token("rocketmq", self._cluster.id, self._begun.transaction, {}, False, log=self._origin.log)
+        single = PrepareRecord(self._halves.topics, (), self._expires_at, whole=True)
+        return end_prepared(self._owner.ender, token, decision, self._owner.ledger, deadline, prepared=single)
 
     def _decide_and_publish(self, deadline: Deadline) -> bool:
         """Claim the commit in the decision log, and have the brokers publish the halves.
@@ -199,11 +259,10 @@ class RocketMQWriter(Writer):
             if self._begun.deadline.expired or time.time() * 1000 >= self._expires_at:
                 raise TransactionTimedOut("the transaction was aborted because its deadline was past; run it again")
             raise TransactionAborted("another process aborted the transaction; run it again")
-        with self._cluster.context.events.step("step:publish", self._begun.transaction):
-            try:
-                return self._owner.ender.publish_fresh(self._begun.transaction, self._halves.stored(), deadline)
-            except PublishedMessageMissing as error:
-                raise self._unpublished_error(error) from error
+        try:
+            return self._publish(deadline)
+        except PublishedMessageMissing as error:
+            raise self._unpublished_error(error) from error
 
     def _unpublished_error(self, error: TxnBridgeError) -> OutcomeUnknown:
         """Return the error for a committed transaction that may be unpublished. The next `begin` publishes it."""
@@ -289,6 +348,9 @@ class RocketMQWriter(Writer):
             return
         transaction = self._begun.transaction
         try:
+            if self._direct:  # looks up the message first
+                self._end_direct(Decision.ABORT, deadline)
+                return
             claim = self._claim(Decision.ABORT, deadline)
         except EvidenceLost as error:
             _log.warning("the outcome of transaction %s is lost: %s", transaction, error)

@@ -1,0 +1,180 @@
+"""Tests of transactions of one message, which their END alone commits, on a broker of a few lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.outcome.outcome import status_of
+from txnbridge_rocketmq.write import writer as writers
+
+from tests.core.decisions_kit import MemoryLog
+from tests.rocketmq.half_broker import HalfBroker, Process, send
+from txnbridge.errors import OutcomeUnknown, TransactionAborted
+from txnbridge.spi import Deadline, Status, Token, TokenState
+
+END = RequestCode.END_TRANSACTION
+
+pytestmark = pytest.mark.offline
+
+
+@pytest.fixture
+def broker(monkeypatch: pytest.MonkeyPatch) -> HalfBroker:
+    monkeypatch.setattr(writers, "DIRECT_SLACK_SECONDS", 0.0)
+    broker = HalfBroker()
+    broker.told |= {"transactionTimeOut": "1000", "messageIndexSafe": "true"}
+    return broker
+
+
+@pytest.fixture
+def log() -> MemoryLog:
+    return MemoryLog()
+
+
+@pytest.fixture
+def owner(broker: HalfBroker, log: MemoryLog) -> Process:
+    owner = Process(broker, log, "owner")
+    begin(owner, 0).commit(Deadline(60))  # only a broker that was seen to publish needs no decision
+    broker.published.clear()
+    return owner
+
+
+@pytest.fixture
+def other(broker: HalfBroker, log: MemoryLog) -> Process:
+    return Process(broker, log, "other")
+
+
+def begin(process: Process, number: int, *values: bytes, timeout: float = 1.6) -> Any:
+    writer = process.begin(number, timeout)
+    send(writer, "a", *(values or (b"%d" % number,)))
+    return writer
+
+
+def status(process: Process, writer: Any) -> Status:
+    found = writer.evidence()
+    transaction = f"{process.id}/x/1"
+    token = Token("rocketmq", "cluster", transaction, found.how, False, found.expires_at, 1, log=found.log)
+    ledger = process.decisions.ledger(process.id, found.log)
+    return status_of(process.ender, token, ledger, Deadline(60))
+
+
+def lost(owner: Process, broker: HalfBroker, fault: str = "lose request") -> Any:
+    """Return the writer of a transaction whose END was lost, and whose owner has died then."""
+    writer = begin(owner, 1)
+    broker.fault = lambda request: {END: fault, RequestCode.QUERY_MESSAGE: "lose request"}.get(request.code)
+    with pytest.raises(OutcomeUnknown):
+        writer.commit(Deadline(0.2))
+    broker.fault = lambda request: None
+    return writer
+
+
+def wait_until_over(writer: Any) -> None:
+    while time.time() * 1000 <= writer.evidence().expires_at:
+        time.sleep(0.01)
+
+
+def test_its_end_alone_commits_it(owner, broker, log):
+    before, asked = log.next, []
+    broker.fault = lambda request: asked.append(request.code)
+    begin(owner, 1).commit(Deadline(60))
+    assert (log.next, asked) == (before, [RequestCode.SEND_MESSAGE_V2, END])
+    assert broker.seen("a") == [b"1"] and not broker.open
+
+
+@pytest.mark.parametrize("why", ["two messages", "little time", "an id", "an index that a kill damages", "first"])
+def test_any_other_transaction_is_decided_in_the_log(owner, other, broker, log, why):
+    if why == "an index that a kill damages":
+        del broker.told["messageIndexSafe"]
+    process = {"first": other, "an id": Process(broker, log, "named", "billing")}.get(why, owner)
+    if why == "an id":
+        begin(process, 0).commit(Deadline(60))
+    before = log.next
+    values = (b"1", b"2") if why == "two messages" else (b"1",)
+    begin(process, 1, *values, timeout=0.9 if why == "little time" else 1.6).commit(Deadline(60))
+    assert log.next > before
+    assert broker.seen("a")[-len(values) :] == list(values)
+
+
+@pytest.mark.parametrize("fault", ["lose request", "lose answer", int(ResponseCode.ILLEGAL_OPERATION)])
+def test_an_end_that_fails_is_made_good_once(owner, broker, fault):
+    writer = begin(owner, 1)
+    ends = 0
+
+    def first(request: RpcRequest[Any]) -> str | int | None:
+        nonlocal ends
+        ends += request.code == END
+        return fault if request.code == END and ends == 1 else None
+
+    broker.fault = first
+    writer.commit(Deadline(60))
+    assert broker.seen("a") == [b"1"]
+
+
+def test_what_was_published_without_an_answer_is_committed_for_everyone(owner, other, broker, log):
+    writer = lost(owner, broker, "lose answer")
+    before = log.next
+    wait_until_over(writer)
+    assert status(owner, writer).state is TokenState.COMMITTED
+    broker.open.add(1)  # as after a kill of the broker, which had not noted the end yet
+    other.checks.answer(broker.ask())
+    writer.reopen(Deadline(60))
+    assert not broker.open and log.next == before
+    assert broker.seen("a") == [b"1"]
+
+
+@pytest.mark.parametrize("by", ["a check-back", "a status", "its writer"])
+def test_what_was_not_published_is_aborted_when_its_time_is_over(owner, other, broker, by):
+    writer = lost(owner, broker)
+    other.checks.answer(broker.ask())
+    assert status(owner, writer).state is TokenState.UNKNOWN
+    if by == "its writer":
+        writer.reopen(Deadline(60))
+    else:
+        wait_until_over(writer)
+        other.checks.answer(broker.ask() if by == "a check-back" else [])
+    assert status(owner, writer).state is TokenState.ABORTED
+    assert broker.seen("a") == []
+
+
+@pytest.mark.parametrize("by", ["a check-back", "a status"])
+def test_what_is_published_behind_a_look_is_not_aborted_by_the_clock_after_it(owner, other, broker, log, by):
+    writer = lost(owner, broker)
+    look, before = broker._found, log.next
+
+    def look_and_sleep(fields: Mapping[str, str]) -> RemotingCommand:
+        answer = look(fields)
+        if not broker.published:
+            wait_until_over(writer)
+            half = broker.halves[-1]
+            broker.published.append((half.topic, half.queue, half.properties, half.body))
+        return answer
+
+    broker._found = look_and_sleep
+    if by == "a check-back":
+        other.checks.answer(broker.ask())
+    else:
+        assert status(owner, writer).state is TokenState.UNKNOWN
+    assert log.next == before
+    assert status(owner, writer).state is TokenState.COMMITTED
+
+
+def test_an_owner_that_sleeps_until_another_has_aborted_is_told_so(owner, other, broker):
+    writer = begin(owner, 1)
+    slept = False
+
+    def sleep_before_end(request: RpcRequest[Any]) -> None:
+        nonlocal slept
+        if request.code == END and not slept:
+            slept = broker.late = True
+            wait_until_over(writer)
+            other.checks.answer(broker.ask())
+
+    broker.fault = sleep_before_end
+    with pytest.raises(TransactionAborted):
+        writer.commit(Deadline(60))
+    assert broker.seen("a") == [] and not broker.open
