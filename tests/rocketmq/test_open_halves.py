@@ -16,7 +16,7 @@ from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import copies, flush
-from txnbridge import Outcome, TransactionAborted
+from txnbridge import Outcome, TokenState, TransactionAborted
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, NotFound, OutcomeUnknown
 from txnbridge.testing import Child, tell
 
@@ -198,6 +198,34 @@ def test_what_an_administrator_aborted_its_owner_cannot_commit(open_bridge, obse
             flush(txn)
             assert observer.abort(txn.id) is Outcome.ABORTED
     assert published(client, topic) == []
+
+
+@pytest.mark.parametrize("published_before", [True, False])
+def test_an_administrator_looks_before_a_single_message_is_aborted(
+    open_bridge, observer, client, topic, monkeypatch, published_before
+):
+    publish_fresh = HalfEnder.publish_fresh
+
+    def die(*args):
+        if published_before:
+            publish_fresh(*args)
+        raise KeyboardInterrupt
+
+    with open_bridge(application=unique("gone"), timeout=60) as bridge:
+        with bridge.transaction() as txn:
+            txn.send(topic, b"first", partition=0)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(HalfEnder, "publish_fresh", die)
+            with bridge.transaction() as txn:
+                txn.send(topic, b"single", partition=0)
+        token = str(txn.token)
+        state = TokenState.COMMITTED if published_before else TokenState.UNKNOWN
+        assert becomes_true(lambda: bridge.status(token).state is state)
+        assert [each.state for each in listed(observer, txn.id)] == ([] if published_before else ["open"])
+        if not published_before:
+            assert observer.abort(txn.id) is Outcome.ABORTED
+            assert bridge.status(token).state is TokenState.ABORTED
+    assert published(client, topic) == [b"first", *([b"single"] if published_before else [])]
 
 
 def test_a_half_of_another_client_is_listed_and_can_be_aborted(observer, client, topic):
