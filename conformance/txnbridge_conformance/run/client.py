@@ -38,8 +38,9 @@ Sends = Mapping[tuple[str, int], Sequence[str]]  # values by topic and partition
 
 # The deadline of half messages, and how long their local work may take, which begins before the deadline.
 SALE_SECONDS, LONGEST_SALE = 4.0, 6.0
-# The deadline of a half message of one message. With so much time, RocketMQ's backend commits it without a decision.
-SINGLE_SALE_SECONDS = 13.0
+# The deadline of some transactions and half messages of one message. With so much time, RocketMQ's backend commits them
+# without a decision.
+SINGLE_SECONDS = 13.0
 
 _RESULTS: dict[Outcome, Result] = {Outcome.COMMITTED: "ok", Outcome.ABORTED: "fail", Outcome.UNKNOWN: "unknown"}
 

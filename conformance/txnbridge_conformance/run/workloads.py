@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from txnbridge import Bridge, Capability, Consumer, Decision, HalfTransaction, Message, TokenState, Transaction, plugins
 from txnbridge.errors import Poison, TxnBridgeError
 from txnbridge_conformance.history import RecordedCall
-from txnbridge_conformance.run.client import LONGEST_SALE, SALE_SECONDS, SINGLE_SALE_SECONDS, Client, read_of, text_of
+from txnbridge_conformance.run.client import LONGEST_SALE, SALE_SECONDS, SINGLE_SECONDS, Client, read_of, text_of
 from txnbridge_conformance.run.processing import ProcessorRecording
 from txnbridge_conformance.run.sales import Sales
 
@@ -67,12 +67,15 @@ def _one(client: Client, bridge: Bridge, pauses: float, thread: int = 0) -> bool
     can_prepare = bool(bridge.capabilities[Capability.PREPARE])
     ways = ("commit", "abort", "prepare", "fail")
     way = client.random.choices(ways, (5, 2, 2, 1) if can_prepare else (5, 2, 0, 0))[0]
-    sends = client.sends(client.plan.topic("left"), client.plan.topic("right"))
+    topics = client.plan.topic("left"), client.plan.topic("right")
+    single = way == "commit" and client.random.random() < 0.3
+    sends = client.single(*topics) if single else client.sends(*topics)
     abort, prepare = way in ("abort", "fail"), way in ("prepare", "fail")
     # A few come close to their deadline, or pass it: then brokers ask back, and the end is late.
     longest = client.plan.timeout * 1.1 if client.random.random() < 0.1 else _LONGEST_PAUSE
     pause = client.random.uniform(0, longest) if client.random.random() < pauses else 0.0
-    txn = client.transact(bridge, sends, abort=abort, prepare=prepare, pause=pause, thread=thread)
+    timeout = SINGLE_SECONDS if single else None
+    txn = client.transact(bridge, sends, abort=abort, prepare=prepare, timeout=timeout, pause=pause, thread=thread)
     client.publish_token(txn)
     return txn is not None
 
@@ -284,7 +287,7 @@ def sell(client: Client) -> None:
         with bridge.half_messages(client.plan.sellers, execute=execute, check=check) as halves:
             while not client.stop.wait(client.random.uniform(0, 0.1)):
                 if chance() < 0.3:
-                    client.sell(halves, SINGLE_SALE_SECONDS, client.single(*client.plan.sold))
+                    client.sell(halves, SINGLE_SECONDS, client.single(*client.plan.sold))
                 else:
                     timeout = _DISPUTED_DEADLINE if chance() < 0.1 else SALE_SECONDS
                     client.sell(halves, timeout, client.sends(*client.plan.sold))
