@@ -66,7 +66,8 @@ def status(process: Process, writer: Any) -> Status:
 def lost(owner: Process, broker: HalfBroker, fault: str = "lose request") -> Any:
     """Return the writer of a transaction whose END was lost, and whose owner has died then."""
     writer = begin(owner, 1)
-    broker.fault = lambda request: {END: fault, RequestCode.QUERY_MESSAGE: "lose request"}.get(request.code)
+    lost: dict[int, str] = {END: fault, RequestCode.QUERY_MESSAGE: "lose request"}
+    broker.fault = lambda request: lost.get(request.code)
     with pytest.raises(OutcomeUnknown):
         writer.commit(Deadline(0.2))
     broker.fault = lambda request: None
@@ -147,7 +148,7 @@ def test_what_is_published_behind_a_look_is_not_aborted_by_the_clock_after_it(ow
     look, before = broker._found, log.next
 
     def look_and_sleep(fields: Mapping[str, str]) -> RemotingCommand:
-        answer = look(fields)
+        answer: RemotingCommand = look(fields)
         if not broker.published:
             wait_until_over(writer)
             half = broker.halves[-1]
