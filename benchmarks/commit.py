@@ -1,4 +1,4 @@
-"""How long a durable commit takes: a whole transaction, from its begin to the end of its block.
+"""The duration of a durable commit: a whole transaction, from its begin to the end of its block.
 
 The yardsticks are writing 4 KiB to an existing file and synchronising it, which is the least that any durable commit
 does, and the same rows in a transaction of a plain SQLite file.

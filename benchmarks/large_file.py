@@ -1,6 +1,6 @@
 """Writing into a file that holds 10,000,000 messages, beside a file that holds none.
 
-The messages in it have 100 B and lie in 1,000 topics, written by turns as they would be over the years: each
+The messages in it have 100 B and are in 1,000 topics, stored in turn as they would be over the years: each
 transaction added 100 to every topic. The measured transactions have 1,000 messages of 1 KiB: all to one topic in the
 middle of the file; all to one topic, another one in each transaction; or one to each topic. A round's empty file has
 the same topics; the large file keeps the messages that the rounds add.

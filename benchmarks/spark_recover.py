@@ -1,4 +1,4 @@
-"""How long `txnbridge spark recover` takes for a driver that was killed between its decision and its first commit."""
+"""The duration of `txnbridge spark recover` for a driver that was killed between its decision and first commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How soon a waiting reader in another process has a message, and what waiting costs it.
+"""The time until a waiting reader in another process has a message, and the processor time of waiting.
 
 Two times are measured until the reader's `poll` returns: from before the commit, and from its return. The yardstick is
 a byte through a pipe to a process that blocks on it. The processor time of a reader that gets no messages includes all

@@ -541,7 +541,7 @@ def _check_nothing_before(transaction: Holder, assignment: Assignment) -> None:
     if assignment.back:
         raise InvalidState(
             f"this broker only knows positions, and {min(assignment.back)} of {topic}[{number}] was given back and"
-            " comes again with the next poll; everything behind it comes again after it"
+            " comes again with the next poll, and all later messages after it"
         )
     for name in assignment.held:
         if name != transaction.id:

@@ -150,8 +150,8 @@ class HalfTransaction(ConnectionUser):
         answered = f"check answered {'ABORT' if decision is Decision.COMMIT else 'COMMIT'} before execute had ended"
         if decision is Decision.COMMIT:
             raise TransactionAborted(
-                f"transaction {self._id} was aborted although its work is done: {answered}. What answers ABORT has to"
-                " make sure that the work cannot be done any more"
+                f"transaction {self._id} was aborted although its work is done: {answered}. Whatever answers ABORT"
+                " has to make sure that the work cannot be done any more"
             )
         raise InvalidState(f"transaction {self._id} is committed although execute answered ABORT: {answered}")
 

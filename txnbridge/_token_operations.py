@@ -59,8 +59,8 @@ class Outcomes:
         parsed = self._check(token)
         if not parsed.prepared:
             raise InvalidState(
-                f"transaction {parsed.transaction} was never prepared, so its token only tells its status;"
-                " nobody but its own process could end it"
+                f"transaction {parsed.transaction} was never prepared, so its token is only for status(): no other"
+                " process can end this transaction"
             )
         connection.capabilities.require(Capability.RESOLVE_ANYWHERE)
         decision = "commit" if commit else "abort"
@@ -111,7 +111,7 @@ class Outcomes:
                     return Outcome.ABORTED
                 if status.permanent:
                     raise EvidenceLost(
-                        f"what would tell the outcome of transaction {token.transaction} is gone: {status.reason}",
+                        f"the evidence of the outcome of transaction {token.transaction} is gone: {status.reason}",
                         token=str(token),
                     )
                 if deadline.left() <= _RETRY_SECONDS:

@@ -142,7 +142,7 @@ class Url:
 
 
 def _no_ledger(application: str, id: str) -> Ledger:
-    raise NotImplementedError("whoever opened this broker gave it no ledgers")
+    raise NotImplementedError("this broker was opened without ledgers")
 
 
 @dataclass(frozen=True)
@@ -694,7 +694,7 @@ class Admin(ABC):
         """Complete a transaction that the broker ended only in part; return the repair as text for the operator."""
         from txnbridge.errors import NotSupported
 
-        raise NotSupported("this broker leaves nothing half done that would need a repair")
+        raise NotSupported("on this broker no transaction needs a repair: it ends each one completely")
 
     @abstractmethod
     def check(self, deadline: Deadline) -> list[Advice]:

@@ -98,7 +98,7 @@ def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadlin
     except NotSupported as error:
         # Messages through a proxy would be lost: it reports success for END_TRANSACTION and does nothing.
         raise InvalidOption(
-            f"what answers at {', '.join(settings.name_servers)} is a broker or a proxy, not a name server. Put the"
+            f"a broker or a proxy answers at {', '.join(settings.name_servers)}, and not a name server. Put the"
             " addresses of the name servers into the URL, and let this host reach the brokers themselves"
         ) from error.__cause__
     identity = _identity_on_brokers(settings, client, deadline)

@@ -208,7 +208,7 @@ class App(Router):
 
     @contextmanager
     def _opened(self) -> Iterator[Makers]:
-        """Open the bridge and the lifespans for a block; yield for each function what makes its processor."""
+        """Open the bridge and the lifespans for a block; yield for each handler a function that makes its processor."""
         if self._stop is not None:
             raise InvalidState("this app runs already")
         handlers = list(self._collect())

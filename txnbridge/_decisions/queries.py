@@ -43,7 +43,7 @@ class Query:
         if self.begin is None:
             require_complete(state)
             if state.ids.is_done(self.path):
-                raise InvalidState(f"{self.name} is marked done: what it decided is settled and no longer kept")
+                raise InvalidState(f"{self.name} is marked done: its decision is carried out and no longer kept")
             if self.path in state.tokens.claims:
                 # A claim without `begin` would decide the token's transaction a second time.
                 raise InvalidOption(

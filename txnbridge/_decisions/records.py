@@ -275,9 +275,9 @@ def encode(record: LogRecord) -> bytes:
 def check_data(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a caller's data as JSON. Raise `InvalidOption` unless every Python version can read it back."""
     if not isinstance(data, Mapping):
-        raise InvalidOption(f"what goes with a decision is a mapping, not {type(data).__name__}")
+        raise InvalidOption(f"the data of a decision is a mapping, not {type(data).__name__}")
     if _is_deeper(data, _DEEPEST):
-        raise InvalidOption(f"what goes with a decision is nested at most {_DEEPEST} deep")
+        raise InvalidOption(f"the data of a decision is nested at most {_DEEPEST} deep")
     return dict(data)
 
 
@@ -294,7 +294,7 @@ def dump_json(value: Any) -> bytes:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidOption(f"what goes into a decision log must be JSON: {error}") from None
+        raise InvalidOption(f"the data in a decision log must be JSON: {error}") from None
 
 
 def _plain(value: Any) -> Any:
@@ -320,7 +320,7 @@ def decode(raw: bytes) -> LogRecord:
     if kind is None:
         raise UnreadableRecord("its kind is unknown")
     if (kind is BodyPart) != bool(newline):
-        raise UnreadableRecord("a part, and nothing else, has bytes behind its line")
+        raise UnreadableRecord("only a body part has bytes after its line")
     if kind is BodyPart:
         values["payload"] = payload
     names = {field.name for field in fields(kind)} - ({"acked"} if version == 1 else set())

@@ -30,7 +30,7 @@ _MOST_ROWS = 12
 def command(cli: Cli, every: float, halves: tuple[str, ...], once: bool) -> None:
     """Show groups with their lag, open and prepared transactions, and the doctor's findings, until Ctrl-C.
 
-    What a broker cannot list is named in the last line.
+    The last line names the lists that the broker does not have.
     """
     if cli.json and not once:
         raise click.UsageError("--json goes with --once")

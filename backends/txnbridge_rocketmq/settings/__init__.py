@@ -150,9 +150,7 @@ _ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
 def parse_settings(url: Url, options: Mapping[str, Any], context: Context) -> RocketMQSettings:
     """Return the settings for a URL and options. Raise `InvalidOption` if a value is invalid."""
     for name in context.client_options:
-        raise InvalidOption(
-            f"the RocketMQ backend has no option {name!r}: its client is its own, and takes no other options"
-        )
+        raise InvalidOption(f"the RocketMQ backend has no option {name!r}: its client has no options of its own")
     settings = RocketMQSettings(
         name_servers=_name_servers(url),
         timeout=context.timeout,

@@ -45,7 +45,7 @@ def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCo
     from txnbridge.cli.demo.stage import Stage
 
     if broker is not None and (own is not None or keep):
-        raise InvalidOption("a broker that is started for the demo ends with it: take --url for one of your own")
+        raise InvalidOption("a broker that is started for the demo ends with it: use --url for a running broker")
     with _ended_by_signals(), _opened(broker, own, keep) as url:
         stage = Stage(_console(cli.json), url, Shop(secrets.token_hex(2)))
         begin = time.monotonic()
