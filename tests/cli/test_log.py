@@ -74,7 +74,7 @@ def test_what_is_left_of_a_log_is_told_before_it_is_forgotten(invoke, url, old):
         file.execute("UPDATE logs SET first = 1")
     told = json.loads(invoke(*RENEW, "--json").stdout)
     assert (sorted(told["ids"]), told["renewed_at"]) == ([["owner"], ["query", 7]], None)
-    assert "of these ids, and of those that are gone already: query/7, owner" in invoke(*RENEW).stdout
+    assert "of these ids, and of ids that are lost already: query/7, owner" in invoke(*RENEW).stdout
 
 
 def test_a_log_that_has_its_evidence_is_left_alone(invoke, url, old):

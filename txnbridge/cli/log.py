@@ -62,8 +62,8 @@ def _in_words(lost: IncompleteLog) -> list[str]:
     return [
         f"the evidence is gone: {lost.reason}",
         f"decisions about {lost.decided} transactions with tokens are left, and cannot be told any more",
-        f"who owns, and what was decided or done, of these ids, and of those that are gone already: {_some(ids)}",
-        f"where groups stand: {_some(groups)}",
+        f"the owners, decisions and done marks of these ids, and of ids that are lost already: {_some(ids)}",
+        f"the positions of groups: {_some(groups)}",
     ]
 
 

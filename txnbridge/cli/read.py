@@ -31,7 +31,7 @@ def place(ctx: click.Context, option: click.Parameter, given: str) -> str | int:
 
 @_common.command("read")
 @click.argument("topic")
-@click.option("--limit", type=click.IntRange(min=1), help="Stop after so many messages.")
+@click.option("--limit", type=click.IntRange(min=1), help="Stop after this many messages.")
 @click.option("--follow", is_flag=True, help="Wait for more instead of stopping at the end.")
 @click.option("--start", default="earliest", callback=place, help="earliest, latest or milliseconds since 1970.")
 @click.option("--group", help="Read as a member of this group. The group's position changes only with --ack.")

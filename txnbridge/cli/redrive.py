@@ -14,7 +14,7 @@ from txnbridge.cli._common import Cli, printable, when
 
 @_common.command("redrive")
 @click.argument("topic")
-@click.option("--limit", type=click.IntRange(min=1), help="Send back so many at most.")
+@click.option("--limit", type=click.IntRange(min=1), help="Send back at most this many.")
 @click.option("--reason", metavar="TEXT", help="Only those whose reason contains this.")
 @click.option("--group", help="Only those of this group, which alone reads them again: by its retry topic.")
 @click.option("--dry-run", is_flag=True, help="Show what would be sent back; change nothing.")

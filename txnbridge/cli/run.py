@@ -20,7 +20,7 @@ from txnbridge.commands import asked_for
 @_common.command("run")
 @click.argument("target", metavar="MODULE:NAME")
 @click.option("--until-idle", is_flag=True, help="End when all input is processed.")
-@click.option("--workers", metavar="N", type=click.IntRange(1), help="An App in so many processes. Default: 1.")
+@click.option("--workers", metavar="N", type=click.IntRange(1), help="The number of processes of an App. Default: 1.")
 @click.option("--reload", is_flag=True, help="Start an App anew when a Python file below this folder changes.")
 @click.option(
     "--health-port",

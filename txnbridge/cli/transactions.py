@@ -117,7 +117,7 @@ def repair(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCod
         if not (yes and reason):
             if cli.json:
                 cli.document({"transaction": transaction, "would": "repair"})
-            cli.say(f"would finish what is half done about transaction {transaction}; its writer must be stopped first")
+            cli.say(f"would complete the end of transaction {transaction}; its writer must be stopped first")
             cli.say("do it with --yes and --reason TEXT")
             return ExitCode.USAGE
         done = bridge.admin.repair(transaction)

@@ -128,14 +128,14 @@ class RocketMQSettings:
 _DEFAULTS = RocketMQSettings((), 0, None, "", 0)
 
 OPTIONS: Mapping[str, Option] = {
-    "prefix": Option(str, _DEFAULTS.prefix, "how the names of our own topics begin"),
-    "access_key": Option(str, "", "the user to sign requests for, where brokers control access"),
+    "prefix": Option(str, _DEFAULTS.prefix, "the prefix of the names of txnbridge's own topics"),
+    "access_key": Option(str, "", "the user in whose name requests are signed, for brokers that control access"),
     "secret_key": Option(str, "", "the user's secret; requests are signed with it", secret=True),
-    "security_token": Option(str, "", "the token that goes with temporary keys", secret=True),
+    "security_token": Option(str, "", "the token of temporary keys", secret=True),
     "tls": Option(bool, _DEFAULTS.tls, "whether connections to name servers and brokers are encrypted"),
-    "tls_ca": Option(str, "", "a PEM file with the authorities to trust; without it the system's"),
+    "tls_ca": Option(str, "", "a PEM file with the authorities to trust; default: the system's"),
     "tls_certificate": Option(str, "", "a PEM file with the certificate to authenticate with"),
-    "tls_key": Option(str, "", "a PEM file with the certificate's key, if that is not beside it"),
+    "tls_key": Option(str, "", "a PEM file with the certificate's key, if it is not in the same file"),
     "tls_verify": Option(bool, _DEFAULTS.tls_verify, "whether the servers' certificates are checked"),
     "tls_verify_hostname": Option(
         bool, _DEFAULTS.tls_verify_hostname, "whether the servers' certificates must name their hosts"
