@@ -129,7 +129,7 @@ class Metrics:
     def families(self) -> list[Family]:
         """Return all metrics with their present values."""
         with self._lock:
-            counted = merged([self._counted.values()])  # copies
+            counted = merged([self._counted.values()])  # a copy, as other threads count on
         found: dict[str, Family] = {}
         for bridge in open_bridges():
             for name, labels, value in _of_bridge(bridge):

@@ -72,7 +72,7 @@ def connect_with_retry(seconds: float, connect: Callable[[], Bridge]) -> Bridge:
         except InvalidOption as error:
             if "timeout" not in str(error):
                 raise
-            raise InvalidOption(f"{error}. Here timeout is the option commitTimeout of a sink") from None
+            raise InvalidOption(f"{error}. A sink of Spark sets this timeout with its option commitTimeout") from None
         except BrokerUnavailable as error:
             if time.monotonic() + _RECONNECT_SECONDS > until:
                 raise

@@ -334,7 +334,7 @@ class Threads:
 
 
 class Block(Protocol):
-    """An object that `async with` leaves."""
+    """An object that has `async with`, as a transaction or a consumer has."""
 
     async def __aenter__(self) -> Any: ...
 
