@@ -27,7 +27,9 @@ CAPABILITIES = Capabilities(
         Capability.RESOLVE_ANYWHERE: emulated(
             "any process may decide in the log, whose prepare record lists the halves"
         ),
-        Capability.STATUS_LOOKUP: emulated("the decision log has the decision"),
+        Capability.STATUS_LOOKUP: emulated(
+            "the decision log has the decision; a transaction of one message may have none: its message is looked up"
+        ),
         Capability.IDEMPOTENT_SEND: emulated(
             "a message without an answer is looked up by its unique key; if it is not found, the publisher fails and"
             " does not send it again"
