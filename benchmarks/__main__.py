@@ -34,7 +34,7 @@ NAMES += (
 NAMES += ("pulsar_write", "pulsar_read", "pulsar_process", "pulsar_commit", "pulsar_memory", "pulsar_spark")
 NAMES += ("pulsar_half_messages", "pulsar_group_commit")
 NAMES += ("rocketmq_write", "rocketmq_small", "rocketmq_read", "rocketmq_recover")
-NAMES += ("outbox",)  # this starts PostgreSQL and Kafka
+NAMES += ("outbox", "processor_db")  # these start PostgreSQL and Kafka
 NAMES += ("spark_write", "spark_read", "spark_recover")  # these start Kafka and Spark
 
 

@@ -50,19 +50,21 @@ TARGETS = {
     "rocketmq_read": 2,
     "rocketmq_recover": 0,
     "outbox": 7,
-    "spark_write": 5,
-    "spark_read": 0,
+    "processor_db": 0,
+    "spark_write": 6,
+    "spark_read": 2,
     "spark_recover": 1,
 }
 
 # The first run fetches Kafka's tools, and what it is compared with.
 WITH_A_BROKER = [pytest.mark.live, pytest.mark.timeout(600)]
 BROKERS = ("kafka", "pulsar", "rocketmq", "spark")
+WITH_POSTGRES = ("outbox", "processor_db")  # beside Kafka
 
 
 def broker_of(name: str) -> str:
     """Return the broker of a benchmark, or another word if it needs none."""
-    return "kafka" if name == "outbox" else name.split("_")[0]
+    return "kafka" if name in WITH_POSTGRES else name.split("_")[0]
 
 
 def environment_of(broker: str, request: pytest.FixtureRequest) -> dict[str, str]:
@@ -87,7 +89,7 @@ def test_every_benchmark_is_in_the_list():
     [pytest.param(name, marks=WITH_A_BROKER) if broker_of(name) in BROKERS else name for name in NAMES],
 )
 def test_a_benchmark_runs_and_leaves_nothing(name, tmp_path, request):
-    if name == "outbox" and (reason := Postgres.missing()) is not None:
+    if name in WITH_POSTGRES and (reason := Postgres.missing()) is not None:
         pytest.skip(reason)
     env = dict(os.environ)
     env |= environment_of(broker_of(name), request)

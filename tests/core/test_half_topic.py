@@ -73,7 +73,7 @@ def test_undecided_halves_hold_nothing_back_and_are_published_once(bridge: Bridg
         for number in range(20):
             sell(sales, topic, b"%d" % number)
         eventually(lambda: len(seen(bridge, topic)) == 20, "the committed ones are published")
-        assert values(seen(bridge, topic)) == [b"%d" % number for number in range(20)]
+        assert set(values(seen(bridge, topic))) == {b"%d" % number for number in range(20)}
         answer[0] = COMMIT
         eventually(lambda: len(seen(bridge, topic)) == 120, "the late ones are published")
     assert set(values(seen(bridge, topic))[20:]) == {b"late %d" % number for number in range(100)}

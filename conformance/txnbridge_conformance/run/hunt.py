@@ -36,6 +36,9 @@ _QUIET_SHARE = 0.25
 _ATTACK_SECONDS, _REST_SECONDS = 20.0, 10.0
 # The time in which a reader reads a whole topic.
 _READING_SECONDS = 300.0
+# At which of its events a process kills itself. The first events are those of its opening. At later ones the process is
+# within a transaction, so that a short run kills some there, too.
+_KILL_AT = (1, 1, 2, 5, 20, 50)
 
 Progress = Callable[[str], None]
 
@@ -158,7 +161,7 @@ class Hunt:
         that are not counted, because a process of this role has killed itself there before.
         """
         wanted = self._attacking and self._random.random() < 0.5
-        return (self._random.choice((1, 1, 2, 5)) if wanted else 0), self._tried[role]
+        return (self._random.choice(_KILL_AT) if wanted else 0), self._tried[role]
 
     def settle(self) -> None:
         """Stop the processes, and end each transaction that they left open or prepared."""
