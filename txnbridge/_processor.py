@@ -380,7 +380,12 @@ class Processor(ConnectionUser):
     def _leave(self) -> None:
         assert self._inputs is not None
         try:
-            self._inputs.close(self._stop.left())
+            try:
+                if self._database is not None and not self._stop.forced:
+                    left = self._stop.left()
+                    self._database.acknowledge(self._timeout if left is None else min(self._timeout, left))
+            finally:
+                self._inputs.close(self._stop.left())
         except TxnBridgeError as error:
             # The broker removes the member from the group when its heartbeats stop.
             _log.warning("%r could not leave its group: %s", self, error)
@@ -393,6 +398,8 @@ class Processor(ConnectionUser):
         """Move the deadline of the open transaction to `at`, so that its requests to the broker end in time."""
         if (transaction := self._transaction) is not None:
             transaction._end_by(at)
+        if self._database is not None:
+            self._database.end_by(at)
 
     def _give_up(self) -> None:
         """Abort the transaction and leave the group while the handler runs on: threads cannot be interrupted."""
@@ -437,11 +444,11 @@ class Processor(ConnectionUser):
             self._poll_by = time.monotonic() + self._timeout
             self._process(items)
         except _TimeToPoll:
-            self._inputs.take_back(failed=False)
+            self._take_back(failed=False)
             rest = True
         except BaseException as error:
             if not self._stop.forced:
-                self._inputs.take_back()
+                self._take_back()
             if not self._is_handled(error, progress=self._stats.transactions > committed):
                 raise
             return self._stop.asked
@@ -451,6 +458,12 @@ class Processor(ConnectionUser):
         idle = until_idle and not rest and len(items) < self._max_messages
         self._measure_lag(self._inputs, now=idle)
         return idle and self._inputs.is_all_read(self._lag, self._timeout)
+
+    def _take_back(self, failed: bool = True) -> None:
+        assert self._inputs is not None
+        if self._database is not None:
+            self._database.take_back(self._timeout)
+        self._inputs.take_back(failed)
 
     def _is_handled(self, error: BaseException, progress: bool) -> bool:
         """Return whether a failed pass ends here: in a stop, or because it has committed a part of its messages.

@@ -2,15 +2,17 @@
 
 A table has the position of the last processed message of each partition. Each database transaction of the processor
 moves these positions by compare-and-set, so it commits only if no other member of the group has processed the same
-messages. The broker's acknowledgements follow after the commit. Messages that are delivered again, because their
-acknowledgement was lost or has not been sent yet, are recognised by their positions and not processed again. So a
-processor may die at any time, and a member that was replaced while it was paused changes nothing.
+messages. The broker's acknowledgements follow after the commit, those of several commits together. Messages that are
+delivered again, because their acknowledgement was lost or has not been sent yet, are recognised by their positions and
+not processed again. So a processor may die at any time, and a member that was replaced while it was paused changes
+nothing.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -44,6 +46,9 @@ _log = logging.getLogger("txnbridge")
 
 _WHAT = "the processor's database"
 _LONGEST_NAME = 255
+# The shortest interval between two acknowledgements: each is a transaction of the broker, which takes longer than most
+# transactions of a database.
+_ACKNOWLEDGE_SECONDS = 0.1
 # The seconds for which the end of a failed transaction waits for the database.
 _CLOSE_SECONDS = 5.0
 # Errors by which a database fails, whatever the message: a lost connection, a lock, a deadlock.
@@ -109,6 +114,9 @@ class DatabaseTransactions:
         self._topic_ids: dict[str, str] = {}
         self._assignments: dict[Any, str | None] = {}  # by assignment, the id of its topic, if known
         self._stored: dict[Partition, _Stored] = {}
+        self._reads = True  # whether the stored positions are read before the next batch
+        self._processed: list[Message] = []  # messages that are processed and not acknowledged yet
+        self._acknowledge_at = 0.0  # when they are due, by `time.monotonic`
         self._acknowledging: PassTransaction | None = None
 
     def open(self) -> None:
@@ -135,14 +143,19 @@ class DatabaseTransactions:
     # --- what is processed --------------------------------------------------------------------------------------------
 
     def without_processed(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages that are not processed yet. Acknowledge the others, which were delivered once more."""
+        """Return the messages that are not processed yet. The others, delivered once more, are only acknowledged."""
         if not messages:
+            self.acknowledge(self._connection.timeout)
             return []
         deadline = self._connection.deadline()
-        with self._connection.events.step("database.read"):
-            self._stored = self.database.ask(f"reading positions in {_WHAT}", self._read, deadline)
+        assigned = {message.source: message.topic for message in messages}
+        # Within an assignment this member alone changes positions. If another one does, the next commit fails.
+        if self._reads or not assigned.keys() <= self._assignments.keys():
+            with self._connection.events.step("database.read"):
+                self._stored = self.database.ask(f"reading positions in {_WHAT}", self._read, deadline)
+            self._reads = False
         processed = {partition: stored.position for partition, stored in self._stored.items()}
-        self._check_topics({message.source: message.topic for message in messages}, deadline)
+        self._check_topics(assigned, deadline)
         again = [
             message
             for message in messages
@@ -152,7 +165,7 @@ class DatabaseTransactions:
         ]
         if not again:
             return list(messages)
-        self._acknowledge(again, self._connection.timeout)
+        self.acknowledge_later(again, self._connection.timeout)
         known = {message[:3] for message in again}
         return [message for message in messages if message[:3] not in known]
 
@@ -261,24 +274,44 @@ class DatabaseTransactions:
         with self._connection.events.step("database.commit", txn.id, partitions=len(ends)):
             self._stored |= self.database.run(f"a commit in {_WHAT}", work, txn.time_limit, commit)
 
-    def acknowledge_later(self, messages: Sequence[Message], timeout: float) -> None:
-        """Acknowledge processed messages. If that fails, they are delivered and acknowledged once more."""
-        try:
-            self._acknowledge(messages, timeout)
-        except Fenced:
-            raise
-        except TxnBridgeError as error:
-            _log.info("group %r acknowledges what it has processed with a later batch: %s", self._group, error)
+    # --- acknowledgements ---------------------------------------------------------------------------------------------
 
-    def _acknowledge(self, messages: Sequence[Message], timeout: float) -> None:
+    def acknowledge_later(self, messages: Sequence[Message], timeout: float) -> None:
+        """Acknowledge processed messages with those before them, at once if the last time was long enough ago."""
+        self._processed += messages
+        if time.monotonic() >= self._acknowledge_at:
+            self.acknowledge(timeout)
+
+    def acknowledge(self, timeout: float) -> None:
+        """Acknowledge what is processed. If that fails, it is delivered and acknowledged once more."""
+        # Messages of an assignment that has ended come to another member, which knows them by their positions.
+        here = [message for message in self._processed if not message.source.ended]
+        self._processed = []
+        if not here:
+            return
         try:
             with self._begin_ack(timeout=timeout) as txn:
                 self._acknowledging = txn
-                txn.ack(messages)
+                txn.ack(here)
+        except Fenced:
+            raise
+        except TxnBridgeError as error:
+            if isinstance(error, Conflict) and any(message.source.ended for message in here):
+                self._processed = here
+                self.acknowledge(timeout)  # without those of the assignment that has just ended
+            else:
+                _log.info("group %r acknowledges what it has processed with a later batch: %s", self._group, error)
         finally:
             self._acknowledging = None
+            self._acknowledge_at = time.monotonic() + _ACKNOWLEDGE_SECONDS
+
+    def take_back(self, timeout: float) -> None:
+        """Acknowledge what is processed, before all other messages are redelivered; forget the positions."""
+        self._reads = True  # a failed commit may have changed them, or failed because another member did
+        self.acknowledge(timeout)
 
     def end_by(self, at: float) -> None:
+        """Move the deadline of a running acknowledgement to `at`. Another thread may call this."""
         if (txn := self._acknowledging) is not None:
             txn._end_by(at)
 
@@ -360,7 +393,6 @@ class DatabaseTransaction:
 
     def _end_by(self, at: float) -> None:
         self.time_limit.shorten(at)
-        self._owner.end_by(at)
 
     def __enter__(self) -> DatabaseTransaction:
         return self
