@@ -206,6 +206,22 @@ def test_whoever_waits_for_a_silent_database_takes_notice_when_his_deadline_gets
         said.set()
 
 
+def test_a_free_thread_is_used_again_but_not_one_that_still_waits_nor_one_of_a_parent_process():
+    said = threading.Event()
+    thread = run_within(Deadline(SOON), threading.get_ident)
+    assert run_within(Deadline(SOON), threading.get_ident) == thread
+    with pytest.raises(FutureTimeout):
+        run_within(Deadline(0), said.wait)
+    assert run_within(Deadline(SOON), threading.get_ident) != thread
+    said.set()
+    if (child := os.fork()) == 0:
+        try:
+            os._exit(run_within(Deadline(SOON), lambda: 7))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 @pytest.mark.live
 def test_nothing_hangs_while_the_server_does(postgres, open_logs):
     url = postgres.new_database()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, ClassVar, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import exc
@@ -157,6 +161,23 @@ class _GivenUp(Exception):
     """Raised to roll a change back, because the caller's deadline has passed."""
 
 
+class _Worker:
+    """A thread that runs one work after the other, for `within`; starting a thread costs as much as a small commit."""
+
+    idle: ClassVar[deque[_Worker]] = deque()
+
+    def __init__(self) -> None:
+        self.work: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="txnbridge-sql").start()
+
+    def _run(self) -> None:
+        while True:
+            self.work.get()()
+
+
+os.register_at_fork(after_in_child=_Worker.idle.clear)  # their threads exist in the parent only
+
+
 def within(deadline: Deadline, work: Callable[[], T]) -> T:
     """Run `work` on another thread and return its result, because a driver may wait for a dead server without end.
 
@@ -166,13 +187,20 @@ def within(deadline: Deadline, work: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            future.set_result(work())
+            result = work()
         except BaseException as error:
+            _Worker.idle.append(worker)
             future.set_exception(error)
+        else:
+            _Worker.idle.append(worker)
+            future.set_result(result)
 
+    try:
+        worker = _Worker.idle.pop()
+    except IndexError:
+        worker = _Worker()
     # The program's listeners of a session find the context variables of the caller.
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(run,), daemon=True, name="txnbridge-sql").start()
+    worker.work.put(partial(contextvars.copy_context().run, run))
     while not future.done() and not deadline.expired:
         wait([future], min(deadline.left(), _TURN_SECONDS))
     return future.result(0)
