@@ -206,6 +206,7 @@ def test_whoever_waits_for_a_silent_database_takes_notice_when_his_deadline_gets
         said.set()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # 3.12 warns of forks in threaded programs
 def test_a_free_thread_is_used_again_but_not_one_that_still_waits_nor_one_of_a_parent_process():
     said = threading.Event()
     thread = run_within(Deadline(SOON), threading.get_ident)
