@@ -294,9 +294,11 @@ def gaps_are_read_over(monkeypatch):
         begin = self.begin()
         yield from read(self, begin if first is None or begin is None else max(first, begin), last)
 
-    def take(self, cursor, up_to, deadline):
-        records = self._log.read(cursor and (cursor[0][0] + 1,), up_to, deadline)
-        return sum(self._state.take(position, raw) for position, raw in records)
+    def take(self, cursor, records):
+        for position, raw in records:
+            if cursor is None or position > cursor[0]:
+                self._state.take(position, raw)
+        return True
 
     monkeypatch.setattr(MemoryLog, "read", read_what_is_there)
     monkeypatch.setattr(Follower, "_take", take)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from txnbridge._deadline import Deadline
@@ -32,6 +32,8 @@ from txnbridge.spi import DecisionLog
 
 # The longest pause before a failed append is repeated.
 _LONGEST_PAUSE = 1.0
+# A reading folds its records after this many bytes, so that a long log is not in memory as a whole.
+_MOST_BYTES = 16_000_000
 
 
 class Follower:
@@ -40,6 +42,10 @@ class Follower:
     The reading begins with the newest snapshot near the log's end, or else with the log's first record. With `first`
     it begins at this position, that of a presence before the newest snapshot, or at the log's first record if the
     presence is gone.
+
+    One thread at a time reads the log, for all that wait: up to the last record that this process has stored. While it
+    waits for the store, other threads look at the conclusions from the records before. They never see the conclusions
+    from a part of a reading that begins anew.
     """
 
     def __init__(
@@ -50,8 +56,10 @@ class Follower:
         self._first = first
         self._events = events
         self._now = now
-        self._lock = threading.RLock()
+        self._reading = threading.RLock()  # held by the thread that reads the log, and taken before `_lock`
+        self._lock = threading.RLock()  # held by a thread that uses the state
         self._is_read = False  # within `reading_once`: the log is not read to its end again
+        self._stored: Position | None = None  # the last record that is known to be stored
         self._awaited: dict[str, dict[Position, bool | None]] = {}
         self._log_id: str | None = None
         self._covered_at_last_forgetting: Position | None = None
@@ -73,15 +81,13 @@ class Follower:
 
     @contextmanager
     def looking(self, deadline: Deadline) -> Iterator[LogState]:
-        """Yield the state by the records read so far; no other thread can change it during the block."""
-        if not self._lock.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(f"another thread read the decision log for longer than {deadline.seconds:g} s")
-        try:
-            if self._lost:
-                raise EvidenceLost(self._lost)
+        """Yield the state by the records read so far; no other thread can change it during the block.
+
+        Nothing is read in the block: a thread that holds the state does not begin to read.
+        """
+        with self._only(self._lock, deadline):
+            self._require_log()
             yield self._state
-        finally:
-            self._lock.release()
 
     @contextmanager
     def following(
@@ -92,25 +98,41 @@ class Follower:
         With `may_create`, append the birth record to an empty log. Raise `OutcomeUnknown` if the log ends before a
         record that is known to be stored, `EvidenceLost` if it is not the log that was read before.
         """
-        with self.looking(deadline):
+        with self._only(self._reading, deadline):
+            self._require_log()
             if up_to is None and not self._is_read:
                 up_to = self._end(deadline, may_create)
             if up_to is not None:
                 self._reach(up_to, deadline)
-            yield self._state
+            with self.looking(deadline) as state:
+                yield state
 
     @contextmanager
     def reading_once(self, deadline: Deadline) -> Iterator[None]:
         """Read up to the log's present end, which this thread's further reads in the block take for the end.
 
-        Other threads wait until the block ends. A record that this thread appends in the block is read, too.
+        Other threads that read wait until the block ends. A record that this thread appends in the block is read, too.
         """
-        with self.following(deadline):
-            before, self._is_read = self._is_read, True
+        with self._only(self._reading, deadline):
+            with self.following(deadline):
+                before, self._is_read = self._is_read, True
             try:
                 yield
             finally:
                 self._is_read = before
+
+    @contextmanager
+    def _only(self, lock: threading.RLock, deadline: Deadline) -> Iterator[None]:
+        if not lock.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(f"another thread read the decision log for longer than {deadline.seconds:g} s")
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _require_log(self) -> None:
+        if self._lost:
+            raise EvidenceLost(self._lost)
 
     def _end(self, deadline: Deadline, may_create: bool) -> Position | None:
         end, cursor = self._log.end(deadline), self._state.cursor
@@ -125,19 +147,27 @@ class Follower:
         return end
 
     def _reach(self, up_to: Position, deadline: Deadline) -> None:
-        anew = self._state.cursor is None
-        if anew and self._first is None:
-            self._begin_near_end(deadline)
-        self._read_on(up_to, deadline)
-        if anew or not self._state.completeness.complete:
-            self._read_to_end(deadline)
+        if self._state.cursor is None:
+            with self._lock:
+                self._read_first(up_to, deadline)
+        else:
+            self._read_on(max(up_to, self._stored or up_to), deadline)
+            if not self._state.completeness.complete:
+                self._read_to_end(deadline)
         if not self._state.blocked and (self._state.cursor is None or self._state.cursor[0] < up_to):
             raise OutcomeUnknown(f"the decision log did not show its records up to {list(up_to)}; ask again")
         if self._state.completeness.complete and self._log_id not in (None, self._state.completeness.log):
             self._lose("the decision log was made anew since this process first read it")
         self._log_id = self._state.completeness.log or self._log_id
         if self._state.records_since_forgetting >= self._timing.forget_after and self._state.cursor is not None:
-            self._forget(self._state.cursor[0])
+            with self._lock:
+                self._forget(self._state.cursor[0])
+
+    def _read_first(self, up_to: Position, deadline: Deadline) -> None:
+        if self._first is None:
+            self._begin_near_end(deadline)
+        self._read_on(up_to, deadline)
+        self._read_to_end(deadline)
 
     def _forget(self, cursor: Position) -> None:
         """Drop from memory the records that only expired transactions could need.
@@ -184,33 +214,47 @@ class Follower:
             self._state = state
 
     def _read_on(self, up_to: Position, deadline: Deadline) -> None:
-        cursor = self._state.cursor
-        if self._state.blocked or (cursor is not None and cursor[0] >= up_to):
-            return
-        first = self._first if cursor is None else cursor[0]
-        with self._events.step("decision.read", first=first and list(first), last=list(up_to)) as found:
-            found["records"] = self._take(cursor, up_to, deadline)
-        if found["records"] is None:
-            self._start_anew(deadline)
-        elif self._state.completeness.birth_refuted and self._state.completeness.trusts_birth:
-            self._read_anew(deadline, trust_birth=False)
-        elif self._state.completeness.took_foreign_records:
-            self._read_anew(deadline, self._state.completeness.trusts_birth, self._state.completeness.log)
+        """Fold the records up to a position."""
+        unfinished = True
+        while unfinished:
+            cursor = self._state.cursor
+            if self._state.blocked or (cursor is not None and cursor[0] >= up_to):
+                return
+            first = self._first if cursor is None else cursor[0]
+            with self._events.step("decision.read", first=first and list(first), last=list(up_to)) as found:
+                records, unfinished = self._fetch(first, up_to, deadline)
+                found["records"] = None if records is None else len(records)
+            with self._lock:
+                if records is None or not self._take(cursor, records):
+                    self._start_anew(deadline)
+                elif self._state.completeness.birth_refuted and self._state.completeness.trusts_birth:
+                    self._read_anew(deadline, trust_birth=False)
+                elif self._state.completeness.took_foreign_records:
+                    self._read_anew(deadline, self._state.completeness.trusts_birth, self._state.completeness.log)
 
-    def _take(self, cursor: tuple[Position, bytes] | None, up_to: Position, deadline: Deadline) -> int | None:
-        """Fold the records after the last known one up to a position; return their number, None if one is missing."""
-        count = 0
+    def _fetch(
+        self, first: Position | None, up_to: Position, deadline: Deadline
+    ) -> tuple[list[tuple[Position, bytes]] | None, bool]:
+        """Return records, None if one is gone, and whether there may be more of them up to the position."""
+        records, size = [], 0
         try:
-            for position, raw in self._log.read(cursor[0] if cursor else self._first, up_to, deadline):
-                if cursor is None or count > 0:
-                    if not self._state.take(position, raw):
-                        break
-                elif (position, raw) != cursor:
-                    return None
-                count += 1
+            for position, raw in self._log.read(first, up_to, deadline):
+                records.append((position, raw))
+                size += len(raw)
+                if size > _MOST_BYTES and len(records) > 1:
+                    return records, True
         except PositionLost:
-            return None
-        return count
+            return None, False
+        return records, False
+
+    def _take(self, cursor: tuple[Position, bytes] | None, records: Sequence[tuple[Position, bytes]]) -> bool:
+        """Fold records, of which the first is the last known one; return False if that one is another now."""
+        if cursor is not None and records and records[0] != cursor:
+            return False
+        for position, raw in records if cursor is None else records[1:]:
+            if not self._state.take(position, raw):
+                break
+        return True
 
     def _start_anew(self, deadline: Deadline) -> None:
         """Read the log from its beginning after a record was missing. Raise `EvidenceLost` if it was not trimmed."""
@@ -285,6 +329,7 @@ class Follower:
                 with self._events.step("decision.append", transaction, kind=record.kind, bytes=len(raw)) as found:
                     position = self._log.append(raw, deadline)
                     found["position"] = list(position)
+                self._stored = position if self._stored is None else max(self._stored, position)
                 return position
             except TxnBridgeError as error:
                 failure = error
