@@ -33,6 +33,7 @@ SENT = 50  # of each thread in a lap
 BACKLOG = 100_000
 NEW = 20_000
 THREADS = 16
+BACKLOG_THREADS = 64
 
 
 def obey(txn: HalfTransaction, decision: Decision) -> Decision:
@@ -92,7 +93,7 @@ def backlog(settings: Settings, url: str, report: Report) -> None:
     """Store undecided half messages; then measure how fast new ones are published, and the memory of all this."""
     count, new = (1000, 200) if settings.quick else (BACKLOG, NEW)
     topic, group = unique("bench"), unique("shop")
-    with connect(url, create_topics=1) as bridge, ThreadPoolExecutor(THREADS) as pool:
+    with connect(url, create_topics=1) as bridge, ThreadPoolExecutor(BACKLOG_THREADS) as pool:
         bridge.ensure_topics(topic)
         with bridge.half_messages(group, execute=obey, check=undecided) as sales, bridge.consumer(topic) as consumer:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
+from itertools import islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,9 @@ _MOST_RECORDS_A_POLL = 2_000
 _POLL_IDLE_SECONDS = 0.5
 # The time for which a sender waits for a resolver of its process to join the group, before it opens the group itself.
 _JOIN_SECONDS = 0.5
+# So many halves a second come back from the delay partitions, and at least so many at once if more are due. Check-backs
+# of a large backlog take long; what comes back sooner than it can be checked is moved away again.
+_BACK_A_SECOND, _BACK_AT_ONCE = 500, 100
 # The timeout of one poll for parked halves; the last one finds that all of them were read.
 _READ_SECONDS = 0.25
 # The pause between two check-backs doubles up to this multiple of the first pause.
@@ -255,6 +259,7 @@ class GroupTopic:
         self._paused: set[int] = set()
         self._problems: dict[str, str] = {}  # copies that could not be published and are not parked yet, and why
         self._batch = _MOST_HALVES
+        self._may_come_back, self._counted_at = float(_BACK_A_SECOND), 0.0
         self._trimmed_at = 0.0
         self._look_at = 0.0  # when the decisions of other processes are read again
         # Copies that this process has decided, so that the thread that handles halves reads the decisions at once.
@@ -435,12 +440,24 @@ class GroupTopic:
         if window.number == _ACTIVE:
             return self._choose_active(window)
         now = _now()
-        due = [each for each in window.waiting if each.half.due_at <= now][: self._batch]
-        if window.number == self._parked:
+        due = list(islice((each for each in window.waiting if each.half.due_at <= now), self._batch))
+        if window.number != self._parked:
+            due = self._coming_back(due)
+        else:
             resumed = [number for number, each in enumerate(window.waiting) if window.is_resumed(each)]
             due = window.waiting[: resumed[-1] + 1] if resumed else due
             self._learn(due)
         return window.closed(due)
+
+    def _coming_back(self, due: list[WaitingHalf]) -> list[WaitingHalf]:
+        """Return those of a delay partition's due halves that may come back now."""
+        now = time.monotonic()
+        earned = (now - self._counted_at) * _BACK_A_SECOND
+        self._may_come_back, self._counted_at = min(self._may_come_back + earned, _BACK_A_SECOND), now
+        allowed = int(self._may_come_back)
+        if len(due) > allowed:
+            return due[:allowed] if allowed >= _BACK_AT_ONCE else []
+        return due
 
     def _choose_active(self, window: PartitionWindow) -> list[WaitingHalf]:
         self._look(window)
@@ -533,6 +550,8 @@ class GroupTopic:
                 self._suspect(published, error)
             raise
         window.acknowledged(batch, last)
+        if _ACTIVE < window.number < self._parked:
+            self._may_come_back -= len(batch)
         if window.number == _ACTIVE:
             window.expected.update(half.copy for target, half in moves if target == _ACTIVE)
         for each in batch:

@@ -21,7 +21,8 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
-from txnbridge_kafka.client.librdkafka import CALL_LIMIT, ConfluentConsumer, ConfluentProducer, ignore, seconds, warm_up
+from txnbridge_kafka.client.librdkafka import CALL_LIMIT, ConfluentConsumer, ignore, seconds, warm_up
+from txnbridge_kafka.client.shared_producer import Report, SharedProducer
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import KEEP_ALL, LOG_GROUP, KafkaTopics
@@ -33,8 +34,6 @@ _log = logging.getLogger("txnbridge.kafka.client")
 _LONGEST_NAME = 249
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST_NAME}}}")
 _READ_AT_ONCE = 100  # records in memory at once, besides those that the client has fetched ahead
-# The longest wait in one poll for a delivery report. Another thread's poll may have taken the report already.
-_POLL_SECONDS = 0.01
 # The wait for more records after the reported end of the partition. A new leader learns the high watermark from the
 # replicas' fetches, two a second, and until then reports an end that is too low.
 _HIGH_WATERMARK_SECONDS = 2.0
@@ -73,7 +72,7 @@ class KafkaDecisionLog(DecisionLog):
         self._topics = topics or KafkaTopics(settings)
         self._topic = settings.log_topic(name)
         self._lock = threading.Lock()
-        self._producer: ConfluentProducer | None = None
+        self._producer: SharedProducer | None = None
         self._readers: list[ConfluentConsumer] = []  # consumers that are not in use
         with events.step("step:log", log=name):
             self._open(deadline)
@@ -157,32 +156,20 @@ class KafkaDecisionLog(DecisionLog):
             f"a record may or may not be in the decision log {self._topic}: {failure.str()} ({failure.name()})"
         ) from error
 
-    def _send(self, record: bytes, deadline: Deadline) -> tuple[KafkaError | None, int] | None:
-        """Send a record, and return its delivery report: the error or None, and the offset.
+    def _send(self, record: bytes, deadline: Deadline) -> Report | None:
+        """Send a record, and return its delivery report; None if none came in time.
 
-        Return None if no delivery report came in time. A producer that could not store a record is not used again. The
-        producer is freed, with its unsent records, when the last waiting thread returns. So no error is raised here:
-        its traceback would keep the producer alive.
+        A producer that could not store a record is not used again.
         """
         producer = self._take_producer(deadline)
-        reports: list[tuple[KafkaError | None, int]] = []
-
-        def delivered(error: KafkaError | None, message: Message) -> None:
-            reports.append((error, message.offset() or 0))
-
-        try:
-            producer.produce(self._topic, record, partition=0, on_delivery=delivered)
-            while not reports and not deadline.expired:
-                producer.poll(min(_POLL_SECONDS, seconds(deadline)))
-        except KafkaException as error:
-            reports.append((error.args[0], 0))  # after the record's own report, if there is one
-        if not reports or reports[0][0] is not None:
+        report = producer.send(self._topic, record, deadline)
+        if report is None or report[0] is not None:
             with self._lock:
                 if self._producer is producer:
                     self._producer = None
-        return reports[0] if reports else None
+        return report
 
-    def _take_producer(self, deadline: Deadline) -> ConfluentProducer:
+    def _take_producer(self, deadline: Deadline) -> SharedProducer:
         """Return the producer. If there is none, check broker and topic, and make one.
 
         After an error nothing was sent.
@@ -192,7 +179,7 @@ class KafkaDecisionLog(DecisionLog):
         if producer is not None:
             return producer
         self._bounds(deadline)
-        producer = ConfluentProducer(
+        producer = SharedProducer(
             {
                 **self._client_settings(),
                 "acks": "all",

@@ -20,6 +20,7 @@ from txnbridge_conformance.suite.half_messages import *  # noqa: F403
 
 from tests.core import half_topic_backend
 from txnbridge import Bridge, Decision, HalfMessages, HalfTransaction, Headers, Message, Outcome, connect, plugins
+from txnbridge import _half_topic as half_topic
 from txnbridge._events import Event
 from txnbridge._half_records import HalfPart, StoredHalf, read_record
 from txnbridge._half_topic import GroupTopic, HalfTopicStore, half_topic_name
@@ -77,6 +78,36 @@ def test_undecided_halves_hold_nothing_back_and_are_published_once(bridge: Bridg
         answer[0] = COMMIT
         eventually(lambda: len(seen(bridge, topic)) == 120, "the late ones are published")
     assert set(values(seen(bridge, topic))[20:]) == {b"late %d" % number for number in range(100)}
+
+
+def test_a_backlog_comes_back_from_a_delay_partition_at_a_limited_rate(
+    bridge: Bridge, topic: str, group: str, with_timing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_timing(half_second_copy=0.0, half_active=0.0)
+    monkeypatch.setattr(half_topic, "_BACK_A_SECOND", 20)
+    monkeypatch.setattr(half_topic, "_BACK_AT_ONCE", 5)
+    monkeypatch.setattr(half_topic, "_FIRST_DELAY", 0.5)
+    handle, back = GroupTopic._handle, []
+
+    def note(self: GroupTopic, window: PartitionWindow, batch: Any) -> None:
+        handle(self, window, batch)
+        if window.number > 0:
+            back.append((time.monotonic(), len(batch)))
+
+    monkeypatch.setattr(GroupTopic, "_handle", note)
+    answer = [UNDECIDED]
+    began = time.monotonic()
+    with bridge.half_messages(group, execute=obey, check=lambda *_: answer[0]) as sales:
+        for number in range(100):
+            sell(sales, topic, b"late %d" % number, UNDECIDED)
+        sell(sales, topic, b"behind")
+        eventually(lambda: len(back) > 4, "some come back")
+        answer[0] = COMMIT
+        eventually(lambda: len(seen(bridge, topic)) == 101, "all are published")
+    assert sum(count for _, count in back) >= 50
+    for at, _ in back:
+        come = sum(count for then, count in back if then <= at)
+        assert come <= 20 * (1 + at - began) + 5
 
 
 def test_a_half_that_was_moved_is_published_at_once_and_in_order(

@@ -1,0 +1,91 @@
+"""A producer that several threads share: who polls, and who learns what. The client is a stand-in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+from txnbridge_kafka.client import shared_producer
+from txnbridge_kafka.client.shared_producer import SharedProducer
+
+from txnbridge.spi import Deadline
+
+pytestmark = pytest.mark.offline
+
+
+class Delivered:
+    def __init__(self, record: bytes) -> None:
+        self._offset = int(record)
+
+    def offset(self) -> int:
+        return self._offset
+
+
+class Client:
+    """Each poll reports the oldest record, whose number is its offset; none while `held`."""
+
+    def __init__(self) -> None:
+        self._polling = threading.Lock()
+        self._sent: list[tuple[bytes, Callable[..., None]]] = []
+        self.polled_at_once = self.held = False
+
+    def produce(self, topic: str, record: bytes, partition: int, on_delivery: Callable[..., None]) -> None:
+        if record == b"refused":
+            raise KafkaException(KafkaError(KafkaError._QUEUE_FULL))
+        self._sent.append((record, on_delivery))
+
+    def poll(self, timeout: float) -> int:
+        if not self._polling.acquire(blocking=False):
+            self.polled_at_once = True
+            return 0
+        try:
+            reports = bool(self._sent) and not self.held
+            time.sleep(0.001 if reports else min(timeout, 0.01))
+            if reports:
+                record, on_delivery = self._sent.pop(0)
+                on_delivery(None, Delivered(record))
+            return 0
+        finally:
+            self._polling.release()
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Client:
+    made = Client()
+    monkeypatch.setattr(shared_producer, "ConfluentProducer", lambda settings: made)
+    return made
+
+
+def test_each_thread_gets_the_report_of_its_own_record_and_one_of_them_polls(client: Client) -> None:
+    producer = SharedProducer({})
+
+    def send_some(first: int) -> list[Any]:
+        return [producer.send("log", b"%d" % number, Deadline(60)) for number in range(first, first + 20)]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(send_some, range(0, 800, 100)))
+    assert found == [[(None, number) for number in range(first, first + 20)] for first in range(0, 800, 100)]
+    assert not client.polled_at_once
+
+
+def test_when_the_time_of_the_thread_that_polls_is_over_another_one_polls(client: Client) -> None:
+    producer = SharedProducer({})
+    client.held = True
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(producer.send, "log", b"1", Deadline(0.3))
+        while not client._sent:
+            time.sleep(0.001)
+        second = pool.submit(producer.send, "log", b"2", Deadline(60))
+        assert first.result() is None
+        client.held = False
+        assert second.result() == (None, 2)
+
+
+def test_a_record_that_the_client_refuses_has_its_error_at_once(client: Client) -> None:
+    report = SharedProducer({}).send("log", b"refused", Deadline(60))
+    assert report is not None and report[0] is not None and report[0].code() == KafkaError._QUEUE_FULL
