@@ -90,25 +90,37 @@ def half_messages(url: str, threads: int) -> Iterator[Lap]:
 
 
 def backlog(settings: Settings, url: str, report: Report) -> None:
-    """Store undecided half messages; then measure how fast new ones are published, and the memory of all this."""
+    """Measure how fast half messages are published before and behind many undecided ones, and the memory of these."""
     count, new = (1000, 200) if settings.quick else (BACKLOG, NEW)
     topic, group = unique("bench"), unique("shop")
     with connect(url, create_topics=1) as bridge, ThreadPoolExecutor(BACKLOG_THREADS) as pool:
         bridge.ensure_topics(topic)
         with bridge.half_messages(group, execute=obey, check=undecided) as sales, bridge.consumer(topic) as consumer:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            list(pool.map(partial(sell, sales, topic, Decision.UNDECIDED), [count // THREADS] * THREADS))
-            began = time.monotonic()
-            done = pool.map(partial(sell, sales, topic, Decision.COMMIT), [new // THREADS] * THREADS)
-            read = 0
-            while read < new // THREADS * THREADS:
-                read += len(consumer.poll(new))
-            took = time.monotonic() - began
-            list(done)
-            memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    what = f"with {count:,} undecided ones"
-    report.figure(f"{what}: published a second", Estimate.single(read / took), "", at_least(1000))
-    report.figure(f"{what}: memory", Estimate.single(memory), "MiB", at_most(300))
+
+            def publish() -> float:
+                """Return the number of half messages that are sent, published and read a second."""
+                began, read = time.monotonic(), 0
+                sent = pool.map(partial(sell, sales, topic, Decision.COMMIT), shares(new))
+                while read < sum(shares(new)):
+                    read += len(consumer.poll(new))
+                list(sent)
+                return read / (time.monotonic() - began)
+
+            before = publish()
+            memory, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+            list(pool.map(partial(sell, sales, topic, Decision.UNDECIDED), shares(count)))
+            stored = sum(shares(count)) / (time.monotonic() - began)
+            behind = publish()
+            grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
+    what = f"{BACKLOG_THREADS} threads, {count:,} undecided ones"
+    report.figure(f"{what}: published a second", Estimate.single(behind), "", at_least(1000))
+    report.figure("the same before they were stored", Estimate.single(before))
+    report.figure("stored a second", Estimate.single(stored))
+    report.figure(f"{what}: growth of memory", Estimate.single(grown), "MiB", at_most(300))
+
+
+def shares(count: int) -> list[int]:
+    return [count // BACKLOG_THREADS] * BACKLOG_THREADS
 
 
 def measure_on(settings: Settings, name: str, url: str) -> None:
