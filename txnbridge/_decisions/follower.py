@@ -36,6 +36,10 @@ _LONGEST_PAUSE = 1.0
 _MOST_BYTES = 16_000_000
 
 
+def _too_long(deadline: Deadline) -> DeadlineExceeded:
+    return DeadlineExceeded(f"another thread read the decision log for longer than {deadline.seconds:g} s")
+
+
 class Follower:
     """Reads one log, keeps the conclusions from it (`LogState`), and appends to it. Any thread may use it.
 
@@ -56,8 +60,9 @@ class Follower:
         self._first = first
         self._events = events
         self._now = now
-        self._reading = threading.RLock()  # held by the thread that reads the log, and taken before `_lock`
         self._lock = threading.RLock()  # held by a thread that uses the state
+        self._turns = threading.Condition(self._lock)  # notified when a reading has ended
+        self._reader: int | None = None  # the thread that reads the log
         self._is_read = False  # within `reading_once`: the log is not read to its end again
         self._stored: Position | None = None  # the last record that is known to be stored
         self._awaited: dict[str, dict[Position, bool | None]] = {}
@@ -85,8 +90,7 @@ class Follower:
 
         Nothing is read in the block: a thread that holds the state does not begin to read.
         """
-        with self._only(self._lock, deadline):
-            self._require_log()
+        with self._locked(deadline):
             yield self._state
 
     @contextmanager
@@ -98,37 +102,61 @@ class Follower:
         With `may_create`, append the birth record to an empty log. Raise `OutcomeUnknown` if the log ends before a
         record that is known to be stored, `EvidenceLost` if it is not the log that was read before.
         """
-        with self._only(self._reading, deadline):
-            self._require_log()
+        with self._locked(deadline):
+            if not self._may_read(deadline, up_to):
+                yield self._state
+                return
+            before, self._reader = self._reader, threading.get_ident()
+        try:
             if up_to is None and not self._is_read:
                 up_to = self._end(deadline, may_create)
             if up_to is not None:
                 self._reach(up_to, deadline)
-            with self.looking(deadline) as state:
-                yield state
+            with self._locked(deadline):
+                yield self._state
+        finally:
+            with self._lock:
+                self._reader = before
+                if before is None:
+                    self._turns.notify_all()
+
+    def _may_read(self, deadline: Deadline, up_to: Position | None) -> bool:
+        """Wait for this thread's turn to read; return False if another thread has read up to the position meanwhile."""
+        while self._reader not in (None, threading.get_ident()):
+            if up_to is not None and self._has_read(up_to):
+                return False
+            if not self._turns.wait(deadline.left()):
+                raise _too_long(deadline)
+            self._require_log()
+        return True
+
+    def _has_read(self, position: Position) -> bool:
+        cursor = self._state.cursor
+        return cursor is not None and cursor[0] >= position and self._state.completeness.complete
 
     @contextmanager
     def reading_once(self, deadline: Deadline) -> Iterator[None]:
         """Read up to the log's present end, which this thread's further reads in the block take for the end.
 
-        Other threads that read wait until the block ends. A record that this thread appends in the block is read, too.
+        Other threads that use the log wait until the block ends. A record that this thread appends in the block is
+        read, too.
         """
-        with self._only(self._reading, deadline):
-            with self.following(deadline):
-                before, self._is_read = self._is_read, True
+        with self.following(deadline):
+            before, self._is_read = self._is_read, True
             try:
                 yield
             finally:
                 self._is_read = before
 
     @contextmanager
-    def _only(self, lock: threading.RLock, deadline: Deadline) -> Iterator[None]:
-        if not lock.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(f"another thread read the decision log for longer than {deadline.seconds:g} s")
+    def _locked(self, deadline: Deadline) -> Iterator[None]:
+        if not self._lock.acquire(timeout=deadline.left()):
+            raise _too_long(deadline)
         try:
+            self._require_log()
             yield
         finally:
-            lock.release()
+            self._lock.release()
 
     def _require_log(self) -> None:
         if self._lost:
