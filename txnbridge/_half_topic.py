@@ -74,9 +74,9 @@ _MOST_RECORDS_A_POLL = 2_000
 _POLL_IDLE_SECONDS = 0.5
 # The time for which a sender waits for a resolver of its process to join the group, before it opens the group itself.
 _JOIN_SECONDS = 0.5
-# So many halves a second come back from the delay partitions, and at least so many at once if more are due. Check-backs
-# of a large backlog take long; what comes back sooner than it can be checked is moved away again.
-_BACK_A_SECOND, _BACK_AT_ONCE = 500, 100
+# The lowest, the first and the highest number of halves a second that come back from the delay partitions. A half that
+# comes back sooner than it can be asked about is moved away again; a large backlog would take all the resolver's time.
+_SLOWEST_BACK, _FIRST_BACK, _FASTEST_BACK = 20, 500, 2_000
 # The timeout of one poll for parked halves; the last one finds that all of them were read.
 _READ_SECONDS = 0.25
 # The pause between two check-backs doubles up to this multiple of the first pause.
@@ -259,7 +259,9 @@ class GroupTopic:
         self._paused: set[int] = set()
         self._problems: dict[str, str] = {}  # copies that could not be published and are not parked yet, and why
         self._batch = _MOST_HALVES
-        self._may_come_back, self._counted_at = float(_BACK_A_SECOND), 0.0
+        # The present number of halves a second, and how many may come back by now.
+        self._back_a_second = self._may_come_back = float(_FIRST_BACK)
+        self._counted_at = 0.0
         self._trimmed_at = 0.0
         self._look_at = 0.0  # when the decisions of other processes are read again
         # Copies that this process has decided, so that the thread that handles halves reads the decisions at once.
@@ -450,14 +452,21 @@ class GroupTopic:
         return window.closed(due)
 
     def _coming_back(self, due: list[WaitingHalf]) -> list[WaitingHalf]:
-        """Return those of a delay partition's due halves that may come back now."""
+        """Return those of a delay partition's due halves that may come back now: all, or those of 0.2 s at least."""
         now = time.monotonic()
-        earned = (now - self._counted_at) * _BACK_A_SECOND
-        self._may_come_back, self._counted_at = min(self._may_come_back + earned, _BACK_A_SECOND), now
+        earned = (now - self._counted_at) * self._back_a_second
+        self._may_come_back, self._counted_at = min(self._may_come_back + earned, self._back_a_second), now
         allowed = int(self._may_come_back)
         if len(due) > allowed:
-            return due[:allowed] if allowed >= _BACK_AT_ONCE else []
+            return due[:allowed] if allowed >= self._back_a_second / 5 else []
         return due
+
+    def _note_return(self, count: int) -> None:
+        """Let more halves come back for those that were asked about, and fewer for those that came back in vain.
+
+        So twice as many come back as are asked about, and the same number is moved away again.
+        """
+        self._back_a_second = min(max(self._back_a_second + count, _SLOWEST_BACK), _FASTEST_BACK)
 
     def _choose_active(self, window: PartitionWindow) -> list[WaitingHalf]:
         self._look(window)
@@ -552,6 +561,8 @@ class GroupTopic:
         window.acknowledged(batch, last)
         if _ACTIVE < window.number < self._parked:
             self._may_come_back -= len(batch)
+        now = _now()
+        self._note_return(-sum(target != _ACTIVE and each.half.check_at <= now for each, target in moved))
         if window.number == _ACTIVE:
             window.expected.update(half.copy for target, half in moves if target == _ACTIVE)
         for each in batch:
@@ -644,6 +655,7 @@ class GroupTopic:
             pause = self._connection.broker.half_check_seconds * min(1 << half.checks, _LONGEST_PAUSE_FACTOR)
             each.half = replace(half, checks=half.checks + 1, check_at=now + int(pause * 1000))
             due.append(_as_half(self._group, each.half, fresh_until=math.inf))
+        self._note_return(len(due))
         return due
 
     def _park(self, each: WaitingHalf) -> None:

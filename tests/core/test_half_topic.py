@@ -84,8 +84,8 @@ def test_a_backlog_comes_back_from_a_delay_partition_at_a_limited_rate(
     bridge: Bridge, topic: str, group: str, with_timing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_timing(half_second_copy=0.0, half_active=0.0)
-    monkeypatch.setattr(half_topic, "_BACK_A_SECOND", 20)
-    monkeypatch.setattr(half_topic, "_BACK_AT_ONCE", 5)
+    monkeypatch.setattr(half_topic, "_FIRST_BACK", 20)
+    monkeypatch.setattr(half_topic, "_FASTEST_BACK", 20)
     monkeypatch.setattr(half_topic, "_FIRST_DELAY", 0.5)
     handle, back = GroupTopic._handle, []
 

@@ -63,6 +63,7 @@ class Follower:
         self._lock = threading.RLock()  # held by a thread that uses the state
         self._turns = threading.Condition(self._lock)  # notified when a reading has ended
         self._reader: int | None = None  # the thread that reads the log
+        self._begun = self._ended = 0  # the number of the last reading to the log's end that has begun, and has ended
         self._is_read = False  # within `reading_once`: the log is not read to its end again
         self._stored: Position | None = None  # the last record that is known to be stored
         self._awaited: dict[str, dict[Position, bool | None]] = {}
@@ -108,10 +109,13 @@ class Follower:
                 return
             before, self._reader = self._reader, threading.get_ident()
         try:
-            if up_to is None and not self._is_read:
-                up_to = self._end(deadline, may_create)
             if up_to is not None:
                 self._reach(up_to, deadline)
+            elif not self._is_read:
+                self._begun += 1
+                if (end := self._end(deadline, may_create)) is not None:
+                    self._reach(end, deadline)
+                self._ended = self._begun
             with self._locked(deadline):
                 yield self._state
         finally:
@@ -121,18 +125,23 @@ class Follower:
                     self._turns.notify_all()
 
     def _may_read(self, deadline: Deadline, up_to: Position | None) -> bool:
-        """Wait for this thread's turn to read; return False if another thread has read up to the position meanwhile."""
+        """Wait for this thread's turn to read; return False if another thread has read enough for it meanwhile.
+
+        That is up to the position, or else to an end for which the other thread has asked since this one waits.
+        """
+        begun = self._begun
         while self._reader not in (None, threading.get_ident()):
-            if up_to is not None and self._has_read(up_to):
+            if self._state.completeness.complete and self._has_read(up_to, begun):
                 return False
             if not self._turns.wait(deadline.left()):
                 raise _too_long(deadline)
             self._require_log()
         return True
 
-    def _has_read(self, position: Position) -> bool:
-        cursor = self._state.cursor
-        return cursor is not None and cursor[0] >= position and self._state.completeness.complete
+    def _has_read(self, up_to: Position | None, begun: int) -> bool:
+        if up_to is None:
+            return self._ended > begun
+        return self._state.cursor is not None and self._state.cursor[0] >= up_to
 
     @contextmanager
     def reading_once(self, deadline: Deadline) -> Iterator[None]:
