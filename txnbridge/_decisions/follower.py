@@ -130,13 +130,13 @@ class Follower:
         That is up to the position, or else to an end for which the other thread has asked since this one waits.
         """
         begun = self._begun
-        while self._reader not in (None, threading.get_ident()):
-            if self._state.completeness.complete and self._has_read(up_to, begun):
-                return False
+        while not (self._state.completeness.complete and self._has_read(up_to, begun)):
+            if self._reader in (None, threading.get_ident()):
+                return True
             if not self._turns.wait(deadline.left()):
                 raise _too_long(deadline)
             self._require_log()
-        return True
+        return False
 
     def _has_read(self, up_to: Position | None, begun: int) -> bool:
         if up_to is None:

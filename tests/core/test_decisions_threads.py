@@ -1,0 +1,158 @@
+"""Threads of one process that use one decision log: who waits for whom, and who reads for whom."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.core.decisions_kit import MemoryLog
+from txnbridge._deadline import Deadline
+from txnbridge._decisions import Decisions
+from txnbridge._messages import Position
+from txnbridge._token import Decision
+
+COMMIT, ABORT = Decision.COMMIT, Decision.ABORT
+
+
+class HeldLog(MemoryLog):
+    """After `hold` the next request of its kind waits behind its answer, as on a slow network, until `release`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held = ""
+        self._is_held, self._goes_on = threading.Event(), threading.Event()
+        self.ends = self.readings = 0
+
+    def hold(self, request: str) -> None:
+        self._held = request
+        self._is_held.clear()
+        self._goes_on.clear()
+
+    def wait_until_held(self) -> None:
+        assert self._is_held.wait(60)
+
+    def release(self) -> None:
+        self._goes_on.set()
+
+    def _pass(self, request: str) -> None:
+        if request == self._held:
+            self._held = ""
+            self._is_held.set()
+            assert self._goes_on.wait(60)
+
+    def end(self, deadline: Deadline | None = None) -> Position | None:
+        self.ends += 1
+        end = super().end()
+        self._pass("end")
+        return end
+
+    def read(
+        self, first: Position | None, last: Position | None, deadline: Deadline | None = None
+    ) -> Iterator[tuple[Position, bytes]]:
+        self.readings += 1
+        records = list(super().read(first, last))
+        self._pass("read")
+        yield from records
+
+
+@pytest.fixture
+def log() -> HeldLog:
+    return HeldLog()
+
+
+@pytest.fixture
+def join(log: HeldLog) -> Callable[[], Decisions]:
+    return lambda: Decisions(log, timeout=60)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def wait_for_turns(decisions: Decisions, count: int) -> None:
+    """Wait until so many threads wait for their turn to read."""
+    turns = decisions._engine.follower._turns
+    while len(turns._waiters) < count:  # type: ignore[attr-defined]
+        pass
+
+
+def test_a_thread_that_looks_does_not_wait_for_one_that_reads(
+    join: Callable[[], Decisions], log: HeldLog, pool: ThreadPoolExecutor
+) -> None:
+    decisions = join()
+    begun = decisions.begin()
+    log.hold("end")
+    reading = pool.submit(decisions.read, "X")
+    log.wait_until_held()
+    assert decisions.begin() == begun
+    assert not reading.done()
+    log.release()
+    assert reading.result().claim is None
+
+
+def test_a_reading_serves_all_that_asked_before_it_began_and_nobody_who_asked_later(
+    join: Callable[[], Decisions], log: HeldLog, pool: ThreadPoolExecutor
+) -> None:
+    decisions, other = join(), join()
+    decisions.read("X")
+    log.hold("end")
+    early = pool.submit(decisions.read, "X")
+    log.wait_until_held()
+    other.claim("X", COMMIT)
+    asked = log.ends
+    late = [pool.submit(decisions.read, "X") for _ in range(5)]
+    wait_for_turns(decisions, 5)
+    log.release()
+    assert early.result().claim is None  # its answer is older than the claim
+    for each in late:
+        claim = each.result().claim
+        assert claim is not None and claim.decision is COMMIT
+    assert log.ends == asked + 1
+
+
+def test_a_reading_takes_all_records_that_this_process_has_stored(
+    join: Callable[[], Decisions], log: HeldLog, pool: ThreadPoolExecutor
+) -> None:
+    decisions = join()
+    decisions.begin()
+    decisions.claim("first", COMMIT)
+    log.hold("read")
+    first = pool.submit(decisions.claim, "held", COMMIT)
+    log.wait_until_held()
+    readings = log.readings
+    others = [pool.submit(decisions.claim, f"{number}", ABORT) for number in range(5)]
+    wait_for_turns(decisions, 5)
+    log.release()
+    assert first.result().decision is COMMIT
+    assert [each.result().decision for each in others] == [ABORT] * 5
+    assert log.readings == readings + 1
+
+
+def test_nobody_sees_the_conclusions_from_a_part_of_a_reading_that_begins_anew(
+    join: Callable[[], Decisions], log: HeldLog, pool: ThreadPoolExecutor
+) -> None:
+    decisions, other = join(), join()
+    opening = decisions.open("owner")
+    for number in range(20):
+        other.claim(f"{number}", COMMIT)
+    other.tidy()
+    assert log.records[0][0] > (1,)  # what `decisions` has read is trimmed
+
+    def begin_anew(first: Position | None, last: Position | None, deadline: Deadline | None = None) -> object:
+        log.read = HeldLog.read.__get__(log)  # type: ignore[method-assign]
+        log.hold("read")  # the next one, which reads from the log's begin
+        return log.read(first, last)
+
+    log.read = begin_anew  # type: ignore[assignment,method-assign]
+    reading = pool.submit(decisions.read, "3")
+    log.wait_until_held()
+    looking = pool.submit(decisions.begin, opening=opening)
+    log.release()
+    claim = reading.result().claim
+    assert claim is not None and claim.decision is COMMIT
+    assert looking.result()["at"]
