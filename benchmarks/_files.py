@@ -59,7 +59,7 @@ def plain(
 ) -> Iterator[sqlite3.Connection]:
     """Yield a plain SQLite file, as durable as the embedded broker's: its log (WAL) is synchronised at each commit."""
     path = folder / f"plain-{page_bytes}.db"
-    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA page_size = {page_bytes}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")

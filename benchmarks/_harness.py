@@ -105,20 +105,28 @@ def as_turn(contender: Contender, settings: Settings) -> Turn:
 def by_threads(contenders: Sequence[Contender], seconds: float) -> Round:
     """Run one round of all contenders at once, each on a thread of its own. The round has the laps of all of them.
 
-    Its units are its laps times the threads, so that the seconds per unit are wall time.
+    Its units are its laps times the threads, so that the seconds per unit are wall time. If a contender fails, the
+    others end, and its error is raised.
     """
     ready = threading.Barrier(len(contenders))
     laps: list[float] = []
 
     def work(contender: Contender) -> None:
-        with contender() as lap:
-            lap()  # the first lap opens connections and does not count
-            ready.wait()
-            mine = _laps(lap, seconds)
+        try:
+            with contender() as lap:
+                lap()  # the first lap opens connections and does not count
+                ready.wait()
+                mine = _laps(lap, seconds)
+        except BaseException:
+            ready.abort()  # the other threads do not wait for this one
+            raise
         laps.extend(mine)
 
     with ThreadPoolExecutor(len(contenders)) as pool:
-        list(pool.map(work, contenders))
+        working = [pool.submit(work, contender) for contender in contenders]
+    errors = [error for each in working if (error := each.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error  # a broken barrier is only the consequence of another error
     return Round(laps, len(laps) * len(contenders))
 
 

@@ -35,7 +35,7 @@ def embedded(settings: Settings, threads: int, group_commit: bool | None = None)
 
 
 def sqlite(settings: Settings, threads: int) -> Round:
-    with fresh(settings.folder) as folder:
+    with fresh(settings.folder) as folder, plain(folder):  # made once: SQLite locks a file to change its journal
         return by_threads([inserting(folder)] * threads, settings.seconds)
 
 
@@ -45,8 +45,6 @@ def inserting(folder: Path) -> Contender:
     @contextmanager
     def contender() -> Iterator[Lap]:
         with plain(folder) as connection:
-            connection.execute("PRAGMA busy_timeout = 60000")
-
             def lap() -> int:
                 insert(connection, ready)
                 return 1

@@ -21,7 +21,7 @@ LIVE = tuple(f"tests/{room}/" for room in ("brokers", "faults", "kafka", "pulsar
 SMOKE = "test_smoke.py"
 
 # Here and not in tests/conformance, because pytest takes plug-ins from the top conftest.py only.
-pytest_plugins = ["txnbridge_conformance.plugin", "txnbridge_conformance.brokers.plugin"]
+pytest_plugins = ["txnbridge_conformance.plugin", "txnbridge_conformance.brokers.plugin", "tests.cpu_time"]
 
 pytest.register_assert_rewrite("tests.log_contract", "tests.log_decisions")
 

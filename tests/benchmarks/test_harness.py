@@ -16,6 +16,7 @@ from benchmarks._harness import (
     alternate,
     at_least,
     at_most,
+    by_threads,
     child,
     estimate,
     excess,
@@ -133,6 +134,19 @@ def test_the_folder_of_a_run_is_gone_afterwards(tmp_path):
         (settings.folder / "file").write_text("x")
         assert (settings.rounds, settings.seconds, settings.quick) == (10, 1.0, False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_contender_that_fails_among_threads_ends_the_others_and_is_told():
+    @contextmanager
+    def broken():
+        yield lambda: 1 / 0
+
+    @contextmanager
+    def sound():
+        yield lambda: 1
+
+    with pytest.raises(ZeroDivisionError):
+        by_threads([sound, sound, broken, sound], 0.01)
 
 
 def echo(pipe, word):

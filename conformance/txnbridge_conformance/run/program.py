@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 import signal
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
 from urllib.parse import urlsplit
 
 import txnbridge
@@ -40,7 +42,7 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
     recorder = Recorder(Path(plan.folder) / f"{process}.jsonl", process, client_name)
     with closing(recorder):
         client = Client(plan, process, recorder, random.Random(f"{plan.seed} {process}"))
-        signal.signal(signal.SIGTERM, lambda *_: client.stop.set())
+        _stop_by_signal(client)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the shell reaches the run, which ends its processes
         if int(number):
             plugins.register(KillAt(int(number), tried.split(","), recorder, process), "kill-at")
@@ -52,6 +54,22 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
                 work(client)
             except TxnBridgeError:  # fenced, or the broker is away: begin again with a new bridge
                 client.stop.wait(0.2)
+
+
+def _stop_by_signal(client: Client) -> None:
+    """Let SIGTERM set the client's event `stop`.
+
+    Another thread sets it. A signal handler runs on the main thread, perhaps inside of `stop.wait`, which holds the lock
+    that `stop.set` takes. The put of a SimpleQueue takes no lock.
+    """
+    asked: SimpleQueue[None] = SimpleQueue()
+
+    def stop() -> None:
+        asked.get()
+        client.stop.set()
+
+    threading.Thread(target=stop, daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: asked.put(None))
 
 
 if __name__ == "__main__":
