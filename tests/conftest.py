@@ -12,16 +12,27 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Without its bytecode each child process would compile the project anew, which takes longer than most tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 LIVE = tuple(f"tests/{room}/" for room in ("brokers", "faults", "kafka", "pulsar", "rocketmq", "spark"))
 SMOKE = "test_smoke.py"
 
 # Here and not in tests/conformance, because pytest takes plug-ins from the top conftest.py only.
-pytest_plugins = ["txnbridge_conformance.plugin", "txnbridge_conformance.brokers.plugin", "tests.cpu_time"]
+pytest_plugins = [
+    "txnbridge_conformance.plugin",
+    "txnbridge_conformance.brokers.plugin",
+    "tests.cpu_time",
+    "tests.kill_walk",
+]
 
 pytest.register_assert_rewrite("tests.log_contract", "tests.log_decisions")
 
@@ -35,6 +46,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="all tests, also those that take minutes")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In the gate, import no file of which no test would run: each process imports all files."""
+    if config.getoption("--live") or config.getoption("--full") or not collection_path.name.startswith("test_"):
+        return None
+    inside = collection_path.as_posix().startswith(tuple(f"{config.rootpath.as_posix()}/{room}" for room in LIVE))
+    if not inside or collection_path.name == SMOKE or "mark.offline" in collection_path.read_text():
+        return None
+    return True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     for item in filter(_starts_brokers, items):
@@ -44,9 +65,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield  # folders mark their own
     full = config.getoption("--full")
     live = full or config.getoption("--live")
-    left_out = [item for item in items if (_is_full(item) and not full) or (_is_live(item) and not live)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    left_out = {item for item in items if (_is_full(item) and not full) or (_is_live(item) and not live)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     items.sort(key=_starts_brokers)  # behind all the rest, which stays as it was shuffled
 
 

@@ -1,13 +1,15 @@
-"""CPU seconds of each test with its child processes, and the gate's budget.
+"""CPU seconds of each test with its child processes, and the budget of the gate.
 
-`--durations` tells wall time, and most tests wait. `--cpu N` prints the N dearest tests and the sum of each room. A run of
-the whole gate always prints the sums, and fails above the budget.
+`--durations` tells wall time, and most tests wait. `--cpu N` prints the N dearest tests and the sum of each room. A run
+of the whole gate always prints the sums, and fails above the budget.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
+from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 
@@ -16,12 +18,24 @@ _MEASURED = "cpu_seconds"
 
 
 def _spent() -> float:
-    """Return the CPU seconds of this process and of those of its children that have ended."""
-    return sum(os.times()[:4])
+    """Return the CPU seconds of this process and of its children: those that have ended, and the living fork server."""
+    return sum(os.times()[:4]) + _spent_by_fork_server()
+
+
+def _spent_by_fork_server() -> float:
+    """Return the CPU seconds of the fork server and its ended children; 0 if there is no fork server, or no /proc."""
+    try:
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cpu", type=int, metavar="N", help="print the CPU seconds of the N dearest tests and of each room")
+    parser.addoption(
+        "--cpu", type=int, metavar="N", help="print the CPU seconds of the N dearest tests and of each room"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,7 +49,7 @@ class CpuTimes:
         self._config = config
         self._before = 0.0
         self._mine = 0.0  # of the tests that ran in this process
-        self._tests: Counter[str] = Counter()  # by node id
+        self._tests: dict[str, float] = defaultdict(float)  # by node id
         self._rest = 0.0  # of other processes: start, collection, end
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -52,7 +66,7 @@ class CpuTimes:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        spent = sum(value for name, value in report.user_properties if name == _MEASURED)
+        spent = sum(float(str(value)) for name, value in report.user_properties if name == _MEASURED)
         self._tests[report.nodeid] += spent
         if not hasattr(report, "node"):  # of another process
             self._mine += spent
@@ -73,12 +87,12 @@ class CpuTimes:
         if not self._is_gate() and not count:
             return
         terminalreporter.section("CPU")
-        for name, seconds in self._tests.most_common(count):
+        for name, seconds in sorted(self._tests.items(), key=lambda item: -item[1])[:count]:
             terminalreporter.line(f"{seconds:8.1f} s  {name}")
-        rooms: Counter[str] = Counter({"start and end of the processes": self._rest})
+        rooms = defaultdict(float, {"start and end of the processes": self._rest})
         for name, seconds in self._tests.items():
             rooms["/".join(name.split("/")[:2])] += seconds
-        for room, seconds in rooms.most_common():
+        for room, seconds in sorted(rooms.items(), key=lambda item: -item[1]):
             terminalreporter.line(f"{seconds / 60:8.2f} min  {room}")
         terminalreporter.line(f"{self._total() / 60:8.2f} min  in all, of {GATE_CPU_MINUTES} for the gate")
         if above:
@@ -92,7 +106,9 @@ class CpuTimes:
         """Return whether this run is the whole gate, and not a part of it or more."""
         option = self._config.option
         part = option.keyword or option.markexpr or getattr(option, "lf", False) or option.collectonly
-        return self._config.args_source is pytest.Config.ArgsSource.TESTPATHS and not (part or option.live or option.full)
+        return self._config.args_source is pytest.Config.ArgsSource.TESTPATHS and not (
+            part or option.live or option.full
+        )
 
     def _total(self) -> float:
-        return self._rest + self._tests.total()
+        return self._rest + sum(self._tests.values())

@@ -13,7 +13,7 @@ from anyio import to_thread
 
 import txnbridge
 from tests.aio.kit import SOON, until, values
-from txnbridge import Event, Outcome, State, aio, hookimpl, plugins
+from txnbridge import Event, Outcome, State, _group_commit, aio, hookimpl, plugins
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption
 
 
@@ -66,6 +66,9 @@ async def one(bridge: aio.Bridge, value: bytes) -> aio.Transaction:
 
 
 def test_a_gathered_transaction_needs_no_thread(run, url, monkeypatch):
+    for seconds in ("_IDLE_SECONDS", "_TOPIC_SECONDS"):  # a busy machine may take longer between two transactions
+        monkeypatch.setattr(_group_commit, seconds, SOON)
+
     async def program():
         async with await opened(url) as bridge:
             with without_threads(monkeypatch):

@@ -63,24 +63,16 @@ def test_without_a_terminal_there_is_no_colour(played):
     assert "\x1b" not in played[0].stdout
 
 
-def test_it_takes_less_than_fifteen_seconds(played):
-    [seconds] = re.findall(r"claims checked in ([0-9.]+) s", played[0].stdout)
-    assert float(seconds) < 15
-
-
 def test_nothing_is_left_behind(played):
     _, temporary = played
     assert list(temporary.iterdir()) == []
 
 
-def test_a_plain_encoding_is_enough(tmp_path):
-    run = play(tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+def test_a_plain_encoding_is_enough_and_the_text_is_as_wide_as_asked_for(tmp_path):
+    run = play(tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0", COLUMNS="57")
     assert run.returncode == 0
     assert run.stdout.isascii()
-
-
-def test_it_is_as_wide_as_it_is_told(tmp_path):
-    assert {len(line) for line in play(tmp_path, COLUMNS="57").stdout.splitlines() if line[0:1] == "╭"} == {57}
+    assert {len(line) for line in run.stdout.splitlines() if line[0:1] == "+"} == {57}
 
 
 class NotInstalled(ToyBackend):

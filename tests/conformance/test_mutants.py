@@ -51,11 +51,9 @@ def assert_found(
 # Leases and check-backs shorter than the pauses of a run.
 OPTIONS = "lease_seconds=1&half_check_seconds=0.5"
 
-QUICK: dict[type[Broken], set[str]] = {
+EMBEDDED: dict[type[Broken], set[str]] = {
     broken.AcknowledgesOutsideTheTransaction: {"half-ack"},
     broken.StoresTwice: {"duplicate"},
-}
-EMBEDDED: dict[type[Broken], set[str]] = {
     broken.ShowsWhatIsAborted: {"G1a"},
     broken.SaysAbortedOfWhatIsCommitted: {"G1a"},
     broken.SaysCommittedTooEarly: {"unseen", "outcome-lie", "G0-realtime"},
@@ -100,11 +98,11 @@ TORN: dict[type[Broken], set[str]] = {broken.CommitsInTwoSteps: {"torn-transacti
 ALONE = dict.fromkeys(HALVES, "half-messages") | dict.fromkeys(TORN, "transactions")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("broker", "finds", "seconds"),
-    [pytest.param(broker, finds, 5, id=broker.__name__) for broker, finds in QUICK.items()]
-    + [
-        pytest.param(broker, finds, 25 if broker in TORN else 12, id=broker.__name__, marks=pytest.mark.full)
+    [
+        pytest.param(broker, finds, 25 if broker in TORN else 12, id=broker.__name__)
         for broker, finds in (EMBEDDED | HALVES | TORN).items()
     ],
 )

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from txnbridge_conformance.contract import ContractResult
 from txnbridge_conformance.history import History, Recorder, read_history
 from txnbridge_conformance.observing import eventually
 from txnbridge_conformance.report import Report
+from txnbridge_conformance.run import program
 from txnbridge_conformance.run.client import Client, text_of
 from txnbridge_conformance.run.plan import Plan
 from txnbridge_conformance.run.processes import Process
@@ -51,9 +53,12 @@ def run(url: str, out: Path, *more: str, seconds: int = 8) -> subprocess.Complet
 
 def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(tmp_path):
     url = f"embedded:{tmp_path / 'broker.db'}"
+    hook, calls = recording_hook(tmp_path)
+    more = [f"--hook={hook}", "--target=kill:node1", "--target=cut:the net"]
     # How much a loaded machine does in a few seconds is not the point.
-    floor = [f"--floor={name}=0" for name in ("aborted", "claims", "published", "dropped")]
-    done = run(url, tmp_path / "out", "--floor", "committed=1", "--floor", "read=1", *floor)
+    more += [f"--floor={name}=0" for name in ("aborted", "claims", "published", "dropped")]
+    done = run(url, tmp_path / "out", "--floor", "committed=1", "--floor", "read=1", *more)
+    check_that_each_fault_was_healed(calls.read_text().splitlines())
     assert (done.returncode, done.stdout.partition(":")[0]) == (0, "Kept"), done.stdout + done.stderr
     with connect(url) as bridge:
         assert bridge.admin.topics() == []
@@ -72,18 +77,19 @@ def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(
     assert lost in found.stdout
 
 
-def test_a_hook_heals_each_fault_that_it_has_injected(tmp_path):
-    told = tmp_path / "told"
-    hook = tmp_path / "hook"
-    hook.write_text(f'#!/bin/sh\necho "$@" >> {told}\n')
+def recording_hook(folder: Path) -> tuple[Path, Path]:
+    """Return a hook, and the file to which it adds each of its calls."""
+    hook, calls = folder / "hook", folder / "calls"
+    hook.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
     hook.chmod(0o755)
-    more = ("--hook", str(hook), "--target", "kill:node1", "--target", "cut:the net", "--workload", "transactions")
-    done = run(f"embedded:{tmp_path / 'broker.db'}", tmp_path / "out", *more, "--floor", "aborted=0")
-    calls = told.read_text().splitlines()
-    assert calls, done.stdout + done.stderr
-    assert set(calls) <= {"inject kill node1", "heal kill node1", "inject cut the net", "heal cut the net"}
-    for injected, healed in zip(calls[::2], calls[1::2], strict=True):
-        assert healed == injected.replace("inject", "heal")
+    return hook, calls
+
+
+def check_that_each_fault_was_healed(calls: list[str]) -> None:
+    for target in ("kill node1", "cut the net"):
+        mine = [call for call in calls if call.endswith(target)]
+        assert mine == [f"{verb} {target}" for _ in range(len(mine) // 2) for verb in ("inject", "heal")]
+    assert calls and all(call.endswith(("kill node1", "cut the net")) for call in calls)
 
 
 def test_the_processes_of_a_killed_run_end_even_if_they_are_paused(tmp_path):
@@ -104,6 +110,20 @@ def run_two_and_pause_one(url: str, folder: str) -> None:
     assert len(processes_of(Path(folder))) == 2
     tell("paused")
     time.sleep(600)
+
+
+def test_a_process_that_waits_is_ended_by_sigterm(tmp_path):
+    plan = Plan("embedded:", "a", 1, 1.0, str(tmp_path))
+    client = Client(plan, "p", Recorder(tmp_path / "p.jsonl", "p", "c"), random.Random(1))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        program._stop_by_signal(client)
+        with client.stop._cond:  # type: ignore[attr-defined]  # as `stop.wait` holds it; a handler that took it would wait for itself
+            signal.raise_signal(signal.SIGTERM)
+        assert client.stop.wait(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        client.recorder.close()
 
 
 def processes_of(folder: Path) -> list[str]:

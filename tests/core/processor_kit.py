@@ -10,13 +10,13 @@ from typing import Any
 from txnbridge import Bridge
 
 # Short, so that the partitions of a killed member are free again soon.
-LEASE = "?lease_seconds=0.3"
-# Whoever runs again after a kill waits for that.
-SIDE_BY_SIDE = 4
+LEASE_SECONDS = 0.3
+# Kinds of events at which a walk has to kill a processor.
+WITHIN_A_TRANSACTION = {"reader.poll/after", "message.send/after", "ack/after", "commit/before", "commit/after"}
 
 
-def url_of(folder: Path) -> str:
-    return f"embedded:{folder}/broker.db{LEASE}"
+def url_of(folder: Path, lease_seconds: float = LEASE_SECONDS) -> str:
+    return f"embedded:{folder}/broker.db?lease_seconds={lease_seconds}"
 
 
 def numbers(count: int) -> list[bytes]:
@@ -36,6 +36,6 @@ class Fresh:
         self._numbers = count(1)
 
     def __call__(self) -> str:
-        url = f"embedded:{self.folder}/{next(self._numbers)}.db{LEASE}"
+        url = f"embedded:{self.folder}/{next(self._numbers)}.db?lease_seconds={LEASE_SECONDS}"
         self.feed(url)
         return url

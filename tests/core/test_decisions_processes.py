@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,35 +15,34 @@ from tests.embedded.kit import open_broker
 from txnbridge import Decision
 from txnbridge._decisions import Decisions
 from txnbridge.spi import Deadline, Position
-from txnbridge.testing import crash_everywhere
 
-RACES = 1_000
 # What kill -9 leaves behind is tested here, not a power cut; so the disk need not be waited for.
 DURABILITY = "survives-process-kill-only"
 
 
-def work(path: Path, number: int, seed: int, races: list[int]) -> None:
+def work(path: Path, all_races: int, number: int, seed: int, races: list[int]) -> None:
     broker = open_broker(path, durability=DURABILITY)
     log = broker.decision_log("races", Deadline(30))
-    Worker(log, path.parent, number, seed, RACES - len(races)).run(races)
+    Worker(log, path.parent, number, seed, all_races - len(races)).run(races)
     broker.close(Deadline(30))
 
 
 @pytest.mark.timeout(300)
-def test_four_processes_race_a_thousand_times_and_nobody_disagrees(tmp_path):
+@pytest.mark.parametrize("races", [300, pytest.param(1_000, marks=pytest.mark.full)])
+def test_four_processes_race_and_nobody_disagrees(tmp_path, races):
     path = tmp_path / "broker.db"
     with ThreadPoolExecutor(WORKERS) as pool:
-        shifts = list(pool.map(lambda number: Shift(RACES, number, work, path).run(), range(WORKERS)))
+        shifts = list(pool.map(lambda number: Shift(races, number, work, path, races).run(), range(WORKERS)))
     broker = open_broker(path)
     log = broker.decision_log("races", Deadline(10))
-    won = check(shifts, log, RACES)
+    won = check(shifts, log, races)
     # All of that happened: everybody won some races.
     assert min(won[number] for number in range(WORKERS)) >= 1, won
-    assert sum(shift.killed for shift in shifts) >= 5
-    assert sum(shift.lost for shift in shifts) >= 10
+    assert sum(shift.killed for shift in shifts) >= 3
+    assert sum(shift.lost for shift in shifts) >= 3
     begin = log.begin(Deadline(10))
     assert begin is not None
-    assert begin[0] > 500
+    assert begin[0] > races / 2
     broker.close(Deadline(10))
 
 
@@ -72,10 +72,10 @@ def check_the_batch(url: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_process_killed_at_any_step_of_deciding_leaves_what_the_next_one_finishes():
-    points = crash_everywhere(decide_a_batch, check_the_batch, at_once=4)
-    names = {point.event for point in points}
-    assert {"decision.append/before", "decision.append/after", "decision.read/before"} <= names
+def test_a_process_killed_at_any_step_of_deciding_leaves_what_the_next_one_finishes(tmp_path, kill_walk):
+    urls = (f"embedded:{tmp_path}/{number}.db" for number in itertools.count())
+    least = {"decision.append/before", "decision.append/after", "decision.read/before"}
+    kill_walk(decide_a_batch, check_the_batch, lambda: next(urls), least)
 
 
 # --- reading stays short --------------------------------------------------------------------------------------------

@@ -43,6 +43,14 @@ RENEWED = Chances(retention=0.01, renewed=0.1)
 # Processes without an id come and go, and time passes beyond what they need.
 MADE_UP = Chances(clock=0.1, made_up=0.5)
 ORIGIN = (0,)
+MANY = 3_000
+# As few as show what each rule is there for: without it, one of these worlds goes wrong.
+FEW = [*range(30), 92, 224, 834]
+SEEDS = pytest.mark.parametrize(
+    "seeds",
+    [FEW, pytest.param(range(MANY), marks=[pytest.mark.full, pytest.mark.timeout(1800)])],
+    ids=["few", "many"],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +59,9 @@ def _quiet(caplog):
 
 
 @pytest.mark.parametrize(("chances", "origin"), [(CALM, None), (HARSH, ORIGIN)], ids=["calm", "harsh"])
-@pytest.mark.parametrize("worlds", [100, pytest.param(3_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
-def test_nobody_is_ever_told_what_does_not_count(chances, origin, worlds):
-    findings, told = explore(range(worlds), chances, origin=origin)
+@SEEDS
+def test_nobody_is_ever_told_what_does_not_count(chances, origin, seeds):
+    findings, told = explore(seeds, chances, origin=origin)
     assert findings == []
     # Nothing told is no pass: each kind of answer came, and each kind of fault.
     for answer in (
@@ -67,35 +75,35 @@ def test_nobody_is_ever_told_what_does_not_count(chances, origin, worlds):
         "Conflict",
         "looked",
     ):
-        assert told[answer] >= 15, told
+        assert told[answer] >= 4, told
 
 
-@pytest.mark.parametrize("worlds", [100, pytest.param(3_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
+@SEEDS
 @pytest.mark.parametrize(
     ("chances", "origin", "near_end"), [(CALM, None, 15), (HARSH, ORIGIN, 4)], ids=["calm", "harsh"]
 )
-def test_nor_where_a_process_reads_the_last_records_alone(chances, origin, near_end, worlds):
+def test_nor_where_a_process_reads_the_last_records_alone(chances, origin, near_end, seeds):
     timing = replace(SMALL_RECORDS, near_end=near_end, forget_after=near_end)
     # In the last two, such a process has not read the snapshot by which a claim is void, or a part of a commit.
-    findings, told = explore([*range(worlds), 1_241, 2_811], chances, origin=origin, numbered=True, timing=timing)
+    findings, told = explore([*seeds, 1_241, 2_811], chances, origin=origin, numbered=True, timing=timing)
     assert findings == []
     for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "Conflict", "looked", "learnt"):
-        assert told[answer] >= 15, told
+        assert told[answer] >= 4, told
 
 
-@pytest.mark.parametrize("worlds", [100, pytest.param(3_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
+@SEEDS
 @pytest.mark.parametrize("near_end", [None, 5], ids=["all", "near-end"])
-def test_nor_where_a_log_is_begun_anew_while_everybody_goes_on(near_end, worlds):
+def test_nor_where_a_log_is_begun_anew_while_everybody_goes_on(near_end, seeds):
     timing = replace(SMALL_RECORDS, near_end=near_end, forget_after=near_end) if near_end else SMALL_RECORDS
-    findings, told = explore(range(worlds), RENEWED, origin=ORIGIN, numbered=near_end is not None, timing=timing)
+    findings, told = explore(seeds, RENEWED, origin=ORIGIN, numbered=near_end is not None, timing=timing)
     assert findings == []
     for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "EvidenceLost", "looked", "learnt", "renewed"):
-        assert told[answer] >= 15, told
+        assert told[answer] >= 4, told
 
 
-@pytest.mark.parametrize("worlds", [100, pytest.param(3_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
+@SEEDS
 @pytest.mark.parametrize("near_end", [None, 5], ids=["all", "near-end"])
-def test_nor_where_processes_make_up_ids_that_are_forgotten(near_end, worlds, monkeypatch):
+def test_nor_where_processes_make_up_ids_that_are_forgotten(near_end, seeds, monkeypatch):
     timing = replace(SMALL_RECORDS, near_end=near_end or SMALL_RECORDS.near_end, forget_after=near_end or 15)
     forgotten = set()
     is_kept = openings._is_kept
@@ -106,25 +114,25 @@ def test_nor_where_processes_make_up_ids_that_are_forgotten(near_end, worlds, mo
         return kept
 
     monkeypatch.setattr(openings, "_is_kept", look_at)
-    findings, told = explore(range(worlds), MADE_UP, origin=ORIGIN, numbered=near_end is not None, timing=timing)
+    findings, told = explore(seeds, MADE_UP, origin=ORIGIN, numbered=near_end is not None, timing=timing)
     assert findings == []
     for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "Conflict", "looked", "made up"):
-        assert told[answer] >= 15, told
-    assert len(forgotten) >= 15
+        assert told[answer] >= 4, told
+    assert len(forgotten) >= 4
 
 
 def test_where_nothing_goes_wrong_nobody_is_left_without_an_answer():
     peace = Chances(unclean=0, refused=0, killed=0, clock=0)
-    findings, told = explore(range(100), peace)
+    findings, told = explore(range(30), peace)
     assert findings == []
-    assert told["COMMIT"] > 100
+    assert told["COMMIT"] > 30
     assert told["EvidenceLost"] == told["OutcomeUnknown"] == told["BrokerUnavailable"] == 0
 
 
 def test_a_snapshot_says_the_same_as_all_that_it_covers():
     """Whoever begins to read at or in front of the record that a snapshot covers ends up knowing the same ids."""
     compared = 0
-    for seed in range(60):
+    for seed in range(20):
         archive = World(seed, CALM).run().log.archive
         whole = fold(archive)
         covered = {record.covers for _, record in decoded(archive) if isinstance(record, Snapshot)}
@@ -135,7 +143,7 @@ def test_a_snapshot_says_the_same_as_all_that_it_covers():
                     continue  # trimming spares what these acknowledgements are judged by
                 assert knowledge(part) == knowledge(whole)
                 compared += 1
-    assert compared > 60
+    assert compared > 20
 
 
 def knowledge(folded):
@@ -185,7 +193,7 @@ def test_what_was_void_by_a_snapshot_that_a_reader_has_not_seen_does_not_stand_b
 def test_nor_is_a_commit_forgotten_that_somebody_may_have_to_carry_out():
     """Whoever begins at a snapshot knows the last commits as one who has read everything, as long as they matter."""
     compared = 0
-    for seed in range(60):
+    for seed in range(20):
         archive = World(seed, CALM).run().log.archive
         whole = last_commits(fold(archive))
         for number, (_, record) in enumerate(decoded(archive)):
@@ -200,7 +208,7 @@ def test_nor_is_a_commit_forgotten_that_somebody_may_have_to_carry_out():
             known = last_commits(part)
             assert {key: at for key, at in known.items() if key in needed} == needed
             compared += len(needed)
-    assert compared > 60
+    assert compared > 20
 
 
 def last_commits(folded):
@@ -357,7 +365,7 @@ def made_up_ids_count_only_while_their_opening_is_known(monkeypatch):
         (openings_void_nothing, CALM),
         (openings_also_void_claims_on_what_is_prepared, CALM),
         (late_copies_of_openings_count_again, CALM),
-        pytest.param(begin_taken_from_the_end, CALM, marks=pytest.mark.full),  # found late
+        (begin_taken_from_the_end, CALM),
         (any_first_record_is_a_beginning, HARSH),
         (any_snapshot_is_believed, HARSH),
         (trimmed_up_to_the_snapshot_itself, CALM),
@@ -376,5 +384,5 @@ def test_without_this_rule_somebody_is_told_what_does_not_count(
     monkeypatch, take_away: Callable[[pytest.MonkeyPatch], None], chances: Chances
 ):
     take_away(monkeypatch)
-    findings, _ = explore(range(3_000), chances, stop=True, origin=ORIGIN)
+    findings, _ = explore([*FEW, *range(MANY)], chances, stop=True, origin=ORIGIN)
     assert findings

@@ -106,7 +106,7 @@ def start() -> Iterator[Callable[..., Child]]:
 
 
 @pytest.mark.timeout(180)  # 8 s where there is a free core
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_readers_see_exactly_the_committed_messages_in_order_whatever_writers_do(opened, path, start, seed):
     opened().admin.create_topic("orders", PARTITIONS, Deadline(10))
     kinds = [(None, "partition"), (None, "partition"), ("ordered", "partition"), ("shared", "message")]

@@ -115,8 +115,15 @@ class Work:
             assert sorted(found) == list(range(partition, self.sent, 2))
 
 
-@pytest.mark.parametrize("sharing", ["partition", "message"])
-@pytest.mark.parametrize("step", [Work.step, Work.prepared_step])
+@pytest.mark.parametrize(
+    ("step", "sharing"),
+    [
+        (Work.step, "partition"),
+        (Work.prepared_step, "message"),
+        pytest.param(Work.step, "message", marks=pytest.mark.full),
+        pytest.param(Work.prepared_step, "partition", marks=pytest.mark.full),
+    ],
+)
 def test_a_program_that_is_interrupted_anywhere_goes_on_exactly_once(
     bridge: Bridge, sharing: str, step: Callable[[Work], Any]
 ) -> None:

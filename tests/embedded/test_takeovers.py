@@ -269,17 +269,17 @@ def test_every_message_is_moved_exactly_once_by_members_that_are_killed_and_paus
             members[victim].pause()
             time.sleep(LEASE * 2 * chance.random())
             members[victim].unpause()
-    finish(broker)
+    finish(broker, count)
     for member in members:
         member.kill()
     done = Counter(int(value) for value in kit.values(broker, "done"))
     assert done == dict.fromkeys(range(count), 1)
 
 
-def finish(broker: EmbeddedBroker) -> None:
-    """Wait until the group has acknowledged everything and nothing is undecided."""
+def finish(broker: EmbeddedBroker, count: int) -> None:
+    """Wait until the group has moved so many messages, acknowledged everything, and left nothing undecided."""
     deadline = Deadline(120)
-    while kit.rows(
+    while len(kit.values(broker, "done")) < count or kit.rows(
         broker,
         "SELECT 1 FROM positions q JOIN partitions p ON p.id = q.partition_id WHERE q.next < p.next"
         " UNION ALL SELECT 1 FROM undecided",

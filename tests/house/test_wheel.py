@@ -15,7 +15,8 @@ import pytest
 from tests.house.rooms import ROOT, packages
 
 # Each environment takes some seconds, but what goes into it may come over a slow line. One process makes them for all.
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("wheel")]
+# Not in the gate's own command: `.ci/run` names this file.
+pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("wheel"), pytest.mark.full]
 
 PACKAGES = [package.name for package in packages()]
 CLIENTS = ["confluent_kafka", "kafka", "pulsar", "rocketmq", "pyspark", "pyarrow", "sqlalchemy"]

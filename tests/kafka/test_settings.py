@@ -150,6 +150,7 @@ def test_every_setting_of_the_client_is_sorted_as_it_sorts_them_or_refused(librd
         assert sorted_by_it == ours
 
 
+@pytest.mark.live  # it starts Java
 def test_every_setting_of_the_java_clients_is_taken_translated_or_refused(tmp_path):
     imports = "org.apache.kafka.clients.producer.ProducerConfig org.apache.kafka.clients.consumer.ConsumerConfig"
     listed = ask_java(
@@ -409,6 +410,7 @@ def commanded(reason: str) -> str:
     return reason.partition("convert the store by: ")[2]
 
 
+@pytest.mark.live  # it starts Java
 @pytest.mark.parametrize("kind", ["JKS", "PKCS12"])
 def test_a_java_trust_store_is_refused_with_the_command_that_converts_it(stores, kind):
     if subprocess.run(["which", "keytool"], capture_output=True).returncode:
@@ -428,6 +430,7 @@ def test_a_java_trust_store_is_refused_with_the_command_that_converts_it(stores,
     assert context.cert_store_stats()["x509_ca"] == 1
 
 
+@pytest.mark.live  # it starts Java
 @pytest.mark.parametrize("kind", ["JKS", "PKCS12", ""])
 def test_a_java_key_store_is_refused_with_the_command_that_converts_it(stores, kind):
     folder, _ = stores
@@ -629,6 +632,7 @@ def ours(line: str) -> tuple[str, dict[str, str]] | None:
         return None
 
 
+@pytest.mark.live  # it starts Java
 def test_what_java_reads_in_a_jaas_line_we_read_too(tmp_path):
     lines = [
         "a.B required;",
@@ -655,6 +659,7 @@ def test_what_java_reads_in_a_jaas_line_we_read_too(tmp_path):
     assert [ours(line) for line in lines] == Java(tmp_path).parse_jaas(lines)
 
 
+@pytest.mark.live  # it starts Java
 def test_no_jaas_line_is_read_in_another_way_than_java_reads_it(tmp_path):
     random = Random("jaas")
     parts = [*JAAS_PARTS, "/", "-1", "z@w", "$", ":", "'q'", "\r", "\t", ",", "x=y", 'x="y"', "#", "2a"]

@@ -16,7 +16,6 @@ from txnbridge_conformance.suite import (  # noqa: F401
     test_no_topic_or_partition_of_an_aborted_transaction_is_seen,
 )
 
-from tests.conformance_run import assert_kept
 from tests.first_program import check_first_program
 from tests.kafka.test_acks import test_acknowledgements_alone_are_committed_and_aborted  # noqa: F401
 from tests.kafka.test_forgetting import test_a_transaction_begins_when_the_last_one_is_complete  # noqa: F401
@@ -50,8 +49,3 @@ def txnbridge_url(kafka_broker: brokers.Broker) -> str:
 
 def test_the_first_program_of_the_readme_runs_on_kafka_by_its_url_alone(txnbridge_url: str, tmp_path: Path) -> None:
     check_first_program(txnbridge_url, tmp_path)
-
-
-def test_a_short_conformance_run_finds_nothing(kafka_broker: brokers.Broker, tmp_path: Path) -> None:
-    # How much a loaded machine does in a few seconds is not the point.
-    assert_kept(kafka_broker, tmp_path, 6, ("client",), floor={})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers
@@ -17,7 +16,6 @@ from txnbridge_conformance.suite import (  # noqa: F401
     test_no_topic_or_partition_of_an_aborted_transaction_is_seen,
 )
 
-from tests.conformance_run import assert_kept
 from tests.looks import test_who_only_looks_makes_no_topic  # noqa: F401
 from tests.pulsar import test_traps
 from tests.pulsar.kit import url_of
@@ -39,8 +37,3 @@ def txnbridge_url(pulsar_broker: brokers.Pulsar) -> str:
 
 def test_a_message_that_comes_late_takes_nothing_back(open_bridge, client, pulsar_broker):
     test_traps.test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(open_bridge, client, pulsar_broker)
-
-
-def test_a_short_conformance_run_finds_nothing(pulsar_broker: brokers.Broker, tmp_path: Path) -> None:
-    # How much a loaded machine does in a few seconds is not the point.
-    assert_kept(pulsar_broker, tmp_path, 6, ("client",), floor={}, pulsar={"admin_url": pulsar_broker.admin_url})

@@ -194,7 +194,9 @@ def _embedded_urls(stack: ExitStack) -> Callable[[], str]:
     return lambda: f"embedded:{folder}/{next(numbers)}.db"
 
 
-def _run_and_kill(function: Callable[[Any], object], start: Any, event: Unvisited, timeout: float) -> Point | None:
+def _run_and_kill(
+    function: Callable[[Any], object], start: Any, event: str | Unvisited, timeout: float
+) -> Point | None:
     """Run a function in a child that is killed at an event; return this event, None if the function ended before it."""
     with Child(function, start, kill=event) as child:
         return child._stopped_or_returned(timeout)

@@ -59,8 +59,8 @@ def main(text: str, role: str, process: str, number: str, tried: str) -> None:
 def _stop_by_signal(client: Client) -> None:
     """Let SIGTERM set the client's event `stop`.
 
-    Another thread sets it. A signal handler runs on the main thread, perhaps inside of `stop.wait`, which holds the lock
-    that `stop.set` takes. The put of a SimpleQueue takes no lock.
+    Another thread sets it. A signal handler runs on the main thread, perhaps inside of `stop.wait`, which holds the
+    lock that `stop.set` takes. The put of a SimpleQueue takes no lock.
     """
     asked: SimpleQueue[None] = SimpleQueue()
 

@@ -1,0 +1,63 @@
+"""Kill walks of the tests: at each event with --full, in the gate once at each kind of event."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from txnbridge.testing import Point, _recover_and_check, _run_and_kill, crash_everywhere, listening
+
+KillWalk = Callable[..., None]
+
+
+@pytest.fixture
+def kill_walk(request: pytest.FixtureRequest) -> KillWalk:
+    """Return a function that kills a program, runs it again, and checks the result, as `crash_everywhere` does.
+
+    The suite kills each protocol's program at each of its events. What is built on these protocols is killed at each
+    event with --full, and in the gate at one random occurrence of each kind of event. `least` are kinds among them.
+    """
+    walk = crash_everywhere if request.config.getoption("--full") else _crash_at_each_kind
+
+    def walk_and_look(
+        program: Callable[[Any], object],
+        check: Callable[[Any], object],
+        fresh: Callable[[], Any],
+        least: Set[str],
+        at_once: int = 4,
+        timeout: float = 60,
+    ) -> None:
+        points = walk(program, check, fresh=fresh, at_once=at_once, timeout=timeout)
+        assert least <= {point.event for point in points}
+
+    return walk_and_look
+
+
+def _crash_at_each_kind(
+    program: Callable[[Any], object],
+    check: Callable[[Any], object],
+    *,
+    fresh: Callable[[], Any],
+    at_once: int,
+    timeout: float,
+) -> list[Point]:
+    seen: Counter[str] = Counter()
+    with listening(lambda event: seen.update([f"{event.name}/{event.phase}"])):
+        program(fresh())
+
+    def kill_at(point: Point) -> Point | None:
+        start = fresh()
+        killed_at = _run_and_kill(program, start, str(point), timeout)
+        _recover_and_check(program, check, start, killed_at, timeout)
+        if killed_at is None and point.nth > 1:  # this time there were fewer
+            return kill_at(Point(point.event, 1))
+        return killed_at
+
+    chosen = [Point(event, random.randint(1, count)) for event, count in seen.items()]
+    with ThreadPoolExecutor(at_once) as pool:
+        return [point for point in pool.map(kill_at, chosen) if point is not None]
