@@ -45,7 +45,7 @@ MADE_UP = Chances(clock=0.1, made_up=0.5)
 ORIGIN = (0,)
 MANY = 3_000
 # As few as show what each rule is there for: without it, one of these worlds goes wrong.
-FEW = [*range(30), 92, 224, 834]
+FEW = [*range(30), 92, 224, 320, 834]
 SEEDS = pytest.mark.parametrize(
     "seeds",
     [FEW, pytest.param(range(MANY), marks=[pytest.mark.full, pytest.mark.timeout(1800)])],
@@ -374,7 +374,7 @@ def made_up_ids_count_only_while_their_opening_is_known(monkeypatch):
         (positions_are_not_in_snapshots, CALM),
         (nobody_looks_who_else_acknowledged, CALM),
         (nobody_looks_what_prepared_transactions_hold, CALM),
-        pytest.param(late_copies_of_acknowledgements_count_again, CALM, marks=pytest.mark.full),  # found late
+        (late_copies_of_acknowledgements_count_again, CALM),
         (renewals_count_wherever_they_stand, RENEWED),
         (made_up_ids_count_only_while_their_opening_is_known, MADE_UP),
     ],
