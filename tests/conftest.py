@@ -11,6 +11,7 @@ What starts a broker has the machine for itself: other tests of the same checkou
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -37,13 +38,17 @@ pytest_plugins = [
 pytest.register_assert_rewrite("tests.log_contract", "tests.log_decisions")
 
 # How fast examples are made and run says how busy the machine is, nothing about the code.
-settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any-machine")
+settings.register_profile("gate", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+settings.register_profile("full", settings.get_profile("gate"), max_examples=1000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--live", action="store_true", help="also run the tests that start real brokers and Spark")
     parser.addoption("--full", action="store_true", help="all tests, also those that take minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("full" if config.getoption("--full") else "gate")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -96,3 +101,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or not _starts_brokers(nextitem):
         fcntl.flock(_machine, fcntl.LOCK_UN)
     return result
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the many objects that live as long as the process, such as modules and tests."""
+    gc.collect()
+    gc.freeze()

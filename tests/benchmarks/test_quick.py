@@ -57,6 +57,7 @@ TARGETS = {
 }
 
 # The first run fetches Kafka's tools, and what it is compared with.
+pytestmark = pytest.mark.full
 WITH_A_BROKER = [pytest.mark.live, pytest.mark.timeout(600)]
 BROKERS = ("kafka", "pulsar", "rocketmq", "spark")
 WITH_POSTGRES = ("outbox", "processor_db")  # beside Kafka

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from txnbridge_conformance.checker import MEANINGS, Findings, check
 from txnbridge_conformance.history import History, HistoryError
@@ -627,7 +627,6 @@ def judged(transactions: Iterable[tuple[str, list[tuple[str, int]], str]], logs:
     return story.found()
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_what_a_right_broker_does_has_no_findings(seed):
     assert judged(*world(random.Random(seed), ("ok", "ok", "fail", "unknown"))) == []
@@ -668,7 +667,6 @@ def swap(chance: random.Random, logs: dict[int, list[str]], sent: dict[str, str]
     return {"int-nonmonotonic-send", "nonmonotonic-send", "G0-realtime", "G0", "int-send-skip"}
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([lose, double, publish_aborted, invent, swap]))
 def test_each_mutation_of_it_is_found_under_its_name(seed, mutate):
     chance = random.Random(seed)
@@ -721,7 +719,6 @@ def test_a_value_that_two_calls_send_is_refused_with_both_calls():
 VALUES = st.none() | st.integers() | st.text(max_size=2) | st.lists(st.integers() | st.lists(st.integers(), max_size=2))
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_line_that_was_changed_anywhere_is_taken_or_refused_with_its_line(data):
     story = Story()

@@ -52,7 +52,7 @@ def run(url: str, out: Path, *more: str, seconds: int = 8) -> subprocess.Complet
 
 
 def test_a_sound_broker_keeps_its_promises_and_nothing_of_the_run_is_left_on_it(tmp_path):
-    url = f"embedded:{tmp_path / 'broker.db'}"
+    url = f"embedded:{tmp_path / 'broker.db'}?half_check_seconds=0.5"
     hook, calls = recording_hook(tmp_path)
     more = [f"--hook={hook}", "--target=kill:node1", "--target=cut:the net"]
     # How much a loaded machine does in a few seconds is not the point.

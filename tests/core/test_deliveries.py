@@ -416,7 +416,7 @@ def test_each_message_is_acknowledged_once_whatever_fails(
     program: type[Program], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, "txnbridge")  # what is logged is kept, and with it what was dropped
-    found = settings(max_examples=100, stateful_step_count=40, deadline=None)
+    found = settings(stateful_step_count=40)
     run_state_machine_as_test(program, settings=found)
 
 

@@ -355,4 +355,4 @@ class Acknowledging(RuleBasedStateMachine):
 
 
 TestAcknowledging = Acknowledging.TestCase
-TestAcknowledging.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestAcknowledging.settings = settings(stateful_step_count=25)

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_embedded.client.schema import OFFSET_BITS
 from txnbridge_embedded.read import base_reader
@@ -103,7 +103,6 @@ sent = st.tuples(
 )
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.lists(sent, min_size=1, max_size=6))), st.integers(1, 7), st.integers(0, 5))
 def test_columns_have_the_same_rows_as_messages(transactions, most, start):
     with (

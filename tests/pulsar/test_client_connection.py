@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_pulsar.client import (
     BasicAuthentication,
@@ -352,7 +352,6 @@ FRAMES = st.binary(min_size=4, max_size=60).map(lambda data: len(data).to_bytes(
 
 
 @given(frame=FRAMES)
-@settings(max_examples=300)
 def test_whatever_a_broker_says_a_request_ends(garbage, frame):
     broker, says = garbage
     says[:] = [frame]

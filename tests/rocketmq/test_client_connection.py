@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
@@ -297,7 +297,6 @@ DEEDS: dict[str, Callable[[Peer, RemotingCommand], None]] = {
 }
 
 
-@settings(max_examples=25)
 @given(st.lists(st.sampled_from(sorted(DEEDS)), min_size=1, max_size=8))
 def test_whatever_a_broker_does_every_call_ends_once_and_makes_room(deeds):
     left = iter(deeds)

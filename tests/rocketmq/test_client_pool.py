@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.connection import ConnectionSettings
@@ -189,7 +189,6 @@ def test_large_requests_and_responses_cross_encrypted(server: ssl.SSLContext, tr
         pool.close()
 
 
-@settings(max_examples=25)
 @given(st.lists(st.sampled_from(sorted(DEEDS)), min_size=1, max_size=8), st.integers(1, 3))
 def test_whatever_a_broker_does_every_request_ends_in_time_and_makes_room(deeds, at_once):
     left = iter(deeds)

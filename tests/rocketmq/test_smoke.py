@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers.plugin import rocketmq_or_skip
+from txnbridge_conformance.brokers.plugin import IDLE_ROCKETMQ, rocketmq_or_skip
 from txnbridge_conformance.plugin import topic  # noqa: F401
 from txnbridge_conformance.suite import (  # noqa: F401
     test_a_processor_passes_every_message_on_once,
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(600)  # the first start fetches RocketMQ
 @pytest.fixture(scope="module")
 def rocketmq_broker() -> Iterator[brokers.RocketMQ]:
     """Start a broker for this module only: brokers must not run at the same time."""
-    with rocketmq_or_skip() as broker:
+    with rocketmq_or_skip(settings=IDLE_ROCKETMQ) as broker:
         yield broker
 
 

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 import txnbridge
 from tests.house.rooms import ROOT
 
+pytestmark = pytest.mark.full
 KILLED = 9
 # `run` puts this before the code of each test: the program is imported, and may be told to die.
 PRELUDE = f"""
