@@ -319,7 +319,7 @@ def there_is_one(url: str) -> None:
         assert values(bridge) == [b"once"]
 
 
-@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("at_once", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_the_walk_kills_at_every_event(bridge_url: str, at_once: int, tmp_path: Path) -> None:
     with recorded() as events:
         send_once(bridge_url)

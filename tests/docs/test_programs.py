@@ -58,6 +58,7 @@ def cookbook(tmp_path: Path) -> Programs:
     return Programs("cookbook.md", tmp_path)
 
 
+@pytest.mark.full
 def test_the_service_ships_each_order_of_the_database_once_although_it_is_killed(cookbook):
     items = [f"item {number}" for number in range(100)]
     cookbook.run("service.py", *items[:60])
@@ -76,6 +77,7 @@ def test_the_service_ships_each_order_of_the_database_once_although_it_is_killed
     assert len(cookbook.values("orders")) == 100
 
 
+@pytest.mark.full
 def test_the_cron_job_imports_each_line_once_although_it_is_killed_and_the_file_grows(cookbook):
     lines = [b"%d" % number for number in range(5000)]
     path = cookbook.folder / "orders.csv"

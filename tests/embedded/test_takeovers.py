@@ -251,7 +251,7 @@ def transact(
 
 
 @pytest.mark.timeout(180)  # 10 s where there is a free core
-@pytest.mark.parametrize("sharing", ["partition", "message"])
+@pytest.mark.parametrize("sharing", [pytest.param("partition", marks=pytest.mark.full), "message"])
 def test_every_message_is_moved_exactly_once_by_members_that_are_killed_and_paused(opened, start, path, sharing):
     broker = opened(lease_seconds=LEASE)
     count, chance = 600, random.Random(sharing)

@@ -57,6 +57,8 @@ def local_spark(folder: Path) -> Iterator[object]:
         .config("spark.ui.enabled", "false")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.host", "127.0.0.1")
+        # Compiling less takes less time than a test session would win by it.
+        .config("spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
         .config("spark.sql.shuffle.partitions", "2")
     )
     with pytest.MonkeyPatch.context() as environment:

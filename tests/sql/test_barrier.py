@@ -374,7 +374,7 @@ def test_rows_and_messages_agree_wherever_their_process_dies_and_begins_again(fr
     assert set(STEPS) <= died_at
 
 
-@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("writes", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_process_that_sleeps_beyond_its_deadline_commits_nothing(shop, bridge, writes):
     with Child(try_to_sell, shop, writes, pause="half.store/after") as zombie:
         zombie.stopped(SOON)
@@ -390,7 +390,7 @@ def test_a_process_that_sleeps_beyond_its_deadline_commits_nothing(shop, bridge,
     assert one_for_one(shop, bridge) == []
 
 
-@pytest.mark.parametrize("wakes", [True, False])
+@pytest.mark.parametrize("wakes", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_resolver_answers_nothing_while_the_row_is_not_committed(shop, bridge, wakes):
     with Child(try_to_sell, shop, True, pause="database.commit/before") as zombie:
         zombie.stopped(SOON)

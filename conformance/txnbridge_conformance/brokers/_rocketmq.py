@@ -65,6 +65,8 @@ _SETTINGS = {
     "transactionTimeOut": "2000",
     "transactionCheckInterval": "1000",
     "transactionCheckMax": "1000",
+    # Its thread uses a whole CPU from the start until the first interval has passed (5.5.0); the default is 10 s.
+    "transactionMetricFlushInterval": "500",
 }
 # The time in which the name server must know a new topic; normally it takes milliseconds.
 _TOPIC_SECONDS = 30.0
