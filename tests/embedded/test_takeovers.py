@@ -258,7 +258,7 @@ def test_every_message_is_moved_exactly_once_by_members_that_are_killed_and_paus
     fill(broker, count, partitions=4)
     url = f"embedded:{path}?lease_seconds={LEASE}&redeliver_seconds=2"
     members = [start(consume, url, sharing, seed) for seed in range(3)]
-    until = time.monotonic() + 6
+    until = time.monotonic() + 4
     while time.monotonic() < until:
         time.sleep(chance.random() * 0.5)
         victim = chance.randrange(len(members))

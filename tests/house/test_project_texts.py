@@ -83,7 +83,7 @@ def test_the_readme_has_its_two_commands_each_in_one_line():
     prepare = "python3 -m venv .venv && .venv/bin/pip install -q -e"
     assert commands((ROOT / "README.md").read_text()) == {
         "demo": f"{prepare} . && .venv/bin/txnbridge demo",
-        "tests": f"{prepare} '.[test]' && .venv/bin/pytest -n 5 --dist loadgroup",
+        "tests": f"{prepare} '.[test]' && .venv/bin/pytest -n 5 --dist loadgroup --assert=plain",
     }
 
 
