@@ -1,6 +1,6 @@
 """Which tests run when.
 
-    pytest          the gate: whatever starts no broker and no Spark, and of each of those its `test_smoke.py`
+    pytest          the gate: whatever starts no broker and no Spark, and of each broker its `test_smoke.py`
     pytest --live   also the rest of the folders that do (`LIVE`, but for what is marked `offline`), and what is
                     marked `live`
     pytest --full   also what is marked `full`, because it takes minutes

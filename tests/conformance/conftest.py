@@ -10,7 +10,12 @@ from tests.conformance.broken import BROKEN, Broken
 # Tests wait for leases and pauses to end, so these are short, but longer than a busy machine delays a process.
 URL = "embedded:{folder}/broker.db?lease_seconds=2&half_check_seconds=0.5"
 
-LONGEST = "test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies"
+# Walks that only --full has: the longest, and those whose events another walk has, too.
+LONG_WALKS = {
+    "test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies",
+    "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[abort]",
+    "test_a_message_is_passed_on_once_wherever_its_process_dies[by hand]",
+}
 
 # The errors of a test that has found a broken promise. If a broken broker is found by another error of ours, its
 # `breaks_with` names that error: any other may be the fault of a busy machine.
@@ -33,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the tests of the suite that must fail on a broken broker, and choose those that run.
 
     Every run has one such test of each broken broker; --live adds the others, and --full the tests that may pass and
-    the longest walk.
+    the long walks.
     """
     full = config.getoption("--full")
     live = full or config.getoption("--live")
@@ -44,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             failures = (*FAILURES, *broker.breaks_with)
             item.add_marker(pytest.mark.xfail(raises=failures, reason=f"{broker.__name__} must not pass", strict=True))
             item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))  # a failed test leaves things open
-        if item.name == LONGEST and not full:
+        if item.name in LONG_WALKS and not full:
             left_out.add(item)
         if broker and not (full or must_fail(item, broker.caught_by if live else broker.caught_by[:1])):
             left_out.add(item)

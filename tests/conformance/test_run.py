@@ -49,7 +49,7 @@ def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
-def run(url: str, out: Path, *more: str, seconds: int = 5) -> subprocess.CompletedProcess[str]:
+def run(url: str, out: Path, *more: str, seconds: int = 4) -> subprocess.CompletedProcess[str]:
     return conformance("run", url, "--time", str(seconds), "--seed", "1", "--out", str(out), *more)
 
 

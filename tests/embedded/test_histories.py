@@ -115,7 +115,7 @@ def test_readers_see_exactly_the_committed_messages_in_order_whatever_writers_do
         assert reader.told() == "reading"
     lonely = start(write_and_vanish, path, seed)
     doomed = start(write, path, "doomed", seed, 10_000, 6)
-    writers = [start(write, path, name, seed + number, 15, 20) for number, name in enumerate("ab")]
+    writers = [start(write, path, name, seed + number, 8, 20) for number, name in enumerate("ab")]
     committed = dict(doomed.told() for _ in range(10))
     doomed.kill()
     for writer in writers:
