@@ -49,20 +49,22 @@ class CpuTimes:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._before = 0.0
+        self._before: float | None = None  # at the last report; what comes behind it counts for the next test
         self._mine = 0.0  # of the tests that ran in this process
         self._tests: dict[str, float] = defaultdict(float)  # by node id
         self._rest = 0.0  # of other processes: start, collection, end
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self):
-        self._before = _spent()
+        if self._before is None:
+            self._before = _spent()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self):
         report = yield
         now = _spent()
+        assert self._before is not None
         report.user_properties = [*report.user_properties, (_MEASURED, now - self._before)]
         self._before = now
         return report
