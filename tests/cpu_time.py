@@ -17,11 +17,13 @@ GATE_CPU_MINUTES = (
     7.5  # of all processes of the README's test command; the goal is 6 on a machine that does nothing else
 )
 _MEASURED = "cpu_seconds"
+# A shell that has installed the requirements becomes this process, and its children count as ours.
+_OF_THE_SHELL = sum(os.times()[2:4])
 
 
 def _spent() -> float:
     """Return the CPU seconds of this process and of its children: those that have ended, and the living fork server."""
-    return sum(os.times()[:4]) + _spent_by_fork_server()
+    return sum(os.times()[:4]) - _OF_THE_SHELL + _spent_by_fork_server()
 
 
 def _spent_by_fork_server() -> float:
