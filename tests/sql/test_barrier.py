@@ -126,6 +126,15 @@ def quick_stop(monkeypatch):
     monkeypatch.setattr(_resolver, "_WAIT_SECONDS", 0.1)
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.live)])
+def new_database(request, tmp_path):
+    """Make a database of the test's own, of a kind that `db=` takes, and return its URL."""
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgres").new_database
+    numbers = itertools.count()
+    return lambda: f"sqlite:///{tmp_path / f'database{next(numbers)}.db'}"
+
+
 @pytest.fixture
 def fresh(new_database, tmp_path):
     """Make a broker with topics, and a database with a table."""

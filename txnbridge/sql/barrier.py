@@ -52,7 +52,7 @@ from txnbridge.sql._database import (
     make_tables,
     place,
     require_durable,
-    require_rollback,
+    require_suitable,
 )
 
 _log = logging.getLogger("txnbridge")
@@ -196,12 +196,10 @@ def open_place(database: Database, deadline: Deadline, *, to_write: bool) -> str
 
     def create(connection: sa.Connection) -> None:
         require_durable(connection, _WHAT)
-        if not sa.inspect(connection).has_table(_rows.name):
-            make_tables(connection, (place, _rows), _WHAT)
+        make_tables(connection, (place, _rows), _WHAT)
 
     def check(connection: sa.Connection) -> None:
-        trial = {"group": "", "transaction": random_name(16), "decision": "abort", "ended_at": 0}
-        require_rollback(connection, "a transaction", _rows, **trial)
+        require_suitable(connection, _WHAT, _rows, "transaction", group="", decision="abort", ended_at=0)
 
     for each in (create, check) if to_write else (create,):
         database.ask(f"opening {_WHAT}", each, deadline)
@@ -290,7 +288,7 @@ class Barriers:
         return BarrierTransaction(connection, barrier, resolver, id, session, owned, timeout)
 
     def _open(self, engine: sa.Engine, group: str, deadline: Deadline) -> BarrierTable:
-        database = Database(engine, _WHAT)
+        database = Database(engine, _WHAT, in_greenlet=True)
         with self._lock:
             place = self._places.get(engine)
         if place is None:

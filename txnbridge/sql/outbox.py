@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy import exc, orm
+from sqlalchemy.dialects import mysql
 
 from txnbridge._plugins import plugins
 from txnbridge._topic import Topic, encode_message
 from txnbridge.errors import InvalidOption, StorageFailed
 from txnbridge.spi import RawHeaders
+from txnbridge.sql._database import EXACT_TEXT
 
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,39}")
 _LARGEST_VALUE = 1 << 30  # of a column, in bytes; some databases have a smaller type for smaller columns
@@ -196,6 +198,7 @@ def _insert_in_order(rows: sa.Table) -> sa.Insert:
 
 def _rows_table(name: str, metadata: sa.MetaData) -> sa.Table:
     number = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite numbers only rows of INTEGER PRIMARY KEY
+    text = _long_text()
     return sa.Table(
         f"{name}_outbox",
         metadata,
@@ -203,14 +206,20 @@ def _rows_table(name: str, metadata: sa.MetaData) -> sa.Table:
         sa.Column("topic", sa.String(249), nullable=False),
         sa.Column("key", sa.LargeBinary(_LARGEST_VALUE)),
         sa.Column("value", sa.LargeBinary(_LARGEST_VALUE)),
-        sa.Column("headers", sa.Text),
+        sa.Column("headers", text),
         sa.Column("partition", sa.Integer),
         sa.Column("timestamp", sa.BigInteger),  # of the message, in milliseconds since 1970
         sa.Column("state", sa.SmallInteger, nullable=False),
         sa.Column("changed_at", sa.BigInteger, nullable=False),  # when `state` was set, in milliseconds since 1970
-        sa.Column("reason", sa.Text),  # why a parked row could not be published
+        sa.Column("reason", text),  # why a parked row could not be published
         sa.Index(f"{name}_outbox_state", "state", "id"),
+        **EXACT_TEXT,
     )
+
+
+def _long_text() -> sa.types.TypeEngine[str]:
+    """Return the type of texts that may be long: MariaDB's TEXT has 64 KiB only."""
+    return sa.Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
 
 
 def _state_table(name: str, metadata: sa.MetaData) -> sa.Table:
@@ -221,7 +230,8 @@ def _state_table(name: str, metadata: sa.MetaData) -> sa.Table:
         sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # always 1
         sa.Column("version", sa.BigInteger, nullable=False),  # incremented by each change
         sa.Column("relay", sa.String(255)),  # the relay that made the last change, unless it has ended
-        sa.Column("token", sa.Text),  # of the transaction with the batch; None if there is no batch
-        sa.Column("batch", sa.Text),  # the ids of the batch's rows, as ranges: "1-3,7"
+        sa.Column("token", _long_text()),  # of the transaction with the batch; None if there is no batch
+        sa.Column("batch", _long_text()),  # the ids of the batch's rows, as ranges: "1-3,7"
         sa.Column("parked", sa.BigInteger, nullable=False),  # the number of parked rows
+        **EXACT_TEXT,
     )

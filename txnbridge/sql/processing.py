@@ -30,6 +30,7 @@ from txnbridge._transaction_state import State
 from txnbridge.errors import Conflict, Fenced, InvalidOption, InvalidState, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Partition
 from txnbridge.sql._database import (
+    EXACT_TEXT,
     Commit,
     Database,
     begin_explicitly,
@@ -38,7 +39,7 @@ from txnbridge.sql._database import (
     own,
     refuses_commit,
     require_durable,
-    require_rollback,
+    require_suitable,
 )
 from txnbridge.sql.outbox import Outbox
 
@@ -63,6 +64,7 @@ _positions = sa.Table(
     sa.Column("partition", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("topic_id", sa.String(_LONGEST_NAME), nullable=False),  # empty if the broker has no ids of topics
     sa.Column("processed", sa.String(_LONGEST_NAME), nullable=False),  # the last processed position, as JSON
+    **EXACT_TEXT,
 )
 _p = _positions.c
 
@@ -123,7 +125,7 @@ class DatabaseTransactions:
         """Create missing tables, and look up the topics' ids. Raise `InvalidOption` for an unsuitable database."""
         deadline = self._connection.deadline()
         self.database.ask(f"opening {_WHAT}", self._create, deadline)
-        self.database.ask(f"opening {_WHAT}", self._require_rollback, deadline)
+        self.database.ask(f"opening {_WHAT}", self._check, deadline)
         self._topic_ids = self._present_ids(deadline)
 
     def close(self) -> None:
@@ -131,14 +133,11 @@ class DatabaseTransactions:
 
     def _create(self, connection: sa.Connection) -> None:
         require_durable(connection, _WHAT)
-        known = sa.inspect(connection)
-        tables = [_positions, *(self.outbox.tables if self.outbox else ())]
-        if missing := [table for table in tables if not known.has_table(table.name, table.schema)]:
-            make_tables(connection, missing, _WHAT)
+        make_tables(connection, [_positions, *(self.outbox.tables if self.outbox else ())], _WHAT)
 
-    def _require_rollback(self, connection: sa.Connection) -> None:
-        trial = {"cluster": random_name(16), "group": "", "topic": "", "partition": 0}
-        require_rollback(connection, "a processor", _positions, **trial, topic_id="", processed="")
+    def _check(self, connection: sa.Connection) -> None:
+        row = {"cluster": "", "topic": "", "partition": 0, "topic_id": "", "processed": ""}
+        require_suitable(connection, _WHAT, _positions, "group", **row)
 
     # --- what is processed --------------------------------------------------------------------------------------------
 
