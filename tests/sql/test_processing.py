@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 import sqlalchemy as sa
@@ -585,6 +586,39 @@ def test_a_handler_that_ends_the_transaction_itself_is_refused(bridge, shop, run
     with pytest.raises(InvalidState, match="the handler"):
         run(each)
     assert done(shop.database) == []
+
+
+def end_by_text(db):
+    db.execute(sa.text("ROLLBACK"))
+
+
+def end_by_conflict(db):
+    with suppress(sa.exc.IntegrityError):
+        db.execute(sa.text("INSERT OR ROLLBACK INTO done (id, value) VALUES (1, '1')"))
+
+
+def end_by_definition(db):
+    db.execute(sa.text("CREATE TABLE more (id INTEGER)"))
+
+
+@pytest.mark.parametrize("end", [end_by_text, end_by_conflict, end_by_definition])
+def test_a_statement_that_ends_the_transaction_behind_sqlalchemy_stops_the_processor(bridge, shop, run, end):
+    needed = {end_by_conflict: "sqlite", end_by_definition: "mysql"}.get(end, "")
+    if not shop.database.startswith(needed):
+        pytest.skip("another database does so")
+
+    def each(message, db):
+        record(message, db)
+        if message.value == b"1":
+            end(db)
+
+    with bridge.transaction() as txn:
+        txn.send_many("in", [(value, b"key") for value in numbers(3)])
+    with pytest.raises(InvalidState, match="has ended the database transaction"):
+        run(each)
+    assert done(shop.database) == ([b"0", b"1"] if end is end_by_definition else [])
+    with bridge.consumer("in", group="g") as consumer:
+        assert len(consumer.poll(timeout=SOON)) == 3
 
 
 def test_groups_whose_names_differ_by_case_both_handle_all_messages(bridge, shop):

@@ -26,6 +26,7 @@ from txnbridge.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
     InvalidOption,
+    InvalidState,
     NotSupported,
     OutcomeUnknown,
     StorageFailed,
@@ -33,6 +34,8 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline
 
+# The savepoint at the begin of a transaction whose statements are a program's.
+_GUARD = "txnbridge_guard"
 # The pause before a retry after a temporary error: another process holds a lock, or the database is starting.
 RETRY_SECONDS = 0.05
 # The interval at which a thread that waits for the database checks whether its deadline was shortened.
@@ -41,6 +44,7 @@ _PERMISSION_DENIED = "42501"  # the SQLSTATE of a missing privilege
 # MariaDB's numbers of the same: its SQLSTATE is that of a syntax error.
 _DENIED_NUMBERS = (1044, 1142, 1143, 1227)
 _LOCK_NOT_AVAILABLE = "55P03"  # the SQLSTATE of a statement that has waited for a lock longer than `lock_timeout`
+_NO_SAVEPOINT = "3B001"  # the SQLSTATE of a savepoint that does not exist
 
 T = TypeVar("T")
 
@@ -272,14 +276,33 @@ def database_id(connection: sa.Connection) -> str:
     return str(connection.scalar(sa.select(place.c.cluster).where(place.c.number == 1)))
 
 
-def begin_explicitly(connection: sa.Connection) -> None:
-    """Begin SQLite's transaction now, inside the begun transaction of SQLAlchemy.
+def begin_guarded(connection: sa.Connection) -> None:
+    """Begin the transaction now, inside the begun transaction of SQLAlchemy; see `require_not_ended`.
 
     Python's sqlite3 begins a transaction only at the first change, and a savepoint before that would commit.
     """
     driver: Any = connection.connection.driver_connection
     if connection.dialect.name == "sqlite" and not driver.in_transaction:
         connection.exec_driver_sql("BEGIN")
+    connection.exec_driver_sql(f"SAVEPOINT {_GUARD}")
+
+
+def require_not_ended(connection: sa.Connection) -> None:
+    """Raise `InvalidState` if the transaction that `begin_guarded` has begun has ended without SQLAlchemy.
+
+    A statement may roll back or commit (ROLLBACK as text, SQLite's ON CONFLICT ROLLBACK, a table's definition on
+    MariaDB), and a driver then begins another transaction by itself. A savepoint ends with its transaction (hazard
+    H122).
+    """
+    try:
+        connection.exec_driver_sql(f"RELEASE SAVEPOINT {_GUARD}")
+    except exc.DBAPIError as error:
+        if state_of(error) == _NO_SAVEPOINT or _number_of(error) == 1305 or "no such savepoint" in str(error.orig):
+            raise InvalidState(
+                "a statement has ended the database transaction: a ROLLBACK or COMMIT as text, ON CONFLICT ROLLBACK, a"
+                " trigger, or a statement that commits by itself"
+            ) from own(error)
+        raise
 
 
 @contextmanager

@@ -45,13 +45,14 @@ from txnbridge.sql._database import (
     RETRY_SECONDS,
     Commit,
     Database,
-    begin_explicitly,
+    begin_guarded,
     database_id,
     is_locked,
     lock_timeout,
     make_tables,
     place,
     require_durable,
+    require_not_ended,
     require_suitable,
 )
 
@@ -397,7 +398,7 @@ class BarrierTransaction(HalfTransaction):
         try:
             db.begin()
             self._sql = sql = db if self._session is None else db.connection()
-            begin_explicitly(sql)
+            begin_guarded(sql)
             now = int(sql.scalar(sa.select(self._barrier.clock)))
             self._deadline_at = now + int(self._deadline.seconds * 1000)
             sa.event.listen(sql, "commit", self._refuse_commit)
@@ -471,6 +472,7 @@ class BarrierTransaction(HalfTransaction):
         def work() -> bool:
             sound = False
             try:
+                require_not_ended(self._sql)
                 with self._connection.events.step("database.barrier", self._id) as found:
                     found["inserted"] = inserted = self._insert(row)
                 if inserted:
@@ -492,7 +494,8 @@ class BarrierTransaction(HalfTransaction):
         except Exception as error:
             if commit.asked:
                 return self._settle(error)
-            self._error = TransactionAborted(f"transaction {self._id} was rolled back: {_told(error)}")
+            kind = InvalidState if isinstance(error, InvalidState) else TransactionAborted
+            self._error = kind(f"transaction {self._id} was rolled back: {_told(error)}")
             self._error.__cause__ = error
         return Decision.ABORT
 

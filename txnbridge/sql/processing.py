@@ -33,12 +33,13 @@ from txnbridge.sql._database import (
     EXACT_TEXT,
     Commit,
     Database,
-    begin_explicitly,
+    begin_guarded,
     in_our_words,
     make_tables,
     own,
     refuses_commit,
     require_durable,
+    require_not_ended,
     require_suitable,
 )
 from txnbridge.sql.outbox import Outbox
@@ -246,7 +247,7 @@ class DatabaseTransactions:
         def connect() -> sa.Connection:
             connection = self.database.engine.connect()
             connection.begin()
-            begin_explicitly(connection)
+            begin_guarded(connection)
             return connection
 
         connection = self.database.run(f"beginning a transaction in {_WHAT}", connect, deadline, Commit())
@@ -257,6 +258,7 @@ class DatabaseTransactions:
 
         def work() -> dict[Partition, _Stored]:
             try:
+                require_not_ended(txn.connection)
                 stored = self.store(txn.connection, ends)
                 try:
                     commit.run(txn.connection)
