@@ -32,6 +32,7 @@ from txnbridge import (
     TransactionAborted,
 )
 from txnbridge.sql import Outbox
+from txnbridge.sql._database import is_failure, refuses_commit
 from txnbridge.sql.processing import DatabaseTransactions, _positions
 from txnbridge.testing import Child, crash_everywhere, next_commit
 
@@ -558,19 +559,21 @@ def test_dead_letters_that_the_database_refuses_stop_the_processor(bridge, run, 
         run(each, poison=sa.exc.IntegrityError, dead_letter="dead", outbox=BOX, retry_for=5)
 
 
-def test_an_error_of_a_trigger_at_the_commit_is_the_handlers_as_well(bridge, shop, run):
+@pytest.mark.parametrize("code", ["P0001", "22012", "54001", "XX000"])
+def test_an_error_of_a_trigger_at_the_commit_is_the_handlers_as_well(bridge, shop, run, code):
     if not shop.database.startswith("postgresql"):
         pytest.skip("only PostgreSQL has triggers at the commit")
     engine = sa.create_engine(shop.database)
     with engine.begin() as connection:
         for statement in (
-            "CREATE FUNCTION refuse() RETURNS trigger AS 'BEGIN RAISE EXCEPTION ''no''; END' LANGUAGE plpgsql",
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS"
+            f" 'BEGIN RAISE EXCEPTION ''no'' USING ERRCODE = ''{code}''; END'",
             "CREATE CONSTRAINT TRIGGER late AFTER INSERT ON done DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
             " WHEN (NEW.value = '2') EXECUTE FUNCTION refuse()",
         ):
             connection.exec_driver_sql(statement)
     feed(bridge, b"1", b"2", b"3")
-    settings = {"poison": sa.exc.ProgrammingError, "dead_letter": "dead", "outbox": BOX}
+    settings = {"poison": sa.exc.DBAPIError, "dead_letter": "dead", "outbox": BOX, "retry_for": 10}
     assert run(record, db=engine, **settings).dead_letters == 1
     assert sorted(done(shop.database)) == [b"1", b"3"]
     engine.dispose()
@@ -636,6 +639,57 @@ def test_a_table_of_positions_that_confuses_names_is_refused(shop, run):
     confuse_names(shop.database, _positions)
     with pytest.raises(InvalidOption, match="exactly"):
         run(record)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("code", ["25P03", "25006", "25P02"])
+def test_a_transaction_that_postgresql_cannot_go_on_with_is_not_the_fault_of_a_message(postgres, bridge, run, code):
+    url = postgres.new_database()
+    engine = sa.create_engine(url)
+    for table in (DONE, *BOX.tables):
+        table.create(engine)
+    engine.dispose()
+    failures = [code]
+
+    def each(message, db):
+        if failures:
+            failures.pop()
+            if code == "25P03":
+                db.execute(sa.text("SET idle_in_transaction_session_timeout = 100"))
+                time.sleep(0.5)
+            elif code == "25006":
+                db.execute(sa.text("SET TRANSACTION READ ONLY"))
+            else:
+                with suppress(sa.exc.DBAPIError):
+                    db.execute(sa.text("SELECT 1/0"))
+        record(message, db)
+
+    feed(bridge, b"1")
+    stats = run(each, db=url, dead_letter="dead", outbox=BOX, max_attempts=1)
+    assert (stats.dead_letters, done(url)) == (0, [b"1"])
+
+
+@pytest.mark.parametrize(
+    ("error", "fails", "refuses"),
+    [
+        ("22012", False, True),
+        ("54001", False, True),
+        ("XX000", False, True),
+        ("P0001", False, True),
+        ("25P02", True, False),
+        ("25P03", True, False),
+        ("25006", True, False),
+        ("40001", True, False),
+        ("57P01", True, False),
+        ("08006", True, False),
+    ],
+)
+def test_an_answer_of_postgresql_says_whose_fault_it_is_and_whether_a_commit_happened(error, fails, refuses):
+    errors = pytest.importorskip("psycopg.errors")
+    given = sa.exc.DBAPIError.instance("COMMIT", {}, errors.lookup(error)("text"), errors.Error)
+    assert (is_failure(given), refuses_commit(given)) == (fails, refuses)
+    lost = sa.exc.OperationalError("COMMIT", {}, errors.OperationalError("the connection is lost"))
+    assert (is_failure(lost), refuses_commit(lost)) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ _PERMISSION_DENIED = "42501"  # the SQLSTATE of a missing privilege
 _DENIED_NUMBERS = (1044, 1142, 1143, 1227)
 _LOCK_NOT_AVAILABLE = "55P03"  # the SQLSTATE of a statement that has waited for a lock longer than `lock_timeout`
 _NO_SAVEPOINT = "3B001"  # the SQLSTATE of a savepoint that does not exist
+# Classes of SQLSTATEs by which a database fails, whatever the message: a lost connection, a transaction that cannot go
+# on, a deadlock, missing resources, a lock, an administrator, the disk.
+_FAILURE_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
+_FAILURES = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
 
 T = TypeVar("T")
 
@@ -398,12 +402,25 @@ def own(error: exc.SQLAlchemyError) -> BaseException:
     return getattr(error, "orig", None) or error
 
 
+def is_failure(error: BaseException) -> bool:
+    """Return whether an error says that the database fails, and nothing about what was written."""
+    state = state_of(error)
+    if state and state != "HY000":  # MariaDB's for all other errors
+        return state.startswith(_FAILURE_CLASSES)
+    return isinstance(error, _FAILURES)
+
+
 def refuses_commit(error: exc.DBAPIError) -> bool:
     """Return whether a failed commit certainly did not happen, because of what was written.
 
-    A constraint is violated that the database checks only at the commit, or a trigger has raised an error then.
+    A constraint is violated that the database checks only at the commit, or a trigger has failed then. PostgreSQL
+    answers so before it commits.
     """
-    return isinstance(error, exc.IntegrityError) or (isinstance(error, exc.ProgrammingError) and bool(state_of(error)))
+    if isinstance(error, exc.IntegrityError):
+        return True
+    severity = getattr(getattr(error.orig, "diag", None), "severity_nonlocalized", None)
+    answered = bool(state_of(error)) and severity in (None, "ERROR") and not error.connection_invalidated
+    return answered and _number_of(error) is None and not is_failure(error)
 
 
 def state_of(error: BaseException) -> str:

@@ -35,6 +35,7 @@ from txnbridge.sql._database import (
     Database,
     begin_guarded,
     in_our_words,
+    is_failure,
     make_tables,
     own,
     refuses_commit,
@@ -53,8 +54,6 @@ _LONGEST_NAME = 255
 _ACKNOWLEDGE_SECONDS = 0.1
 # The seconds for which the end of a failed transaction waits for the database.
 _CLOSE_SECONDS = 5.0
-# Errors by which a database fails, whatever the message: a lost connection, a lock, a deadlock.
-_FAILURES = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
 
 _positions = sa.Table(
     "txnbridge_positions",
@@ -355,7 +354,7 @@ class DatabaseTransaction:
 
     def note(self, error: Exception) -> None:
         """Note an error of the handler: the transaction fails if the database, not the message, caused it."""
-        if self.state is State.OPEN and any(isinstance(each, _FAILURES) for each in causes(error)):
+        if self.state is State.OPEN and any(map(is_failure, causes(error))):
             self.state, self._cause = State.FAILED, error
 
     def send(self, topic: str, value: Any, *, key: Any, headers: Iterable[tuple[str, Any]]) -> None:
@@ -363,7 +362,9 @@ class DatabaseTransaction:
         assert self._owner.outbox is not None
         try:
             self._owner.outbox.send(self.connection, topic, value, key=key, headers=headers)
-        except _FAILURES as error:
+        except exc.SQLAlchemyError as error:
+            if not is_failure(error):
+                raise
             raise in_our_words(error, f"sending to an outbox in {_WHAT}") from own(error)
 
     def ack(self, messages: Iterable[Message]) -> None:
