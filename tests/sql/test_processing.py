@@ -641,14 +641,9 @@ def test_a_table_of_positions_that_confuses_names_is_refused(shop, run):
         run(record)
 
 
-@pytest.mark.live
+@pytest.mark.parametrize("new_database", [pytest.param("postgresql", marks=pytest.mark.live)], indirect=True, ids=str)
 @pytest.mark.parametrize("code", ["25P03", "25006", "25P02"])
-def test_a_transaction_that_postgresql_cannot_go_on_with_is_not_the_fault_of_a_message(postgres, bridge, run, code):
-    url = postgres.new_database()
-    engine = sa.create_engine(url)
-    for table in (DONE, *BOX.tables):
-        table.create(engine)
-    engine.dispose()
+def test_a_transaction_that_postgresql_cannot_go_on_with_is_not_the_fault_of_a_message(bridge, shop, run, code):
     failures = [code]
 
     def each(message, db):
@@ -665,8 +660,8 @@ def test_a_transaction_that_postgresql_cannot_go_on_with_is_not_the_fault_of_a_m
         record(message, db)
 
     feed(bridge, b"1")
-    stats = run(each, db=url, dead_letter="dead", outbox=BOX, max_attempts=1)
-    assert (stats.dead_letters, done(url)) == (0, [b"1"])
+    stats = run(each, dead_letter="dead", outbox=BOX, max_attempts=1)
+    assert (stats.dead_letters, done(shop.database)) == (0, [b"1"])
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,10 @@ def _listen(session: orm.Session) -> None:
             sa.event.listen(session, event, listener)
 
 
+class DamagedRow(StorageFailed):
+    """The row of an outbox does not have what `Outbox.send` has written."""
+
+
 class OutboxRow(NamedTuple):
     """One message of an outbox, as it is stored; see `unpacked_headers`."""
 
@@ -228,12 +232,14 @@ class OutboxRow(NamedTuple):
 
 
 def unpacked_headers(text: str | None) -> RawHeaders:
-    """Return a row's headers. Raise `StorageFailed` if they are damaged."""
+    """Return a row's headers. Raise `DamagedRow` if they are damaged."""
     try:
         pairs = json.loads(text) if text is not None else []
-        return tuple((str(name), None if value is None else value.encode("latin-1")) for name, value in pairs)
+        headers = tuple((str(name), None if value is None else value.encode("latin-1")) for name, value in pairs)
+        "".join(name for name, _ in headers).encode()  # JSON may have halves of characters
+        return headers
     except (ValueError, TypeError, AttributeError, RecursionError):  # the error's text would quote the headers
-        raise StorageFailed("the headers of a message in the outbox are damaged") from None
+        raise DamagedRow("the headers of a message in the outbox are damaged") from None
 
 
 def _packed(headers: RawHeaders) -> str | None:
