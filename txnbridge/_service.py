@@ -58,8 +58,10 @@ class Service(ConnectionUser):
                 self._loop()
         finally:
             self._connection.services.discard(self)
-            self._leave()
-            self._running.release()
+            try:
+                self._leave()
+            finally:
+                self._running.release()
 
     def start(self) -> None:
         """Call `run` on a new thread."""

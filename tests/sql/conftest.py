@@ -1,4 +1,4 @@
-"""A PostgreSQL of the tests' own, and databases in it."""
+"""A PostgreSQL and a MariaDB of the tests' own, and databases in them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from tests.sql.mariadb import MariaDB
 from tests.sql.postgres import Postgres
 
 
@@ -17,13 +18,22 @@ def postgres():
         yield server
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.live)])
+@pytest.fixture(scope="session")
+def mariadb():
+    if (reason := MariaDB.missing()) is not None:
+        pytest.skip(reason)
+    with MariaDB() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", *(pytest.param(name, marks=pytest.mark.live) for name in ("postgresql", "mariadb"))])
 def new_database(request, tmp_path):
     """Make a database of the test's own, and return its URL."""
     numbers = itertools.count()
     if request.param == "sqlite":
         return lambda: f"sqlite:///{tmp_path / f'database{next(numbers)}.db'}"
-    return request.getfixturevalue("postgres").new_database
+    server = {"postgresql": "postgres", "mariadb": "mariadb"}[request.param]
+    return request.getfixturevalue(server).new_database
 
 
 @pytest.fixture

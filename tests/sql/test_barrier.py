@@ -126,6 +126,15 @@ def quick_stop(monkeypatch):
     monkeypatch.setattr(_resolver, "_WAIT_SECONDS", 0.1)
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.live)])
+def new_database(request, tmp_path):
+    """Make a database of the test's own, of a kind that `db=` takes, and return its URL."""
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgres").new_database
+    numbers = itertools.count()
+    return lambda: f"sqlite:///{tmp_path / f'database{next(numbers)}.db'}"
+
+
 @pytest.fixture
 def fresh(new_database, tmp_path):
     """Make a broker with topics, and a database with a table."""
@@ -262,6 +271,47 @@ def test_a_block_that_ends_or_splits_its_database_transaction_does_nothing(shop,
         assert txn.outcome is Outcome.ABORTED
         assert form == "engine" or not db.in_transaction()
         assert one_for_one(shop, bridge) == []
+    sell(bridge, db, b"1")
+    assert one_for_one(shop, bridge) == [b"1"]
+
+
+def end_by_text(db):
+    db.execute(sa.text("ROLLBACK"))
+    db.execute(insert(b"2"))
+
+
+def end_by_conflict(db):
+    with suppress(sa.exc.IntegrityError):
+        db.execute(sa.text("INSERT OR ROLLBACK INTO done VALUES ('1')"))
+    db.execute(insert(b"2"))
+
+
+def end_by_trigger(db):
+    with suppress(sa.exc.IntegrityError):
+        db.execute(insert(b"end"))
+
+
+@pytest.mark.parametrize("form", ["engine", "session"])
+@pytest.mark.parametrize("end", [end_by_text, end_by_conflict, end_by_trigger])
+def test_a_statement_that_ends_the_database_transaction_behind_sqlalchemy_publishes_nothing(
+    shop, engine, bridge, form, end
+):
+    if engine.dialect.name != "sqlite" and end is not end_by_text:
+        pytest.skip("only SQLite's statements do so")
+    if end is end_by_trigger:
+        with engine.begin() as connection:
+            connection.exec_driver_sql(
+                "CREATE TRIGGER refuse BEFORE INSERT ON done WHEN NEW.value = 'end'"
+                " BEGIN SELECT RAISE(ROLLBACK, 'no'); END"
+            )
+    db = engine if form == "engine" else orm.Session(engine)
+    with pytest.raises(InvalidState, match="has ended the database transaction"):
+        with bridge.transaction(db=db, group="shop") as txn:
+            txn.db.execute(insert(b"1"))
+            txn.send("orders", b"1")
+            end(txn.db)
+    assert txn.outcome is Outcome.ABORTED
+    assert one_for_one(shop, bridge) == []
     sell(bridge, db, b"1")
     assert one_for_one(shop, bridge) == [b"1"]
 

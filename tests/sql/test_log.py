@@ -1,9 +1,11 @@
-"""Decision logs in a database: SQLite's, and PostgreSQL's where it is installed."""
+"""Decision logs in a database: SQLite's, and those of PostgreSQL and MariaDB where they are installed."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
+import sqlite3
 import sys
 import threading
 import uuid
@@ -26,12 +28,14 @@ from txnbridge.errors import (
     DeadlineExceeded,
     InvalidOption,
     InvalidToken,
+    NotSupported,
     OutcomeUnknown,
     PositionLost,
     StorageFailed,
 )
 from txnbridge.spi import Deadline
 from txnbridge.sql import SqlLogs
+from txnbridge.sql import log as sql_log
 from txnbridge.sql._database import within as run_within
 
 _numbers = itertools.count(1)
@@ -132,9 +136,88 @@ def test_who_holds_the_lock_is_waited_for_until_the_deadline(log, behind):
     assert [record for _, record in read(log)] == [b"0", b"1"]
 
 
+def test_logs_whose_names_differ_by_case_an_accent_or_a_space_are_different_logs(open_named):
+    logs = [open_named(name) for name in ("shop", "Shop", "shóp", "shop ")]
+    for number, log in enumerate(logs):
+        append(log, b"%d" % number)
+    assert [read(log) for log in logs] == [[((0,), b"%d" % number)] for number in range(4)]
+
+
+def confuse_names(database, *tables):
+    """Make tables that take 'a' and 'A' for the same, as a hand or an older version may have made them."""
+    engine = sa.create_engine(database)
+    with engine.begin() as connection:
+        for table in tables:
+            made = str(sa.schema.CreateTable(table).compile(dialect=engine.dialect))
+            if engine.dialect.name == "sqlite":
+                made = re.sub(r"VARCHAR\(\d+\)", "VARCHAR COLLATE NOCASE", made)
+            connection.exec_driver_sql(made.replace("utf8mb4_nopad_bin", "utf8mb4_general_ci"))
+    engine.dispose()
+
+
+def test_tables_that_confuse_names_and_engines_that_commit_each_statement_are_refused(url, open_logs):
+    if url.startswith("postgresql"):
+        pytest.skip("PostgreSQL compares exactly")
+    confuse_names(url, sql_log._logs)
+    with pytest.raises(InvalidOption, match="exactly"):
+        open_logs(url).decision_log("shop", Deadline(SOON))
+    engine = sa.create_engine(url)
+    sql_log._logs.drop(engine)
+    with pytest.raises(InvalidOption, match="AUTOCOMMIT"):
+        SqlLogs(engine.execution_options(isolation_level="AUTOCOMMIT")).decision_log("shop", Deadline(SOON))
+    append(open_logs(url).decision_log("shop", Deadline(SOON)), b"0")
+    engine.dispose()
+
+
+def test_a_process_that_opens_the_logs_beside_another_one_finds_its_place(url, open_logs):
+    engine = sa.create_engine(url)
+    place: list[str] = []
+
+    @sa.event.listens_for(engine, "before_cursor_execute")
+    def open_first(connection, cursor, statement, *_):
+        if statement.startswith("INSERT INTO txnbridge_place") and not place:
+            place.append("")
+            place[0] = open_logs(url).cluster(Deadline(SOON))
+
+    assert SqlLogs(engine).cluster(Deadline(SOON)) == place[0]
+    engine.dispose()
+
+
+def test_an_engine_whose_url_names_no_database_is_taken(tmp_path):
+    engine = sa.create_engine(
+        "sqlite://", creator=lambda: sqlite3.connect(tmp_path / "created.db"), poolclass=sa.NullPool
+    )
+    append(SqlLogs(engine).decision_log("any", Deadline(SOON)), b"0")
+    in_memory = sa.create_engine("sqlite://", poolclass=sa.NullPool)
+    with pytest.raises(InvalidOption, match="outlives"):
+        SqlLogs(in_memory).decision_log("any", Deadline(SOON))
+
+
+def test_a_database_that_is_not_tested_is_refused(tmp_path):
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'other.db'}")
+    engine.dialect.name = "oracle"
+    with pytest.raises(NotSupported, match="MariaDB and SQLite, not oracle"):
+        SqlLogs(engine).decision_log("any", Deadline(SOON))
+    engine.dispose()
+
+
+@pytest.mark.live
+def test_mariadb_that_may_forget_or_shorten_what_it_confirms_is_refused(mariadb, open_logs):
+    url = mariadb.new_database()
+    with pytest.raises(InvalidOption, match="strict sql_mode"):
+        open_logs(f"{url}?sql_mode=ANSI").decision_log("any", Deadline(SOON))
+    for setting, wrong, right in (("innodb_flush_log_at_trx_commit", 2, 1), ("read_only", 1, 0)):
+        mariadb.run(url, f"SET GLOBAL {setting} = {wrong}")
+        with pytest.raises(InvalidOption, match=setting):
+            open_logs(url).decision_log("any", Deadline(SOON))
+        mariadb.run(url, f"SET GLOBAL {setting} = {right}")
+    append(open_logs(url).decision_log("any", Deadline(SOON)), b"0")
+
+
 @pytest.mark.parametrize(
     ("database", "error", "match"),
     [
+        ("sqlite+aiosqlite:///some.db", InvalidOption, "synchronous driver"),
         ("sqlite://", InvalidOption, "outlives"),
         ("sqlite:///:memory:", InvalidOption, "outlives"),
         ("nosuchdatabase://host/name", BackendMissing, "driver"),
@@ -243,13 +326,15 @@ def test_nothing_hangs_while_the_server_does(postgres, open_logs):
 
 
 @pytest.mark.live
-def test_a_log_outlives_kill_9_of_its_server(postgres, open_logs):
-    log = open_logs(postgres.new_database()).decision_log("killed", Deadline(SOON))
+@pytest.mark.parametrize("name", ["postgres", "mariadb"])
+def test_a_log_outlives_kill_9_of_its_server(request, open_logs, name):
+    server = request.getfixturevalue(name)
+    log = open_logs(server.new_database()).decision_log("killed", Deadline(SOON))
     told = append(log, *(b"%d" % number for number in range(20)))
-    postgres.kill()
+    server.kill()
     with pytest.raises(BrokerUnavailable):
         log.append(b"while it is gone", Deadline(0.5))
-    postgres.start()
+    server.start()
     (last,) = append(log, b"20")
     assert read(log) == [*((at, b"%d" % number) for number, at in enumerate(told)), (last, b"20")]
 

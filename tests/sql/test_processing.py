@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 import sqlalchemy as sa
@@ -18,6 +19,7 @@ import txnbridge
 from tests.core.processor_kit import LEASE_SECONDS, numbers, values
 from tests.sql.outbox_programs import Shop
 from tests.sql.test_database_chaos import started
+from tests.sql.test_log import confuse_names
 from txnbridge import (
     Abort,
     AccessDenied,
@@ -30,6 +32,7 @@ from txnbridge import (
     TransactionAborted,
 )
 from txnbridge.sql import Outbox
+from txnbridge.sql._database import is_failure, refuses_commit
 from txnbridge.sql.processing import DatabaseTransactions, _positions
 from txnbridge.testing import Child, next_commit
 
@@ -472,6 +475,8 @@ def test_a_message_behind_poison_is_not_judged_by_what_the_poison_has_written(br
 @pytest.fixture
 def customers(shop):
     """Make customers 1, 2 and 4, and let each row of the table `bought` need one when its transaction commits."""
+    if shop.database.startswith("mysql"):
+        pytest.skip("MariaDB checks no constraint at the commit")
     engine = sa.create_engine(shop.database)
     if shop.database.startswith("sqlite"):
         sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA foreign_keys=ON"))
@@ -557,19 +562,21 @@ def test_dead_letters_that_the_database_refuses_stop_the_processor(bridge, run, 
         run(each, poison=sa.exc.IntegrityError, dead_letter="dead", outbox=BOX, retry_for=5)
 
 
-def test_an_error_of_a_trigger_at_the_commit_is_the_handlers_as_well(bridge, shop, run):
-    if shop.database.startswith("sqlite"):
-        pytest.skip("SQLite has no triggers at the commit")
+@pytest.mark.parametrize("code", ["P0001", "22012", "54001", "XX000"])
+def test_an_error_of_a_trigger_at_the_commit_is_the_handlers_as_well(bridge, shop, run, code):
+    if not shop.database.startswith("postgresql"):
+        pytest.skip("only PostgreSQL has triggers at the commit")
     engine = sa.create_engine(shop.database)
     with engine.begin() as connection:
         for statement in (
-            "CREATE FUNCTION refuse() RETURNS trigger AS 'BEGIN RAISE EXCEPTION ''no''; END' LANGUAGE plpgsql",
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS"
+            f" 'BEGIN RAISE EXCEPTION ''no'' USING ERRCODE = ''{code}''; END'",
             "CREATE CONSTRAINT TRIGGER late AFTER INSERT ON done DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
             " WHEN (NEW.value = '2') EXECUTE FUNCTION refuse()",
         ):
             connection.exec_driver_sql(statement)
     feed(bridge, b"1", b"2", b"3")
-    settings = {"poison": sa.exc.ProgrammingError, "dead_letter": "dead", "outbox": BOX}
+    settings = {"poison": sa.exc.DBAPIError, "dead_letter": "dead", "outbox": BOX, "retry_for": 10}
     assert run(record, db=engine, **settings).dead_letters == 1
     assert sorted(done(shop.database)) == [b"1", b"3"]
     engine.dispose()
@@ -587,11 +594,108 @@ def test_a_handler_that_ends_the_transaction_itself_is_refused(bridge, shop, run
     assert done(shop.database) == []
 
 
+def end_by_text(db):
+    db.execute(sa.text("ROLLBACK"))
+
+
+def end_by_conflict(db):
+    with suppress(sa.exc.IntegrityError):
+        db.execute(sa.text("INSERT OR ROLLBACK INTO done (id, value) VALUES (1, '1')"))
+
+
+def end_by_definition(db):
+    db.execute(sa.text("CREATE TABLE more (id INTEGER)"))
+
+
+@pytest.mark.parametrize("end", [end_by_text, end_by_conflict, end_by_definition])
+def test_a_statement_that_ends_the_transaction_behind_sqlalchemy_stops_the_processor(bridge, shop, run, end):
+    needed = {end_by_conflict: "sqlite", end_by_definition: "mysql"}.get(end, "")
+    if not shop.database.startswith(needed):
+        pytest.skip("another database does so")
+
+    def each(message, db):
+        record(message, db)
+        if message.value == b"1":
+            end(db)
+
+    with bridge.transaction() as txn:
+        txn.send_many("in", [(value, b"key") for value in numbers(3)])
+    with pytest.raises(InvalidState, match="has ended the database transaction"):
+        run(each)
+    assert done(shop.database) == ([b"0", b"1"] if end is end_by_definition else [])
+    with bridge.consumer("in", group="g") as consumer:
+        assert len(consumer.poll(timeout=SOON)) == 3
+
+
+def test_groups_whose_names_differ_by_case_both_handle_all_messages(bridge, shop):
+    feed(bridge, *numbers(5))
+    for group in ("shipping", "Shipping", "shipping "):
+        processor = bridge.processor("in", group=group, each=record, db=shop.database)
+        processor.run(until_idle=True)
+        assert processor.stats.messages == 5
+    assert sorted(done(shop.database)) == sorted(3 * numbers(5))
+
+
+def test_a_table_of_positions_that_confuses_names_is_refused(shop, run):
+    if shop.database.startswith("postgresql"):
+        pytest.skip("PostgreSQL compares exactly")
+    confuse_names(shop.database, _positions)
+    with pytest.raises(InvalidOption, match="exactly"):
+        run(record)
+
+
+@pytest.mark.parametrize("new_database", [pytest.param("postgresql", marks=pytest.mark.live)], indirect=True, ids=str)
+@pytest.mark.parametrize("code", ["25P03", "25006", "25P02"])
+def test_a_transaction_that_postgresql_cannot_go_on_with_is_not_the_fault_of_a_message(bridge, shop, run, code):
+    failures = [code]
+
+    def each(message, db):
+        if failures:
+            failures.pop()
+            if code == "25P03":
+                db.execute(sa.text("SET idle_in_transaction_session_timeout = 100"))
+                time.sleep(0.5)
+            elif code == "25006":
+                db.execute(sa.text("SET TRANSACTION READ ONLY"))
+            else:
+                with suppress(sa.exc.DBAPIError):
+                    db.execute(sa.text("SELECT 1/0"))
+        record(message, db)
+
+    feed(bridge, b"1")
+    stats = run(each, dead_letter="dead", outbox=BOX, max_attempts=1)
+    assert (stats.dead_letters, done(shop.database)) == (0, [b"1"])
+
+
+@pytest.mark.parametrize(
+    ("error", "fails", "refuses"),
+    [
+        ("22012", False, True),
+        ("54001", False, True),
+        ("XX000", False, True),
+        ("P0001", False, True),
+        ("25P02", True, False),
+        ("25P03", True, False),
+        ("25006", True, False),
+        ("40001", True, False),
+        ("57P01", True, False),
+        ("08006", True, False),
+    ],
+)
+def test_an_answer_of_postgresql_says_whose_fault_it_is_and_whether_a_commit_happened(error, fails, refuses):
+    errors = pytest.importorskip("psycopg.errors")
+    given = sa.exc.DBAPIError.instance("COMMIT", {}, errors.lookup(error)("text"), errors.Error)
+    assert (is_failure(given), refuses_commit(given)) == (fails, refuses)
+    lost = sa.exc.OperationalError("COMMIT", {}, errors.OperationalError("the connection is lost"))
+    assert (is_failure(lost), refuses_commit(lost)) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
         ({"db": 7}, "db="),
         ({"db": "sqlite://"}, "outlives"),
+        ({"db": "sqlite+aiosqlite:///some.db"}, "synchronous driver"),
         ({"dead_letter": "dead"}, "outbox="),
         ({"retry": [10]}, "outbox="),
         ({"outbox": "shop"}, "outbox="),

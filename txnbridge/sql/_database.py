@@ -26,41 +26,66 @@ from txnbridge.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
     InvalidOption,
+    InvalidState,
+    NotSupported,
     OutcomeUnknown,
     StorageFailed,
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline
 
+# The savepoint at the begin of a transaction whose statements are a program's.
+_GUARD = "txnbridge_guard"
 # The pause before a retry after a temporary error: another process holds a lock, or the database is starting.
 RETRY_SECONDS = 0.05
 # The interval at which a thread that waits for the database checks whether its deadline was shortened.
 _TURN_SECONDS = 0.1
 _PERMISSION_DENIED = "42501"  # the SQLSTATE of a missing privilege
+# MariaDB's numbers of the same: its SQLSTATE is that of a syntax error.
+_DENIED_NUMBERS = (1044, 1142, 1143, 1227)
 _LOCK_NOT_AVAILABLE = "55P03"  # the SQLSTATE of a statement that has waited for a lock longer than `lock_timeout`
+_NO_SAVEPOINT = "3B001"  # the SQLSTATE of a savepoint that does not exist
+# Classes of SQLSTATEs by which a database fails, whatever the message: a lost connection, a transaction that cannot go
+# on, a deadlock, missing resources, a lock, an administrator, the disk.
+_FAILURE_CLASSES = ("08", "25", "40", "53", "55", "57", "58")
+_FAILURES = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
 
 T = TypeVar("T")
+
+# MariaDB's other collations take texts for equal that differ by case, accents or spaces at the end (hazard H120).
+EXACT_TEXT: dict[str, Any] = {
+    f"{dialect}_{option}": value
+    for dialect in ("mysql", "mariadb")
+    for option, value in (("engine", "InnoDB"), ("charset", "utf8mb4"), ("collate", "utf8mb4_nopad_bin"))
+}
 
 place = sa.Table(
     "txnbridge_place",
     sa.MetaData(),
     sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # always 1
     sa.Column("cluster", sa.String(36), nullable=False),
+    **EXACT_TEXT,
 )
 
 
 class Database:
     """A database by SQLAlchemy's URL, or by an `Engine`, which the caller closes. `what` names its use in error texts.
 
-    Raise `InvalidOption` for a database that does not outlive this process, `BackendMissing` if its driver is not
-    installed.
+    Raise `InvalidOption` for a database that does not outlive this process, and for an asynchronous driver unless all
+    calls are made `in_greenlet`; `BackendMissing` if the driver is not installed.
     """
 
-    def __init__(self, database: str | sa.Engine, what: str) -> None:
+    def __init__(self, database: str | sa.Engine, what: str, *, in_greenlet: bool = False) -> None:
         self._owned = isinstance(database, str)
-        self.engine = _make_engine(database, what) if isinstance(database, str) else database
-        if isinstance(self.engine.pool, StaticPool) or self.engine.url.database in (None, "", ":memory:"):
-            raise InvalidOption(f"{what} needs a database that outlives this process: name one in the URL")
+        self.engine = engine = _make_engine(database, what) if isinstance(database, str) else database
+        if not isinstance(engine, sa.Engine) or (engine.dialect.is_async and not in_greenlet):
+            raise InvalidOption(
+                f"{what} works on a thread of its own: give it the URL or an `Engine` of a synchronous driver, such as"
+                " postgresql+psycopg:// or sqlite://, not of an asynchronous one"
+            )
+        in_memory = engine.dialect.name == "sqlite" and engine.url.database in (None, "", ":memory:")
+        if isinstance(engine.pool, StaticPool) or (self._owned and in_memory):
+            raise InvalidOption(_not_outliving(what))
 
     def __repr__(self) -> str:
         return self.engine.url.render_as_string(hide_password=True)
@@ -206,6 +231,10 @@ def within(deadline: Deadline, work: Callable[[], T]) -> T:
     return future.result(0)
 
 
+def _not_outliving(what: str) -> str:
+    return f"{what} needs a database that outlives this process: name one in the URL"
+
+
 def _make_engine(url: str, what: str) -> sa.Engine:
     try:
         return sa.create_engine(url, pool_pre_ping=True, hide_parameters=True)
@@ -217,13 +246,15 @@ def _make_engine(url: str, what: str) -> sa.Engine:
 
 def make_tables(connection: sa.Connection, tables: Sequence[sa.Table], what: str) -> None:
     """Create missing tables with their indexes. If the user may not create tables, the error tells the statements."""
-    statements: list[sa.DDLElement] = [CreateTable(table, if_not_exists=True) for table in tables]
-    statements += [CreateIndex(index, if_not_exists=True) for table in tables for index in table.indexes]
+    known = sa.inspect(connection)
+    missing = [table for table in tables if not known.has_table(table.name, table.schema)]
+    statements: list[sa.DDLElement] = [CreateTable(table, if_not_exists=True) for table in missing]
+    statements += [CreateIndex(index, if_not_exists=True) for table in missing for index in table.indexes]
     try:
         for statement in statements:
             connection.execute(statement)
     except exc.DBAPIError as error:
-        if _state_of(error) != _PERMISSION_DENIED:
+        if not _is_denied(error):
             raise
         told = ";".join(str(each.compile(dialect=connection.dialect)).rstrip() for each in statements)
         raise AccessDenied(
@@ -233,14 +264,14 @@ def make_tables(connection: sa.Connection, tables: Sequence[sa.Table], what: str
 
 
 def insert_missing(connection: sa.Connection, table: sa.Table, **row: object) -> None:
-    """Insert a row, unless its primary key, one column, is there already."""
+    """Insert a row, unless its primary key, one column, is there already.
+
+    Raise `IntegrityError` if another process inserts it meanwhile: a transaction may not see that row, so `ask` begins
+    a new one (hazard H121).
+    """
     (key,) = table.primary_key.columns
     if connection.scalar(sa.select(key).where(key == row[key.name])) is None:
-        try:
-            with connection.begin_nested():
-                connection.execute(sa.insert(table).values(**row))
-        except exc.IntegrityError:
-            pass  # another process has inserted the row
+        connection.execute(sa.insert(table).values(**row))
 
 
 def database_id(connection: sa.Connection) -> str:
@@ -249,14 +280,33 @@ def database_id(connection: sa.Connection) -> str:
     return str(connection.scalar(sa.select(place.c.cluster).where(place.c.number == 1)))
 
 
-def begin_explicitly(connection: sa.Connection) -> None:
-    """Begin SQLite's transaction now, inside the begun transaction of SQLAlchemy.
+def begin_guarded(connection: sa.Connection) -> None:
+    """Begin the transaction now, inside the begun transaction of SQLAlchemy; see `require_not_ended`.
 
     Python's sqlite3 begins a transaction only at the first change, and a savepoint before that would commit.
     """
     driver: Any = connection.connection.driver_connection
     if connection.dialect.name == "sqlite" and not driver.in_transaction:
         connection.exec_driver_sql("BEGIN")
+    connection.exec_driver_sql(f"SAVEPOINT {_GUARD}")
+
+
+def require_not_ended(connection: sa.Connection) -> None:
+    """Raise `InvalidState` if the transaction that `begin_guarded` has begun has ended without SQLAlchemy.
+
+    A statement may roll back or commit (ROLLBACK as text, SQLite's ON CONFLICT ROLLBACK, a table's definition on
+    MariaDB), and a driver then begins another transaction by itself. A savepoint ends with its transaction (hazard
+    H122).
+    """
+    try:
+        connection.exec_driver_sql(f"RELEASE SAVEPOINT {_GUARD}")
+    except exc.DBAPIError as error:
+        if state_of(error) == _NO_SAVEPOINT or _number_of(error) == 1305 or "no such savepoint" in str(error.orig):
+            raise InvalidState(
+                "a statement has ended the database transaction: a ROLLBACK or COMMIT as text, ON CONFLICT ROLLBACK, a"
+                " trigger, or a statement that commits by itself"
+            ) from own(error)
+        raise
 
 
 @contextmanager
@@ -276,33 +326,75 @@ def lock_timeout(connection: sa.Connection, seconds: float) -> Iterator[None]:
 
 def is_locked(error: exc.OperationalError) -> bool:
     """Return whether a statement failed because another transaction had a lock for too long."""
-    return _state_of(error) == _LOCK_NOT_AVAILABLE or str(error.orig) == "database is locked"
+    return state_of(error) == _LOCK_NOT_AVAILABLE or str(error.orig) == "database is locked"
 
 
-def require_rollback(connection: sa.Connection, what: str, table: sa.Table, **trial: object) -> None:
-    """Raise `InvalidOption` if the engine commits each statement (isolation level AUTOCOMMIT).
+def commits_each_statement(connection: sa.Connection) -> bool:
+    """Return whether the driver has no transaction open and begins none (isolation level AUTOCOMMIT)."""
+    pooled: Any = connection.connection
+    try:
+        if not connection.dialect.detect_autocommit_setting(pooled.dbapi_connection):
+            return False
+    except NotImplementedError:
+        return False
+    driver = pooled.driver_connection
+    status = getattr(getattr(driver, "info", None), "transaction_status", 0)  # psycopg's; 0 is idle
+    return not (status or getattr(driver, "in_transaction", False))
 
-    `trial` is a row for `table` with a random value, so that it can be told from all other rows.
+
+def require_suitable(connection: sa.Connection, what: str, table: sa.Table, name: str, **row: object) -> None:
+    """Raise `InvalidOption` if the engine commits each statement (isolation level AUTOCOMMIT), or confuses names.
+
+    The trial is a row for `table`, with a random text in the column `name`, that is rolled back.
     """
-    connection.execute(table.insert().values(**trial))
+    column, trial = table.c[name], f"{uuid.uuid4().hex}-a"
+    connection.execute(table.insert().values(**{name: trial}, **row))
+    confused = connection.scalar(sa.select(column).where(column.in_([trial.replace("-a", "-A"), f"{trial} "])))
     connection.rollback()
-    left = sa.and_(*(table.c[name] == value for name, value in trial.items()))
-    if connection.scalar(sa.select(sa.func.count()).select_from(table).where(left)):
-        connection.execute(table.delete().where(left))
+    if connection.scalar(sa.select(column).where(column == trial)) is not None:
+        connection.execute(table.delete().where(column == trial))
         connection.commit()
-        raise InvalidOption(f"db= commits each statement by itself (AUTOCOMMIT): {what} needs transactions")
+        raise InvalidOption(f"{what} needs transactions: this engine commits each statement by itself (AUTOCOMMIT)")
+    if confused is not None:
+        raise InvalidOption(
+            f"{what} needs texts that are compared exactly, but to the table {table.name} 'a' is the same as 'A' or"
+            f" 'a '. On MariaDB: ALTER TABLE {table.name} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin"
+        )
 
 
 def require_durable(connection: sa.Connection, what: str) -> None:
-    """Raise an error for a database that confirms commits before they are durable, and for a read-only replica."""
-    if connection.dialect.name == "sqlite":
+    """Raise an error for a database that is not supported, forgets confirmed commits, or is a read-only replica."""
+    dialect: Any = connection.dialect
+    if dialect.name == "sqlite":
+        if not connection.exec_driver_sql("PRAGMA database_list").all()[0][2]:  # the file of "main"
+            raise InvalidOption(_not_outliving(what))
         if int(connection.exec_driver_sql("PRAGMA synchronous").scalar() or 0) < 2:
             raise InvalidOption(f"{what} needs SQLite with PRAGMA synchronous=FULL")
-    elif connection.dialect.name == "postgresql":
+    elif dialect.name == "postgresql":
         if connection.exec_driver_sql("SHOW synchronous_commit").scalar() == "off":
             raise InvalidOption(f"{what} needs PostgreSQL with synchronous_commit at least local, not off")
         if connection.exec_driver_sql("SELECT pg_is_in_recovery()").scalar():
             raise InvalidOption(f"{what} needs PostgreSQL's primary: this server is a replica")
+    elif getattr(dialect, "is_mariadb", False):
+        _require_durable_mariadb(connection, what)
+    else:
+        raise NotSupported(f"{what} takes PostgreSQL, MariaDB and SQLite, not {dialect.name}")
+
+
+def _require_durable_mariadb(connection: sa.Connection, what: str) -> None:
+    found = connection.exec_driver_sql("SHOW VARIABLES")
+    settings = {str(name): str(value) for name, value in found}
+    for wrong, needed in (
+        (settings.get("innodb_flush_log_at_trx_commit") not in ("1", "3"), "innodb_flush_log_at_trx_commit=1"),
+        # Without that a crash may lose the end of the binary log, and then InnoDB rolls its transactions back.
+        (settings["log_bin"] == "ON" and settings["sync_binlog"] != "1", "sync_binlog=1, because it has a binary log"),
+        ("STRICT" not in settings["sql_mode"], "a strict sql_mode, such as STRICT_TRANS_TABLES"),
+        (settings["read_only"] == "ON", "read_only=OFF: this server is a replica"),
+        # A commit on one node is not seen on the others at once.
+        (settings.get("wsrep_on") == "ON", "wsrep_on=OFF: a cluster of Galera is not supported"),
+    ):
+        if wrong:
+            raise InvalidOption(f"{what} needs MariaDB with {needed}")
 
 
 def own(error: exc.SQLAlchemyError) -> BaseException:
@@ -310,24 +402,48 @@ def own(error: exc.SQLAlchemyError) -> BaseException:
     return getattr(error, "orig", None) or error
 
 
+def is_failure(error: BaseException) -> bool:
+    """Return whether an error says that the database fails, and nothing about what was written."""
+    state = state_of(error)
+    if state and state != "HY000":  # MariaDB's for all other errors
+        return state.startswith(_FAILURE_CLASSES)
+    return isinstance(error, _FAILURES)
+
+
 def refuses_commit(error: exc.DBAPIError) -> bool:
     """Return whether a failed commit certainly did not happen, because of what was written.
 
-    A constraint is violated that the database checks only at the commit, or a trigger has raised an error then.
+    A constraint is violated that the database checks only at the commit, or a trigger has failed then. PostgreSQL
+    answers so before it commits.
     """
-    return isinstance(error, exc.IntegrityError) or (isinstance(error, exc.ProgrammingError) and bool(_state_of(error)))
+    if isinstance(error, exc.IntegrityError):
+        return True
+    severity = getattr(getattr(error.orig, "diag", None), "severity_nonlocalized", None)
+    answered = bool(state_of(error)) and severity in (None, "ERROR") and not error.connection_invalidated
+    return answered and _number_of(error) is None and not is_failure(error)
 
 
-def _state_of(error: exc.DBAPIError) -> str:
+def state_of(error: BaseException) -> str:
     """Return the SQLSTATE of an error, or an empty text."""
-    return str(getattr(error.orig, "sqlstate", "") or "")
+    driver = getattr(error, "orig", None)
+    return str(getattr(driver, "sqlstate", None) or getattr(driver, "pgcode", None) or "")
+
+
+def _number_of(error: BaseException) -> int | None:
+    """Return MariaDB's number of an error, or None."""
+    arguments = getattr(getattr(error, "orig", None), "args", ())
+    return arguments[0] if arguments and isinstance(arguments[0], int) else None
+
+
+def _is_denied(error: exc.DBAPIError) -> bool:
+    return state_of(error) == _PERMISSION_DENIED or _number_of(error) in _DENIED_NUMBERS
 
 
 def in_our_words(error: exc.SQLAlchemyError, what: str) -> TxnBridgeError:
     """Return the error of txnbridge that says the same as a database's; `what` names the work that failed."""
     text = f"{what}: {own(error)}".strip()
     if isinstance(error, exc.DBAPIError):
-        if _state_of(error) == _PERMISSION_DENIED:
+        if _is_denied(error):
             return AccessDenied(text)
         # Two processes may create a table or row at the same time: the retry of the second one finds it.
         if isinstance(error, exc.OperationalError | exc.InterfaceError | exc.IntegrityError):

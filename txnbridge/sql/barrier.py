@@ -45,14 +45,15 @@ from txnbridge.sql._database import (
     RETRY_SECONDS,
     Commit,
     Database,
-    begin_explicitly,
+    begin_guarded,
     database_id,
     is_locked,
     lock_timeout,
     make_tables,
     place,
     require_durable,
-    require_rollback,
+    require_not_ended,
+    require_suitable,
 )
 
 _log = logging.getLogger("txnbridge")
@@ -196,12 +197,10 @@ def open_place(database: Database, deadline: Deadline, *, to_write: bool) -> str
 
     def create(connection: sa.Connection) -> None:
         require_durable(connection, _WHAT)
-        if not sa.inspect(connection).has_table(_rows.name):
-            make_tables(connection, (place, _rows), _WHAT)
+        make_tables(connection, (place, _rows), _WHAT)
 
     def check(connection: sa.Connection) -> None:
-        trial = {"group": "", "transaction": random_name(16), "decision": "abort", "ended_at": 0}
-        require_rollback(connection, "a transaction", _rows, **trial)
+        require_suitable(connection, _WHAT, _rows, "transaction", group="", decision="abort", ended_at=0)
 
     for each in (create, check) if to_write else (create,):
         database.ask(f"opening {_WHAT}", each, deadline)
@@ -290,7 +289,7 @@ class Barriers:
         return BarrierTransaction(connection, barrier, resolver, id, session, owned, timeout)
 
     def _open(self, engine: sa.Engine, group: str, deadline: Deadline) -> BarrierTable:
-        database = Database(engine, _WHAT)
+        database = Database(engine, _WHAT, in_greenlet=True)
         with self._lock:
             place = self._places.get(engine)
         if place is None:
@@ -399,7 +398,7 @@ class BarrierTransaction(HalfTransaction):
         try:
             db.begin()
             self._sql = sql = db if self._session is None else db.connection()
-            begin_explicitly(sql)
+            begin_guarded(sql)
             now = int(sql.scalar(sa.select(self._barrier.clock)))
             self._deadline_at = now + int(self._deadline.seconds * 1000)
             sa.event.listen(sql, "commit", self._refuse_commit)
@@ -473,6 +472,7 @@ class BarrierTransaction(HalfTransaction):
         def work() -> bool:
             sound = False
             try:
+                require_not_ended(self._sql)
                 with self._connection.events.step("database.barrier", self._id) as found:
                     found["inserted"] = inserted = self._insert(row)
                 if inserted:
@@ -494,7 +494,8 @@ class BarrierTransaction(HalfTransaction):
         except Exception as error:
             if commit.asked:
                 return self._settle(error)
-            self._error = TransactionAborted(f"transaction {self._id} was rolled back: {_told(error)}")
+            kind = InvalidState if isinstance(error, InvalidState) else TransactionAborted
+            self._error = kind(f"transaction {self._id} was rolled back: {_told(error)}")
             self._error.__cause__ = error
         return Decision.ABORT
 

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from txnbridge.errors import BrokerUnavailable, InvalidOption, PositionLost, StorageFailed
 from txnbridge.spi import Deadline, DecisionLog, Position
 from txnbridge.sql._database import (
+    EXACT_TEXT,
     RETRY_SECONDS,
     Database,
     database_id,
@@ -22,6 +23,7 @@ from txnbridge.sql._database import (
     make_tables,
     place,
     require_durable,
+    require_suitable,
 )
 
 _LONGEST_NAME = 255
@@ -37,6 +39,7 @@ _logs = sa.Table(
     sa.Column("name", sa.String(_LONGEST_NAME), primary_key=True),
     sa.Column("first", sa.BigInteger, nullable=False),  # the number of the first record that is not trimmed
     sa.Column("next", sa.BigInteger, nullable=False),  # the number that the next appended record gets
+    **EXACT_TEXT,
 )
 _records = sa.Table(
     "txnbridge_log_records",
@@ -44,6 +47,7 @@ _records = sa.Table(
     sa.Column("log", sa.String(_LONGEST_NAME), primary_key=True),
     sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("record", sa.LargeBinary(1 << 24), nullable=False),
+    **EXACT_TEXT,
 )
 
 _WHAT = "the decision log"
@@ -52,9 +56,9 @@ _WHAT = "the decision log"
 class SqlLogs:
     """The store of all decision logs in one database, for `connect(decision_log=…)`.
 
-    `database` is SQLAlchemy's URL, or an `Engine`, which the caller closes. The tables are created at first use; if the
-    user may not create tables, the error contains the statements. Raise `InvalidOption` for a database that does not
-    outlive this process, `BackendMissing` if the database's driver is not installed.
+    `database` is SQLAlchemy's URL, or an `Engine`, which the caller closes, of PostgreSQL, MariaDB or SQLite. The
+    tables are created at first use; if the user may not create tables, the error contains the statements. Raise
+    `InvalidOption` for a database that does not outlive this process, `BackendMissing` if its driver is not installed.
     """
 
     def __init__(self, database: str | sa.Engine) -> None:
@@ -67,14 +71,19 @@ class SqlLogs:
     def cluster(self, deadline: Deadline) -> str:
         """Return the id of this database for tokens; the database stores the id, which its first user makes."""
         if self._cluster is None:
-            self._cluster = self._database.ask("opening the decision logs", self._open, deadline)
+            what = "opening the decision logs"
+            self._database.ask(what, self._create, deadline)
+            self._database.ask(what, self._check, deadline)
+            self._cluster = self._database.ask(what, database_id, deadline)
         return self._cluster
 
-    def _open(self, connection: sa.Connection) -> str:
+    def _create(self, connection: sa.Connection) -> None:
         require_durable(connection, _WHAT)
-        if not sa.inspect(connection).has_table(_records.name):
-            make_tables(connection, (_logs, place, _records), _WHAT)
-        return database_id(connection)
+        make_tables(connection, (_logs, place, _records), _WHAT)
+
+    def _check(self, connection: sa.Connection) -> None:
+        require_suitable(connection, _WHAT, _logs, "name", first=0, next=0)
+        require_suitable(connection, _WHAT, _records, "log", position=0, record=b"")
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
         """Return the decision log of this name, and create it if it does not exist."""

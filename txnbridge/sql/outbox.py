@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy import exc, orm
+from sqlalchemy.dialects import mysql
+from sqlalchemy.util.concurrency import in_greenlet
 
 from txnbridge._plugins import plugins
 from txnbridge._topic import Topic, encode_message
-from txnbridge.errors import InvalidOption, StorageFailed
+from txnbridge.errors import InvalidOption, InvalidState, StorageFailed
 from txnbridge.spi import RawHeaders
+from txnbridge.sql._database import EXACT_TEXT, commits_each_statement
 
 _NAME = re.compile(r"[a-z_][a-z0-9_]{0,39}")
 _LARGEST_VALUE = 1 << 30  # of a column, in bytes; some databases have a smaller type for smaller columns
@@ -49,7 +52,7 @@ class Outbox:
             raise InvalidOption(f"this metadata has an outbox {name!r} already: use one `Outbox` for both") from error
         self._insert = sa.insert(self.rows).inline()
         self._insert_in_order = _insert_in_order(self.rows)
-        self._row_class: Any = type("OutboxRow", (), {})
+        self._row_class: Any = type("PendingRow", (_PendingRow,), {})
         orm.registry(metadata=metadata).map_imperatively(self._row_class, self.rows)
 
     def __repr__(self) -> str:
@@ -78,10 +81,12 @@ class Outbox:
 
         A relay publishes the message after the commit of this transaction. Messages with the same topic and key are
         published in the order in which their transactions commit; on PostgreSQL transactions that send the same key
-        wait for each other for that. There a session stores a message with a key at once, as a connection does. Other
-        messages are stored when the session is flushed, and with an `AsyncSession` all are.
+        wait for each other for that. The message is stored at once; with an `AsyncSession` when it is flushed, unless
+        `send` is called inside `run_sync`.
 
-        Raise `InvalidOption` for a message that cannot be encoded. Only the relay learns what the broker accepts.
+        Raise `InvalidOption` for a message that cannot be encoded, for a connection that commits each statement by
+        itself (AUTOCOMMIT), and for a session with a transaction in another database besides. Only the relay learns
+        what the broker accepts.
         """
         encoded = encode_message(topic, value, key, headers, _header_makers())
         if partition is not None and (type(partition) is not int or partition < 0):
@@ -98,30 +103,41 @@ class Outbox:
             "state": WAITING,
             "changed_at": int(time.time() * 1000),
         }
-        if (sync := getattr(to, "sync_session", None)) is not None:
-            to = sync
-        if isinstance(to, sa.Connection):
-            statement, row = self._statement(to.dialect, row)
-            to.execute(statement, row)
-        elif isinstance(to, orm.Session | orm.scoped_session):
-            dialect = to.get_bind(self._row_class).dialect
-            if encoded.key is None or dialect.name != "postgresql":
-                self._add(to, row)
-            elif dialect.is_async:
-                self._add(to, row | {"id": self._id_in_order(dialect, row)})
-            else:
-                statement, row = self._statement(dialect, row)
-                with to.no_autoflush:  # objects of the program may be unfinished
-                    to.execute(statement, row, bind_arguments={"mapper": self._row_class})
-        else:
+        session = getattr(to, "sync_session", to)
+        if isinstance(session, orm.scoped_session):
+            session = session()
+        if isinstance(session, sa.Connection):
+            self._store(session, row)
+        elif not isinstance(session, orm.Session):
             raise InvalidOption(
                 f"an outbox sends to a Session, AsyncSession or Connection of SQLAlchemy, not {type(to).__name__}"
             )
+        elif session.get_bind(self._row_class).dialect.is_async and not in_greenlet():
+            self._add(session, row)
+        else:
+            connection = session.connection(bind_arguments={"mapper": self._row_class})
+            _listen(session)
+            _require_one_database(session, connection)
+            self._store(connection, row)
+
+    def _store(self, connection: sa.Connection, row: dict[str, Any]) -> None:
+        if commits_each_statement(connection):
+            raise InvalidOption(
+                f"outbox {self.name!r} needs a transaction, but this connection commits each statement by itself"
+                " (AUTOCOMMIT): a message would be published although its transaction is rolled back"
+            )
+        statement, row = self._statement(connection.dialect, row)
+        connection.execute(statement, row)
 
     def _add(self, session: Any, row: Mapping[str, Any]) -> None:
+        """Let a session store a row when it is flushed, and refuse a commit if the session has forgotten the row."""
+        dialect = session.get_bind(self._row_class).dialect
+        if row["key"] is not None and dialect.name == "postgresql":
+            row = {**row, "id": self._id_in_order(dialect, row)}
         made = self._row_class()
         for name, column in row.items():
             setattr(made, name, column)
+        _listen(session)
         session.add(made)
 
     def _statement(self, dialect: sa.Dialect, row: dict[str, Any]) -> tuple[sa.Insert, dict[str, Any]]:
@@ -146,6 +162,63 @@ class Outbox:
         return sa.case((sa.cast(locked, sa.Text).is_not(None), sa.func.nextval(sequence)))
 
 
+class _PendingRow:
+    """Base of the objects by which an `AsyncSession` stores rows when it is flushed."""
+
+
+def _require_one_database(session: orm.Session, connection: sa.Connection) -> None:
+    """Raise `InvalidOption` if the session's transaction is in another database besides, now or later (hazard H124)."""
+    session.info[Outbox] = connection.engine.pool
+    root: Any = session.get_transaction()
+    for used, *_ in root._connections.values():  # SQLAlchemy has no public name for them
+        _refuse_second_database(session, root, used)
+
+
+def _refuse_second_database(session: orm.Session, _: object, connection: sa.Connection) -> None:
+    if connection.engine.pool is not session.info.get(Outbox, connection.engine.pool):
+        raise InvalidOption(
+            "the session has sent to an outbox in a transaction in two databases, whose commits are two: use a session"
+            " for each"
+        )
+
+
+def _note_forgotten(session: orm.Session, made: object) -> None:
+    if isinstance(made, _PendingRow):
+        session.info[_PendingRow] = True
+
+
+def _end_transaction(session: orm.Session, transaction: orm.SessionTransaction) -> None:
+    session.info.pop(_PendingRow, None)  # a rollback, also of a savepoint, forgets rows rightly
+    if transaction.parent is None:
+        session.info.pop(Outbox, None)
+
+
+def _refuse_commit(session: orm.Session) -> None:
+    if session.info.pop(_PendingRow, None):
+        raise InvalidState(
+            "the session was told to forget a message of an outbox (expunge) before it was flushed, so it does not"
+            " commit: flush before, or send inside run_sync"
+        )
+
+
+_LISTENERS: dict[str, Any] = {
+    "after_begin": _refuse_second_database,
+    "pending_to_transient": _note_forgotten,
+    "after_transaction_end": _end_transaction,
+    "before_commit": _refuse_commit,
+}
+
+
+def _listen(session: orm.Session) -> None:
+    for event, listener in _LISTENERS.items():
+        if not sa.event.contains(session, event, listener):
+            sa.event.listen(session, event, listener)
+
+
+class DamagedRow(StorageFailed):
+    """The row of an outbox does not have what `Outbox.send` has written."""
+
+
 class OutboxRow(NamedTuple):
     """One message of an outbox, as it is stored; see `unpacked_headers`."""
 
@@ -159,12 +232,14 @@ class OutboxRow(NamedTuple):
 
 
 def unpacked_headers(text: str | None) -> RawHeaders:
-    """Return a row's headers. Raise `StorageFailed` if they are damaged."""
+    """Return a row's headers. Raise `DamagedRow` if they are damaged."""
     try:
         pairs = json.loads(text) if text is not None else []
-        return tuple((str(name), None if value is None else value.encode("latin-1")) for name, value in pairs)
+        headers = tuple((str(name), None if value is None else value.encode("latin-1")) for name, value in pairs)
+        "".join(name for name, _ in headers).encode()  # JSON may have halves of characters
+        return headers
     except (ValueError, TypeError, AttributeError, RecursionError):  # the error's text would quote the headers
-        raise StorageFailed("the headers of a message in the outbox are damaged") from None
+        raise DamagedRow("the headers of a message in the outbox are damaged") from None
 
 
 def _packed(headers: RawHeaders) -> str | None:
@@ -196,6 +271,7 @@ def _insert_in_order(rows: sa.Table) -> sa.Insert:
 
 def _rows_table(name: str, metadata: sa.MetaData) -> sa.Table:
     number = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite numbers only rows of INTEGER PRIMARY KEY
+    text = _long_text()
     return sa.Table(
         f"{name}_outbox",
         metadata,
@@ -203,14 +279,21 @@ def _rows_table(name: str, metadata: sa.MetaData) -> sa.Table:
         sa.Column("topic", sa.String(249), nullable=False),
         sa.Column("key", sa.LargeBinary(_LARGEST_VALUE)),
         sa.Column("value", sa.LargeBinary(_LARGEST_VALUE)),
-        sa.Column("headers", sa.Text),
+        sa.Column("headers", text),
         sa.Column("partition", sa.Integer),
         sa.Column("timestamp", sa.BigInteger),  # of the message, in milliseconds since 1970
         sa.Column("state", sa.SmallInteger, nullable=False),
         sa.Column("changed_at", sa.BigInteger, nullable=False),  # when `state` was set, in milliseconds since 1970
-        sa.Column("reason", sa.Text),  # why a parked row could not be published
+        sa.Column("reason", text),  # why a parked row could not be published
         sa.Index(f"{name}_outbox_state", "state", "id"),
+        sqlite_autoincrement=True,  # SQLite would use the numbers of deleted rows again (hazard H123)
+        **EXACT_TEXT,
     )
+
+
+def _long_text() -> sa.types.TypeEngine[str]:
+    """Return the type of texts that may be long: MariaDB's TEXT has 64 KiB only."""
+    return sa.Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
 
 
 def _state_table(name: str, metadata: sa.MetaData) -> sa.Table:
@@ -221,7 +304,8 @@ def _state_table(name: str, metadata: sa.MetaData) -> sa.Table:
         sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # always 1
         sa.Column("version", sa.BigInteger, nullable=False),  # incremented by each change
         sa.Column("relay", sa.String(255)),  # the relay that made the last change, unless it has ended
-        sa.Column("token", sa.Text),  # of the transaction with the batch; None if there is no batch
-        sa.Column("batch", sa.Text),  # the ids of the batch's rows, as ranges: "1-3,7"
+        sa.Column("token", _long_text()),  # of the transaction with the batch; None if there is no batch
+        sa.Column("batch", _long_text()),  # the ids of the batch's rows, as ranges: "1-3,7"
         sa.Column("parked", sa.BigInteger, nullable=False),  # the number of parked rows
+        **EXACT_TEXT,
     )

@@ -30,15 +30,18 @@ from txnbridge._transaction_state import State
 from txnbridge.errors import Conflict, Fenced, InvalidOption, InvalidState, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Partition
 from txnbridge.sql._database import (
+    EXACT_TEXT,
     Commit,
     Database,
-    begin_explicitly,
+    begin_guarded,
     in_our_words,
+    is_failure,
     make_tables,
     own,
     refuses_commit,
     require_durable,
-    require_rollback,
+    require_not_ended,
+    require_suitable,
 )
 from txnbridge.sql.outbox import Outbox
 
@@ -51,8 +54,6 @@ _LONGEST_NAME = 255
 _ACKNOWLEDGE_SECONDS = 0.1
 # The seconds for which the end of a failed transaction waits for the database.
 _CLOSE_SECONDS = 5.0
-# Errors by which a database fails, whatever the message: a lost connection, a lock, a deadlock.
-_FAILURES = (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)
 
 _positions = sa.Table(
     "txnbridge_positions",
@@ -63,6 +64,7 @@ _positions = sa.Table(
     sa.Column("partition", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("topic_id", sa.String(_LONGEST_NAME), nullable=False),  # empty if the broker has no ids of topics
     sa.Column("processed", sa.String(_LONGEST_NAME), nullable=False),  # the last processed position, as JSON
+    **EXACT_TEXT,
 )
 _p = _positions.c
 
@@ -123,7 +125,7 @@ class DatabaseTransactions:
         """Create missing tables, and look up the topics' ids. Raise `InvalidOption` for an unsuitable database."""
         deadline = self._connection.deadline()
         self.database.ask(f"opening {_WHAT}", self._create, deadline)
-        self.database.ask(f"opening {_WHAT}", self._require_rollback, deadline)
+        self.database.ask(f"opening {_WHAT}", self._check, deadline)
         self._topic_ids = self._present_ids(deadline)
 
     def close(self) -> None:
@@ -131,14 +133,11 @@ class DatabaseTransactions:
 
     def _create(self, connection: sa.Connection) -> None:
         require_durable(connection, _WHAT)
-        known = sa.inspect(connection)
-        tables = [_positions, *(self.outbox.tables if self.outbox else ())]
-        if missing := [table for table in tables if not known.has_table(table.name, table.schema)]:
-            make_tables(connection, missing, _WHAT)
+        make_tables(connection, [_positions, *(self.outbox.tables if self.outbox else ())], _WHAT)
 
-    def _require_rollback(self, connection: sa.Connection) -> None:
-        trial = {"cluster": random_name(16), "group": "", "topic": "", "partition": 0}
-        require_rollback(connection, "a processor", _positions, **trial, topic_id="", processed="")
+    def _check(self, connection: sa.Connection) -> None:
+        row = {"cluster": "", "topic": "", "partition": 0, "topic_id": "", "processed": ""}
+        require_suitable(connection, _WHAT, _positions, "group", **row)
 
     # --- what is processed --------------------------------------------------------------------------------------------
 
@@ -247,7 +246,7 @@ class DatabaseTransactions:
         def connect() -> sa.Connection:
             connection = self.database.engine.connect()
             connection.begin()
-            begin_explicitly(connection)
+            begin_guarded(connection)
             return connection
 
         connection = self.database.run(f"beginning a transaction in {_WHAT}", connect, deadline, Commit())
@@ -258,6 +257,7 @@ class DatabaseTransactions:
 
         def work() -> dict[Partition, _Stored]:
             try:
+                require_not_ended(txn.connection)
                 stored = self.store(txn.connection, ends)
                 try:
                     commit.run(txn.connection)
@@ -354,7 +354,7 @@ class DatabaseTransaction:
 
     def note(self, error: Exception) -> None:
         """Note an error of the handler: the transaction fails if the database, not the message, caused it."""
-        if self.state is State.OPEN and any(isinstance(each, _FAILURES) for each in causes(error)):
+        if self.state is State.OPEN and any(map(is_failure, causes(error))):
             self.state, self._cause = State.FAILED, error
 
     def send(self, topic: str, value: Any, *, key: Any, headers: Iterable[tuple[str, Any]]) -> None:
@@ -362,7 +362,9 @@ class DatabaseTransaction:
         assert self._owner.outbox is not None
         try:
             self._owner.outbox.send(self.connection, topic, value, key=key, headers=headers)
-        except _FAILURES as error:
+        except exc.SQLAlchemyError as error:
+            if not is_failure(error):
+                raise
             raise in_our_words(error, f"sending to an outbox in {_WHAT}") from own(error)
 
     def ack(self, messages: Iterable[Message]) -> None:

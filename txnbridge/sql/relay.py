@@ -13,10 +13,10 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import sqlalchemy as sa
 
@@ -28,6 +28,7 @@ from txnbridge._token import Outcome
 from txnbridge._transaction import Transaction
 from txnbridge.capabilities import Capabilities, Capability
 from txnbridge.errors import (
+    DeadlineExceeded,
     DeliveryFailed,
     EvidenceLost,
     Fenced,
@@ -38,19 +39,29 @@ from txnbridge.errors import (
     OutcomeUnknown,
     TxnBridgeError,
 )
-from txnbridge.sql._database import Database, insert_missing, make_tables, require_durable
-from txnbridge.sql.outbox import PARKED, PUBLISHED, WAITING, Outbox, OutboxRow, unpacked_headers
+from txnbridge.sql._database import (
+    EXACT_TEXT,
+    Database,
+    insert_missing,
+    make_tables,
+    require_durable,
+    require_suitable,
+)
+from txnbridge.sql.outbox import PARKED, PUBLISHED, WAITING, DamagedRow, Outbox, OutboxRow, unpacked_headers
 
 _log = logging.getLogger("txnbridge")
 
 # The pauses before the next attempt after an error: each is twice as long, from the first to the last.
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 10.0
-# The errors by which a broker refuses a message for ever.
-_REFUSALS = (InvalidOption, NotFound, NotSupported)
+# The errors by which a broker, or what is stored, refuses a message for ever.
+_REFUSALS = (InvalidOption, NotFound, NotSupported, DamagedRow)
 # A message that could not be delivered so many times, although its broker answers, is parked.
 _DELIVERIES = 3
-# The size of one batch, in bytes of keys and values.
+# The size of one batch, in bytes of keys, values and headers, without its last row.
 _BATCH_BYTES = 16_000_000
+# After a look into the database that took long and brought nothing to publish, the relay rests for this many times as
+# long, but not longer than the seconds.
+_REST, _LONGEST_REST = 9, 5.0
 # The number of ranges of ids in one statement: some databases limit the depth of an expression.
 _RANGES = 200
 # The number of rows that are taken from the driver at a time, because single rows take longer.
@@ -59,6 +70,17 @@ _ROWS = 100
 _LOOK_SECONDS = 5.0
 # The interval at which published rows that are kept are looked at.
 _PURGE_SECONDS = 10.0
+
+
+def _clusters(schema: str | None) -> sa.Table:
+    """Return the table that says to which broker's cluster the messages of each outbox go."""
+    return sa.Table(
+        "txnbridge_outbox_clusters",
+        sa.MetaData(schema=schema),
+        sa.Column("outbox", sa.String(40), primary_key=True),
+        sa.Column("cluster", sa.String(255), nullable=False),
+        **EXACT_TEXT,
+    )
 
 
 class OutboxState(NamedTuple):
@@ -88,28 +110,45 @@ class OutboxStore:
 
     def __init__(self, outbox: Outbox, database: str | sa.Engine) -> None:
         self._rows, self._state = outbox.rows, outbox.state
-        self._tables = outbox.tables
+        self._name = outbox.name
+        self._clusters = _clusters(self._state.schema)
+        self._tables = (*outbox.tables, self._clusters)
         waiting = self._rows.c.state == WAITING
         columns = [self._state.c[name] for name in OutboxState._fields]
         self._select_state = sa.select(*columns)
         self._look = sa.select(*columns, sa.exists().where(waiting).select_from(self._rows))
-        self._select_waiting = sa.select(*(self._rows.c[name] for name in OutboxRow._fields)).where(waiting)
+        self._select_rows = sa.select(*(self._rows.c[name] for name in OutboxRow._fields))
         self._what = f"the outbox {outbox.name!r}"
         self._database = Database(database, self._what)
 
     def close(self) -> None:
         self._database.close()
 
-    def open(self, deadline: Deadline) -> None:
-        """Create the outbox's tables and its state if they do not exist."""
+    def open(self, cluster: str, deadline: Deadline) -> None:
+        """Create missing tables and the outbox's state. Raise `InvalidOption` if its rows go to another cluster."""
 
         def create(connection: sa.Connection) -> None:
             require_durable(connection, self._what)
-            if not sa.inspect(connection).has_table(self._state.name, self._state.schema):
-                make_tables(connection, self._tables, self._what)
-            insert_missing(connection, self._state, number=1, version=0, parked=0)
+            make_tables(connection, self._tables, self._what)
 
-        self._database.ask(f"opening {self._what}", create, deadline)
+        def check(connection: sa.Connection) -> None:
+            require_suitable(connection, self._what, self._rows, "topic", state=PUBLISHED, changed_at=0)
+
+        def insert(connection: sa.Connection) -> None:
+            insert_missing(connection, self._state, number=1, version=0, parked=0)
+            insert_missing(connection, self._clusters, outbox=self._name, cluster=cluster)
+
+        def read(connection: sa.Connection) -> str:
+            c = self._clusters.c
+            return str(connection.scalar(sa.select(c.cluster).where(c.outbox == self._name)))
+
+        for each in (create, check, insert):
+            self._database.ask(f"opening {self._what}", each, deadline)
+        if (known := self._database.ask(f"opening {self._what}", read, deadline)) != cluster:
+            raise InvalidOption(
+                f"{self._what} is published on the cluster {known}, and this bridge is connected to another, {cluster}:"
+                f" connect to the first, or delete the row of {self._clusters.name} to publish what waits on the second"
+            )
 
     def exists(self, deadline: Deadline) -> bool:
         def look(connection: sa.Connection) -> bool:
@@ -135,19 +174,34 @@ class OutboxStore:
         state = OutboxState(*columns)
         if state.token is not None or not some_wait:
             return state, []
-        wanted = self._select_waiting
+        r = self._rows.c
+        sizes = (sa.func.coalesce(sa.func.length(column), 0) for column in (r.key, r.value, r.headers))
+        first = sa.select(r.id, sum(sizes, sa.literal_column("0")).label("size"))
+        first = first.where(r.state == WAITING).order_by(r.id)
         if ordered and state.parked:
-            parked = self._rows.alias()
-            same = (parked.c.topic == self._rows.c.topic) & (parked.c.key == self._rows.c.key)
-            wanted = wanted.where(~sa.exists().where(parked.c.state == PARKED, same))
-        found, size = [], 0
-        with connection.execute(wanted.order_by(self._rows.c.id).limit(limit)) as rows:
-            for row in map(OutboxRow._make, chain.from_iterable(rows.partitions(_ROWS))):
-                found.append(row)
-                size += len(row.key or b"") + len(row.value or b"")
-                if size > _BATCH_BYTES:
-                    break
-        return state, found
+            first = self._without_held(first, connection.dialect)
+        found = first.limit(limit).subquery().c
+        before = sa.func.sum(found.size).over(order_by=found.id, rows=(None, 0)) - found.size
+        sized = sa.select(found.id, before.label("before")).subquery()
+        wanted = self._select_rows.join(sized, sized.c.id == r.id).where(sized.c.before < _BATCH_BYTES)
+        with connection.execute(wanted.order_by(r.id)) as rows:
+            return state, list(map(OutboxRow._make, chain.from_iterable(rows.partitions(_ROWS))))
+
+    def _without_held(self, rows: sa.Select[Any], dialect: sa.Dialect) -> sa.Select[Any]:
+        """Leave out rows that have the topic and key of a parked row.
+
+        Each form lets its database make a table of these topics and keys once, and look each row up there: SQLite reads
+        all of NOT IN for a row that is not in it, MariaDB makes such a table only for NOT IN, and only of short texts.
+        """
+        parked, r = self._rows.alias().c, self._rows.c
+        of_parked = (parked.state == PARKED) & parked.key.is_not(None)
+        if dialect.name in ("mysql", "mariadb"):
+            key, parked_key = (sa.func.coalesce(sa.func.sha2(each, 256), "") for each in (r.key, parked.key))
+            keys = sa.select(parked.topic, parked_key).where(of_parked)
+            return rows.where(r.key.is_(None) | sa.tuple_(r.topic, key).not_in(keys))
+        held = sa.select(parked.topic, parked.key).where(of_parked).distinct().subquery()
+        same = (held.c.topic == r.topic) & (held.c.key == r.key)
+        return rows.outerjoin(held, same).where(held.c.topic.is_(None))
 
     def count(self, deadline: Deadline) -> int:
         """Return how many rows wait."""
@@ -368,7 +422,7 @@ class Relay(Service):
                 if opened:
                     worked = self._work()
                 else:
-                    self._store.open(self._look_deadline())
+                    self._store.open(self._connection.broker.cluster, self._look_deadline())
                     worked = opened = True
             except (EvidenceLost, InvalidToken) as error:
                 self._failing_since = self._failing_since or float("-inf")
@@ -379,7 +433,8 @@ class Relay(Service):
             except TxnBridgeError as error:
                 if self._connection.closed:
                     return
-                if not opened and isinstance(error, InvalidOption):  # a database that is not suitable stays so
+                # A database that is not suitable stays so.
+                if not opened and isinstance(error, InvalidOption | NotSupported):
                     raise
                 self._failing_since = self._failing_since or time.monotonic()
                 _log.warning("the %s retries in %.1f s: %s", self._name, pause, error)
@@ -398,10 +453,12 @@ class Relay(Service):
     def _work(self) -> bool:
         """End the stored batch, or publish a new one. Return False if there is nothing to do for this relay."""
         waiting, self._waiting = self._waiting, None
-        state, rows = waiting or self._store.waiting(self._limit, self._ordered, self._look_deadline())
+        began = time.monotonic()
+        state, rows = waiting or self._read()
         if state.token is None and not rows:
             self._seen = (-1, 0.0)
             self._purge()
+            self._stop.sleep(min(_REST * (time.monotonic() - began), _LONGEST_REST))
             return False
         if not self._may_work(state):
             return False
@@ -410,6 +467,19 @@ class Relay(Service):
         else:
             self._publish(state.version, rows)
         return True
+
+    def _read(self) -> Waiting:
+        with self._fewer_if_slow():
+            return self._store.waiting(self._limit, self._ordered, self._look_deadline())
+
+    @contextmanager
+    def _fewer_if_slow(self) -> Iterator[None]:
+        """Let the next look read fewer rows if the database or the network was too slow for so many."""
+        try:
+            yield
+        except DeadlineExceeded:
+            self._limit = max(1, self._limit // 2)
+            raise
 
     def _look_deadline(self) -> Deadline:
         return Deadline(min(_LOOK_SECONDS, self._connection.timeout))
@@ -494,7 +564,7 @@ class Relay(Service):
 
         Return False if another relay has ended the batch.
         """
-        with self._connection.events.step("outbox.delete"):
+        with self._fewer_if_slow(), self._connection.events.step("outbox.delete"):
             self._waiting = self._store.end_batch_and_read(
                 token,
                 batch,
