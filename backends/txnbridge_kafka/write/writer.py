@@ -257,9 +257,17 @@ class KafkaWriter(Writer):
         self.quick[topic] = self._producer().produce
 
     def _check_group(self, group: str, deadline: Deadline) -> None:
+        """Before a group's first offsets, write this id's missing markers in the partition that keeps them.
+
+        A writer whose user may not see `__consumer_offsets`, as in most clouds, logs a warning and continues.
+        """
         if self.session.previous_transaction is not None:
-            count = self._cluster.topics.partitions(OFFSETS_TOPIC, deadline)
-            self.session.write_missing_markers([offsets_partition(group, count)], deadline)
+            try:
+                count = self._cluster.topics.partitions(OFFSETS_TOPIC, deadline)
+            except AccessDenied as error:
+                _log.warning("without the right to describe, hanging transactions cannot be looked for: %s", error)
+            else:
+                self.session.write_missing_markers([offsets_partition(group, count)], deadline)
         self._checked_groups.add(group)
 
     def _wait_for_buffer_space(self) -> None:
