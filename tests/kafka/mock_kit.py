@@ -71,6 +71,10 @@ class MockCluster:
             self._cluster, ctypes.c_int16(KEYS[request]), ctypes.c_size_t(len(codes)), array
         )
 
+    def fail_topic(self, topic: str, code: int) -> None:
+        """Answer questions about a topic with this error; with 0 the topic is as it was."""
+        self._library.rd_kafka_mock_topic_set_error(self._cluster, topic.encode(), code)
+
     def heal(self) -> None:
         for key in KEYS.values():
             self._library.rd_kafka_mock_clear_request_errors(self._cluster, ctypes.c_int16(key))
