@@ -49,7 +49,7 @@ def write_exactly_once(
             "write_exactly_once() does not know which query this is: call it in foreachBatch, or give query= (its id)"
             " or txnAppId= (a name of yours)"
         )
-    columns = Columns.of(df.schema, parsed.topic)
+    columns = Columns.of(df.schema, parsed.topic, parsed.timestamps)
     _driver.check_broker(parsed, query)
     identity = BatchId(query, parsed.sink, (parsed.version or 0) + batch_id, run or _run_of(df, query_id))
     call = _Call(identity, parsed, df.select(*sorted(columns.names)))

@@ -93,7 +93,7 @@ def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: s
             'what is published stays published, so nothing can be overwritten: use mode("append"), or for a stream'
             ' outputMode("append")'
         )
-    columns = Columns.of(schema, options.topic)
+    columns = Columns.of(schema, options.topic, options.timestamps)
     check_broker(options, query)
     return columns
 

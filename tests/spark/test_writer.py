@@ -55,7 +55,7 @@ def test_every_column_of_the_kafka_sink_arrives(spark, url):
         " headers array<struct<key:string,value:binary>>"
     )
     frame = spark.createDataFrame(rows, schema).withColumn("timestamp", F.col("seconds").cast("timestamp"))
-    frame.write.format("txnbridge").option("url", url).mode("append").save()
+    frame.write.format("txnbridge").options(url=url, includeTimestamp="true").mode("append").save()
     with txnbridge.connect(url) as bridge:
         by_value = {message.value: message for name in (topic, other) for message in bridge.read(name, 10)}
     assert by_value.keys() == {b"one", None, b""}
@@ -63,6 +63,12 @@ def test_every_column_of_the_kafka_sink_arrives(spark, url):
     assert (one.key, one.partition, one.timestamp, one.headers.all("a")) == (b"k", 2, 1_700_000_000_500, ["1", "2"])
     assert (by_value[None].topic, by_value[None].key) == (other, None)
     assert (by_value[b""].key, by_value[b""].partition) == (b"", 0)
+
+
+def test_rows_with_an_old_timestamp_get_the_time_of_their_writing(spark, sink):
+    before = int(time.time() * 1000)
+    writer(numbers(spark, 3).selectExpr("value", "timestamp '2001-01-01' as timestamp"), sink).save()
+    assert [message.timestamp >= before for message in read(sink)] == [True] * 3
 
 
 def test_an_empty_frame_is_written(spark, sink):
