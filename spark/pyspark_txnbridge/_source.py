@@ -183,7 +183,8 @@ def _micro_batch(options: SinkOptions) -> BatchId:
     query, batch, run = (context.getLocalProperty(name) for name in names)
     if not (query and batch and run):
         raise NotSupported("this Spark does not tell a task which micro-batch it belongs to; PySpark 4.1 and 4.3 do")
-    return BatchId(options.app_id or query, options.sink, (options.version or 0) + int(batch), run)
+    number = (options.version or 0) + int(batch)
+    return BatchId(options.app_id or query, options.sink, number, run, checkpoint=query)
 
 
 def _context() -> TaskContext:

@@ -596,3 +596,21 @@ def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_ro
         with pytest.raises(InvalidOption, match="txnVersion used twice"):
             run_batch(sink, BatchId(job, "sink", version or 0, new_run()), other)
     assert published(sink) == [0, 1, 2, 3, 4]
+
+
+@mostly_embedded
+def test_a_streams_batches_under_a_name_are_numbered_without_gaps_and_in_one_way_for_each_checkpoint(url):
+    job = f"job-{new_run()}"
+    sink = options(url, topic=f"out-{new_run()}", txnAppId=job)
+    first = BatchId(job, "sink", 0, new_run(), checkpoint="one")
+    run_batch(sink, first, FIRST)
+    changed = replace(first, batch=1, run=new_run())  # batch 0, from txnVersion=1 on
+    with pytest.raises(InvalidOption, match="numbers its batches from txnVersion=0, and now from 1"):
+        run_batch(replace(sink, version=1), changed, FIRST)
+    with pytest.raises(BatchInDoubt, match="--skip 0"):
+        run_batch(sink, replace(first, run=new_run()), SECOND)
+    with pytest.raises(InvalidOption, match=r"not the next one after batch 0.*txnVersion=1"):
+        run_batch(replace(sink, version=2), BatchId(job, "sink", 2, new_run(), checkpoint="two"), SECOND)
+    run_batch(replace(sink, version=1), BatchId(job, "sink", 1, new_run(), checkpoint="two"), SECOND)
+    assert published(sink) == list(range(8))
+    assert left_open(sink, job) == []
