@@ -129,7 +129,14 @@ def check_log(session: SinkSession, options: SinkOptions, identity: BatchId) -> 
     if identity.query.startswith(NAMELESS) or has_history(session, identity.path):
         return
     first = options.version or 0
-    if identity.batch > first and not identity.job:
+    if identity.attempt is not None and identity.batch > first:
+        # A function of foreachBatch often leaves out batches without rows, also the first ones.
+        _log.warning(
+            "%s is the first one that its decision log (%s) knows. If an earlier batch was published, the log was"
+            " deleted, or an option that is part of its name has changed: this batch may then be published twice",
+            *(identity, options.application(identity.query)),
+        )
+    elif identity.batch > first and not identity.job:
         raise EvidenceLost(
             f"{identity} comes, and its decision log ({options.application(identity.query)}) knows of no batch before."
             " Nothing was published. If transactionalIdPrefix, decisionLog or the broker has changed, change it back."
