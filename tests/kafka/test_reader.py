@@ -426,7 +426,8 @@ def test_a_header_name_that_is_not_utf_8_is_delivered_with_replaced_bytes(cluste
     for _ in range(2):
         produce(cluster.bootstrap, topic, (b"\xfffirst", b"f"), (b"good", b"g"), (b"\xfflast", b"l"))
     produce(cluster.bootstrap, topic)
-    member, found = join(topic, None), []
+    member = join(topic, None)
+    found: list[Any] = []
     while len(found) < 4:
         for each in getattr(member.reader, read)(10, Deadline(1)):
             found += each.headers if read == "poll_columns" else [list(each.headers.raw) or None]
