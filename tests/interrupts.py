@@ -1,10 +1,12 @@
 """Exceptions from signal handlers, such as Ctrl-C in a notebook, which may come into any call at any point.
 
-Here one comes at the entry of one function of txnbridge. The program catches it and goes on.
+Here one comes at the entry of one function of txnbridge, or behind one call that such a function makes: Python runs
+signal handlers there. The program catches it and goes on.
 """
 
 from __future__ import annotations
 
+import dis
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +20,15 @@ class Interrupted(BaseException):
     """What the signal handler raises."""
 
 
-def interrupted_everywhere(act: Callable[[], Any], recover: Callable[[], Any]) -> int:
-    """Run `act`, interrupted at its first function entry, and `recover`; then at the second, to the last; how many."""
+def interrupted_everywhere(
+    act: Callable[[], Any], recover: Callable[[], Any], behind_calls_in: Sequence[str] | None = None
+) -> int:
+    """Run `act`, interrupted at its first function entry, and `recover`; then at the second, to the last; how many.
+
+    With `behind_calls_in` it is interrupted behind each call in these files instead, with () in all files.
+    """
     number = 0
-    while where := interrupted_at(act, number + 1):
+    while where := interrupted_at(act, number + 1, behind_calls_in):
         number += 1
         try:
             recover()
@@ -30,21 +37,38 @@ def interrupted_everywhere(act: Callable[[], Any], recover: Callable[[], Any]) -
     return number
 
 
-def interrupted_at(act: Callable[[], Any], number: int) -> str:
-    """Run it, interrupted at one function entry; where that is, or nothing if there are not so many."""
+def interrupted_at(act: Callable[[], Any], number: int, behind_calls_in: Sequence[str] | None = None) -> str:
+    """Run it, interrupted at one such point; where that is, or nothing if there are not so many."""
     left = number
     where = ""
 
-    def trace(frame: FrameType, event: str, arg: object) -> None:
+    def count(frame: FrameType) -> None:
         nonlocal left, where
-        code = frame.f_code
-        ours = "txnbridge" in code.co_filename
-        if ours and not _is_finalizing(frame):
-            left -= 1
-            if not left:
-                sys.settrace(None)
-                where = f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
-                raise Interrupted(where)
+        left -= 1
+        if not left:
+            sys.settrace(None)
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+            raise Interrupted(where)
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        name = frame.f_code.co_filename
+        if "txnbridge" not in name or _is_finalizing(frame):
+            return None
+        if behind_calls_in is None:
+            return count(frame)
+        if behind_calls_in and not name.endswith(tuple(behind_calls_in)):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        last = ""  # the name of the instruction before the next one
+
+        def trace_instructions(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal last
+            before, last = last, dis.opname[frame.f_code.co_code[frame.f_lasti]] if event == "opcode" else ""
+            if before.startswith("CALL") and left > 0:
+                count(frame)
+            return trace_instructions
+
+        return trace_instructions
 
     sys.settrace(trace)
     try:

@@ -653,16 +653,18 @@ class Bridge:
         if is_calling:  # raising here would make the program believe that the interrupted commit had failed
             _log.info("%r takes no new calls; it is let go by the next close(), after the call that runs", self)
             return
-        if not self._closing.acquire(timeout=deadline.left()):
-            _log.warning("closing: another thread has been closing %r for %g s", self, deadline.seconds)
-            return
+        held: list[bool] = []
         try:
+            if not deadline.acquire(self._closing, held):
+                _log.warning("closing: another thread has been closing %r for %g s", self, deadline.seconds)
+                return
             if not self._let_go:
                 self._stop_services(services)  # calls that have begun meanwhile
                 self._close(deadline)
                 self._let_go = True
         finally:
-            self._closing.release()
+            if held:
+                self._closing.release()
         self._warn_of_aborted()
 
     def _warn_of_aborted(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from threading import TIMEOUT_MAX
+from threading import TIMEOUT_MAX, Lock, RLock
 
 from txnbridge.errors import DeadlineExceeded, InvalidOption
 
@@ -52,6 +52,15 @@ class Deadline:
     def shorten(self, at: float) -> None:
         """Move the deadline to the time `at` of the monotonic clock if that is earlier."""
         self.at = min(self.at, at)
+
+    def acquire(self, lock: Lock | RLock, held: list[bool]) -> bool:
+        """Acquire a lock by the deadline, and append True to `held`; return whether the lock is acquired.
+
+        A signal handler's exception may come behind any call, but not between these two steps, which are one call for
+        Python. So call this in a `try` whose `finally` releases the lock if `held` has an entry.
+        """
+        held.extend(filter(None, map(lock.acquire, (True,), (self.left(),))))
+        return bool(held)
 
     def check(self, what: str) -> None:
         """Raise `DeadlineExceeded` if the deadline has passed; `what` names the work for the error's text."""

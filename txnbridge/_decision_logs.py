@@ -95,16 +95,18 @@ class DecisionLogs:
         """Return a decision log by its name, which the bridge opens once and closes itself."""
         if (found := self._opened.get(name)) is not None:
             return found
-        if not self._opening.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(f"another thread opened a decision log for longer than {deadline.seconds:g} s")
+        held: list[bool] = []
         try:
+            if not deadline.acquire(self._opening, held):
+                raise DeadlineExceeded(f"another thread opened a decision log for longer than {deadline.seconds:g} s")
             if name not in self._opened:
                 self._opened[name] = self.open(name, deadline)
             if self._closed:  # a broker may send check-backs, which open logs, until the broker itself is closed
                 close_logging_errors(self._opened[name].close)
             return self._opened[name]
         finally:
-            self._opening.release()
+            if held:
+                self._opening.release()
 
     def _place(self, deadline: Deadline) -> str | None:
         """Return the id, as in tokens, of the store of decision logs; None if they are on the bridge's broker."""

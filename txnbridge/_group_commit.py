@@ -119,8 +119,12 @@ class GroupCommit:
         transactions = self.writers.open_transactions
         if self.writers.has_abandoned or len(transactions) < self._beyond:
             return None
-        transactions.add(parameters.transaction)
-        return Member(self, parameters)
+        try:
+            transactions.add(parameters.transaction)
+            return Member(self, parameters)
+        except BaseException:  # perhaps from a signal handler
+            transactions.discard(parameters.transaction)
+            raise
 
     def close(self) -> None:
         """Ask the thread to end after the batches of members that have joined."""
@@ -148,20 +152,13 @@ class GroupCommit:
         """Make a transaction a member of the next batch; start the thread if there is none."""
         self._joined.put(member)
         if self._role:
-            try:
-                self._role.pop()
-            except IndexError:  # another thread was quicker
-                return
-            try:
-                threading.Thread(
-                    target=_commit_batches,
-                    args=(weakref.ref(self), self._joined, self._role),
-                    name=f"txnbridge group commit {self._connection.name}",
-                    daemon=True,
-                ).start()
-            except BaseException:
-                self._role.append(None)
-                raise
+            # The new thread takes the role itself: a signal handler's exception may end this call at any point.
+            threading.Thread(
+                target=_commit_batches,
+                args=(weakref.ref(self), self._joined, self._role),
+                name=f"txnbridge group commit {self._connection.name}",
+                daemon=True,
+            ).start()
 
     def commit_batch(self, first: Member) -> None:
         """Commit a batch that begins with the member `first`, and tell its members the outcome."""
@@ -204,7 +201,7 @@ class GroupCommit:
         member: Member | None = first
         with suppress(Empty):
             while member is not None:
-                if member.claim():
+                if member.claim(members):
                     members.append(member)
                     messages -= len(member.kept)
                     size -= member.bytes
@@ -226,22 +223,30 @@ class GroupCommit:
 
 
 def _commit_batches(reference: weakref.ref[GroupCommit], joined: SimpleQueue[Member | None], role: list[None]) -> None:
+    """Commit batches until the bridge is closed or idle, unless another thread does."""
+    while True:
+        try:
+            role.pop()
+        except IndexError:  # another thread was quicker
+            return
+        try:
+            _commit_until_idle(reference, joined)
+        finally:
+            role.append(None)
+        # A member may have joined before the role was given back. Then either this thread or the member's takes it.
+        if joined.empty():
+            return
+
+
+def _commit_until_idle(reference: weakref.ref[GroupCommit], joined: SimpleQueue[Member | None]) -> None:
     """Commit batches until the bridge is closed or idle. An idle thread keeps no bridge from garbage collection."""
     while True:
         try:
             first = joined.get(timeout=_IDLE_SECONDS)
         except Empty:
-            first = None
+            return
         if first is None:
-            role.append(None)
-            # A member may have joined before the role was given back. Then either this thread or the member's takes it.
-            if joined.empty():
-                return
-            try:
-                role.pop()
-            except IndexError:
-                return
-            continue
+            return
         group = reference()
         if group is not None:  # the member refers to it
             group.commit_batch(first)
@@ -303,7 +308,7 @@ class Member(TakenWriter, Writer):
         self.kept: list[KeptMessage] = []
         self.bytes = 0
         self._group = group
-        self._claim: list[None] = [None]  # whoever removes the only entry decides whether a batch has this member
+        self._claimed_by: dict[None, object] = {}  # by the only key: a batch's members, or this transaction itself
         self._over = False  # whether the batch has ended
         self._ended = threading.Lock()  # released when the batch has ended
         self._ended.acquire()
@@ -466,7 +471,7 @@ class Member(TakenWriter, Writer):
 
     def withdraw(self) -> bool:
         """Leave the next batch after `join_from_loop`; return False if the batch has begun."""
-        if not self.claim():
+        if not self.claim(self):
             return False
         self._joined, self._withdrawn = False, True
         return True
@@ -486,7 +491,7 @@ class Member(TakenWriter, Writer):
             if not self._joined:
                 self._group.join(self)
         except RuntimeError:  # no thread can be started
-            if self.claim():
+            if self.claim(self):
                 return False
         self._wait(deadline)
         if self._shared is not None and self._shared.state is State.COMMITTED:
@@ -500,16 +505,16 @@ class Member(TakenWriter, Writer):
         """Wait for the end of the batch, which comes by its deadline, or withdraw at the transaction's deadline."""
         while not self._over:
             self._ended.acquire(timeout=min(max(deadline.left(), 0.01), self._group.checks))
-            if deadline.expired and self.claim():
+            if deadline.expired and self.claim(self):
                 deadline.check("waiting for a writer")
 
-    def claim(self) -> bool:
-        """Decide whether a batch takes this member, or its own thread: return True to the first caller."""
-        try:
-            self._claim.pop()
-        except IndexError:
-            return False
-        return True
+    def claim(self, claimant: object) -> bool:
+        """Decide whether a batch takes this member, or its own thread; return whether it is the claimant's.
+
+        The claimant is the list of a batch's members, or this transaction. A repeated call has the same answer, because
+        a signal handler's exception may end the thread's call after its decision.
+        """
+        return self._claimed_by.setdefault(None, claimant) is claimant
 
     def end(self, shared: SharedTransaction | None, error: BaseException | None) -> None:
         """Note the end of the batch, and wake the member's thread."""
@@ -524,7 +529,7 @@ class Member(TakenWriter, Writer):
     def state_after_interrupt(self) -> State:
         if self.writer is not None:
             return State.UNKNOWN
-        if not self.claim():
+        if not self.claim(self):
             self._wait(self.parameters.deadline)
         if self._shared is not None and self._shared.state is State.COMMITTED:
             return State.COMMITTED

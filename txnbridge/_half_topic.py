@@ -299,10 +299,12 @@ class GroupTopic:
         # Mostly a resolver of this process joins the group.
         while not self._group_exists.wait(min(_JOIN_SECONDS, deadline.left())):
             deadline.check(f"opening half topic {self._name!r}")
-            if self._turn.acquire(blocking=False):
-                try:
+            held: list[bool] = []
+            try:
+                if Deadline(0).acquire(self._turn, held):
                     self._open_consumer(deadline).close()
-                finally:
+            finally:
+                if held:
                     self._turn.release()
 
     def _join(self, deadline: Deadline) -> RawConsumer:
@@ -326,9 +328,10 @@ class GroupTopic:
     # --- resolving --------------------------------------------------------------------------------------------------
 
     def checks(self, limit: int, deadline: Deadline) -> list[Half]:
-        if not self._turn.acquire(timeout=deadline.left()):
-            return []
+        held: list[bool] = []
         try:
+            if not deadline.acquire(self._turn, held):
+                return []
             while True:
                 self._work(deadline)
                 if due := self._due(limit):
@@ -336,7 +339,8 @@ class GroupTopic:
                 if deadline.expired:
                     return []
         finally:
-            self._turn.release()
+            if held:
+                self._turn.release()
 
     def leave(self) -> None:
         """Publish what this process has committed, and leave the group."""

@@ -50,18 +50,20 @@ class Service(ConnectionUser):
 
         Errors of the broker are logged and retried; raise any other error.
         """
-        if not self._running.acquire(blocking=False):
-            raise InvalidState(f"this {self._name} runs already")
-        self._connection.services.add(self)
+        held: list[bool] = []
         try:
+            if not Deadline(0).acquire(self._running, held):
+                raise InvalidState(f"this {self._name} runs already")
+            self._connection.services.add(self)
             with self._stop.by_signals(), suppress(StopNow):
                 self._loop()
         finally:
-            self._connection.services.discard(self)
-            try:
-                self._leave()
-            finally:
-                self._running.release()
+            if held:
+                self._connection.services.discard(self)
+                try:
+                    self._leave()
+                finally:
+                    self._running.release()
 
     def start(self) -> None:
         """Call `run` on a new thread."""

@@ -168,8 +168,8 @@ class Transaction(ConnectionUser):
         turn = self._turn
         try:
             quick = turn.pop()
-        except IndexError:
-            raise self._busy("send") from None
+        except BaseException as error:
+            raise self._not_entered("send", error) from None
         try:
             if self._state is not _OPEN:
                 raise self._refusal("send")
@@ -236,7 +236,10 @@ class Transaction(ConnectionUser):
         timestamp: int | None,
     ) -> None:
         """Add a message that was encoded before, as `send` does; plug-ins have added their headers to it already."""
-        quick = self._enter("send")
+        try:
+            quick = self._turn.pop()
+        except BaseException as error:
+            raise self._not_entered("send", error) from None
         try:
             if self._state is not _OPEN:
                 raise self._refusal("send")
@@ -287,7 +290,10 @@ class Transaction(ConnectionUser):
         Raise the errors of `send`, with the number of the item. After any error the transaction can only be aborted,
         because the items before the failing one were taken already.
         """
-        quick = self._enter("send_many")
+        try:
+            quick = self._turn.pop()
+        except BaseException as error:
+            raise self._not_entered("send_many", error) from None
         try:
             if self._state is not _OPEN:
                 raise self._refusal("send_many")
@@ -339,7 +345,10 @@ class Transaction(ConnectionUser):
         self._acknowledge((message,), up_to=True)
 
     def _acknowledge(self, messages: tuple[Message, ...], up_to: bool) -> None:
-        quick = self._enter("ack")
+        try:
+            quick = self._turn.pop()
+        except BaseException as error:
+            raise self._not_entered("ack", error) from None
         try:
             if self._state is not _OPEN:
                 raise self._refusal("ack")
@@ -365,7 +374,10 @@ class Transaction(ConnectionUser):
         Raise `TransactionAborted` (or a subclass) if it was aborted, `Fenced` if a newer owner has opened the
         transactional id, or `OutcomeUnknown` with the token by which to ask for the outcome later.
         """
-        quick = self._enter("commit")
+        try:
+            quick = self._turn.pop()
+        except BaseException as error:
+            raise self._not_entered("commit", error) from None
         try:
             if self._prepare:
                 raise InvalidState("a transaction with prepare=True is committed by its token: bridge.commit(token)")
@@ -393,7 +405,10 @@ class Transaction(ConnectionUser):
 
     def abort(self) -> None:
         """Abort the transaction now. A failed transaction allows only this call. A second abort has no effect."""
-        quick = self._enter("abort")
+        try:
+            quick = self._turn.pop()
+        except BaseException as error:
+            raise self._not_entered("abort", error) from None
         try:
             if self._state is State.ABORTED:
                 return
@@ -412,7 +427,10 @@ class Transaction(ConnectionUser):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         quiet = isinstance(error, Abort)
-        turn = self._enter("the end of the block")
+        try:
+            quick = self._turn.pop()
+        except BaseException as interrupt:
+            raise self._not_entered("the end of the block", interrupt) from None
         try:
             if self._state in _UNFINISHED:
                 if error is None:
@@ -423,7 +441,7 @@ class Transaction(ConnectionUser):
                 self._connection.check_process()
                 raise TransactionAborted(f"transaction {self.id} was aborted: its bridge was closed meanwhile")
         finally:
-            self._turn.append(turn)
+            self._turn.append(quick)
         return quiet
 
     def _finish_or_abort(self) -> None:
@@ -580,16 +598,16 @@ class Transaction(ConnectionUser):
 
     # --- guards ---------------------------------------------------------------------------------------------------
 
-    def _enter(self, call: str) -> Any:
-        """Lock the transaction for one call. The lock is `_turn`, a list with one entry.
+    def _not_entered(self, call: str, error: BaseException) -> BaseException:
+        """Return the error of a call that could not take the entry of `_turn`, which is the transaction's lock.
 
-        Take the entry out and return it; the call appends it again at its end. Raise `InvalidState` if another
-        call on the transaction is running.
+        A call takes the entry out, and appends it again at its end. So `IndexError` means that another call on the
+        transaction is running. Any other error is a signal handler's, and the entry is restored: it may be taken out.
         """
-        try:
-            return self._turn.pop()
-        except IndexError:
-            raise self._busy(call) from None
+        if isinstance(error, IndexError):
+            return self._busy(call)
+        self._turn[:] = [None if self._slow else self._writer.quick]
+        return error
 
     def _busy(self, call: str) -> TxnBridgeError:
         self._connection.check_process()
@@ -628,16 +646,19 @@ class Transaction(ConnectionUser):
         until = time.monotonic() + patience
         while True:
             try:
-                quick = self._enter("fail")
-                try:
-                    self._fail(error)
-                finally:
-                    self._turn.append(quick)
-                return
-            except InvalidState:
+                quick = self._turn.pop()
+            except IndexError:
                 if time.monotonic() >= until:
                     return
-            time.sleep(_TURN_SECONDS)
+                time.sleep(_TURN_SECONDS)
+                continue
+            except BaseException as interrupt:
+                raise self._not_entered("fail", interrupt) from None
+            try:
+                self._fail(error)
+            finally:
+                self._turn.append(quick)
+            return
 
     def _end_from_outside(self, deadline: Deadline) -> bool:
         """Abort because the bridge is being closed, unless a call on the transaction is running, or about to end it.
@@ -647,9 +668,11 @@ class Transaction(ConnectionUser):
         if self._is_ending:
             return False
         try:
-            quick = self._enter("close")
-        except InvalidState:
+            quick = self._turn.pop()
+        except IndexError:
             return False
+        except BaseException as error:
+            raise self._not_entered("close", error) from None
         try:
             if self._state not in _UNFINISHED:
                 return False

@@ -68,16 +68,18 @@ class Writers:
         A bridge without a given transactional id calls this only at its first transaction.
         """
         connection = self._connection
-        if not self._opening.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(f"another thread opened the writers for longer than {deadline.seconds:g} s")
+        held: list[bool] = []
         try:
+            if not deadline.acquire(self._opening, held):
+                raise DeadlineExceeded(f"another thread opened the writers for longer than {deadline.seconds:g} s")
             if self._idle is None:
                 with connection.events.step("writer.open", count=self._size):
                     self._idle = connection.broker.open_writers(
                         connection.identity, self._size, self._ledger(), deadline
                     )
         finally:
-            self._opening.release()
+            if held:
+                self._opening.release()
 
     def take(self, begin: Begin, *, running: bool = False) -> TakenWriter:
         """Wait for a free writer until the transaction's deadline, and take it.

@@ -84,11 +84,11 @@ class KafkaTopics:
             )
         return count
 
-    def require(self, topic: str, partition: int | None, deadline: Deadline) -> int:
+    def require(self, topic: str, partition: int | None, deadline: Deadline, create: bool = True) -> int:
         """Return how many partitions a topic has. Raise `NotFound` if the topic or the partition is missing."""
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
-        count = self.partitions(topic, deadline, at_least=(partition or 0) + 1)
+        count = self.partitions(topic, deadline, at_least=(partition or 0) + 1, create=create)
         if partition is not None and partition >= count:
             raise NotFound(f"{topic} has {count} partitions, so there is no partition {partition}")
         return count

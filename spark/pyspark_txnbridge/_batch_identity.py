@@ -18,7 +18,8 @@ class BatchId:
 
     `attempt` is set in `foreachBatch`, where one run may write a batch several times: it is the number of the attempt
     that the driver decides. `job` is True for a batch job: `query` is then its name (txnAppId, or a generated one) and
-    `batch` its version (txnVersion, or 0). Such a batch is skipped if a later version is published.
+    `batch` its version (txnVersion, or 0). Such a batch is skipped if a later version is published. `checkpoint` is the
+    id that Spark keeps in a stream's checkpoint, also if the option txnAppId names the query; empty if Spark hides it.
     """
 
     query: str
@@ -27,6 +28,7 @@ class BatchId:
     run: str
     attempt: int | None = None
     job: bool = False
+    checkpoint: str = ""
 
     @property
     def path(self) -> tuple[str, str]:

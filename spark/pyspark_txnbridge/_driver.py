@@ -30,13 +30,16 @@ from pyspark_txnbridge._transaction_cleanup import (
     abort_open,
     ask_all,
     check_log,
+    check_number,
     finish,
     finish_decided,
+    first_number,
     in_doubt,
     is_done,
     lost_parts,
     mark_done,
     other_rows,
+    record_first_number,
     unfinished,
 )
 from txnbridge import (
@@ -171,6 +174,7 @@ def _commit(session: SinkSession, options: SinkOptions, identity: BatchId, writt
     decisions = session.decisions
     opening = decisions.open(identity.path, name=identity.run)
     check_log(session, options, identity)
+    check_number(session, identity)
     if is_done(session, identity):
         published = _check_repetition(session, identity)
         decided_at = began
@@ -220,6 +224,7 @@ def _decide(session: SinkSession, identity: BatchId, opening: Opening, written: 
     attempts = {part.attempt for part in written} or {identity.attempt or 0}
     if len(attempts) > 1:
         raise _given_up(identity)
+    record_first_number(session, identity, opening)
     count = _total(written)
     total = {"rows": count.rows, "fingerprint": count.fingerprint, "run": identity.run}
     return _claim(session, identity, opening, attempts.pop(), written, total)
@@ -328,7 +333,8 @@ def _check_rows(
 ) -> None:
     """Raise `BatchInDoubt` if a repeated batch has other rows than those that were published (None: nothing was).
 
-    With the option `txnAppId`, by which the program numbers its batches itself, raise `InvalidOption` instead.
+    With the option `txnAppId`, by which the program numbers its batches itself, raise `InvalidOption` instead, unless
+    this checkpoint has published the batch.
     """
     if published is None:
         return
@@ -336,7 +342,7 @@ def _check_rows(
     same = count.rows == published["rows"]
     if same and (options.nondeterministic or count.fingerprint == published["fingerprint"]):
         return
-    if options.app_id is None:
+    if options.app_id is None or (not identity.job and first_number(session, identity) is not None):
         raise other_rows(session, identity, published["rows"], count.rows)
     raise InvalidOption(
         f"{identity} is done, with {published['rows']} rows; now it has {count.rows}, or other rows, which were not"

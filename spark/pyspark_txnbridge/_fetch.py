@@ -10,7 +10,7 @@ from pyspark_txnbridge._garbage import begin_call
 from pyspark_txnbridge._kept_bridges import ClientPool
 from pyspark_txnbridge._offset_ranges import RECREATED, OffsetRange, connect, in_json, is_recreated, report_loss
 from pyspark_txnbridge._source_options import SourceOptions
-from txnbridge import InvalidState, MessageColumns, Position, PositionLost
+from txnbridge import InvalidState, MessageColumns, NotSupported, Position, PositionLost
 from txnbridge.spi import Deadline
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ _MAX_ROWS = 10_000
 # After this time without a message the broker is asked whether any are left: the last entry before the end may be a
 # control marker. An available message arrives sooner.
 _POLL_SECONDS = 0.02
+# The most milliseconds that Spark's timestamps, which are microseconds, can hold.
+_MOST_MILLISECONDS = ((1 << 63) - 1) // 1000
 
 
 def read_range(options: SourceOptions, wanted: OffsetRange) -> Iterator[pa.RecordBatch]:
@@ -102,7 +104,7 @@ class TopicFeed:
                 consumer.pause(sorted(others))  # partitions that were added to the topics meanwhile
             rows = [each.before(wanted.end) for each in found if (each.topic, each.partition) == partition]
             if any(map(len, rows)):
-                yield to_arrow(rows, self._options.headers)
+                yield to_arrow(rows, self._options.headers, self._options.timestamps)
         consumer.pause([partition])
 
     def _position(self, wanted: OffsetRange) -> Position:
@@ -131,15 +133,16 @@ def columns(position: Position, headers: bool) -> str:
     return f"{names}, headers array<struct<key:string,value:binary>>" if headers else names
 
 
-def to_arrow(found: Sequence[MessageColumns], headers: bool) -> pa.RecordBatch:
-    """Return messages, at least one, as one batch of rows."""
+def to_arrow(found: Sequence[MessageColumns], headers: bool, timestamps: str = "error") -> pa.RecordBatch:
+    """Return messages, at least one, as one batch of rows. `timestamps` is the option of this name."""
     import pyarrow as pa
 
-    (rows,) = pa.Table.from_batches([_to_arrow(each, headers) for each in found]).combine_chunks().to_batches()
+    batches = [_to_arrow(each, headers, timestamps) for each in found]
+    (rows,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
     return rows
 
 
-def _to_arrow(found: MessageColumns, headers: bool) -> pa.RecordBatch:
+def _to_arrow(found: MessageColumns, headers: bool, timestamps: str) -> pa.RecordBatch:
     import pyarrow as pa
 
     count = len(found)
@@ -154,7 +157,7 @@ def _to_arrow(found: MessageColumns, headers: bool) -> pa.RecordBatch:
         "topic": pa.repeat(pa.scalar(found.topic, pa.string()), count),
         "partition": pa.repeat(pa.scalar(found.partition, pa.int32()), count),
         name: where,
-        "timestamp": pa.array(found.timestamps, pa.timestamp("ms", "UTC")).cast(pa.timestamp("us", "UTC")),
+        "timestamp": _times(found, timestamps),
         "timestampType": pa.nulls(count, pa.int32()),
     }
     if headers:
@@ -164,3 +167,30 @@ def _to_arrow(found: MessageColumns, headers: bool) -> pa.RecordBatch:
             pa.list_(pa.field("element", pair)),
         )
     return pa.RecordBatch.from_pydict(fields)
+
+
+def _times(found: MessageColumns, timestamps: str) -> pa.Array:
+    """Return the messages' times in microseconds. Raise `NotSupported` if one is beyond them, unless the option helps.
+
+    Any producer may set any time, and a time in nanoseconds is a usual mistake.
+    """
+    import pyarrow as pa
+
+    kind = pa.timestamp("us", "UTC")
+    try:
+        return pa.array(found.timestamps, pa.timestamp("ms", "UTC")).cast(kind)
+    except pa.ArrowInvalid:
+        times = [max(-_MOST_MILLISECONDS, min(time, _MOST_MILLISECONDS)) for time in found.timestamps]
+    beyond = [index for index, (time, held) in enumerate(zip(found.timestamps, times, strict=True)) if time != held]
+    if timestamps == "error":
+        position = tuple(numbers[beyond[0]] for numbers in found.numbers)
+        raise NotSupported(
+            f"the message of {found.topic}[{found.partition}] at {in_json(position)} has the time"
+            f" {found.timestamps[beyond[0]]} (milliseconds since 1970), which Spark's timestamps cannot hold. With the"
+            " option timestamps=null its time is null, with timestamps=clip the nearest one that they hold"
+        )
+    microseconds: list[int | None] = [time * 1000 for time in times]
+    if timestamps == "null":
+        for index in beyond:
+            microseconds[index] = None
+    return pa.array(microseconds, kind)

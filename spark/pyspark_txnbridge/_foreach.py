@@ -49,9 +49,11 @@ def write_exactly_once(
             "write_exactly_once() does not know which query this is: call it in foreachBatch, or give query= (its id)"
             " or txnAppId= (a name of yours)"
         )
-    columns = Columns.of(df.schema, parsed.topic)
+    columns = Columns.of(df.schema, parsed.topic, parsed.timestamps)
     _driver.check_broker(parsed, query)
-    identity = BatchId(query, parsed.sink, (parsed.version or 0) + batch_id, run or _run_of(df, query_id))
+    number = (parsed.version or 0) + batch_id
+    checkpoint = _property(df, _QUERY) or ""
+    identity = BatchId(query, parsed.sink, number, run or _run_of(df, query_id), checkpoint=checkpoint)
     call = _Call(identity, parsed, df.select(*sorted(columns.names)))
     if not _is_first(call):
         return

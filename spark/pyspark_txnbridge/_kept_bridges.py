@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 import threading
 import time
 from collections import OrderedDict
@@ -45,36 +46,40 @@ class SinkSession:
 
 
 def connect(options: SinkOptions, application: str, transactional_id: str | None = None) -> Bridge:
-    return connect_with_retry(
-        options.commit_timeout,
-        lambda: txnbridge.connect(
-            options.url,
-            transactional_id=transactional_id,
-            application=application,
-            timeout=options.commit_timeout,
-            create_topics=options.create_topics,
-            writers=1,
-            decision_log=options.log_url,
-            **as_keywords(options.settings),
-        ),
-    )
+    try:
+        return connect_with_retry(
+            options.commit_timeout,
+            lambda: txnbridge.connect(
+                options.url,
+                transactional_id=transactional_id,
+                application=application,
+                timeout=options.commit_timeout,
+                create_topics=options.create_topics,
+                writers=1,
+                decision_log=options.log_url,
+                **as_keywords(options.settings),
+            ),
+        )
+    except InvalidOption as error:
+        if not str(error).startswith("timeout and hold are"):
+            raise
+        raise InvalidOption(f"{error}. A sink of Spark sets this timeout with its option commitTimeout") from None
 
 
 def connect_with_retry(seconds: float, connect: Callable[[], Bridge]) -> Bridge:
     """Connect to a broker that may be away for some seconds, as a restarting broker is.
 
-    Raise `BrokerUnavailable` after `seconds`. Waiting is needed because Spark does not restart a failed query.
+    Raise `BrokerUnavailable` after `seconds`, and at once for a file that is damaged or no database. Waiting is needed
+    because Spark does not restart a failed query.
     """
     until = time.monotonic() + seconds
     while True:
         try:
             return connect()
-        except InvalidOption as error:
-            if "timeout" not in str(error):
-                raise
-            raise InvalidOption(f"{error}. A sink of Spark sets this timeout with its option commitTimeout") from None
         except BrokerUnavailable as error:
-            if time.monotonic() + _RECONNECT_SECONDS > until:
+            # SQLite's errors that may pass, such as a full disk, are of a subclass.
+            is_permanent = type(error.__cause__) is sqlite3.DatabaseError
+            if is_permanent or time.monotonic() + _RECONNECT_SECONDS > until:
                 raise
             _log.warning("the broker cannot be reached, and is tried again: %s", error)
         time.sleep(_RECONNECT_SECONDS)

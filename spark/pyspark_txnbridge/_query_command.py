@@ -69,12 +69,14 @@ def run_recovery(as_json: bool, skip: int | None, clear: bool, **query: Any) -> 
     from pyspark_txnbridge import _recovery
 
     with _opened(**query) as (session, options, path):
-        finished = _recovery.recover(session, path, skip)
+        done = _recovery.recover(session, path, skip)
         ended = _recovery.clear(session, options, path) if clear else []
     if as_json:
-        click.echo(json.dumps({"published": finished, "aborted": ended}))
+        click.echo(json.dumps({"published": done.published, "skipped": done.skipped, "aborted": ended}))
         return
-    click.echo(f"published: {', '.join(f'batch {batch}' for batch in finished) or 'nothing was left to publish'}")
+    click.echo(f"published: {', '.join(f'batch {batch}' for batch in done.published) or 'nothing was left to publish'}")
+    if done.skipped is not None:
+        click.echo(f"skipped: batch {done.skipped} counts as published from now on, whatever was published of it")
     for transaction in ended:
         click.echo(f"aborted: {transaction}")
 

@@ -94,25 +94,35 @@ def _unfinished(session: SinkSession, claim: Any) -> UnfinishedBatch:
     return UnfinishedBatch(batch, attempt, claim.decision, claim.data.get("rows", 0), tuple(parts))
 
 
-def recover(session: SinkSession, path: tuple[str, str], skip: int | None = None) -> list[int]:
+@dataclass
+class Recovered:
+    """The batches that were published, and the one that counts as published from now on."""
+
+    published: list[int]
+    skipped: int | None = None
+
+
+def recover(session: SinkSession, path: tuple[str, str], skip: int | None = None) -> Recovered:
     """Publish every decided batch, mark it done, and return the batches' numbers. Safe while the query runs.
 
     Raise `BatchInDoubt` if a transaction of a batch can no longer be published. The batch `skip` counts as published
     from now on, whatever was published of it. Raise `InvalidOption` if `skip` is not the query's current batch.
     """
-    finished = []
+    recovered = Recovered([])
     for claim in unfinished(session, path):
         batch = claim.id[2]
         try:
             finish(session, claim)
+            recovered.published.append(batch)
         except BatchInDoubt:
             if skip != batch:
                 raise
+            recovered.skipped = batch
         mark_done(session, path, batch, claim.data)
-        finished.append(batch)
-    if skip is not None and skip not in finished:
+    if skip is not None and skip not in (recovered.skipped, *recovered.published):
         _skip(session, path, skip)
-    return finished
+        recovered.skipped = skip
+    return recovered
 
 
 def _skip(session: SinkSession, path: tuple[str, str], batch: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from txnbridge import InvalidOption, Transaction
@@ -11,6 +13,8 @@ from txnbridge import InvalidOption, Transaction
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import DataType, StructType
+
+_log = logging.getLogger("txnbridge.spark")
 
 _TEXT = "string or binary"
 _HEADERS = "array<struct<key:string,value:binary>>"
@@ -41,9 +45,15 @@ class Columns:
     topic: str | None
 
     @classmethod
-    def of(cls, schema: StructType, topic: str | None) -> Columns:
-        """Check a schema; other columns are ignored. Raise `InvalidOption` for a missing or wrongly typed column."""
+    def of(cls, schema: StructType, topic: str | None, timestamps: bool = False) -> Columns:
+        """Check a schema; other columns are ignored, and the column timestamp unless `timestamps` asks for it.
+
+        Raise `InvalidOption` for a missing or wrongly typed column.
+        """
         types = {field.name: field.dataType for field in schema.fields}
+        # Spark's Kafka sink ignores this column. Retention would soon remove the copies of old rows.
+        if not timestamps and types.pop("timestamp", None) is not None:
+            _warn_of_ignored_timestamps()
         for name, (expected, fits) in _COLUMNS.items():
             if name in types and not fits(types[name]):
                 kind = types[name].simpleString()
@@ -127,6 +137,14 @@ class Columns:
 
     def _has(self, batch: pa.RecordBatch, name: str) -> bool:
         return name in self.names and batch.column(name).null_count < batch.num_rows
+
+
+@cache
+def _warn_of_ignored_timestamps() -> None:
+    _log.warning(
+        "the column timestamp is ignored, as by Spark's Kafka sink: each message gets the time of its writing. With the"
+        " option includeTimestamp=true the column is the message's time, and retention removes old rows at once"
+    )
 
 
 def _binary(column: Any) -> list[bytes | None]:

@@ -21,6 +21,7 @@ _NAMES = {
         "decisionLog",
         "commitTimeout",
         "createTopics",
+        "includeTimestamp",
         "txnAppId",
         "txnVersion",
         "nondeterministic",
@@ -57,6 +58,7 @@ class SinkOptions:
     log_url: str | None = field(default=None, repr=False)  # may hold a password
     commit_timeout: float = 30.0
     create_topics: int | None = None
+    timestamps: bool = False
     app_id: str | None = None
     version: int | None = None
     nondeterministic: bool = False
@@ -81,6 +83,7 @@ class SinkOptions:
             log_url=log_url,
             commit_timeout=seconds(options, "commitTimeout", cls.commit_timeout),
             create_topics=number(options, "createTopics"),
+            timestamps=flag(options, "includeTimestamp", cls.timestamps),
             app_id=_name(options, "txnAppId"),
             version=number(options, "txnVersion"),
             nondeterministic=flag(options, "nondeterministic", cls.nondeterministic),

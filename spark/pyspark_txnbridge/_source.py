@@ -93,7 +93,7 @@ def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: s
             'what is published stays published, so nothing can be overwritten: use mode("append"), or for a stream'
             ' outputMode("append")'
         )
-    columns = Columns.of(schema, options.topic)
+    columns = Columns.of(schema, options.topic, options.timestamps)
     check_broker(options, query)
     return columns
 
@@ -183,7 +183,8 @@ def _micro_batch(options: SinkOptions) -> BatchId:
     query, batch, run = (context.getLocalProperty(name) for name in names)
     if not (query and batch and run):
         raise NotSupported("this Spark does not tell a task which micro-batch it belongs to; PySpark 4.1 and 4.3 do")
-    return BatchId(options.app_id or query, options.sink, (options.version or 0) + int(batch), run)
+    number = (options.version or 0) + int(batch)
+    return BatchId(options.app_id or query, options.sink, number, run, checkpoint=query)
 
 
 def _context() -> TaskContext:

@@ -32,6 +32,7 @@ _NAMES = {
         "minPartitions",
         "failOnDataLoss",
         "includeHeaders",
+        "timestamps",
         "timeout",
     )
 }
@@ -71,6 +72,7 @@ class SourceOptions:
     min_tasks: int = 0
     fail_on_data_loss: bool = True
     headers: bool = False
+    timestamps: str = "error"  # what becomes of a time that Spark's timestamps cannot hold: error, null or clip
     timeout: float = 30.0
 
     @classmethod
@@ -87,12 +89,13 @@ class SourceOptions:
             **_topics(options),
             starting=_start_or_end(options, "starting", (EARLIEST, LATEST)),
             ending=_start_or_end(options, "ending", (LATEST,)) or cls.ending,
-            latest_if_later=_is_latest(options, "startingOffsetsByTimestampStrategy"),
+            latest_if_later=_word(options, "startingOffsetsByTimestampStrategy", "error", LATEST) == LATEST,
             max_offsets=_count(options, "maxOffsetsPerTrigger"),
             max_rows=_count(options, "maxRecordsPerPartition"),
             min_tasks=_count(options, "minPartitions") or cls.min_tasks,
             fail_on_data_loss=flag(options, "failOnDataLoss", cls.fail_on_data_loss),
             headers=flag(options, "includeHeaders", cls.headers),
+            timestamps=_word(options, "timestamps", "error", "null", "clip"),
             timeout=seconds(options, "timeout", cls.timeout),
         )
 
@@ -186,11 +189,12 @@ def _since(given: Any) -> Since:
     return Since(milliseconds)
 
 
-def _is_latest(options: Mapping[str, str], name: str) -> bool:
-    value = options.get(name.lower(), "error").strip().lower()
-    if value not in ("error", LATEST):
-        raise InvalidOption(f"option {name} is error or latest, not {value!r:.100}")
-    return value == LATEST
+def _word(options: Mapping[str, str], name: str, *words: str) -> str:
+    """Return the value of an option that is one of these words; the first word is the default."""
+    value = options.get(name.lower(), words[0]).strip().lower()
+    if value not in words:
+        raise InvalidOption(f"option {name} is {', '.join(words[:-1])} or {words[-1]}, not {value!r:.100}")
+    return value
 
 
 def position_of(given: Any) -> Position:

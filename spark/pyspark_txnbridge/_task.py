@@ -20,6 +20,7 @@ from pyspark_txnbridge._sink_options import SinkOptions
 from pyspark_txnbridge._transaction_cleanup import (
     abort_open,
     check_log,
+    check_number,
     fence_older,
     finish_decided,
     is_done,
@@ -73,6 +74,7 @@ def _write(
     opening, attempt = _look(identity, session)
     if writers.number != opening.number:
         check_log(session, options, identity)
+        check_number(session, identity)
         if partition == 0 and opening.number > 1:
             # The decisions of older runs are finished first. Their other open transactions would hold readers back.
             finish_decided(session, identity.path)

@@ -10,13 +10,14 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
-from pyspark_txnbridge._kept_bridges import Claim, SinkSession, close_logging_errors, connect
+from pyspark_txnbridge._kept_bridges import Claim, Opening, SinkSession, close_logging_errors, connect
 from pyspark_txnbridge._sink_options import NAMELESS, SinkOptions
 from txnbridge import (
     AccessDenied,
     BrokerUnavailable,
     Decision,
     EvidenceLost,
+    InvalidOption,
     InvalidState,
     NotFound,
     Outcome,
@@ -104,10 +105,11 @@ def in_doubt(session: SinkSession, claim: Claim, dead: list[Mapping[str, Any]], 
 
 
 def other_rows(session: SinkSession, identity: BatchId, published: int, now: int) -> BatchInDoubt:
+    of_checkpoint = identity.batch - (session.options.version or 0)
     return BatchInDoubt(
         f"{identity} is published with {published} rows, and comes again with {now} rows, or with others. Nothing of"
         " them was published. If the checkpoint has lost its plan of this batch (a backup was restored, the file"
-        f" offsets/{identity.batch} is gone), Spark has planned the batch anew: compare its rows with the topic, and"
+        f" offsets/{of_checkpoint} is gone), Spark has planned the batch anew: compare its rows with the topic, and"
         " publish in another way those that are missing. Then:"
         f" {_recover_command(session.options, identity.query)} --skip {identity.batch}, and restart the query."
         " If the query makes other rows from the same input by itself (uuid(), rand()): with the"
@@ -127,7 +129,14 @@ def check_log(session: SinkSession, options: SinkOptions, identity: BatchId) -> 
     if identity.query.startswith(NAMELESS) or has_history(session, identity.path):
         return
     first = options.version or 0
-    if identity.batch > first and not identity.job:
+    if identity.attempt is not None and identity.batch > first:
+        # A function of foreachBatch often leaves out batches without rows, also the first ones.
+        _log.warning(
+            "%s is the first one that its decision log (%s) knows. If an earlier batch was published, the log was"
+            " deleted, or an option that is part of its name has changed: this batch may then be published twice",
+            *(identity, options.application(identity.query)),
+        )
+    elif identity.batch > first and not identity.job:
         raise EvidenceLost(
             f"{identity} comes, and its decision log ({options.application(identity.query)}) knows of no batch before."
             " Nothing was published. If transactionalIdPrefix, decisionLog or the broker has changed, change it back."
@@ -149,6 +158,49 @@ def check_log(session: SinkSession, options: SinkOptions, identity: BatchId) -> 
                     f" {_recover_command(options, identity.query)} --skip {identity.batch}. If nothing is there, abort"
                     f" them: {_recover_command(options, identity.query)} --clear. Then restart the query"
                 )
+
+
+def check_number(session: SinkSession, identity: BatchId) -> None:
+    """Raise `InvalidOption` if a stream with txnAppId numbers its batches in another way than before.
+
+    Spark repeats a checkpoint's last batch. Under another number it would be published twice (hazard H127).
+    """
+    options = session.options
+    if options.app_id is None or identity.job:
+        return
+    first, known = options.version or 0, first_number(session, identity)
+    if known is not None and known != first:
+        raise InvalidOption(
+            f"{identity}: this checkpoint numbers its batches from txnVersion={known}, and now from {first}. Spark may"
+            " repeat its last batch, which would be published again under another number. Nothing was published. Set"
+            f" txnVersion={known} again; only a new checkpoint needs another number"
+        )
+    decided = [claim.id[2] for claim in unfinished(session, identity.path)]
+    done = session.decisions.read(identity.path).done_up_to
+    last = max(decided if done is None else [done, *decided], default=None)
+    # A function of foreachBatch may leave out batches, such as those without rows.
+    if identity.attempt is None and last is not None and identity.batch > last + 1:
+        raise InvalidOption(
+            f"{identity} is not the next one after batch {last}. Nothing was published. A new checkpoint under the same"
+            f" txnAppId needs txnVersion={last + 1}. If another sink has published the batches between, give this one"
+            " another txnAppId"
+        )
+
+
+def first_number(session: SinkSession, identity: BatchId) -> int | None:
+    """Return the number of the first batch of a stream's checkpoint; None if the checkpoint has decided none yet."""
+    if not identity.checkpoint:
+        return None
+    claim = session.decisions.read(("#numbers", *identity.path, identity.checkpoint)).claim
+    return None if claim is None else int(claim.data["first"])
+
+
+def record_first_number(session: SinkSession, identity: BatchId, opening: Opening) -> None:
+    """Record, before a checkpoint's first decision, from which number its batches are numbered."""
+    if session.options.app_id is not None and identity.checkpoint and first_number(session, identity) is None:
+        first = {"first": session.options.version or 0}
+        id = ("#numbers", *identity.path, identity.checkpoint)
+        session.decisions.claim(id, Decision.COMMIT, first, opening=opening)
 
 
 def has_history(session: SinkSession, path: tuple[str, str]) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from txnbridge_embedded.broker import EmbeddedBroker
@@ -13,7 +14,7 @@ from txnbridge_embedded.write.writer import PlainWriter
 
 import txnbridge
 from tests.interrupts import interrupted_everywhere
-from txnbridge import Bridge, Outcome, OutcomeUnknown, Status, TokenState, Transaction, _group_commit
+from txnbridge import Bridge, DeadlineExceeded, Outcome, OutcomeUnknown, Status, TokenState, Transaction, _group_commit
 from txnbridge.spi import Deadline
 from txnbridge.testing import next_commit
 
@@ -63,7 +64,20 @@ def test_a_kill_at_any_event_leaves_each_transaction_whole_or_not_at_all(tmp_pat
     kill_walk(send_by_threads, check_whole, lambda: next(urls), least, at_once=2)
 
 
-def test_a_transaction_that_is_interrupted_anywhere_has_its_true_outcome(bridge: Bridge):
+# Where a call of a transaction takes what other threads need, too.
+SHARED = "/_group_commit.py", "/_transaction.py", "/_writers.py"
+WHERE = pytest.mark.parametrize(
+    "behind_calls_in",
+    [None, SHARED, pytest.param((), marks=pytest.mark.full)],
+    ids=["at entries", "behind calls", "behind all calls"],
+)
+
+
+@WHERE
+def test_a_transaction_that_is_interrupted_anywhere_has_its_true_outcome(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch, behind_calls_in: tuple[str, ...] | None
+):
+    monkeypatch.setattr(_group_commit, "_IDLE_SECONDS", 0.0)  # each transaction starts the thread
     sent = 0
     last: Transaction | None = None
 
@@ -89,7 +103,34 @@ def test_a_transaction_that_is_interrupted_anywhere_has_its_true_outcome(bridge:
         assert not bridge._writers.open_transactions
 
     send(bridge, "first")
-    assert interrupted_everywhere(act, recover) > 20
+    assert interrupted_everywhere(act, recover, behind_calls_in) > 20
+    send(bridge, "last")
+
+
+@WHERE
+def test_a_transaction_whose_deadline_passes_before_its_batch_begins_ends_wherever_it_is_interrupted(
+    bridge: Bridge, behind_calls_in: tuple[str, ...] | None
+):
+    last: Transaction | None = None
+
+    def act() -> None:
+        nonlocal last
+        last = None
+        with suppress(DeadlineExceeded), bridge.transaction(timeout=0.02) as txn:
+            last = txn
+            txn.send("left", b"never")
+
+    def recover() -> None:
+        if last is not None and last.outcome is None:
+            last.abort()
+        assert last is None or last.outcome is Outcome.ABORTED
+        assert not bridge._writers.open_transactions
+
+    send(bridge, "first")
+    assert bridge._group_commit is not None
+    bridge._group_commit._role.clear()  # as if a batch took long
+    bridge._group_commit.least_seconds = 0.0
+    assert interrupted_everywhere(act, recover, behind_calls_in) > 20
 
 
 @pytest.mark.parametrize(("happened", "state"), [(True, TokenState.COMMITTED), (False, TokenState.ABORTED)])

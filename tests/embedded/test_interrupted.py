@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -192,3 +193,22 @@ def test_a_consumer_whose_close_is_interrupted_anywhere_is_closed_by_the_next_on
         assert len(consumer.assignment) == 2  # nobody else holds a part
 
     assert interrupted_everywhere(lambda: consumer.close(), recover) > 5
+
+
+def test_writers_whose_opening_is_interrupted_anywhere_are_opened_by_the_next_thread(path) -> None:
+    bridge = txnbridge.connect(f"embedded:{path}", timeout=60)
+
+    def act() -> None:
+        for prepare in (False, True):
+            bridge.transaction(prepare=prepare).abort()
+
+    def recover() -> None:
+        nonlocal bridge
+        with ThreadPoolExecutor(1) as other:
+            other.submit(act).result(60)
+        bridge.close()
+        bridge = txnbridge.connect(f"embedded:{path}", timeout=60)
+
+    files = "/_writers.py", "/_decision_logs.py", "/engine.py", "/follower.py", "/shared_connection.py"
+    assert interrupted_everywhere(act, recover, files) > 20
+    bridge.close()

@@ -45,7 +45,7 @@ def _library() -> ctypes.CDLL:
     folder = Path(confluent_kafka.__file__).parent.parent / "confluent_kafka.libs"
     (found,) = folder.glob("librdkafka*.so*")
     library = ctypes.CDLL(str(found))
-    for name in ("rd_kafka_conf_new", "rd_kafka_new", "rd_kafka_mock_cluster_new"):
+    for name in ("rd_kafka_conf_new", "rd_kafka_new", "rd_kafka_mock_cluster_new", "rd_kafka_headers_new"):
         getattr(library, name).restype = ctypes.c_void_p
     library.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
     return library
@@ -71,6 +71,10 @@ class MockCluster:
             self._cluster, ctypes.c_int16(KEYS[request]), ctypes.c_size_t(len(codes)), array
         )
 
+    def fail_topic(self, topic: str, code: int) -> None:
+        """Answer questions about a topic with this error; with 0 the topic is as it was."""
+        self._library.rd_kafka_mock_topic_set_error(self._cluster, topic.encode(), code)
+
     def heal(self) -> None:
         for key in KEYS.values():
             self._library.rd_kafka_mock_clear_request_errors(self._cluster, ctypes.c_int16(key))
@@ -78,6 +82,23 @@ class MockCluster:
     def close(self) -> None:
         self._library.rd_kafka_mock_cluster_destroy(self._cluster)
         self._library.rd_kafka_destroy(self._client)
+
+
+def produce(servers: str, topic: str, *headers: tuple[bytes, bytes]) -> None:
+    """Store a message whose headers' names may be any bytes, which confluent-kafka's producer does not take."""
+    library = _library()
+    conf = ctypes.c_void_p(library.rd_kafka_conf_new())
+    library.rd_kafka_conf_set(conf, b"bootstrap.servers", servers.encode(), None, ctypes.c_size_t(0))
+    producer = ctypes.c_void_p(library.rd_kafka_new(_PRODUCER, conf, None, ctypes.c_size_t(0)))
+    listed = ctypes.c_void_p(library.rd_kafka_headers_new(ctypes.c_size_t(len(headers))))
+    for name, value in headers:
+        sizes = ctypes.c_ssize_t(len(name)), ctypes.c_ssize_t(len(value))
+        library.rd_kafka_header_add(listed, name, sizes[0], value, sizes[1])
+    # The tags of librdkafka's variable arguments: 1 is the topic, 3 the partition, 10 the headers, 0 the end.
+    tagged: list[object] = [ctypes.c_int(1), topic.encode(), ctypes.c_int(3), ctypes.c_int32(0)]
+    assert library.rd_kafka_producev(producer, *tagged, ctypes.c_int(10), listed, ctypes.c_int(0)) == 0
+    assert library.rd_kafka_flush(producer, 30_000) == 0
+    library.rd_kafka_destroy(producer)
 
 
 class Coordinator(Requests):

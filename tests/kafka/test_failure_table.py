@@ -35,6 +35,7 @@ from txnbridge.errors import (
     EvidenceLost,
     Fenced,
     InvalidOption,
+    NotFound,
     OutcomeUnknown,
     StorageFailed,
     TransactionAborted,
@@ -522,6 +523,25 @@ def test_what_a_program_sees_when_its_id_cannot_be_opened(
     with told(raised, says):
         send(world.connect())
     send(world.connect())
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize("code", [K.UNKNOWN_TOPIC_OR_PART, K.TOPIC_AUTHORIZATION_FAILED], ids=title)
+def test_an_id_that_is_opened_anew_asks_about_no_topic_of_earlier_transactions(
+    world: World, bridge: Bridge, code: int
+) -> None:
+    with bridge.transaction() as txn:
+        txn.send(INPUT, b"1")
+    world.cluster.fail("EndTxn", K.INVALID_TXN_STATE)
+    with pytest.raises(TransactionAborted):
+        one_transaction(world, bridge)
+    world.cluster.fail_topic(INPUT, code)
+    try:
+        send(bridge)
+        with pytest.raises(NotFound if code == K.UNKNOWN_TOPIC_OR_PART else AccessDenied), bridge.transaction() as txn:
+            txn.send(INPUT, b"2")
+    finally:
+        world.cluster.fail_topic(INPUT, 0)
 
 
 def test_who_opens_an_id_while_a_newer_owner_does_is_told(world: World) -> None:

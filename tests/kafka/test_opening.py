@@ -12,7 +12,7 @@ from txnbridge_kafka.client.protocol_types import OPEN
 
 import txnbridge
 from tests.kafka.kit import describe, flush, writer_of
-from txnbridge import Bridge, DeadlineExceeded, Fenced, Outcome, OutcomeUnknown, TokenState
+from txnbridge import Bridge, DeadlineExceeded, Fenced, NotFound, Outcome, OutcomeUnknown, TokenState
 from txnbridge.testing import next_commit
 
 
@@ -203,3 +203,20 @@ def test_a_bridge_without_an_id_leaves_no_trace_in_the_log_until_it_prepares(
     assert log not in [found.name for found in bridge.admin.topics(internal=True)]
     bridge.abort(prepare(bridge, topic))
     eventually(lambda: log in [found.name for found in bridge.admin.topics(internal=True)], "the log is there")
+
+
+def test_a_writer_that_opens_its_id_anew_asks_only_for_topics_that_it_uses_and_creates_no_deleted_one(
+    connect: Connect, topic: str, owner: str
+) -> None:
+    gone = f"{topic}-gone"
+    bridge = connect(transactional_id=owner, writers=1, create_topics=1)
+    send(bridge, gone, b"0")
+    with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown):
+        send(bridge, topic, b"1")
+    bridge.admin.delete_topic(gone)
+    send(bridge, topic, b"2")
+    with pytest.raises(NotFound, match=f"there is no topic '{gone}'"):
+        send(bridge, gone, b"3")
+    send(bridge, topic, b"4")
+    assert values(seen(bridge, topic)) == [b"1", b"2", b"4"]
+    assert gone not in [each.name for each in bridge.admin.topics()]

@@ -14,8 +14,6 @@ import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
 from txnbridge_kafka import cluster as asked
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.read import partition as read_partition
-from txnbridge_kafka.read.partition import KafkaPartition
 from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.settings.timing import Timing
@@ -23,13 +21,13 @@ from txnbridge_kafka.topics import KafkaTopics
 
 from tests.core.reading_kit import rows
 from tests.in_time import within
+from tests.kafka.mock_kit import produce
 from txnbridge.errors import (
     AccessDenied,
     DeadlineExceeded,
     InvalidOption,
     InvalidState,
     NotFound,
-    NotSupported,
     PositionLost,
     StorageFailed,
 )
@@ -421,37 +419,21 @@ def test_what_was_read_of_a_partition_that_leaves_within_the_same_poll_is_not_ha
     assert leaving[0].partition not in {message.partition for message in found}
 
 
-def undecodable(*_):
-    raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no such name can be sent from here")
-
-
-def test_columns_that_the_client_cannot_decode_are_told_and_not_skipped(cluster, join, monkeypatch):
+@pytest.mark.parametrize("read", ["poll", "poll_columns"])
+def test_a_header_name_that_is_not_utf_8_is_delivered_with_replaced_bytes(cluster, join, caplog, read):
     topic = cluster.topic()
-    cluster.write(topic, b"1")
-    member = join(topic, None)
-    with monkeypatch.context() as patched:
-        patched.setattr(KafkaPartition, "to_columns", undecodable)
-        with pytest.raises(NotSupported, match=rf"{topic}\[0\]"):
-            while True:
-                member.reader.poll_columns(1, Deadline(1))
-    assert values(member.take(1)) == [b"1"]
-
-
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "group"])
-def test_what_the_client_cannot_decode_is_told_and_not_skipped(cluster, join, group, monkeypatch, alone):
-    topic = cluster.topic()
-    cluster.write(topic, b"1")
-    cluster.write(topic, b"2", headers=[("name", b"")])
-    member = join(topic, None if alone else group)
-    monkeypatch.setattr(read_partition, "_headers", undecodable)
-    found = []
+    produce(cluster.bootstrap, topic, (b"name", b"0"))
     for _ in range(2):
-        with pytest.raises(NotSupported, match=rf"{topic}\[0\]"):
-            while True:
-                found += member.take(1)
-    assert values(found) == [b"1"]
-    monkeypatch.undo()
-    assert values(member.take(1)) == [b"2"]
+        produce(cluster.bootstrap, topic, (b"\xfffirst", b"f"), (b"good", b"g"), (b"\xfflast", b"l"))
+    produce(cluster.bootstrap, topic)
+    member = join(topic, None)
+    found: list[Any] = []
+    while len(found) < 4:
+        for each in getattr(member.reader, read)(10, Deadline(1)):
+            found += each.headers if read == "poll_columns" else [list(each.headers.raw) or None]
+    replaced = [("\ufffdfirst", b"f"), ("good", b"g"), ("\ufffd", b"l")]
+    assert found == [[("name", b"0")], replaced, replaced, None]
+    assert caplog.text.count(f"{topic}[0]: the message at offset 1 has a header name that is not UTF-8") == 1
 
 
 def test_an_aborted_message_is_never_seen(cluster, join):

@@ -135,6 +135,17 @@ class User:
             with bridge.transaction() as txn:
                 txn.ack(batch)
 
+    def process(self) -> None:
+        """Run a processor, whose output is its next input, for one pass under the user's transactional id."""
+
+        def pass_on(message, txn):
+            txn.send(f"{self.name}-in", message.value + b"'")
+            processor.stop()
+
+        with self.connect(transactional_id=self.name) as bridge:
+            processor = bridge.processor(f"{self.name}-in", group=f"{self.name}-group", each=pass_on, max_messages=1)
+            processor.run()
+
     def look(self) -> None:
         with self.connect() as bridge, bridge.consumer(f"{self.name}-in") as consumer:
             assert consumer.poll(10, LONG)
@@ -267,6 +278,17 @@ def test_without_any_one_of_them_it_is_denied(world, what, missing):
         do(user)
     if isinstance(caught.value, NotSupported):  # of an owner that goes on without its log
         assert missing is LOG and GRANT in str(caught.value)
+
+
+def test_a_processor_with_the_documented_rights_works_again_after_a_restart(world, caplog):
+    user = world.user([OWNED, SEND, CONSUME, GROUP, LOG, LOOK])
+    user.process()
+    with caplog.at_level(logging.WARNING, "txnbridge"):
+        user.process()
+    with world.connect(user) as bridge:
+        assert values(seen(bridge, f"{user.name}-in")) == [b"0", b"0'", b"0''"]
+    (told,) = [record.getMessage() for record in caplog.records if "__consumer_offsets" in record.getMessage()]
+    assert "hanging transactions cannot be looked for" in told
 
 
 # --- an owner without its decision log -------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from txnbridge_kafka.settings import OPTIONS, REFUSED, KafkaSettings, java, name
 import txnbridge
 from tests.java_kit import ask_java
 from tests.kafka.certificates import Authority, openssl
-from txnbridge._url import parse_url
+from txnbridge._url import parse_url, resolve_options
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Emitter, Url
 
@@ -179,15 +179,30 @@ def test_an_unknown_setting_is_refused_with_the_nearest_known_one(name, nearest)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("acks", "all"), ("enable.idempotence", True), ("isolation.level", "read_committed")]
+    ("name", "value"),
+    [
+        ("enable.idempotence", True),
+        ("isolation.level", "read_committed"),
+        ("max.in.flight.requests.per.connection", 1),
+        ("request.required.acks", "all"),
+    ],
 )
 def test_what_holds_here_all_the_same_may_be_said(name: str, value: object) -> None:
     assert read({name: value}) == read({})
 
 
+def test_acks_and_retries_of_other_programs_may_be_said_where_they_change_nothing():
+    ours, clients = resolve_options(OPTIONS, {"acks": "all", "retries": "3", "linger.ms": "5"}, "kafka")
+    assert read(clients, **ours) == read({"linger.ms": "5"})
+    with pytest.raises(InvalidOption, match="'acks' must be one of 'all', '-1'"):
+        resolve_options(OPTIONS, {"acks": "1"}, "kafka")
+    with pytest.raises(InvalidOption, match="'retries' is at least 1"):
+        read({}, retries=0)
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_setting_with_an_owner_is_refused_with_the_reason(name):
-    assert refusal({name: "1"}) == f"{name!r} is not yours to set: {REFUSED[name]}"
+    assert refusal({name: "7"}) == f"{name!r} is not yours to set: {REFUSED[name]}"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,18 @@ def test_a_batch_of_no_partitions_is_published_as_an_empty_one(spark, sink, tmp_
     assert len(values) >= 40
 
 
+def test_a_function_may_leave_out_batches_without_rows_also_the_first_one(spark, sink, tmp_path):
+    def publish(df, batch):
+        rows = df.where("int(value) >= 20 and int(value) not between 40 and 59")
+        if not rows.isEmpty():
+            write_exactly_once(rows, batch_id=batch, sink="one", **where(sink))
+
+    run_until(query(spark, tmp_path / "checkpoint", publish), 3)
+    values = published(sink)
+    assert values == [each for each in range(20, 20 + len(values) + 20) if not 40 <= each < 60]
+    assert len(values) >= 40
+
+
 def test_a_function_that_tries_again_leaves_alone_what_it_has_published(spark, sink, tmp_path):
     other = options(sink.url, topic=f"other-{new_run()}", transactionalIdPrefix=sink.prefix)
 

@@ -12,14 +12,14 @@ import pytest
 from pyspark_txnbridge import _driver, _garbage
 from pyspark_txnbridge._batch_identity import BatchId, BatchInDoubt
 from pyspark_txnbridge._driver import with_session
-from pyspark_txnbridge._kept_bridges import sessions
+from pyspark_txnbridge._kept_bridges import connect, sessions
 from pyspark_txnbridge._recovery import recover
 from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._task import write_partition
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
-from txnbridge import AccessDenied, Decision, EvidenceLost, Fenced, InvalidOption, TransactionAborted
+from txnbridge import AccessDenied, Decision, EvidenceLost, Fenced, InvalidOption, StorageFailed, TransactionAborted
 from txnbridge.testing import Child, crash_everywhere
 
 source = pytest.importorskip("pyspark_txnbridge._source", reason="needs PySpark")
@@ -597,3 +597,37 @@ def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_ro
         with pytest.raises(InvalidOption, match="txnVersion used twice"):
             run_batch(sink, BatchId(job, "sink", version or 0, new_run()), other)
     assert published(sink) == [0, 1, 2, 3, 4]
+
+
+@mostly_embedded
+def test_a_streams_batches_under_a_name_are_numbered_without_gaps_and_in_one_way_for_each_checkpoint(url):
+    job = f"job-{new_run()}"
+    sink = options(url, topic=f"out-{new_run()}", txnAppId=job)
+    first = BatchId(job, "sink", 0, new_run(), checkpoint="one")
+    run_batch(sink, first, FIRST)
+    changed = replace(first, batch=1, run=new_run())  # batch 0, from txnVersion=1 on
+    with pytest.raises(InvalidOption, match="numbers its batches from txnVersion=0, and now from 1"):
+        run_batch(replace(sink, version=1), changed, FIRST)
+    with pytest.raises(BatchInDoubt, match="--skip 0"):
+        run_batch(sink, replace(first, run=new_run()), SECOND)
+    with pytest.raises(InvalidOption, match=r"not the next one after batch 0.*txnVersion=1"):
+        run_batch(replace(sink, version=2), BatchId(job, "sink", 2, new_run(), checkpoint="two"), SECOND)
+    run_batch(replace(sink, version=1), BatchId(job, "sink", 1, new_run(), checkpoint="two"), SECOND)
+    assert published(sink) == list(range(8))
+    assert left_open(sink, job) == []
+
+
+@pytest.mark.offline
+def test_what_no_waiting_mends_is_told_at_once_and_without_a_hint_at_an_option_that_is_not_its_cause(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it is tried again"))
+    (tmp_path / "text.db").write_text("this is no database " * 100)
+    with pytest.raises(StorageFailed, match="not an SQLite database"):
+        connect(options(f"embedded:{tmp_path / 'text.db'}"), "shop")
+    log = options(f"embedded:{tmp_path / 'broker.db'}", decisionLog=f"sqlite:///{tmp_path / 'text.db'}")
+    with pytest.raises(StorageFailed, match="not a database"):
+        with_session(log, BatchId("query", "sink", 0, "run"), lambda session: session.decisions.read("query"))
+    with pytest.raises(InvalidOption, match=r"timeout\.ms") as caught:
+        connect(options("kafka://127.0.0.1:9", **{"kafka.max.block.timeout.ms": "5"}), "shop")
+    assert "commitTimeout" not in str(caught.value)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import confluent_kafka.admin
 import pyarrow as pa
 import pytest
 from pyspark_txnbridge import _fetch, _offset_ranges, offsets_behind
@@ -556,3 +557,31 @@ def test_positions_of_more_than_a_number_have_a_column_of_their_own():
     assert found.column("position").to_pylist() == [[3, 0, -1], [3, 1, -1]]
     assert found.schema.names == [column.split()[0] for column in _fetch.columns((3, 0, -1), False).split(", ")]
     assert pa.types.is_int32(found.column("partition").type)
+
+
+def test_a_time_beyond_sparks_timestamps_names_its_message_and_may_be_null_or_clipped():
+    times = 1_700_000_000_000, 1_700_000_000_000_000_000, -(1 << 62)  # the second one is in nanoseconds
+    messages = [Message("a", 2, (7 + each,), None, b"v", NO_HEADERS, time, 1, None) for each, time in enumerate(times)]
+    with pytest.raises(NotSupported, match=r"a\[2\] at 8 has the time 1700000000000000000.*timestamps=null"):
+        _fetch.to_arrow(columns_of(messages), False)
+    microseconds = pa.int64()
+    for option, rest in ("null", [None, None]), ("clip", [9223372036854775000, -9223372036854775000]):
+        found = _fetch.to_arrow(columns_of(messages), False, option).column("timestamp")
+        assert found.cast(microseconds).to_pylist() == [times[0] * 1000, *rest]
+
+
+@pytest.mark.parametrize("option", ["null", "clip"])
+def test_a_query_reads_beyond_a_message_with_a_time_that_spark_cannot_hold(spark, url, option):
+    topic = f"in-{new_run()}"
+    if url.startswith("kafka"):  # version 4 refuses times in the future by default, earlier ones take them
+        kafka: Any = confluent_kafka.admin  # its list of names has gaps
+        config = {"message.timestamp.after.max.ms": str((1 << 63) - 1)}
+        admin = kafka.AdminClient({"bootstrap.servers": url.removeprefix("kafka://")})
+        admin.create_topics([kafka.NewTopic(topic, 1, config=config)])[topic].result()
+    with txnbridge.connect(url, create_topics=1) as bridge, bridge.transaction() as txn:
+        txn.send(topic, b"1", timestamp=1_700_000_000_000_000_000)
+        txn.send(topic, b"2")
+    rows = spark.read.format("txnbridge").options(url=url, topic=topic)
+    with pytest.raises(Exception, match=rf"{topic}\[0\] at 0 has the time"):
+        rows.load().collect()
+    assert rows.option("timestamps", option).load().count() == 2

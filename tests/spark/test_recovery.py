@@ -96,10 +96,13 @@ def test_a_batch_that_lost_a_transaction_is_skipped_only_when_told(sink, query, 
     assert f"then: txnbridge spark recover {where} --skip 0" in text.replace("\n", " ")
     with pytest.raises(BatchInDoubt):
         run_batch(sink, BatchId(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
-    assert spark_command("recover", "--skip", "0") == (0, "published: batch 0\n")
+    skipped = "skipped: batch 0 counts as published from now on, whatever was published of it\n"
+    assert spark_command("recover", "--skip", "0") == (0, f"published: nothing was left to publish\n{skipped}")
     run_batch(sink, BatchId(query, "sink", 0, new_run()), FIRST)
     run_batch(sink, BatchId(query, "sink", 1, new_run()), [[5]])
     assert published(sink) == [3, 4, 5]
+    done = json.loads(spark_command("recover", "--skip", "1", "--json")[1])
+    assert done == {"published": [], "skipped": 1, "aborted": []}
 
 
 def test_clearing_ends_what_nobody_decided_and_shuts_the_driver_out(sink, query, spark_command):

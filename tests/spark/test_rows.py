@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow")
-from pyspark_txnbridge._rows import Columns  # noqa: E402
+from pyspark_txnbridge._rows import Columns, _warn_of_ignored_timestamps  # noqa: E402
 
 from txnbridge import InvalidOption  # noqa: E402
 
@@ -57,3 +57,14 @@ def test_columns_without_anything_do_not_change_a_fingerprint():
     assert fingerprint(row | {"headers": []}, topic="out") == short
     assert fingerprint(row | {"topic": "unused"}, topic="out") == short
     assert fingerprint({"value": "1"}, topic="out") == fingerprint({"value": "1"}, topic="out", columns=("value",))
+
+
+def test_the_column_timestamp_is_ignored_with_a_warning_unless_an_option_asks_for_it(caplog):
+    types = pytest.importorskip("pyspark.sql.types", reason="needs PySpark")
+    schema = types.StructType().add("value", "string").add("timestamp", "timestamp").add("topic", "string")
+    _warn_of_ignored_timestamps.cache_clear()
+    assert Columns.of(schema, None).names == {"value", "topic"}
+    assert Columns.of(schema.add("key", "string"), None).names == {"value", "topic", "key"}
+    assert caplog.text.count("the column timestamp is ignored") == 1
+    assert "timestamp" in Columns.of(schema, None, timestamps=True).names
+    Columns.of(types.StructType().add("value", "string").add("timestamp", "string"), "topic")  # Spark's sink takes it

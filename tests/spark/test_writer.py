@@ -55,7 +55,7 @@ def test_every_column_of_the_kafka_sink_arrives(spark, url):
         " headers array<struct<key:string,value:binary>>"
     )
     frame = spark.createDataFrame(rows, schema).withColumn("timestamp", F.col("seconds").cast("timestamp"))
-    frame.write.format("txnbridge").option("url", url).mode("append").save()
+    frame.write.format("txnbridge").options(url=url, includeTimestamp="true").mode("append").save()
     with txnbridge.connect(url) as bridge:
         by_value = {message.value: message for name in (topic, other) for message in bridge.read(name, 10)}
     assert by_value.keys() == {b"one", None, b""}
@@ -63,6 +63,12 @@ def test_every_column_of_the_kafka_sink_arrives(spark, url):
     assert (one.key, one.partition, one.timestamp, one.headers.all("a")) == (b"k", 2, 1_700_000_000_500, ["1", "2"])
     assert (by_value[None].topic, by_value[None].key) == (other, None)
     assert (by_value[b""].key, by_value[b""].partition) == (b"", 0)
+
+
+def test_rows_with_an_old_timestamp_get_the_time_of_their_writing(spark, sink):
+    before = int(time.time() * 1000)
+    writer(numbers(spark, 3).selectExpr("value", "timestamp '2001-01-01' as timestamp"), sink).save()
+    assert [message.timestamp >= before for message in read(sink)] == [True] * 3
 
 
 def test_an_empty_frame_is_written(spark, sink):
@@ -262,12 +268,30 @@ def test_spark_collects_what_a_batch_cost(spark, sink):
     assert [line for line in told if "5 rows, 5 bytes in 2 transactions; prepared in" in line]
 
 
+def forget_last_commit(checkpoint):
+    """Let Spark repeat a checkpoint's last batch; return its number."""
+    last = max((checkpoint / "commits").glob("[0-9]*"), key=lambda path: int(path.name))
+    last.unlink()
+    (last.parent / f".{last.name}.crc").unlink()
+    return int(last.name)
+
+
 def test_a_batch_that_spark_replays_after_its_commit_is_not_published_twice(spark, sink, tmp_path):
     run_until(stream(spark, sink, tmp_path / "checkpoint").start(), 2)
-    commits = sorted((tmp_path / "checkpoint" / "commits").glob("[0-9]*"), key=lambda path: int(path.name))
-    commits[-1].unlink()
-    (commits[-1].parent / f".{commits[-1].name}.crc").unlink()
-    run_until(stream(spark, sink, tmp_path / "checkpoint").start(), int(commits[-1].name) + 1)
+    last = forget_last_commit(tmp_path / "checkpoint")
+    run_until(stream(spark, sink, tmp_path / "checkpoint").start(), last + 1)
+    assert_a_prefix(published(sink))
+
+
+def test_a_changed_version_on_one_checkpoint_publishes_no_batch_again(spark, sink, tmp_path):
+    named = {"txnAppId": f"job-{new_run()}"}
+    run_until(stream(spark, sink, tmp_path / "checkpoint", **named).start(), 2)
+    forget_last_commit(tmp_path / "checkpoint")
+    before = published(sink)
+    with pytest.raises(Exception, match=r"txnVersion=0.*published again under another number"):
+        stream(spark, sink, tmp_path / "checkpoint", **named, txnVersion="1").start().awaitTermination(120)
+    assert published(sink) == before
+    run_until(stream(spark, sink, tmp_path / "checkpoint", **named).start(), 4)
     assert_a_prefix(published(sink))
 
 

@@ -396,14 +396,15 @@ class Engine:
 
     def tidy_if_due(self, deadline: Deadline) -> None:
         """Write a snapshot and trim the log if it is time to. Errors are logged: the caller's own record is stored."""
+        held: list[bool] = []
         try:
-            if self._is_tidying_due(deadline) and self._tidying.acquire(blocking=False):
-                try:
-                    self.tidy(deadline)
-                finally:
-                    self._tidying.release()
+            if self._is_tidying_due(deadline) and Deadline(0).acquire(self._tidying, held):
+                self.tidy(deadline)
         except TxnBridgeError as error:
             _logger.warning("a decision log could not be tidied, the next decision tries again: %s", error)
+        finally:
+            if held:
+                self._tidying.release()
 
     def _is_tidying_due(self, deadline: Deadline) -> bool:
         with self.follower.looking(deadline) as state:
@@ -419,9 +420,10 @@ class Engine:
 
     def _be_present(self, seconds: float, deadline: Deadline) -> EvidenceBegin:
         """Return a presence of this process that is valid for `seconds` more; append one if there is none."""
-        if not self._presence_lock.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(f"another thread wrote a presence record for longer than {deadline.seconds:g} s")
+        held: list[bool] = []
         try:
+            if not deadline.acquire(self._presence_lock, held):
+                raise DeadlineExceeded(f"another thread wrote a presence record for longer than {deadline.seconds:g} s")
             needed = int((seconds + _CLOCK_SKEW) * 1000)
             if self._presence is not None and self._presence[1] - self.now() >= needed:
                 with self.follower.looking(deadline) as state:
@@ -434,7 +436,8 @@ class Engine:
             self._presence = (EvidenceBegin(position, nonce), until)
             return self._presence[0]
         finally:
-            self._presence_lock.release()
+            if held:
+                self._presence_lock.release()
 
     def _is_far_back(self, presence: EvidenceBegin, state: LogState) -> bool:
         """Return whether the newest snapshot replaces a presence record, which a new reading then would not find."""

@@ -103,12 +103,14 @@ class Follower:
         With `may_create`, append the birth record to an empty log. Raise `OutcomeUnknown` if the log ends before a
         record that is known to be stored, `EvidenceLost` if it is not the log that was read before.
         """
-        with self._locked(deadline):
-            if not self._may_read(deadline, up_to):
-                yield self._state
-                return
-            before, self._reader = self._reader, threading.get_ident()
+        before: int | None = None
+        is_reading = False
         try:
+            with self._locked(deadline):
+                if not self._may_read(deadline, up_to):
+                    yield self._state
+                    return
+                before, self._reader, is_reading = self._reader, threading.get_ident(), True
             if up_to is not None:
                 self._reach(up_to, deadline)
             elif not self._is_read:
@@ -119,10 +121,11 @@ class Follower:
             with self._locked(deadline):
                 yield self._state
         finally:
-            with self._lock:
-                self._reader = before
-                if before is None:
-                    self._turns.notify_all()
+            if is_reading:
+                with self._lock:
+                    self._reader = before
+                    if before is None:
+                        self._turns.notify_all()
 
     def _may_read(self, deadline: Deadline, up_to: Position | None) -> bool:
         """Wait for this thread's turn to read; return False if another thread has read enough for it meanwhile.
@@ -159,13 +162,15 @@ class Follower:
 
     @contextmanager
     def _locked(self, deadline: Deadline) -> Iterator[None]:
-        if not self._lock.acquire(timeout=deadline.left()):
-            raise _too_long(deadline)
+        held: list[bool] = []
         try:
+            if not deadline.acquire(self._lock, held):
+                raise _too_long(deadline)
             self._require_log()
             yield
         finally:
-            self._lock.release()
+            if held:
+                self._lock.release()
 
     def _require_log(self) -> None:
         if self._lost:

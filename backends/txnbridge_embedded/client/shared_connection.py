@@ -25,9 +25,10 @@ class SharedConnection:
 
     @contextmanager
     def __call__(self, deadline: Deadline) -> Iterator[FileConnection]:
-        if not self._lock.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(f"other calls of this bridge used {self.store.path} for {deadline.seconds:g} s")
+        held: list[bool] = []
         try:
+            if not deadline.acquire(self._lock, held):
+                raise DeadlineExceeded(f"other calls of this bridge used {self.store.path} for {deadline.seconds:g} s")
             if self._connection is None:
                 if self._closed:
                     raise InvalidState("this bridge is closed")
@@ -37,7 +38,8 @@ class SharedConnection:
             self._disconnect()  # the connection's state is not known
             raise
         finally:
-            self._lock.release()
+            if held:
+                self._lock.release()
 
     def close(self) -> None:
         self._closed = True

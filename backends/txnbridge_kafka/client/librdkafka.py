@@ -7,11 +7,13 @@ waits for those threads, and dies of a segmentation fault. So a child keeps all 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import struct
 import weakref
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -38,6 +40,8 @@ CALL_LIMIT = 3.0
 # The size of a producer's buffer for a slow broker. If the buffer is full, a sender waits for room.
 _BUFFER_KBYTES = 64 * 1024
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
 _GROUP_METADATA = b"CGMDv2:"  # the first bytes of confluent-kafka's `consumer_group_metadata`
 
 _clients: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -50,6 +54,41 @@ def seconds(deadline: Deadline) -> float:
 
 def ignore(error: KafkaError) -> None:
     """Ignore an error, as a client's `error_cb`: the client also logs the error, and the failing call raises one."""
+
+
+def headers_of(messages: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Return each message's headers, and the indexes of the messages with a header name that is not UTF-8.
+
+    U+FFFD replaces the wrong bytes of such a name. If a message has several such names, each one after the first is
+    replaced as a whole.
+    """
+    headers: list[Any] = []
+    replaced: list[int] = []
+    left = map(confluent_kafka.Message.headers, messages)
+    while len(headers) < len(messages):
+        try:
+            deque(map(headers.append, left), maxlen=0)  # this loop runs in C
+        except SystemError as error:
+            replaced.append(len(headers))
+            headers.append(_with_replaced_names(messages[len(headers)], error))
+    return headers, replaced
+
+
+def _with_replaced_names(message: Any, error: SystemError) -> list[tuple[str, bytes | None]]:
+    """Return a message's headers after confluent-kafka has raised `error`, because it could not decode a name.
+
+    The client then has the headers in pairs without a name. To read the first item of such a pair would crash the
+    process, so a pair without a name is recognised by its number of references.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, UnicodeDecodeError):
+        cause = cause.__cause__
+    if cause is None:
+        raise error
+    pairs = message.headers()
+    nameless = [index for index, pair in enumerate(pairs) if len(gc.get_referents(pair)) < len(pair)]
+    names = dict.fromkeys(nameless, _REPLACEMENT) | {nameless[0]: cause.object.decode(errors="replace")}
+    return [(names[index], pair[1]) if index in names else pair for index, pair in enumerate(pairs)]
 
 
 def warm_up(client: Any, topic: str, deadline: Deadline) -> None:

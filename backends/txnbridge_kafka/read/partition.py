@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +14,9 @@ from confluent_kafka import Message as Raw
 from confluent_kafka import TopicPartition
 
 from txnbridge.spi import NO_HEADERS, Headers, Message, MessageColumns, Partition
+from txnbridge_kafka.client.librdkafka import headers_of
+
+_log = logging.getLogger("txnbridge")
 
 _MOST_DELIVERY_COUNTS = 1000  # kept for each partition
 
@@ -80,6 +84,7 @@ class KafkaPartition:
         self._first: int | None = None
         self._handed_out_to = -1
         self._delivery_counts: dict[int, int] = {}
+        self._replaced_names = False  # whether a header name was not UTF-8, which is logged once
 
     @property
     def announced(self) -> bool:
@@ -148,20 +153,32 @@ class KafkaPartition:
                     (offset := message.offset(),),
                     message.key(),
                     message.value(),
-                    none if (headers := message.headers()) is None else _headers(headers),
+                    none if headers is None else Headers(headers),
                     message.timestamp()[1],
                     1 if offset >= handed else self._delivery_count(offset),
                     source,
                 ),
             )
-            for message in run
+            for message, headers in zip(run, self._headers(run), strict=True)
         ]
 
     def to_columns(self, run: Sequence[Any]) -> list[MessageColumns]:
         # These loops run in C.
-        fields: tuple[Any, ...] = Raw.offset, Raw.key, Raw.value, Raw.headers, Raw.timestamp
-        offsets, keys, values, headers, times = (list(map(field, run)) for field in fields)
+        fields: tuple[Any, ...] = Raw.offset, Raw.key, Raw.value, Raw.timestamp
+        offsets, keys, values, times = (list(map(field, run)) for field in fields)
+        headers = self._headers(run)
         return [MessageColumns(*self.partition, (offsets,), keys, values, headers, list(map(_SECOND, times)))]
+
+    def _headers(self, run: Sequence[Any]) -> list[Any]:
+        headers, replaced = headers_of(run)
+        if replaced and not self._replaced_names:
+            self._replaced_names = True
+            _log.warning(
+                "%s[%d]: the message at offset %d has a header name that is not UTF-8. U+FFFD replaces the wrong bytes,"
+                " here and in later messages of this partition",
+                *(*self.partition, run[replaced[0]].offset()),
+            )
+        return headers
 
     def _skip_before(self, since: tuple[int, int], run: Sequence[Any]) -> Sequence[Any]:
         """Drop the messages before the first one that is not older than the time of a seek; return the rest.
@@ -182,10 +199,6 @@ class KafkaPartition:
             for old in sorted(self._delivery_counts)[: _MOST_DELIVERY_COUNTS // 2]:
                 del self._delivery_counts[old]
         return count
-
-
-def _headers(pairs: Sequence[tuple[str, bytes | None]]) -> Headers:
-    return Headers(pairs)
 
 
 def split_runs(batch: Sequence[Any], topics: Collection[str]) -> Iterator[tuple[Partition, Sequence[Any]]]:

@@ -15,7 +15,6 @@ from txnbridge.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
     InvalidOption,
-    NotSupported,
     PositionLost,
     TxnBridgeError,
 )
@@ -238,14 +237,7 @@ class KafkaReader(Reader):
             if not assigned.reading or partition in self._assignment.paused:
                 assigned.reached = None
                 continue
-            try:
-                found += assigned.hand_out(run, convert)
-            except UnicodeDecodeError as error:
-                # The client cannot decode a header name. The reader stays there until the user seeks beyond.
-                assigned.seek(SeekRequest(target=assigned.next, topic_id=assigned.topic_id))
-                at = f"{assigned.next} of {partition[0]}[{partition[1]}]"
-                text = f"a message at or after {at} has a header name that is not UTF-8; seek beyond the message"
-                self._assignment.raise_later(NotSupported(text), error)
+            found += assigned.hand_out(run, convert)
         return found
 
     def _note_error(self, error: KafkaError, message: Any) -> None:

@@ -60,6 +60,7 @@ class KafkaSettings:
 
 
 _DEFAULTS = KafkaSettings("", {}, {}, 0, None, "", 0)
+_RETRIES = 2_147_483_647  # the default of Kafka's Java client
 
 OPTIONS: Mapping[str, Option] = {
     "prefix": Option(str, _DEFAULTS.prefix, "the prefix of the names of internal topics, such as decision logs"),
@@ -91,7 +92,11 @@ OPTIONS: Mapping[str, Option] = {
         "the client's log lines up to this syslog level go to `logging`: 3 errors, 4 warnings, 6 all but debugging",
         tuple(range(8)),
     ),
+    "acks": Option(str, "all", "which replicas confirm a message: all of them, as transactions need", ("all", "-1")),
+    "retries": Option(int, _RETRIES, "has no effect from 1 on: what may pass is tried again until the deadline"),
 }
+# Options that other programs set, and that say what holds here anyway.
+_WITHOUT_EFFECT = ("acks", "retries")
 
 # A topic's name has at most 249 characters, and a decision log's name is the prefix and the application's name.
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -173,11 +178,13 @@ REFUSED: Mapping[str, str] = {
 
 # Refused settings with the values that are accepted, because the backend uses the same: other programs pass them.
 _HARMLESS_VALUES: Mapping[str, frozenset[str]] = {
-    "acks": frozenset({"all", "-1"}),
     "request.required.acks": frozenset({"all", "-1"}),
     "enable.idempotence": frozenset({"true"}),
     "isolation.level": frozenset({"read_committed"}),
     "enable.auto.commit": frozenset({"false"}),
+    # An idempotent producer keeps the order with up to five requests.
+    "max.in.flight": frozenset("12345"),
+    "max.in.flight.requests.per.connection": frozenset("12345"),
 }
 
 
@@ -205,7 +212,7 @@ def read(url: Url, options: Mapping[str, Any], context: Context) -> KafkaSetting
         producer={"partitioner": _JAVA_PARTITIONER, **producer},
         consumer=consumer,
         advice=security.advice(client),
-        **options,
+        **{name: value for name, value in options.items() if name not in _WITHOUT_EFFECT},
     )
 
 
@@ -224,6 +231,8 @@ def _check(options: Mapping[str, Any]) -> None:
         raise InvalidOption("option 'replicas' is at least 1, or -1 for the broker's default")
     if not 1 <= options["prepared_ids"] <= _MOST_PREPARED_IDS:
         raise InvalidOption(f"option 'prepared_ids' is 1 to {_MOST_PREPARED_IDS}")
+    if options["retries"] < 1:
+        raise InvalidOption("option 'retries' is at least 1: a message whose answer was lost has to be sent again")
     if options["group_protocol"] == "consumer" and options["assignment"] != _DEFAULTS.assignment:
         raise InvalidOption("with group_protocol=consumer the broker shares partitions: see 'group.remote.assignor'")
 

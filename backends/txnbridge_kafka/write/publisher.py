@@ -107,7 +107,7 @@ class KafkaPublisher(Publisher):
 
     def _refresh_metadata(self, producer: ConfluentProducer, topic: str, partition: int, deadline: Deadline) -> None:
         """Refresh the client's metadata of a topic or partition. Raise `NotFound` if it does not exist."""
-        self._partitions[topic] = self._topics.require(topic, max(partition, 0), deadline)
+        self._partitions[topic] = self._topics.require(topic, max(partition, 0), deadline, create=False)
         try:
             refresh_metadata(producer, deadline, topic)
         except KafkaException as error:

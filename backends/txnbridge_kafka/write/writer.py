@@ -103,13 +103,8 @@ class KafkaWriter(Writer):
         if self.session.opened is not None:
             self._end_leftover(deadline)
         self._unknown = False
-        topics, groups = list(self._partitions), list(self._checked_groups)
+        # Each topic and group is checked again before its next use, so a deleted topic fails no other transaction.
         self.open(deadline)
-        # Missing control markers in these partitions would block readers and groups from now on.
-        for topic in topics:
-            self._check_topic(topic, None, deadline)
-        for group in groups:
-            self._check_group(group, deadline)
 
     def _end_leftover(self, deadline: Deadline) -> None:
         """Abort the transaction that an earlier owner, or this writer before a failure, left open under the id.
@@ -246,7 +241,9 @@ class KafkaWriter(Writer):
 
         Before the first message to the topic, also write this id's missing markers in its partitions.
         """
-        count = self._cluster.topics.require(topic, partition, deadline)
+        # A topic that this bridge has used before was deleted since: it is not created again.
+        create = (topic, 0) not in self._cluster.watched_partitions
+        count = self._cluster.topics.require(topic, partition, deadline, create)
         partitions = [(topic, number) for number in range(count)]
         self._cluster.watched_partitions.update(partitions)
         if topic not in self._partitions:
@@ -257,9 +254,17 @@ class KafkaWriter(Writer):
         self.quick[topic] = self._producer().produce
 
     def _check_group(self, group: str, deadline: Deadline) -> None:
+        """Before a group's first offsets, write this id's missing markers in the partition that keeps them.
+
+        A writer whose user may not see `__consumer_offsets`, as in most clouds, logs a warning and continues.
+        """
         if self.session.previous_transaction is not None:
-            count = self._cluster.topics.partitions(OFFSETS_TOPIC, deadline)
-            self.session.write_missing_markers([offsets_partition(group, count)], deadline)
+            try:
+                count = self._cluster.topics.partitions(OFFSETS_TOPIC, deadline)
+            except AccessDenied as error:
+                _log.warning("without the right to describe, hanging transactions cannot be looked for: %s", error)
+            else:
+                self.session.write_missing_markers([offsets_partition(group, count)], deadline)
         self._checked_groups.add(group)
 
     def _wait_for_buffer_space(self) -> None:
