@@ -45,6 +45,7 @@ def inserting(folder: Path) -> Contender:
     @contextmanager
     def contender() -> Iterator[Lap]:
         with plain(folder) as connection:
+
             def lap() -> int:
                 insert(connection, ready)
                 return 1

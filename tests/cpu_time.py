@@ -21,7 +21,9 @@ def _spent() -> float:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cpu", type=int, metavar="N", help="print the CPU seconds of the N dearest tests and of each room")
+    parser.addoption(
+        "--cpu", type=int, metavar="N", help="print the CPU seconds of the N dearest tests and of each room"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -92,7 +94,9 @@ class CpuTimes:
         """Return whether this run is the whole gate, and not a part of it or more."""
         option = self._config.option
         part = option.keyword or option.markexpr or getattr(option, "lf", False) or option.collectonly
-        return self._config.args_source is pytest.Config.ArgsSource.TESTPATHS and not (part or option.live or option.full)
+        return self._config.args_source is pytest.Config.ArgsSource.TESTPATHS and not (
+            part or option.live or option.full
+        )
 
     def _total(self) -> float:
         return self._rest + self._tests.total()

@@ -70,6 +70,7 @@ class HalfBroker:
     locks: dict[str, str] = field(default_factory=dict)
     told: dict[str, str] = field(default_factory=lambda: dict(TOLD))
     fault: Callable[[RpcRequest[Any]], str | int | None] = lambda request: None
+    producers: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # by group: client ids and languages
     late: bool = False  # whether the immunity time of all halves is past
 
     def answer(self, request: RpcRequest[Any]) -> RemotingCommand:
@@ -84,6 +85,12 @@ class HalfBroker:
                 return self._pull(request.fields)
             case RequestCode.LOCK_BATCH_MQ | RequestCode.UNLOCK_BATCH_MQ:
                 return self._lock(request)
+            case RequestCode.GET_PRODUCER_CONNECTION_LIST:
+                members = [
+                    {"clientId": id, "language": language}
+                    for id, language in self.producers.get(request.fields["producerGroup"], ())
+                ]
+                return RemotingCommand(0, 0, 1, body=json.dumps({"connectionSet": members}).encode())
         raise AssertionError(f"{request.action}: nobody asks this here")
 
     def _store(self, request: RpcRequest[Any]) -> RemotingCommand:
@@ -196,6 +203,9 @@ class HalfClient:
     def __init__(self, broker: HalfBroker, client_id: str) -> None:
         self.broker, self.client_id = broker, client_id
         self.is_member = True
+
+    def brokers(self, timeout: float) -> dict[str, str]:
+        return {HOME: "127.0.0.1:1"}
 
     def join(self, membership: Membership, timeout: float) -> None:
         """Do nothing: the tests pass the check-backs themselves."""

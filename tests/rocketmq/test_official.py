@@ -12,7 +12,7 @@ from benchmarks._peers import environment, peer
 from benchmarks._rocketmq import OFFICIAL
 from tests.rocketmq.kit import BROKER, LONG, becomes_true
 from tests.rocketmq.reading_kit import new_topic, unique
-from tests.rocketmq.writing_kit import flush
+from tests.rocketmq.writing_kit import copies, flush, prepare, times_asked
 from txnbridge import Abort, Outcome
 
 PROGRAM = Path(__file__).with_name("official.py")
@@ -91,3 +91,19 @@ def test_a_half_of_the_official_client_is_listed_asked_about_and_can_be_aborted(
     assert becomes_true(lambda: half not in [each.transaction for each in admin.transactions()])
     official.ask("commit", official.ask("half", "end"))
     assert [body for body, _, _ in official.ask("read", "end")] == ["end"]
+
+
+def test_a_client_of_a_topic_that_is_named_like_our_application_is_asked_about_none_of_our_halves(
+    official, open_bridge, client, topic
+):
+    bridge = open_bridge(application=topic)  # the proxy puts the client into the producer group named like its topic
+    token = prepare(bridge, topic, *(b"%d" % number for number in range(4)))
+    (name,) = [each.transaction for each in bridge.admin.transactions()]
+    assert becomes_true(lambda: times_asked(client, topic, name) >= 4)
+    half = official.ask("half", "theirs")
+    assert becomes_true(lambda: half in official.ask("asked"))
+    ours = {copies(client, topic, name, number)[0].unique_key for number in range(4)}
+    assert not ours & set(official.ask("asked"))
+    assert bridge.commit(token) is Outcome.COMMITTED
+    official.ask("commit", half)
+    assert sorted(body for body, _, _ in official.ask("read", "theirs")) == ["0", "1", "2", "3", "theirs"]
