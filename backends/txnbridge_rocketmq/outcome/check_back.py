@@ -18,7 +18,7 @@ from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.client.send_requests import CheckBack
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder, remember
-from txnbridge_rocketmq.outcome.outcome import PREPARE
+from txnbridge_rocketmq.outcome.outcome import PREPARE, was_published
 from txnbridge_rocketmq.outcome.producer_groups import described
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, slot_of
@@ -157,22 +157,29 @@ class CheckBackHandler:
         claim = ledger.decided(transaction, deadline, log=origin.log)
         if claim is not None or not self._is_own(half):
             return claim
-        if self._is_published(transaction, broker, half, deadline):
+        decides = was_over or _is_abandoned(ledger, transaction, origin, deadline)
+        if self._is_published(transaction, broker, half, deadline, twice=decides):
             self._ender.remember_settled(transaction)
-        elif was_over or _is_abandoned(ledger, transaction, origin, deadline):
+        elif decides:
             with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
                 claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)
         return claim
 
-    def _is_published(self, transaction: str, broker: str, half: MessageExt, deadline: Deadline) -> bool:
+    def _is_published(
+        self, transaction: str, broker: str, half: MessageExt, deadline: Deadline, *, twice: bool
+    ) -> bool:
         """Return whether a half is the first of its transaction, and its message is published.
 
-        The broker asks only after the time in which the owner can publish the message without a decision.
+        The broker asks only after the time in which the owner can publish the message without a decision. `twice` means
+        that the transaction is aborted if the result is False. Raise the errors of `was_published` then.
         """
         slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
         if slot is None or slot.number > 0:
             return False
-        return not self._ender.missing(transaction, [HalfCount(topic, broker, 1)], deadline)
+        topics = [HalfCount(topic, broker, 1)]
+        if twice:
+            return was_published(self._ender, transaction, topics, deadline, half)
+        return not self._ender.missing(transaction, topics, deadline)
 
     def _is_own(self, half: MessageExt) -> bool:
         """Return whether a half is in a producer group of the application, and not in one for half messages."""
