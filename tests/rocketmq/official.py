@@ -90,7 +90,7 @@ class Official:
         while time.monotonic() < until:
             for message in self._consumer.receive(32, HIDDEN):
                 self._consumer.ack(message)
-                found.append([message.body.decode(), sorted(message.keys), message.properties])
+                found.append([message.body.decode(), sorted(message.keys), message.properties, message.message_group])
                 if found[-1][0] == last:
                     return found
         raise TimeoutError(f"no message {last!r} came")

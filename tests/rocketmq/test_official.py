@@ -48,7 +48,7 @@ def test_the_official_client_reads_what_we_commit_once_and_nothing_that_is_abort
     bridge = open_bridge()
     with bridge.transaction() as txn:
         txn.send(topic, b"one", key=b"our-key", headers=[("our", b"header")])
-        txn.send(topic, b"two")
+        txn.send(topic, b"two", headers=[("__SHARDINGKEY", b"our-message-group")])
         txn.send(other, b"beside")
     with bridge.transaction() as txn:
         txn.send(topic, b"aborted")
@@ -63,6 +63,7 @@ def test_the_official_client_reads_what_we_commit_once_and_nothing_that_is_abort
         found = official.ask("read", "end")
         assert [body for body, *_ in found] == ["one", "two", "end"]
         assert found[0][1] == ["our-key"] and found[0][2]["our"] == "header"
+        assert [group for *_, group in found] == [None, "our-message-group", None]
         assert bridge.commit(str(prepared.token)) is Outcome.COMMITTED
         assert [body for body, *_ in official.ask("read", "prepared")] == ["prepared"]
     assert [body for body, *_ in official.ask("read", "open")] == ["open"]

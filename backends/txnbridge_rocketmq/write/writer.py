@@ -53,7 +53,7 @@ from txnbridge_rocketmq.write.half_batch import (
     halves_from_json,
     immunity,
 )
-from txnbridge_rocketmq.write.message_format import partition_of, to_wire
+from txnbridge_rocketmq.write.message_format import ordering_key, partition_of, to_wire
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
 _log = logging.getLogger("txnbridge")
@@ -131,6 +131,7 @@ class RocketMQWriter(Writer):
         slot = TransactionSlot(self._begun.transaction, written.count)
         own = properties(slot, self._origin)
         message = to_wire(topic, value, key, headers, timestamp, own=own, unique_key=unique_key(topic, slot))
+        key = ordering_key(message, key)
         number = partition if partition is not None else self._queue_number(key, len(written.queues))
         self._halves.take(written, written.queues[number], message, deadline)
         self.messages += 1
