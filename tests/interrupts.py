@@ -80,6 +80,44 @@ def interrupted_at(act: Callable[[], Any], number: int, behind_calls_in: Sequenc
     return where
 
 
+def interrupted_behind_call(act: Callable[[], Any], number: int, *files: str) -> str:
+    """Run it, interrupted behind the `number`-th call in these files, before the caller has what the call returns.
+
+    Return where that is, or nothing if there are not so many.
+    """
+    left = number
+    where = ""
+    last: dict[FrameType, str] = {}
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal left, where
+        if event == "call":
+            if not frame.f_code.co_filename.endswith(files) or _is_finalizing(frame):
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        elif event == "opcode":
+            was, last[frame] = last.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            left -= was.startswith("CALL")
+            if left == 0 and was.startswith("CALL"):
+                sys.settrace(None)
+                frame.f_trace = None
+                where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise Interrupted(where)
+        elif event == "return":
+            last.pop(frame, None)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        act()
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(None)
+        last.clear()
+    return where
+
+
 def _is_finalizing(frame: FrameType | None) -> bool:
     """Whether this is called by the garbage collector, where Python itself swallows whatever is raised."""
     while frame is not None:

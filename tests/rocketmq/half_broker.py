@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -53,6 +54,8 @@ class Kept:
     body: bytes
     queue_offset: int
     log_offset: int
+    born: int = 0
+    stored_at: int = field(default_factory=lambda: int(time.time() * 1000))
 
     @property
     def key(self) -> str:
@@ -70,6 +73,8 @@ class HalfBroker:
     locks: dict[str, str] = field(default_factory=dict)
     told: dict[str, str] = field(default_factory=lambda: dict(TOLD))
     fault: Callable[[RpcRequest[Any]], str | int | None] = lambda request: None
+    first: int = 0  # the offset in the half topic of the first half that was not dropped by age
+    producers: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # by group: client ids and languages
     late: bool = False  # whether the immunity time of all halves is past
 
     def answer(self, request: RpcRequest[Any]) -> RemotingCommand:
@@ -84,19 +89,25 @@ class HalfBroker:
                 return self._pull(request.fields)
             case RequestCode.LOCK_BATCH_MQ | RequestCode.UNLOCK_BATCH_MQ:
                 return self._lock(request)
+            case RequestCode.GET_PRODUCER_CONNECTION_LIST:
+                members = [
+                    {"clientId": id, "language": language}
+                    for id, language in self.producers.get(request.fields["producerGroup"], ())
+                ]
+                return RemotingCommand(0, 0, 1, body=json.dumps({"connectionSet": members}).encode())
         raise AssertionError(f"{request.action}: nobody asks this here")
 
     def _store(self, request: RpcRequest[Any]) -> RemotingCommand:
         assert request.fields["f"] == "4", "only halves are sent here"
         properties = unpack_properties(request.fields["i"])
-        self.keep(request.fields["b"], int(request.fields["e"]), dict(properties), request.body)
-        half = self.halves[-1]
+        born = int(request.fields["g"])
+        half = self.keep(request.fields["b"], int(request.fields["e"]), dict(properties), request.body, born)
         offset_id = OffsetId("127.0.0.1", 1, half.log_offset)
         return _ok(msgId=str(offset_id), queueId=half.queue, queueOffset=half.queue_offset)
 
-    def keep(self, topic: str, queue: int, properties: dict[str, str], body: bytes) -> Kept:
+    def keep(self, topic: str, queue: int, properties: dict[str, str], body: bytes, born: int = 0) -> Kept:
         number = len(self.halves)
-        self.halves.append(Kept(topic, queue, properties, body, number, 1000 + number))
+        self.halves.append(Kept(topic, queue, properties, body, number, 1000 + number, born))
         self.open.add(number)
         return self.halves[-1]
 
@@ -115,7 +126,8 @@ class HalfBroker:
         """Answer a look-up by key: the newest index entries with the key's hash, 32 or as many as requested."""
         topic, wanted, most = fields["topic"], java_hash(fields["key"]), int(fields["maxNum"])
         if topic == HALF_TOPIC:
-            found = [self._record(half) for half in self.halves if java_hash(half.key) == wanted]
+            left = self.halves[self.first :]
+            found = [self._record(half) for half in left if java_hash(half.key) == wanted]
         else:
             found = [
                 stored(body, topic, pairs(**properties), queue=queue, log_offset=5000 + number)
@@ -128,7 +140,16 @@ class HalfBroker:
     def _record(self, half: Kept, topic: str = HALF_TOPIC) -> bytes:
         own = {Property.REAL_TOPIC: half.topic, "REAL_QID": str(half.queue)}
         properties = pairs(**half.properties, **own)
-        return stored(half.body, topic, properties, queue=0, queue_offset=half.queue_offset, log_offset=half.log_offset)
+        return stored(
+            half.body,
+            topic,
+            properties,
+            queue=0,
+            queue_offset=half.queue_offset,
+            log_offset=half.log_offset,
+            born=half.born,
+            stored_at=half.stored_at,
+        )
 
     def discard(self) -> None:
         """Discard the open halves, as after the last check-back."""
@@ -136,12 +157,20 @@ class HalfBroker:
         self.open.clear()
 
     def _pull(self, fields: Mapping[str, str]) -> RemotingCommand:
-        assert fields["topic"] == DISCARDED_TOPIC
-        found = self.discarded[int(fields["queueOffset"]) :]
-        end = str(len(self.discarded))
-        body = b"".join(self._record(half, DISCARDED_TOPIC) for half in found)
+        at, topic = int(fields["queueOffset"]), fields["topic"]
+        halves, first = (self.discarded, 0) if topic == DISCARDED_TOPIC else (self.halves, self.first)
+        bounds = {"minOffset": str(first), "maxOffset": str(len(halves))}
+        if at < first:
+            return RemotingCommand(ResponseCode.PULL_OFFSET_MOVED, 0, 1, {"nextBeginOffset": str(first), **bounds})
+        found = halves[at:][: int(fields["maxMsgNums"])]
         code = ResponseCode.SUCCESS if found else ResponseCode.PULL_NOT_FOUND
-        return RemotingCommand(code, 0, 1, {"nextBeginOffset": end, "minOffset": "0", "maxOffset": end}, body=body)
+        body = b"".join(self._record(half, topic) for half in found)
+        return RemotingCommand(code, 0, 1, {"nextBeginOffset": str(at + len(found)), **bounds}, body=body)
+
+    def age(self, keep: int = 0) -> None:
+        """Drop what is published and all halves but the last `keep`, as retention does."""
+        self.published.clear()
+        self.first = len(self.halves) - keep
 
     def _lock(self, request: RpcRequest[Any]) -> RemotingCommand:
         asked = json.loads(request.body)
@@ -161,7 +190,7 @@ class HalfBroker:
             old = self.halves[number]
             times = int(old.properties.get(Property.CHECKS, 0)) + 1
             self.open.discard(number)
-            half = self.keep(old.topic, old.queue, {**old.properties, Property.CHECKS: str(times)}, old.body)
+            half = self.keep(old.topic, old.queue, {**old.properties, Property.CHECKS: str(times)}, old.body, old.born)
             (record,) = decode_records(self._record(half))
             group = half.properties[Property.GROUP]
             place = HalfAddress(half.topic, group, half.queue_offset, half.log_offset, half.key)
@@ -196,6 +225,9 @@ class HalfClient:
     def __init__(self, broker: HalfBroker, client_id: str) -> None:
         self.broker, self.client_id = broker, client_id
         self.is_member = True
+
+    def brokers(self, timeout: float) -> dict[str, str]:
+        return {HOME: "127.0.0.1:1"}
 
     def join(self, membership: Membership, timeout: float) -> None:
         """Do nothing: the tests pass the check-backs themselves."""

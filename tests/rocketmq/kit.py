@@ -86,11 +86,13 @@ def stored(
     magic: int = SHORT_TOPIC,
     born_host: bytes = bytes(8),
     stored_host: bytes = bytes(8),
+    born: int = 1_700_000_000_001,
+    stored_at: int = 1_700_000_000_002,
 ) -> bytes:
     """Return a record as PULL_MESSAGE and other responses contain it."""
     name, packed = topic.encode(), properties.encode()
     head = struct.pack(">iiiqqi", zlib.crc32(body) & 0x7FFFFFFF, queue, 5, queue_offset, log_offset, system_flag)
-    rest = head + struct.pack(">q", 1_700_000_000_001) + born_host + struct.pack(">q", 1_700_000_000_002) + stored_host
+    rest = head + struct.pack(">q", born) + born_host + struct.pack(">q", stored_at) + stored_host
     rest += struct.pack(">iqi", 2, prepared_offset, len(body)) + body
     rest += (bytes([len(name)]) if magic == SHORT_TOPIC else struct.pack(">h", len(name))) + name
     rest += struct.pack(">h", len(packed)) + packed

@@ -25,12 +25,14 @@ class Log:
 
     def __init__(self) -> None:
         self.together: list[list[bytes]] = []
+        self.left: list[float] = []  # the time of each request
         self.fault: BaseException | None = None
         self.allowed = threading.Semaphore(0)
         self.queue = AppendQueue(self._send)
 
     def _send(self, messages: Sequence[WireMessage], deadline: Deadline) -> list[bytes]:
         self.together.append([message.body for message in messages])
+        self.left.append(deadline.left())
         assert self.allowed.acquire(timeout=30)
         if self.fault is not None:
             fault, self.fault = self.fault, None
@@ -90,6 +92,31 @@ def test_an_error_is_that_of_all_who_were_sent_together_and_of_nobody_else(log, 
     with pytest.raises(Disconnected):
         found[0].result()
     assert [each.result() for each in (*found[1:], late)] == [b"A", b"B", b"LATE"]
+
+
+def test_a_thread_with_little_time_fails_nobody_who_has_more(log, pool):
+    first, short, long, longer = (
+        *stored(log, pool, b"short", seconds=1),
+        pool.submit(log.store, b"long", 30),
+        pool.submit(log.store, b"longer", 60),
+    )
+    assert log.waits(3)
+    log.allowed.release()
+    assert first.result() == b"FIRST"
+    assert becomes_true(lambda: len(log.together) == 2)
+    assert log.left == [pytest.approx(30, abs=5), pytest.approx(60, abs=5)]
+    with pytest.raises(ResponseTimeout):
+        short.result()
+    log.allowed.release(9)
+    assert [each.result() for each in (long, longer)] == [b"LONG", b"LONGER"]
+
+
+def test_a_sender_takes_along_nobody_who_has_more_time_than_itself(log):
+    log.allowed.release(9)
+    log.queue._waiting.append(append_queue._Append(WireMessage("log", b"later"), Deadline(60)))
+    assert log.store(b"first", 30) == b"FIRST"
+    assert log.together == [[b"first"]]
+    assert log.queue._waiting[0].sends
 
 
 def test_whoever_waits_too_long_takes_his_message_back(log, pool):

@@ -313,7 +313,7 @@ def test_whatever_a_broker_does_every_call_ends_once_and_makes_room(deeds):
                 call.result()
         assert becomes_true(lambda: sorted(map(id, ended)) == sorted(map(id, calls)))
         assert connection._waiting == {}
-        assert connection._slots._value == 2
+        assert connection._slots.left == 2
         connection.close()
 
 

@@ -387,19 +387,23 @@ def test_a_broker_that_was_killed_asks_again_when_it_is_back(rocketmq_broker, cl
     assert becomes_true(lambda: len(asked.about(half)) >= 1)
 
 
+def members(client):
+    return [member.client_id for member in client.call(BROKER, administration.producers("pair"), LONG)]
+
+
 def test_when_a_member_leaves_the_others_are_asked(rocketmq_broker, client, topic):
     stays, leaves = Asked(), Asked()
     with new_client(rocketmq_broker, on_checks=stays) as one, new_client(rocketmq_broker, on_checks=leaves) as other:
         for member in (one, other):
             member.join(Membership(frozenset({"pair"})), LONG)
-        assert client.call(BROKER, administration.producers("pair"), LONG) == sorted([one.client_id, other.client_id])
+        assert members(client) == sorted([one.client_id, other.client_id])
         other.close()
-        assert client.call(BROKER, administration.producers("pair"), LONG) == [one.client_id]
+        assert members(client) == [one.client_id]
         halves = [put_half(client, topic, b"half", group="pair") for _ in range(4)]
         stays.answer = lambda check: one.call(BROKER, end(check.half, HalfEnd.ABORT, from_check=True), LONG)
         assert becomes_true(lambda: all(stays.about(half) for half in halves))
         assert leaves.checks == []
-    assert client.call(BROKER, administration.producers("pair"), LONG) == []
+    assert members(client) == []
 
 
 @pytest.mark.full

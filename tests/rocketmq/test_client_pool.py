@@ -11,6 +11,8 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.client import _start as start_thread
 from txnbridge_rocketmq.client.codes import ResponseCode
 from txnbridge_rocketmq.client.connection import ConnectionSettings
 from txnbridge_rocketmq.client.errors import (
@@ -22,9 +24,10 @@ from txnbridge_rocketmq.client.errors import (
     Unreachable,
 )
 from txnbridge_rocketmq.client.frames import RemotingCommand
-from txnbridge_rocketmq.client.pool import BlockingPool
+from txnbridge_rocketmq.client.pool import MOST_CONNECTIONS, BlockingPool
 
 from tests.in_time import within
+from tests.interrupts import interrupted_behind_call
 from tests.rocketmq.kit import ANSWER, FakeBroker, Peer, becomes_true, echo, frame, our_threads
 from tests.rocketmq.test_client_connection import DEEDS
 from tests.rocketmq.test_client_security import authority, back, server, trusting  # noqa: F401
@@ -102,6 +105,30 @@ def test_an_idle_connection_on_which_something_came_is_not_used_again(pool, brok
     assert answered(pool, broker) is not peer
 
 
+def test_a_connection_that_was_idle_for_long_is_not_used_again(pool, broker, monkeypatch):
+    silent = answered(pool, broker)  # behind the first response nothing on this connection is answered
+    monkeypatch.setattr("txnbridge_rocketmq.client.pool.IDLE_SECONDS", 0.0)
+    assert answered(pool, broker) is not silent
+
+
+def test_a_connection_that_its_server_has_closed_is_closed_before_it_is_needed_again():
+    closing: list[threading.Timer] = []
+
+    def reply(peer: Peer, command: RemotingCommand) -> None:
+        peer.answer(command)
+        closing.append(threading.Timer(SHORT, peer.hang_up))
+        closing[-1].start()
+
+    with FakeBroker(reply) as broker, RemotingClient([broker.address], heartbeat_seconds=600) as client:
+        client._threads = [start_thread(client._send_heartbeats)]  # as of a client that has joined groups
+        client.call_address(broker.address, echo(), LONG)
+        pool = client._pools[broker.address]
+        (connection,) = pool._idle
+        assert becomes_true(lambda: not pool._connections)
+        assert connection._socket.fileno() == -1
+        closing[0].join()
+
+
 @pytest.mark.parametrize("begun", [b"", frame(0, 1, ANSWER, body=bytes(1000))[:-1]], ids=["nothing", "a part"])
 def test_a_deadline_before_the_whole_response_closes_the_connection(pool, broker, begun):
     exchange = pool.begin([echo(1), echo(2)], time.monotonic() + SHORT)
@@ -131,7 +158,7 @@ def test_a_connection_that_fails_takes_the_idle_ones_with_it(pool, broker):
     assert [exchange.results() for exchange in exchanges] == [[""], [""]]
     (failed,) = ask(pool, timeout=SHORT)
     assert isinstance(failed, ResponseTimeout)
-    assert pool._connections == set()
+    assert not pool._connections
 
 
 @pytest.mark.parametrize(
@@ -154,7 +181,51 @@ def test_an_interrupt_closes_the_connection(pool, broker, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         exchange.results()
     assert not exchange._connection.is_open
-    assert pool._slots.qsize() == 2
+    assert pool._slots.left == 2
+
+
+def test_an_interrupt_behind_any_call_loses_no_slot_and_no_connection():
+    """A signal handler's exception comes behind a call, before its caller has what the call returns."""
+
+    def ask(client: RemotingClient) -> list[str | RemotingError]:
+        return client.call_all([("b", echo())], LONG)
+
+    with FakeBroker(back) as broker:
+        number = 1
+        while True:
+            client = RemotingClient([broker.address])
+            client._masters["b"] = broker.address
+            ask(client)
+            pool = client._pools[broker.address]
+            where = interrupted_behind_call(lambda: ask(client), number, "client/pool.py", "client/slots.py")  # noqa: B023
+            assert pool._slots.left == MOST_CONNECTIONS, f"a slot is lost by an interrupt at {where}"
+            assert len(pool._connections) == len(pool._idle), f"a connection is lost by an interrupt at {where}"
+            assert ask(client) == [""]
+            client.close()
+            if not where:
+                break
+            number += 1
+    assert number > 20
+
+
+def test_an_interrupt_behind_any_call_shuts_no_other_thread_out_of_a_shared_connection():
+    files = ("client.py", "connection.py", "transport.py", "slots.py")
+
+    def ask() -> str:
+        return client.submit("b", echo(), LONG).result()
+
+    def answers() -> bool:
+        with suppress(Disconnected):  # the interrupt has closed the connection, and its thread does not know yet
+            return client.submit("b", echo(), 5.0).result() == ""
+        return False
+
+    with FakeBroker(back) as broker, RemotingClient([broker.address]) as client:
+        client._masters["b"] = broker.address
+        number = 1
+        while where := interrupted_behind_call(ask, number, *files):
+            assert becomes_true(answers), f"wrong after an interrupt at {where}"
+            number += 1
+    assert number > 20
 
 
 def test_closing_ends_what_waits_and_what_is_idle(pool, broker):
@@ -165,7 +236,7 @@ def test_closing_ends_what_waits_and_what_is_idle(pool, broker):
     with within(SHORT):
         (closed,) = first.results()
     assert isinstance(closed, Disconnected) and "was closed" in str(closed) and closed.may_have_had_effect
-    assert pool._connections == set()
+    assert not pool._connections
     with pytest.raises(Unreachable, match="closed"):
         ask(pool)
 
@@ -203,6 +274,6 @@ def test_whatever_a_broker_does_every_request_ends_in_time_and_makes_room(deeds,
             with suppress(RemotingError):  # the broker hung up before the request was sent
                 results = ask(pool, *range(at_once), timeout=SHORT)
             assert all(result == "" or isinstance(result, RemotingError) for result in results)
-        assert pool._slots.qsize() == 1
+        assert pool._slots.left == 1
         assert len(pool._connections) == len(pool._idle) <= 1
         pool.close()

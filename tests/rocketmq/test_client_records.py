@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import struct
 import zlib
 
@@ -86,8 +87,9 @@ def test_a_record_with_properties_that_are_no_text_is_shown():
 
 
 @pytest.mark.parametrize("kind", [0, ZLIB])
-def test_a_body_compressed_by_zlib_is_unpacked(kind):
-    (record,) = decode_records(stored(zlib.compress(b"hello" * 1000), system_flag=SystemFlag.COMPRESSED | kind))
+@pytest.mark.parametrize("compress", [zlib.compress, gzip.compress])
+def test_a_body_compressed_by_zlib_or_gzip_is_unpacked(kind, compress):
+    (record,) = decode_records(stored(compress(b"hello" * 1000), system_flag=SystemFlag.COMPRESSED | kind))
     assert record.payload() == b"hello" * 1000
 
 

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_rocketmq.client.records import decode_records, unpack_properties
 from txnbridge_rocketmq.client.send_requests import send
-from txnbridge_rocketmq.write.message_format import OWN, RESERVED, from_wire, partition_of, to_wire
+from txnbridge_rocketmq.write.message_format import OWN, RESERVED, from_wire, ordering_key, partition_of, to_wire
 
 from tests.rocketmq.kit import pairs, stored
 from txnbridge.errors import InvalidOption
+
+GROUP = "__SHARDINGKEY"  # RocketMQ's name of the message group
 
 pytestmark = pytest.mark.offline
 
@@ -36,7 +38,7 @@ def there_and_back(**message):
 
 _NAMES = st.text(
     st.characters(exclude_characters="\x01\x02", exclude_categories=["Cs"]), min_size=1, max_size=20
-).filter(lambda name: name not in RESERVED and not name.startswith(OWN) and name != "TAGS")
+).filter(lambda name: name not in RESERVED and not name.startswith(OWN) and name not in ("TAGS", GROUP))
 _FEW_NAMES = st.sampled_from(["a", "b", "txnbridge-b64.a", "txnbridge-b64.txnbridge-b64.a", "2.a", "ü"])
 _VALUES = st.one_of(
     st.binary(max_size=20), st.text(max_size=20).map(lambda text: text.encode("utf-8", "surrogatepass"))
@@ -130,6 +132,22 @@ def test_a_header_that_means_something_to_rocketmq_or_to_us_is_refused_by_name(n
     with pytest.raises(InvalidOption) as raised:
         sent(headers=[(name, b"1")])
     assert repr(name) in str(raised.value)
+
+
+def test_the_message_group_of_fifo_topics_is_a_header_and_chooses_the_partition_of_a_message_without_a_key():
+    headers = [(GROUP, "käse 7".encode()), ("own", b"1")]
+    text, _ = sent(headers=headers)
+    assert unpack_properties(text)[GROUP] == "käse 7"
+    assert there_and_back(headers=headers).headers.raw == tuple(headers)
+    assert arrived(pairs(**{GROUP: "theirs"}), b"x").headers[GROUP] == "theirs"
+    message = to_wire("orders", b"x", None, headers, None)
+    assert (ordering_key(message, None), ordering_key(message, b"key")) == ("käse 7".encode(), b"key")
+
+
+@pytest.mark.parametrize("group", [b"", b" ", b"a\x01b", b"\xff"])
+def test_a_message_group_that_is_no_text_is_refused(group):
+    with pytest.raises(InvalidOption, match="message group"):
+        sent(headers=[(GROUP, group)])
 
 
 @pytest.mark.parametrize("tag", [b"", b" ", b"a|b", b"\xff", b"a\x02b"])

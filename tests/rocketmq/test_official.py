@@ -1,4 +1,4 @@
-"""Tests with the official Python client over gRPC: it reads our messages, and its open halves are listed."""
+"""Tests with the official Python client over gRPC: each reads the other's messages, and its open halves are listed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks._peers import environment, peer
 from benchmarks._rocketmq import OFFICIAL
 from tests.rocketmq.kit import BROKER, LONG, becomes_true
 from tests.rocketmq.reading_kit import new_topic, unique
-from tests.rocketmq.writing_kit import flush
+from tests.rocketmq.writing_kit import copies, flush, prepare, times_asked
 from txnbridge import Abort, Outcome
 
 PROGRAM = Path(__file__).with_name("official.py")
@@ -48,7 +48,7 @@ def test_the_official_client_reads_what_we_commit_once_and_nothing_that_is_abort
     bridge = open_bridge()
     with bridge.transaction() as txn:
         txn.send(topic, b"one", key=b"our-key", headers=[("our", b"header")])
-        txn.send(topic, b"two")
+        txn.send(topic, b"two", headers=[("__SHARDINGKEY", b"our-message-group")])
         txn.send(other, b"beside")
     with bridge.transaction() as txn:
         txn.send(topic, b"aborted")
@@ -61,11 +61,12 @@ def test_the_official_client_reads_what_we_commit_once_and_nothing_that_is_abort
         with bridge.transaction() as txn:
             txn.send(topic, b"end")
         found = official.ask("read", "end")
-        assert [body for body, _, _ in found] == ["one", "two", "end"]
+        assert [body for body, *_ in found] == ["one", "two", "end"]
         assert found[0][1] == ["our-key"] and found[0][2]["our"] == "header"
+        assert [group for *_, group in found] == [None, "our-message-group", None]
         assert bridge.commit(str(prepared.token)) is Outcome.COMMITTED
-        assert [body for body, _, _ in official.ask("read", "prepared")] == ["prepared"]
-    assert [body for body, _, _ in official.ask("read", "open")] == ["open"]
+        assert [body for body, *_ in official.ask("read", "prepared")] == ["prepared"]
+    assert [body for body, *_ in official.ask("read", "open")] == ["open"]
     assert [message.value for message in bridge.read(other, limit=1)] == [b"beside"]
 
 
@@ -76,6 +77,8 @@ def test_what_the_official_client_commits_we_read_and_nothing_that_it_leaves_ope
     (found,) = consumer.poll(timeout=LONG)
     assert (found.value, found.key) == (b"theirs", b"their-key")
     assert found.headers["their"] == "header"
+    official.ask("commit", official.ask("half_in_gzip", "packed"))
+    assert [message.value for message in consumer.poll(timeout=LONG)] == [b"packed"]
     official.ask("commit", official.ask("half", "end"))
     assert [message.value for message in consumer.poll(timeout=LONG)] == [b"end"]
     official.ask("commit", left)
@@ -90,4 +93,20 @@ def test_a_half_of_the_official_client_is_listed_asked_about_and_can_be_aborted(
     assert admin.abort(half) is Outcome.ABORTED
     assert becomes_true(lambda: half not in [each.transaction for each in admin.transactions()])
     official.ask("commit", official.ask("half", "end"))
-    assert [body for body, _, _ in official.ask("read", "end")] == ["end"]
+    assert [body for body, *_ in official.ask("read", "end")] == ["end"]
+
+
+def test_a_client_of_a_topic_that_is_named_like_our_application_is_asked_about_none_of_our_halves(
+    official, open_bridge, client, topic
+):
+    bridge = open_bridge(application=topic)  # the proxy puts the client into the producer group named like its topic
+    token = prepare(bridge, topic, *(b"%d" % number for number in range(4)))
+    (name,) = [each.transaction for each in bridge.admin.transactions()]
+    assert becomes_true(lambda: times_asked(client, topic, name) >= 4)
+    half = official.ask("half", "theirs")
+    assert becomes_true(lambda: half in official.ask("asked"))
+    ours = {copies(client, topic, name, number)[0].unique_key for number in range(4)}
+    assert not ours & set(official.ask("asked"))
+    assert bridge.commit(token) is Outcome.COMMITTED
+    official.ask("commit", half)
+    assert sorted(body for body, *_ in official.ask("read", "theirs")) == ["0", "1", "2", "3", "theirs"]

@@ -132,7 +132,9 @@ def test_a_group_has_a_name_of_120_characters_at_most():
 def test_an_application_names_its_log_and_its_group():
     found = settings(context={"application": "billing.eu"})
     assert found.log_topic("billing.eu") == "_txnbridge-log-billing%2Eeu"
-    assert found.producer_group == "billing%2Eeu"
+    assert found.producer_group == "_txnbridge-app-billing%2Eeu"
+    assert found.application_of(found.producer_group) == "billing.eu"
+    assert found.application_of(found.former_producer_group) is None
     with pytest.raises(InvalidOption, match="1 to 127"):
         found.log_topic("x" * 120)
 

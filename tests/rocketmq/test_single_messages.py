@@ -10,13 +10,14 @@ import pytest
 from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.outcome.outcome import status_of
+from txnbridge_rocketmq.outcome import outcome
+from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 from txnbridge_rocketmq.write import writer as writers
 
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.half_broker import HalfBroker, Process, send
-from txnbridge.errors import OutcomeUnknown, TransactionAborted
-from txnbridge.spi import Deadline, Status, Token, TokenState
+from txnbridge.errors import EvidenceLost, OutcomeUnknown, TransactionAborted
+from txnbridge.spi import Deadline, Decision, Ledger, Outcome, Status, Token, TokenState
 
 END = RequestCode.END_TRANSACTION
 
@@ -55,12 +56,21 @@ def begin(process: Process, number: int, *values: bytes, timeout: float = 1.6) -
     return writer
 
 
-def status(process: Process, writer: Any) -> Status:
+def token_of(writer: Any) -> Token:
     found = writer.evidence()
-    transaction = f"{process.id}/x/1"
-    token = Token("rocketmq", "cluster", transaction, found.how, False, found.expires_at, 1, log=found.log)
-    ledger = process.decisions.ledger(process.id, found.log)
-    return status_of(process.ender, token, ledger, Deadline(60))
+    return Token("rocketmq", "cluster", "owner/x/1", found.how, False, found.expires_at, 1, log=found.log)
+
+
+def ledger_of(process: Process, writer: Any) -> Ledger:
+    return process.decisions.ledger("owner", writer.evidence().log)
+
+
+def status(process: Process, writer: Any) -> Status:
+    return status_of(process.ender, token_of(writer), ledger_of(process, writer), Deadline(60))
+
+
+def end_by_token(process: Process, writer: Any, decision: Decision) -> Outcome:
+    return end_prepared(process.ender, token_of(writer), decision, ledger_of(process, writer), Deadline(60))
 
 
 def lost(owner: Process, broker: HalfBroker, fault: str = "lose request") -> Any:
@@ -128,6 +138,87 @@ def test_what_was_published_without_an_answer_is_committed_for_everyone(owner, o
     assert broker.seen("a") == [b"1"]
 
 
+def test_what_retention_may_have_dropped_is_told_neither_aborted_nor_committed(owner, other, broker, log):
+    writer = lost(owner, broker, "lose answer")
+    wait_until_over(writer)
+    assert status(other, writer).state is TokenState.COMMITTED
+    before = log.next
+    broker.open.add(1)
+    check = broker.ask()  # a copy of the half is stored behind the message, so it may outlive the message
+    broker.age(keep=1)
+    other.checks.answer(check)
+    for kept in (1, 0):
+        broker.age(keep=kept)
+        assert (status(other, writer).state, status(other, writer).permanent) == (TokenState.UNKNOWN, True)
+        for end in (Decision.ABORT, Decision.COMMIT):
+            with pytest.raises(EvidenceLost, match="retention"):
+                end_by_token(other, writer, end)
+    writer.reopen(Deadline(60))
+    assert log.next == before and broker.published == []
+
+
+@pytest.mark.parametrize("first", ["the topic's first", "an older one"])
+def test_what_was_not_published_is_aborted_also_by_a_copy_if_the_broker_has_what_is_older(owner, other, broker, first):
+    if first == "an older one":
+        begin(owner, 2).commit(Deadline(60))
+        broker.age(keep=1)
+        broker.halves[-1].stored_at -= 1000
+    writer = lost(owner, broker)
+    wait_until_over(writer)
+    other.checks.answer(broker.ask())
+    assert status(other, writer).state is TokenState.ABORTED
+    assert broker.seen("a") == [] and not broker.open
+
+
+@pytest.mark.parametrize("by", ["a check-back", "a status", "a token", "its writer"])
+def test_what_the_index_does_not_have_yet_is_looked_up_again(owner, other, broker, log, by):
+    writer = lost(owner, broker, "lose answer")
+    wait_until_over(writer)
+    broker.open.add(1)
+    found, before, looks = broker._found, log.next, 0
+
+    def find_late(fields: Mapping[str, str]) -> RemotingCommand:
+        nonlocal looks
+        looks += fields["topic"] == "a"
+        early = fields["topic"] == "a" and looks == 1
+        answer: RemotingCommand = found({**fields, "topic": "none"} if early else fields)
+        return answer
+
+    broker._found = find_late
+    if by == "a check-back":
+        other.checks.answer(broker.ask())
+    elif by == "a status":
+        assert status(other, writer).state is TokenState.COMMITTED
+    elif by == "a token":
+        assert end_by_token(other, writer, Decision.ABORT) is Outcome.COMMITTED
+    else:
+        writer.reopen(Deadline(60))
+    assert log.next == before
+
+
+@pytest.mark.parametrize("stored", ["before", "at the commit"])
+def test_a_half_that_is_no_longer_fresh_is_decided_in_the_log_and_nobody_waits(owner, broker, log, stored):
+    writer = begin(owner, 1, timeout=30)
+    if stored == "before":
+        writer.flush(Deadline(60))
+    time.sleep(0.6)  # more than half of the immunity time
+    before, began, asked = log.next, time.time() * 1000, []
+    broker.fault = lambda request: asked.append(request.code)
+    writer.commit(Deadline(60))
+    if stored == "before":
+        assert log.next == before + 1 and asked == [END]
+    else:
+        assert log.next == before and asked == [RequestCode.SEND_MESSAGE_V2, END]
+        assert broker.halves[-1].born >= int(began)
+
+
+def test_the_immunity_time_is_counted_from_the_birth_of_the_half(owner, other, broker, monkeypatch):
+    writer = lost(owner, broker)
+    broker.halves[-1].born -= 1000
+    monkeypatch.setattr(outcome, "_PROGRESS_POLL_SECONDS", 1e6)  # nobody waits
+    assert end_by_token(other, writer, Decision.ABORT) is Outcome.ABORTED
+
+
 @pytest.mark.parametrize("by", ["a check-back", "a status", "its writer"])
 def test_what_was_not_published_is_aborted_when_its_time_is_over(owner, other, broker, by):
     writer = lost(owner, broker)
@@ -145,11 +236,13 @@ def test_what_was_not_published_is_aborted_when_its_time_is_over(owner, other, b
 @pytest.mark.parametrize("by", ["a check-back", "a status"])
 def test_what_is_published_behind_a_look_is_not_aborted_by_the_clock_after_it(owner, other, broker, log, by):
     writer = lost(owner, broker)
-    look, before = broker._found, log.next
+    look, before, looks = broker._found, log.next, 1 if by == "a check-back" else 2  # a status looks twice
 
     def look_and_sleep(fields: Mapping[str, str]) -> RemotingCommand:
+        nonlocal looks
         answer: RemotingCommand = look(fields)
-        if not broker.published:
+        looks -= fields["topic"] == "a"
+        if looks == 0 and not broker.published:
             wait_until_over(writer)
             half = broker.halves[-1]
             broker.published.append((half.topic, half.queue, half.properties, half.body))

@@ -141,6 +141,7 @@ class RocketMQAdmin(Admin):
         parts: list[tuple[str, Callable[[], Iterable[Advice]]]] = [
             ("topics", lambda: doctor.check_brokers_of_topics(self._cluster, self._users_topics(deadline), deadline)),
             ("transactions", lambda: doctor.check_open(self.transactions(deadline), self._cluster.settings)),
+            ("producer groups", lambda: doctor.check_producer_groups(self._cluster, deadline)),
         ]
         for broker in brokers.names(deadline):
             parts.append((f"broker {broker}", lambda broker=broker: self._check_broker(broker, deadline)))  # type: ignore[misc]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from txnbridge.spi import Advice, Deadline, OpenTransaction
+from txnbridge_rocketmq.admin.open_halves import groups_of_open_halves
 from txnbridge_rocketmq.client.codes import ROCKSDB_HALF_TOPIC
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.settings import RocketMQSettings
@@ -194,6 +195,19 @@ def check_brokers_of_topics(cluster: RocketMQCluster, topics: Iterable[str], dea
                 f"is on the brokers {', '.join(brokers)}, and txnbridge neither reads nor writes it",
                 "use a topic on one broker",
             )
+
+
+def check_producer_groups(cluster: RocketMQCluster, deadline: Deadline) -> Iterator[Advice]:
+    """Yield advice about other clients in the producer groups of bridges (hazard H134)."""
+    groups = {cluster.settings.producer_group, *groups_of_open_halves(cluster, deadline)}
+    for group, strangers in cluster.producer_groups.strangers(groups, deadline, strict=True).items():
+        yield Advice(
+            "problem",
+            f"producer group {group}",
+            f"the clients {', '.join(strangers)} are no bridges, and brokers send them check-backs about half messages"
+            " of txnbridge, which they publish or drop as they answer",
+            "have these clients leave the group, or choose another application= or prefix",
+        )
 
 
 def check_disk(broker: str, full: float) -> Iterator[Advice]:

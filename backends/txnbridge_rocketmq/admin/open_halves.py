@@ -109,6 +109,16 @@ def list_open(cluster: RocketMQCluster, deadline: Deadline) -> list[OpenHalves]:
     return sorted((each for each in listed if each is not None), key=lambda each: each.halves[0].record.born_time)
 
 
+def groups_of_open_halves(cluster: RocketMQCluster, deadline: Deadline) -> set[str]:
+    """Return the producer groups of the open halves that bridges have stored on any broker."""
+    return {
+        half.record.properties.get(Property.GROUP, "")
+        for broker in cluster.brokers.names(deadline)
+        for half in _waiting(cluster, broker, deadline)
+        if slot_of(half.record) is not None
+    }
+
+
 def _name_of(half: PendingHalf) -> str:
     slot = slot_of(half.record)
     return slot.transaction if slot is not None else half.record.unique_key or str(half.record.offset_id)
@@ -237,11 +247,12 @@ def ledger_of(cluster: RocketMQCluster, listed: OpenHalves) -> Ledger:
 def as_open_transaction(cluster: RocketMQCluster, listed: OpenHalves) -> OpenTransaction:
     """Convert a listed transaction for `Admin.transactions`."""
     record = listed.halves[0].record
+    group = record.properties.get(Property.GROUP, "")
     prepared = listed.prepared
     return OpenTransaction(
         transaction=listed.name,
         state=listed.state,
-        owner=record.properties.get(Property.GROUP, ""),
+        owner=cluster.settings.application_of(group) or group,
         since=min(half.record.born_time for half in listed.halves),
         expires_at=None if listed.origin is None else listed.origin.deadline,
         partitions=tuple(sorted({half.partition for half in listed.halves})),

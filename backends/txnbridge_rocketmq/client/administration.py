@@ -6,6 +6,7 @@ Each function returns the request; `RemotingClient.call` sends it and returns th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, RequestCode, ResponseCode
 from txnbridge_rocketmq.client.frames import RemotingCommand
@@ -123,15 +124,24 @@ def change_broker_settings(settings: Mapping[str, str]) -> RpcRequest[None]:
     return RpcRequest("changing the broker's settings", RequestCode.UPDATE_BROKER_CONFIG, nothing, body=body)
 
 
-def producers(group: str) -> RpcRequest[list[str]]:
-    """Return the client ids of a producer group's members at this broker."""
+@dataclass(frozen=True, order=True)
+class Producer:
+    """A member of a producer group, as its heartbeat describes it."""
+
+    client_id: str
+    language: str
+
+
+def producers(group: str) -> RpcRequest[list[Producer]]:
+    """Return the members of a producer group at this broker."""
 
     action = f"listing the producers of group {group}"
 
-    def read(answer: RemotingCommand) -> list[str]:
+    def read(answer: RemotingCommand) -> list[Producer]:
         if is_absent(answer, "not exist", action):
             return []
-        return sorted(str(each["clientId"]) for each in document(answer).get("connectionSet") or [])
+        members = document(answer).get("connectionSet") or []
+        return sorted(Producer(str(each["clientId"]), str(each.get("language", ""))) for each in members)
 
     return RpcRequest(
         action, RequestCode.GET_PRODUCER_CONNECTION_LIST, read, fields(producerGroup=group), accepted=OR_ABSENT

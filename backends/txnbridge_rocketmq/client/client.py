@@ -31,6 +31,7 @@ from txnbridge_rocketmq.client.pool import BlockingPool, Exchange
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.routes import TopicRoute, masters, route
 from txnbridge_rocketmq.client.send_requests import CheckBack, check_back_of
+from txnbridge_rocketmq.client.slots import Slots
 from txnbridge_rocketmq.client.transport import split
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ class RemotingClient:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._connections: dict[str, RemotingConnection] = {}
-        self._connecting: dict[str, threading.Lock] = {}
+        self._connecting: dict[str, Slots] = {}
         self._pools: dict[str, BlockingPool] = {}
         self._masters: dict[str, str] = {}
         self._seen: set[str] = set()
@@ -293,20 +294,19 @@ class RemotingClient:
     def _connection(self, address: str, until: float) -> RemotingConnection:
         with self._lock:
             connection = self._connections.get(address)
-            connecting = self._connecting.setdefault(address, threading.Lock())
+            connecting = self._connecting.setdefault(address, Slots(1))
         if connection is not None and connection.is_open:
             return connection
         # Only one thread connects to an address at a time. The others then use its connection, or try themselves.
-        if not connecting.acquire(timeout=max(0.0, until - time.monotonic())):
+        slot = connecting.take(until - time.monotonic())
+        if slot is None:
             raise Unreachable(f"{address}: no time was left")
-        try:
+        with slot:
             with self._lock:
                 connection = self._connections.get(address)
             if connection is not None and connection.is_open:
                 return connection
             return self._connect(address, until)
-        finally:
-            connecting.release()
 
     def _connect(self, address: str, until: float) -> RemotingConnection:
         if self._closed.is_set():
@@ -345,8 +345,13 @@ class RemotingClient:
             self._heartbeats[broker] = connection, time.monotonic()
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats, on a thread of their own: when they are due, and at once after a connection was lost."""
+        """Send heartbeats, on a thread of their own: when they are due, and at once after a connection was lost.
+
+        The thread also closes connections that are not used any more.
+        """
         while not self._closed.wait(_RECONNECT_SECONDS):
+            for pool in list(self._pools.values()):
+                pool.close_unused()
             if self._membership.is_empty:
                 continue
             for name in self._known_brokers():

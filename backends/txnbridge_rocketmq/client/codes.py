@@ -122,6 +122,7 @@ class Property:
     TAGS = "TAGS"
     UNIQUE_KEY = "UNIQ_KEY"
     WAIT = "WAIT"
+    MESSAGE_GROUP = "__SHARDINGKEY"  # the message group of gRPC clients, within which FIFO topics are in order
     HALF = "TRAN_MSG"
     GROUP = "PGROUP"  # the producer group
     REAL_TOPIC = "REAL_TOPIC"

@@ -19,6 +19,7 @@ from txnbridge_rocketmq.client.credentials import Credentials
 from txnbridge_rocketmq.client.errors import Disconnected, ProtocolViolation, RemotingError, ResponseTimeout
 from txnbridge_rocketmq.client.frames import ANSWER, FrameDecoder, RemotingCommand, encode
 from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.slots import Slot, Slots
 from txnbridge_rocketmq.client.transport import RemotingTransport, connect
 
 T = TypeVar("T")
@@ -56,7 +57,10 @@ class ConnectionSettings:
 class Call(Generic[T]):
     """A request in flight, and later its response or error. Safe for use by several threads."""
 
-    def __init__(self, connection: RemotingConnection, request: RpcRequest[T], opaque: int, until: float) -> None:
+    def __init__(
+        self, connection: RemotingConnection, request: RpcRequest[T], opaque: int, until: float, slot: Slot
+    ) -> None:
+        self.slot = slot
         self.request = request
         self.opaque = opaque
         self.until = until
@@ -129,7 +133,7 @@ class RemotingConnection:
         self._opaques = itertools.count(1)
         self._lock = threading.Lock()
         self._waiting: dict[int, Call[Any]] = {}
-        self._slots = threading.Semaphore(self._settings.most_in_flight)
+        self._slots = Slots(self._settings.most_in_flight)
         self._ended: RemotingError | None = None
         self._heard_at = time.monotonic()
         self._thread = threading.Thread(target=self._read, name=f"rocketmq {address}", daemon=True)
@@ -156,16 +160,17 @@ class RemotingConnection:
             raise ResponseTimeout(f"{request.action}: no time was left")
         opaque = next(self._opaques) & 0x7FFFFFFF
         frame = self._settings.frame(request, opaque)
-        if not self._slots.acquire(timeout=timeout):
+        slot = self._slots.take(timeout)
+        if slot is None:
             raise ResponseTimeout(f"{request.action}: too many requests are in flight to {self.address}")
-        call = Call(self, request, opaque, until)
+        call = Call(self, request, opaque, until, slot)
         with self._lock:
             ended = self._ended
             if ended is None:
                 # Registered before the frame is sent, because the response may arrive before `send` returns
                 self._waiting[opaque] = call
         if ended is not None:
-            self._slots.release()
+            slot.free()
             raise Disconnected(f"{request.action}: {ended}")
         self._send(call, frame)
         return call
@@ -195,7 +200,7 @@ class RemotingConnection:
             with self._lock:
                 withdrawn = self._waiting.pop(call.opaque, None)
             if withdrawn is not None:  # otherwise the reading thread has ended the call together with the connection
-                self._slots.release()
+                call.slot.free()
             kind = ResponseTimeout if isinstance(error, ResponseTimeout) else Disconnected
             raise kind(f"{call.request.action}: not sent to {self.address}: {error}") from error
 
@@ -212,7 +217,7 @@ class RemotingConnection:
             self._end(Disconnected(f"{self.address} sends nothing any more", may_have_had_effect=True))
 
     def _finish(self, call: Call[Any], answer: RemotingCommand | RemotingError) -> None:
-        self._slots.release()
+        call.slot.free()
         call.end(answer)
 
     def _end(self, reason: RemotingError) -> None:

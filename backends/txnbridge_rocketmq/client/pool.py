@@ -2,12 +2,16 @@
 
 So a request wakes no other thread. Requests of the broker, such as check-backs, come on the `RemotingConnection` on
 which the client has registered its groups, and never here. Nobody reads an idle connection, so it is looked at before
-it is used again. A connection whose response did not come whole, or in time, is closed.
+it is used again, and closed after some seconds. A connection whose response did not come whole, or in time, is closed.
+
+An exception of a signal handler may come behind any call. The connection and the slot that a thread has taken are freed
+when nothing refers to them any more, so such a thread loses neither.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import select
 import socket
 import ssl
@@ -16,17 +20,21 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
 from txnbridge_rocketmq.client.connection import ConnectionSettings
 from txnbridge_rocketmq.client.errors import Disconnected, RemotingError, ResponseTimeout, Unreachable
 from txnbridge_rocketmq.client.frames import FrameDecoder, RemotingCommand
 from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.slots import Slot, Slots
 from txnbridge_rocketmq.client.transport import connect
 
 # The maximum number of connections to one server; the next request waits. A broker is no faster with more.
 MOST_CONNECTIONS = 64
+# A connection that was idle for longer is not used again. If its peer, or the way to it, went away without a word, the
+# next request would wait for its whole time. A new connection costs a round trip.
+IDLE_SECONDS = 2.0
 _READ_BYTES = 64 << 10
 # The longest wait in one system call. The deadline is checked between two waits.
 _WAIT_SECONDS = 1.0
@@ -47,9 +55,12 @@ class Exchange:
 
     def results(self) -> list[Any]:
         """Read the responses. Return, for each request, the decoded response or the `RemotingError` that it met."""
+        answers = None
         try:
             answers = self._connection.receive(self._requests, self._until)
         finally:
+            if answers is None:
+                self._connection.close()
             self._pool.give_back(self._connection)
         return [_result(request, answers[opaque]) for opaque, request in self._requests.items()]
 
@@ -64,11 +75,10 @@ class BlockingPool:
     def __init__(self, address: str, settings: ConnectionSettings, most: int = MOST_CONNECTIONS) -> None:
         self.address = address
         self._settings = settings
-        self._slots: SimpleQueue[None] = SimpleQueue()
-        for _ in range(most):
-            self._slots.put(None)
+        self._slots = Slots(most)
         self._idle: list[BlockingConnection] = []
-        self._connections: set[BlockingConnection] = set()
+        self._connections: WeakSet[BlockingConnection] = WeakSet()
+        self._lock = threading.RLock()  # of the set; reentrant, because a signal handler may run while it is held
         self._closed = threading.Event()
 
     def begin(self, requests: Sequence[RpcRequest[Any]], until: float) -> Exchange:
@@ -90,50 +100,69 @@ class BlockingPool:
     def _take(self, until: float) -> BlockingConnection:
         if time.monotonic() >= until:
             raise ResponseTimeout(f"no time was left for a request to {self.address}")
+        slot = self._slots.take(until - time.monotonic())
+        if slot is None:
+            raise ResponseTimeout(f"too many requests are in flight to {self.address}")
         try:
-            self._slots.get(timeout=max(0.0, until - time.monotonic()))
-        except Empty:
-            raise ResponseTimeout(f"too many requests are in flight to {self.address}") from None
-        try:
-            while True:
-                try:
-                    connection = self._idle.pop()
-                except IndexError:
-                    return self._connect(until)
-                if connection.is_quiet():
-                    return connection
-                self._drop(connection)
+            connection = self._idle_connection() or self._connect(until)
+            connection.slot = slot
+            return connection
         except BaseException:
-            self._slots.put(None)
+            slot.free()
             raise
+
+    def _idle_connection(self) -> BlockingConnection | None:
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            if not connection.is_stale and connection.is_quiet():
+                return connection
+            self._drop(connection)
 
     def _connect(self, until: float) -> BlockingConnection:
         if self._closed.is_set():
             raise Unreachable("this client is closed")
         connection = BlockingConnection(self.address, until, self._settings)
-        self._connections.add(connection)
+        with self._lock:
+            self._connections.add(connection)
         if self._closed.is_set():  # `close` may have listed the connections before this one was added
             connection.shut_down()
         return connection
 
     def give_back(self, connection: BlockingConnection) -> None:
         """Make a connection, or the slot of a closed one, free for other threads."""
+        slot, connection.slot = connection.slot, None
+        connection.idle_since = time.monotonic()
         if connection.is_open:
             self._idle.append(connection)
         else:
             self._drop(connection)
         if self._closed.is_set() or not connection.is_open:  # if one failed, the server may be gone from the others
             self._close_idle()
-        self._slots.put(None)
+        if slot is not None:
+            slot.free()
 
     def _drop(self, connection: BlockingConnection) -> None:
         connection.close()
-        self._connections.discard(connection)
+        with self._lock:
+            self._connections.discard(connection)
+
+    def close_unused(self) -> None:
+        """Close the connections that were idle for too long. Servers close them, too, and nobody would notice."""
+        for connection in list(self._idle):
+            if connection.is_stale:
+                with suppress(ValueError):  # another thread has taken it, and closes it
+                    self._idle.remove(connection)
+                    self._drop(connection)
 
     def close(self) -> None:
         """Close all connections. Threads that wait for a response get `Disconnected`."""
         self._closed.set()
-        for connection in list(self._connections):
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
             connection.shut_down()
         self._close_idle()
 
@@ -149,6 +178,8 @@ class BlockingConnection:
     def __init__(self, address: str, until: float, settings: ConnectionSettings) -> None:
         self.address = address
         self.is_open = True
+        self.slot: Slot | None = None
+        self.idle_since = math.inf
         self._socket = connect(address, until, settings.tls)
         self._socket.setblocking(True)
         self._frames = FrameDecoder()
@@ -156,6 +187,11 @@ class BlockingConnection:
         self._shut_down = False
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the connection is idle for so long that it is not used again."""
+        return time.monotonic() - self.idle_since > IDLE_SECONDS
 
     def is_quiet(self) -> bool:
         """Return whether nothing has come since the last response, neither data nor the connection's end."""
@@ -239,6 +275,10 @@ class BlockingConnection:
     def close(self) -> None:
         self.is_open = False
         self._socket.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_socket"):  # missing if connecting failed
+            self._socket.close()
 
 
 def _result(request: RpcRequest[Any], answer: RemotingCommand | RemotingError) -> Any:

@@ -101,7 +101,7 @@ class MessageExt:
         return bool(self.system_flag & SystemFlag.NEEDS_UNWRAPPING and self.system_flag & SystemFlag.INNER_BATCH)
 
     def payload(self, most: int = LARGEST_INFLATED) -> bytes:
-        """Return the unpacked body. Raise `CannotDecompress` if it is not zlib, or unpacks to more than `most`."""
+        """Return the unpacked body. Raise `CannotDecompress` unless it is zlib or gzip and has at most `most` bytes."""
         if not self.system_flag & SystemFlag.COMPRESSED:
             return self.body
         return _inflate(self.body, (self.system_flag & SystemFlag.COMPRESSION) >> 8, most)
@@ -192,11 +192,12 @@ def _inflate(body: bytes, kind: int, most: int) -> bytes:
     if _COMPRESSIONS.get(kind) != "zlib":
         name = _COMPRESSIONS.get(kind, f"the unknown kind {kind}")
         raise CannotDecompress(f"the body is compressed with {name}, which this client does not read")
-    inflater = zlib.decompressobj()
+    # A gRPC proxy marks a gzip body like one of an old producer, which is zlib. This inflates both.
+    inflater = zlib.decompressobj(zlib.MAX_WBITS | 32)
     try:
         data = inflater.decompress(body, most)
     except zlib.error:
-        raise CannotDecompress("the body is marked as compressed, but is not zlib data") from None
+        raise CannotDecompress("the body is marked as compressed, but is neither zlib nor gzip data") from None
     if not inflater.eof:
         raise CannotDecompress(f"the body is cut off, or unpacks to more than {most} bytes")
     return data

@@ -7,7 +7,7 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TypeVar
 
@@ -134,6 +134,11 @@ def send_half(message: WireMessage, group: str, queue: int, immunity: int | None
     if immunity is not None:
         own[Property.IMMUNITY] = str(immunity)
     return _store(message, group, queue, own, SystemFlag.PREPARED)
+
+
+def born_now(request: RpcRequest[SendResult]) -> RpcRequest[SendResult]:
+    """Return the request of `send` or `send_half` with the present time as the message's time of birth."""
+    return replace(request, fields={**request.fields, "g": str(int(time.time() * 1000))})
 
 
 def half_address(topic: str, group: str, stored: SendResult) -> HalfAddress:

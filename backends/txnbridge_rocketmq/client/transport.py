@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 
 from txnbridge_rocketmq.client.errors import ResponseTimeout, Unreachable
+from txnbridge_rocketmq.client.slots import Slots
 
 # The size of one read. Pull responses have up to 256 KB.
 _READ_BYTES = 256 << 10
@@ -27,7 +28,7 @@ class RemotingTransport:
         # A TLS connection has one state for both directions, so two threads must not use it at once.
         self._socket_lock = threading.Lock()
         # A frame is written completely before the next one begins.
-        self._send_lock = threading.Lock()
+        self._senders = Slots(1)
         self._closed = False
 
     def send(self, data: bytes, until: float) -> None:
@@ -35,18 +36,18 @@ class RemotingTransport:
 
         After an error the peer has not received the whole frame. A partly written frame closes the connection.
         """
-        if not self._send_lock.acquire(timeout=max(0.0, until - time.monotonic())):
+        slot = self._senders.take(until - time.monotonic())
+        if slot is None:
             raise ResponseTimeout("the call's timeout passed before the request could be sent")
-        try:
-            if not self._send(memoryview(data), until):
-                raise ResponseTimeout("the peer accepted no more bytes within the call's timeout")
-        except ResponseTimeout:
-            raise
-        except BaseException:  # including an interrupt in the middle of a frame
-            self.close()
-            raise
-        finally:
-            self._send_lock.release()
+        with slot:
+            try:
+                if not self._send(memoryview(data), until):
+                    raise ResponseTimeout("the peer accepted no more bytes within the call's timeout")
+            except ResponseTimeout:
+                raise
+            except BaseException:  # including an interrupt in the middle of a frame
+                self.close()
+                raise
 
     def _send(self, left: memoryview, until: float) -> bool:
         size = len(left)
@@ -97,7 +98,9 @@ class RemotingTransport:
 
     def release(self) -> None:
         """Free the socket. Call it after `close`, when no thread receives any more."""
-        with self._send_lock, self._socket_lock:
+        slot = self._senders.take(None)
+        assert slot is not None
+        with slot, self._socket_lock:
             self._socket.close()
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from txnbridge.errors import EvidenceLost, TxnBridgeError
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim
+from txnbridge_rocketmq.admin.open_halves import groups_of_open_halves
 from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, Property
 from txnbridge_rocketmq.client.read_requests import PullResult
@@ -17,7 +18,8 @@ from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.client.send_requests import CheckBack
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder, remember
-from txnbridge_rocketmq.outcome.outcome import PREPARE
+from txnbridge_rocketmq.outcome.outcome import PREPARE, was_published
+from txnbridge_rocketmq.outcome.producer_groups import described
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, slot_of
 
@@ -35,15 +37,21 @@ class CheckBackHandler:
         self._ender = ender
         self._cluster = ender.cluster
         self._timing = ender.cluster.settings.timing
-        self._group = ender.cluster.settings.producer_group
+        settings = ender.cluster.settings
+        self._group, self._former_group = settings.producer_group, settings.former_producer_group
         self._lock = threading.Lock()
         self._lost: OrderedDict[str, float] = OrderedDict()  # transactions that were reported as lost
+        self._warned: set[str] = set()  # producer groups with other clients in them
         self._deadlines: set[Deadline] = set()
         self._closed = threading.Event()
 
     def start(self, deadline: Deadline) -> None:
-        """Join the application's producer group, and start the thread that ends discarded halves."""
+        """Join the application's producer groups, and start the thread that ends discarded halves.
+
+        Raise `InvalidOption` if other clients are in the group to which the application's halves belong.
+        """
         self._cluster.producer_groups.join([self._group], self.answer, deadline)
+        self._answer_in_former_group(deadline)
         threading.Thread(target=self._end_discarded_halves, name="txnbridge-rocketmq-discarded", daemon=True).start()
 
     def close(self) -> None:
@@ -52,6 +60,23 @@ class CheckBackHandler:
             self._closed.set()
             for deadline in self._deadlines:
                 deadline.shorten(0.0)
+
+    def _answer_in_former_group(self, deadline: Deadline) -> None:
+        """Join or leave the producer group of earlier versions, whose halves may still be open. Log errors.
+
+        Other clients may be in it. The check-backs about their halves would come to this bridge, too, and have no
+        answer. Therefore a bridge is beside them only while the group has open halves of bridges (hazard H134).
+        """
+        groups, group = self._cluster.producer_groups, self._former_group
+        try:
+            strangers = groups.strangers([group], deadline)
+            if strangers and group not in groups_of_open_halves(self._cluster, deadline):
+                if group in groups.groups:
+                    groups.leave([group], deadline)
+            elif group not in groups.groups:
+                groups.join([group], self.answer, deadline, beside_strangers=True)
+        except TxnBridgeError as error:
+            _log.debug("producer group %s of earlier versions is looked at again later: %s", group, error)
 
     @contextmanager
     def _in_time(self) -> Iterator[Deadline]:
@@ -132,26 +157,33 @@ class CheckBackHandler:
         claim = ledger.decided(transaction, deadline, log=origin.log)
         if claim is not None or not self._is_own(half):
             return claim
-        if self._is_published(transaction, broker, half, deadline):
+        decides = was_over or _is_abandoned(ledger, transaction, origin, deadline)
+        if self._is_published(transaction, broker, half, deadline, twice=decides):
             self._ender.remember_settled(transaction)
-        elif was_over or _is_abandoned(ledger, transaction, origin, deadline):
+        elif decides:
             with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
                 claim = ledger.claim(transaction, Decision.ABORT, halves_as_json([]), deadline, log=origin.log)
         return claim
 
-    def _is_published(self, transaction: str, broker: str, half: MessageExt, deadline: Deadline) -> bool:
+    def _is_published(
+        self, transaction: str, broker: str, half: MessageExt, deadline: Deadline, *, twice: bool
+    ) -> bool:
         """Return whether a half is the first of its transaction, and its message is published.
 
-        The broker asks only after the time in which the owner can publish the message without a decision.
+        The broker asks only after the time in which the owner can publish the message without a decision. `twice` means
+        that the transaction is aborted if the result is False. Raise the errors of `was_published` then.
         """
         slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
         if slot is None or slot.number > 0:
             return False
-        return not self._ender.missing(transaction, [HalfCount(topic, broker, 1)], deadline)
+        topics = [HalfCount(topic, broker, 1)]
+        if twice:
+            return was_published(self._ender, transaction, topics, deadline, half)
+        return not self._ender.missing(transaction, topics, deadline)
 
     def _is_own(self, half: MessageExt) -> bool:
-        """Return whether a half is in the application's producer group, and not in one for half messages."""
-        return half.properties.get(Property.GROUP) == self._group
+        """Return whether a half is in a producer group of the application, and not in one for half messages."""
+        return half.properties.get(Property.GROUP) in (self._group, self._former_group)
 
     # --- discarded halves ---------------------------------------------------------------------------------------------
 
@@ -170,6 +202,7 @@ class CheckBackHandler:
         pause = self._timing.discarded_retry
         try:
             with self._in_time() as deadline:
+                self._review_groups(deadline)
                 brokers = self._cluster.brokers.names(deadline)
                 patience = min(self._cluster.brokers.config(broker, deadline).discarded_after for broker in brokers)
             left = [
@@ -186,9 +219,18 @@ class CheckBackHandler:
             _log.debug("discarded halves are tried again later: %s", error)
         return max(self._timing.discarded_pause, pause)
 
+    def _review_groups(self, deadline: Deadline) -> None:
+        """Warn, once for each group, of other clients in the producer groups, and review the former group."""
+        groups = self._cluster.producer_groups
+        for group, strangers in groups.strangers(groups.groups - {self._former_group}, deadline).items():
+            if group not in self._warned:
+                _log.warning("%s", described(group, strangers))
+                self._warned.add(group)
+        self._answer_in_former_group(deadline)
+
     def _discarded(self, broker: str) -> Iterator[tuple[str, MessageExt]]:
         """Yield one discarded half of each transaction, if the half is in a producer group of this bridge."""
-        groups = {self._group, *self._cluster.producer_groups.groups}
+        groups = {self._group, self._former_group, *self._cluster.producer_groups.groups}
         seen: set[str] = set()
         at: int | None = 0
         while at is not None:
@@ -201,7 +243,8 @@ class CheckBackHandler:
             at = pulled.next_offset if at < pulled.next_offset <= pulled.max_offset else None
 
     def _pull(self, broker: str, at: int) -> PullResult:
-        request = read_requests.pull(DISCARDED_TOPIC, 0, at, self._group)
+        # Users have given rights to the consumer group of this name.
+        request = read_requests.pull(DISCARDED_TOPIC, 0, at, self._former_group)
         action = f"reading discarded halves of broker {broker}"
         with self._in_time() as deadline:
             return retry_call(self._cluster.client, broker, request, action, deadline)

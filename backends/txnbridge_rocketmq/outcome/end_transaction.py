@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost, TxnBridgeError
 from txnbridge.spi import Deadline
-from txnbridge_rocketmq.client import groups
+from txnbridge_rocketmq.client import groups, read_requests
 from txnbridge_rocketmq.client.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC, Property, ResponseCode
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
@@ -360,20 +360,56 @@ class HalfEnder:
                     copies.append((each, record))
         return copies
 
-    def _sequences(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[EndSequence]:
-        """Look up the halves of messages to publish, by queue and in order. Raise `EvidenceLost` if a half is gone."""
+    def _all_copies(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[tuple[_Expected, MessageExt]]:
+        """Return the newest copy of the half of each message. Raise `EvidenceLost` if a half is gone."""
         until = Deadline(min(self._timing.index_timeout, deadline.left()))
         while len(copies := self._copies(wanted, deadline)) < len(wanted):
             if until.expired:
                 deadline.check("looking for halves")
                 raise EvidenceLost(
-                    f"broker {wanted[0].broker} finds neither {len(wanted) - len(copies)} messages of a committed"
-                    " transaction nor their halves: they were dropped by age (fileReservedTime) or by an administrator,"
-                    " or the broker was killed and its index has lost them (messageIndexSafe)"
+                    f"broker {wanted[0].broker} finds neither {len(wanted) - len(copies)} messages of a transaction nor"
+                    " their halves: they were dropped by age (retention, fileReservedTime) or by an administrator, or"
+                    " the broker was killed and its index has lost them (messageIndexSafe)"
                 )
             time.sleep(self._timing.publish_look_up_pause)
+        return copies
+
+    def only_half(self, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> MessageExt:
+        """Return the newest copy of the half of a transaction of one message. Raise `EvidenceLost` if it is gone."""
+        ((_, record),) = self._all_copies(_expected(transaction, topics), deadline)
+        return record
+
+    def require_kept(self, broker: str, half: MessageExt, deadline: Deadline) -> None:
+        """Raise `EvidenceLost` if a broker may have dropped what it stored after a half, and then its message, too.
+
+        Retention drops the oldest records first, so the message is younger than the half, but a copy of the half may be
+        younger than the message (hazard H135). For a copy, the oldest record in the half topic must be older than the
+        half, whose time of birth all copies have.
+        """
+        if half.properties.keys().isdisjoint((Property.CHECKS, Property.COPY_OF)):
+            return
+        oldest = self._oldest_half(broker, deadline)
+        clocks_differ = self._timing.clocks_differ * 1000
+        if oldest is None or (oldest.queue_offset > 0 and oldest.stored_time + clocks_differ > half.born_time):
+            raise EvidenceLost(
+                f"broker {broker} does not find a message of a transaction, and by now retention (fileReservedTime) may"
+                " have dropped it: whether it was published is not known"
+            )
+
+    def _oldest_half(self, broker: str, deadline: Deadline) -> MessageExt | None:
+        topic, at = self.cluster.brokers.config(broker, deadline).half_topic, 0
+        while True:
+            request = read_requests.pull(topic, 0, at, _LOCK_GROUP, count=1)
+            pulled = retry_call(self.cluster.client, broker, request, "looking for the oldest half", deadline)
+            if pulled.records or pulled.next_offset <= at:
+                return pulled.records[0] if pulled.records else None
+            at = pulled.next_offset
+            deadline.check("looking for the oldest half")
+
+    def _sequences(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[EndSequence]:
+        """Look up the halves of messages to publish, by queue and in order. Raise `EvidenceLost` if a half is gone."""
         sequences: dict[Queue, EndSequence] = {}
-        for each, record in sorted(copies, key=lambda item: item[0].number):
+        for each, record in sorted(self._all_copies(wanted, deadline), key=lambda item: item[0].number):
             queue = Queue(each.topic, each.broker, int(record.properties.get(_REAL_QUEUE_PROPERTY, record.queue)))
             sequences.setdefault(queue, EndSequence(queue, deque())).halves.append(address_of_copy(record))
         return list(sequences.values())

@@ -157,14 +157,41 @@ def is_published(
 ) -> bool:
     """Return whether the process that has stored the only half of a transaction has published its message.
 
-    `asked` as in `end_prepared`. After False that process cannot publish without a decision any more.
+    `asked` as in `end_prepared`. After False that process cannot publish without a decision any more. Raise
+    `EvidenceLost` if the message may have been published and dropped by age.
     """
-    if not asked:
-        clocks_differ = ender.cluster.settings.timing.clocks_differ
-        _wait_out_immunity(ender, transaction, topics, deadline, clocks_differ)
-    if ender.missing(transaction, topics, deadline):
-        time.sleep(min(ender.cluster.settings.timing.index_delay, deadline.left()))  # it may be published just now
-    return not ender.missing(transaction, topics, deadline)
+    if not ender.missing(transaction, topics, deadline):
+        return True
+    half = ender.only_half(transaction, topics, deadline)
+    immune = immunity(ender.cluster.brokers.config(topics[0].broker, deadline))
+    while not asked and not is_over(half.born_time + 1000 * immune, ender.cluster.settings.timing.clocks_differ):
+        deadline.check("waiting until another process cannot publish the message any more")
+        time.sleep(_PROGRESS_POLL_SECONDS)
+        if not ender.missing(transaction, topics, deadline):
+            return True
+    return was_published(ender, transaction, topics, deadline, half)
+
+
+def was_published(
+    ender: HalfEnder,
+    transaction: str,
+    topics: Sequence[HalfCount],
+    deadline: Deadline,
+    half: MessageExt | None = None,
+) -> bool:
+    """Return whether the message of a transaction of one message is published. Look twice, as it may be just now.
+
+    `half` is a copy of its half, if the caller has it. Raise `EvidenceLost` if the message may have been published and
+    dropped by age, so that nothing may be decided any more (hazard H135).
+    """
+    if not ender.missing(transaction, topics, deadline):
+        return True
+    time.sleep(min(ender.cluster.settings.timing.index_delay, deadline.left()))
+    if not ender.missing(transaction, topics, deadline):
+        return True
+    half = half or ender.only_half(transaction, topics, deadline)
+    ender.require_kept(topics[0].broker, half, deadline)
+    return False
 
 
 @contextmanager
@@ -208,20 +235,14 @@ def publish_decided(ender: HalfEnder, transaction: str, claim: LedgerClaim, dead
         publish_exclusively(ender, transaction, topics, deadline)
 
 
-def _wait_out_immunity(
-    ender: HalfEnder,
-    transaction: str,
-    topics: Sequence[HalfCount],
-    deadline: Deadline,
-    clocks_differ: float = _BORN_TIME_SKEW_SECONDS,
-) -> None:
+def _wait_out_immunity(ender: HalfEnder, transaction: str, topics: Sequence[HalfCount], deadline: Deadline) -> None:
     """Wait until all messages are published, or until the immunity time of their halves is past.
 
     After the immunity time, no owner can commit the halves directly, at the same time as the caller. Brokers judge a
     half's age by its born time, which the sender's clock gave.
     """
     settings = [ender.cluster.brokers.config(each.broker, deadline) for each in topics]
-    stale = Deadline(max((immunity(each) for each in settings), default=0) + clocks_differ)
+    stale = Deadline(max((immunity(each) for each in settings), default=0) + _BORN_TIME_SKEW_SECONDS)
     while ender.missing(transaction, topics, deadline) and not stale.expired:
         deadline.check("publishing a transaction that another owner committed")
         time.sleep(_PROGRESS_POLL_SECONDS)
@@ -313,7 +334,7 @@ def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline
         was_over = token.expires_at is not None and is_over(token.expires_at, clocks_differ)
         claim = ledger.decided(token.transaction, deadline, log=_log_of(token))
         whole = _whole(token)
-        if claim is None and whole is not None and not ender.missing(token.transaction, whole.topics, deadline):
+        if claim is None and whole is not None and was_published(ender, token.transaction, whole.topics, deadline):
             return Status(TokenState.COMMITTED, reason="its message is published")
         if claim is None and was_over:
             # Without halves no check-back follows, so perhaps no other process ever aborts it (hazard H73).

@@ -65,8 +65,26 @@ class RocketMQSettings:
 
     @property
     def producer_group(self) -> str:
-        """The producer group of the application, to whose members brokers send check-backs."""
+        """The producer group of the application, to whose members brokers send check-backs.
+
+        It begins with the prefix, because a gRPC proxy puts each producer of a topic into the group of the topic's name
+        (hazard H134).
+        """
+        return group_name(f"{self._application_groups}{encoded(self.application)}")
+
+    @property
+    def former_producer_group(self) -> str:
+        """The application's producer group in earlier versions, in which there may be other clients."""
         return group_name(encoded(self.application))
+
+    def application_of(self, producer_group: str) -> str | None:
+        """Return the application for which `producer_group` is the name; None for any other name."""
+        begin = self._application_groups
+        return decoded(producer_group.removeprefix(begin)) if producer_group.startswith(begin) else None
+
+    @property
+    def _application_groups(self) -> str:
+        return f"{self.prefix}app-"
 
     def half_group(self, group: str) -> str:
         """Return the producer group for half messages of a resolver group. Raise `InvalidOption` for long names."""

@@ -15,13 +15,17 @@ T = TypeVar("T")
 
 # The limits of one request. A broker takes 4 MiB by default.
 _MOST_TOGETHER, _MOST_BYTES = 64, 1 << 20
+# A request has the time of the thread that sends it. A message goes along only if its thread has hardly more time, so
+# that a thread with a short deadline fails no other one.
+_MORE_TIME = 1.1
 
 
 class _Append(Generic[T]):
     """A message that waits. `wake` is released once it has a result, or once its thread is to send."""
 
-    def __init__(self, message: WireMessage) -> None:
+    def __init__(self, message: WireMessage, deadline: Deadline) -> None:
         self.message = message
+        self.deadline = deadline
         self.result: T | RemotingError | None = None
         self.sends = False
         self.wake = threading.Lock()
@@ -29,9 +33,10 @@ class _Append(Generic[T]):
 
 
 class AppendQueue(Generic[T]):
-    """Stores messages by `send`, which one thread at a time calls, for all messages that wait.
+    """Stores messages by `send`, which one thread at a time calls, for the messages that wait.
 
-    `send` returns a result for each message. Its error is that of each message.
+    Of the threads that wait, the first one sends that has about as much time as any. `send` returns a result for each
+    message. Its error is that of each message.
     """
 
     def __init__(self, send: Callable[[Sequence[WireMessage], Deadline], Sequence[T]]) -> None:
@@ -42,14 +47,14 @@ class AppendQueue(Generic[T]):
 
     def store(self, message: WireMessage, deadline: Deadline) -> T:
         """Store a message, and return its result. Raise a `RemotingError`."""
-        append: _Append[T] = _Append(message)
+        append: _Append[T] = _Append(message, deadline)
         try:
             with self._lock:
                 self._waiting.append(append)
                 append.sends = not self._has_sender
                 self._has_sender = True
             if append.sends or (append.wake.acquire(timeout=deadline.left()) and append.sends):
-                self._send_waiting(deadline)
+                self._send_waiting(append)
         finally:
             self._leave(append)
         if append.result is None:
@@ -68,15 +73,18 @@ class AppendQueue(Generic[T]):
                 return
             self._has_sender = bool(self._waiting)
             if self._waiting:
-                self._waiting[0].sends = True
-                self._waiting[0].wake.release()
+                left = [(each, each.deadline.left()) for each in self._waiting]
+                longest = max(seconds for _, seconds in left)
+                sender = next(each for each, seconds in left if seconds * _MORE_TIME >= longest)
+                sender.sends = True
+                sender.wake.release()
 
-    def _send_waiting(self, deadline: Deadline) -> None:
+    def _send_waiting(self, own: _Append[T]) -> None:
         with self._lock:
-            together = self._take()
+            together = self._take(own)
         found: Sequence[T | RemotingError | None] = [None] * len(together)
         try:
-            found = self._send([append.message for append in together], deadline)
+            found = self._send([append.message for append in together], own.deadline)
         except RemotingError as error:
             found = [error] * len(together)
         finally:
@@ -85,12 +93,17 @@ class AppendQueue(Generic[T]):
                 if not append.sends:
                     append.wake.release()
 
-    def _take(self) -> list[_Append[T]]:
-        taken = [self._waiting.popleft()]
-        size = len(taken[0].message.body)
-        while self._waiting and len(taken) < _MOST_TOGETHER:
-            size += len(self._waiting[0].message.body)
-            if size > _MOST_BYTES:
+    def _take(self, own: _Append[T]) -> list[_Append[T]]:
+        """Remove a thread's own message, and the first that go along, from those that wait. Return them in order."""
+        taken, size = {own}, len(own.message.body)
+        most_time = own.deadline.left() * _MORE_TIME
+        for append in self._waiting:
+            if append is own or append.deadline.left() > most_time:
+                continue
+            size += len(append.message.body)
+            if len(taken) >= _MOST_TOGETHER or size > _MOST_BYTES:
                 break
-            taken.append(self._waiting.popleft())
-        return taken
+            taken.add(append)
+        together = [append for append in self._waiting if append in taken]
+        self._waiting = deque(append for append in self._waiting if append not in taken)
+        return together

@@ -14,7 +14,14 @@ from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.errors import Disconnected, NotDurable, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.client.send_requests import HalfAddress, SendResult, WireMessage, half_address, send_half
+from txnbridge_rocketmq.client.send_requests import (
+    HalfAddress,
+    SendResult,
+    WireMessage,
+    born_now,
+    half_address,
+    send_half,
+)
 from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 
@@ -98,6 +105,7 @@ class HalfBatch:
     series: int = 0
     _held: list[_HalfInFlight] = field(default_factory=list)
     _held_bytes: int = 0
+    _first_sent: float = math.inf  # by `time.monotonic()`
     _sent: list[_HalfInFlight] = field(default_factory=list)
 
     @property
@@ -107,6 +115,11 @@ class HalfBatch:
             for topic, written in self.written.items()
             if written.count
         ]
+
+    @property
+    def age(self) -> float:
+        """The seconds since the first half was sent; negative if none was."""
+        return time.monotonic() - self._first_sent
 
     def take(self, written: WrittenTopic, queue: Queue, message: WireMessage, deadline: Deadline) -> None:
         """Buffer a message, which has the next number in its topic `written`; send the buffer if it is full.
@@ -128,6 +141,10 @@ class HalfBatch:
     def _send_held(self, deadline: Deadline) -> None:
         held, self._held, self._held_bytes = self._held, [], 0
         self._sent += held
+        if held:
+            self._first_sent = min(self._first_sent, time.monotonic())
+        for half in held:  # the message may be much older, and brokers count the immunity time from the birth
+            half.request = born_now(half.request)
         self._store(held, deadline)
 
     def _store(self, halves: Sequence[_HalfInFlight], deadline: Deadline) -> None:

@@ -44,8 +44,8 @@ MAX_RECONSUME_TIMES CONSUME_START_TIME POP_CK POP_CK_OFFSET 1ST_POP_TIME TRAN_PR
 INSTANCE_ID CORRELATION_ID REPLY_TO_CLIENT TTL ARRIVE_TIME PUSH_REPLY_TIME CLUSTER MSG_TYPE
 INNER_MULTI_QUEUE_OFFSET TIMER_DELAY_MS TIMER_DELAY_SEC TIMER_DELIVER_MS TIMER_ENQUEUE_MS TIMER_DEQUEUE_MS
 TIMER_ROLL_TIMES TIMER_OUT_MS TIMER_DEL_UNIQKEY TIMER_DELAY_LEVEL __BORNHOST BORN_TIMESTAMP DLQ_ORIGIN_TOPIC
-DLQ_ORIGIN_MESSAGE_ID __CRC32# CHECK_IMMUNITY_TIME_IN_SECONDS TRANSACTION_CHECK_TIMES __SHARDINGKEY
-__transactionId__ _SYS_TRAN_PREPARED_QUEUE_OFFSET TRANSACTION_PREPARED_QUEUE_OFFSET
+DLQ_ORIGIN_MESSAGE_ID __CRC32# CHECK_IMMUNITY_TIME_IN_SECONDS TRANSACTION_CHECK_TIMES __transactionId__
+_SYS_TRAN_PREPARED_QUEUE_OFFSET TRANSACTION_PREPARED_QUEUE_OFFSET
 """
 RESERVED = frozenset(_NAMES.split())
 
@@ -108,6 +108,8 @@ def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
         if name == Property.TAGS:
             tags = _tag(value)
             continue
+        if name == Property.MESSAGE_GROUP:
+            _check_message_group(value)
         _check_name(name)
         count = seen[name] = seen.get(name, 0) + 1
         slot, text = _encoded_header(_property_name(name, count), value)
@@ -139,6 +141,14 @@ def _tag(value: bytes) -> str:
     if not text.strip() or "|" in text or _holds_separator(text) or "\ufffd" in text:
         raise InvalidOption("the header 'TAGS' is RocketMQ's tag: it must be text without '|', and not empty")
     return text
+
+
+def _check_message_group(value: bytes) -> None:
+    text = value.decode("utf-8", "replace")
+    if not text.strip() or _holds_separator(text) or "\ufffd" in text:
+        raise InvalidOption(
+            f"the header {Property.MESSAGE_GROUP!r} is RocketMQ's message group: it must be text, and not empty"
+        )
 
 
 def _check_name(name: str) -> None:
@@ -254,6 +264,14 @@ def _decoded_base64(text: str) -> bytes | None:
 
 
 # --- choice of a partition --------------------------------------------------------------------------------------------
+
+
+def ordering_key(message: WireMessage, key: bytes | None) -> bytes | None:
+    """Return the key by which a queue is chosen: the message's key, or its message group, or None without either."""
+    if key is not None:
+        return key
+    group = message.properties.get(Property.MESSAGE_GROUP)
+    return None if group is None else group.encode()
 
 
 def partition_of(key: bytes, partitions: int) -> int:

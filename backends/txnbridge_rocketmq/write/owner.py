@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from txnbridge.errors import DeadlineExceeded, Fenced
-from txnbridge.spi import Deadline, Identity, Ledger, Writer
+from txnbridge.spi import Deadline, FairSemaphore, Identity, Ledger, Writer
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import publish_decided
@@ -32,7 +31,7 @@ class RocketMQOwner:
         self.owned = identity.owned  # whether other processes may open the transactional id
         self.opening: str | None = None  # id of this process's opening in the decision log; None before `open`
         self._identity = identity
-        self._lock = threading.Lock()
+        self._turns = FairSemaphore(1, 0.0)  # a signal handler's exception loses no place of it
 
     def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
         """Return `count` writers. With a transactional id, first open it, which fences older owners."""
@@ -47,11 +46,12 @@ class RocketMQOwner:
 
     def open(self, deadline: Deadline) -> None:
         """Open the transactional id, at the first call only: a second opening would fence the first."""
-        if not self._lock.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(
-                f"another thread opened {self._identity.name} for longer than {deadline.seconds:g} s"
-            )
+        turn = self._turns.place()
         try:
+            if not turn.enter(deadline):
+                raise DeadlineExceeded(
+                    f"another thread opened {self._identity.name} for longer than {deadline.seconds:g} s"
+                )
             if self.opening is not None:
                 return
             with self.cluster.context.events.step("step:open"):
@@ -60,7 +60,7 @@ class RocketMQOwner:
                 self._finish(deadline)
             self.opening = opening
         finally:
-            self._lock.release()
+            turn.leave()
 
     def _finish(self, deadline: Deadline) -> None:
         """Publish the last commit of each writer of the previous owner.

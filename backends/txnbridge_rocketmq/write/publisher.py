@@ -28,7 +28,7 @@ from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.send_requests import SendResult, WireMessage, send
 from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
-from txnbridge_rocketmq.write.message_format import partition_of, to_wire
+from txnbridge_rocketmq.write.message_format import ordering_key, partition_of, to_wire
 
 # The producer group in the publisher's requests. It has no members, and no half messages.
 GROUP = "txnbridge-publisher"
@@ -91,6 +91,7 @@ class RocketMQPublisher(Publisher):
         if len(value or b"") > most:
             raise InvalidOption(f"a message to {topic} has {len(value or b'')} bytes; the broker takes {most}")
         message = to_wire(topic, value, key, headers, timestamp, unique_key=uuid.uuid4().hex.upper())
+        key = ordering_key(message, key)
         number = self._queue_number(key, len(queues)) if partition is None else partition
         self._take(message, queues[number], deadline)
 

@@ -53,7 +53,7 @@ from txnbridge_rocketmq.write.half_batch import (
     halves_from_json,
     immunity,
 )
-from txnbridge_rocketmq.write.message_format import partition_of, to_wire
+from txnbridge_rocketmq.write.message_format import ordering_key, partition_of, to_wire
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
 _log = logging.getLogger("txnbridge")
@@ -131,6 +131,7 @@ class RocketMQWriter(Writer):
         slot = TransactionSlot(self._begun.transaction, written.count)
         own = properties(slot, self._origin)
         message = to_wire(topic, value, key, headers, timestamp, own=own, unique_key=unique_key(topic, slot))
+        key = ordering_key(message, key)
         number = partition if partition is not None else self._queue_number(key, len(written.queues))
         self._halves.take(written, written.queues[number], message, deadline)
         self.messages += 1
@@ -203,15 +204,16 @@ class RocketMQWriter(Writer):
     def _needs_no_decision(self) -> bool:
         """Return whether the END of the only half can commit the transaction, without a record in the log.
 
-        The broker accepts this END within the immunity time only. No other process ends the half before the deadline,
-        which is later, and whoever ends it looks first whether the message is published (hazard H102). Therefore the
-        broker must be one that finds messages, also after it was killed.
+        The broker accepts this END within the immunity time only, so the half must be fresh. No other process ends the
+        half before the deadline, which is later, and whoever ends it looks first whether the message is published
+        (hazard H102). Therefore the broker must be one that finds messages, also after it was killed.
         """
         if self.messages != 1 or self._acks or self._owner.owned:
             return False
         (written,) = (each for each in self._halves.written.values() if each.count)
-        in_time = self._expires_at / 1000 - time.time() > immunity(written.settings) + DIRECT_SLACK_SECONDS
-        return in_time and self._owner.ender.finds_published(written.settings)
+        immune = immunity(written.settings)
+        in_time = self._expires_at / 1000 - time.time() > immune + DIRECT_SLACK_SECONDS
+        return in_time and self._halves.age < immune / 2 and self._owner.ender.finds_published(written.settings)
 
     def _publish_undecided(self, deadline: Deadline) -> bool:
         try:

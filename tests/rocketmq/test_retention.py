@@ -1,0 +1,68 @@
+"""Tests of messages that a live broker drops by age, and whose outcome is known to nobody afterwards."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from txnbridge_conformance.observing import eventually
+from txnbridge_rocketmq.client import read_requests
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.requests import RpcRequest, fields, nothing
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
+from txnbridge_rocketmq.write import writer as writers
+
+from tests.rocketmq.kit import BROKER, LONG, becomes_true
+from tests.rocketmq.reading_kit import connect_to, new_topic, publish, unique
+from txnbridge import TokenState
+from txnbridge.errors import EvidenceLost, OutcomeUnknown
+
+_DELETE_EXPIRED = 329
+_FILE_BYTES = 1 << 20
+
+
+@pytest.fixture
+def broker(start_rocketmq):
+    """Start a broker that drops its older files when it is told to, but not in its first minute."""
+    kept = {"mappedFileSizeCommitLog": str(_FILE_BYTES), "fileReservedTime": "0", "deleteWhen": "30"}
+    return start_rocketmq(settings={**kept, "messageIndexSafe": "true"})
+
+
+@pytest.mark.parametrize("log", ["in SQLite", pytest.param("on the same broker", marks=pytest.mark.full)])
+def test_a_message_that_its_end_alone_has_published_is_not_aborted_when_retention_has_dropped_it(
+    broker, with_timing, monkeypatch, tmp_path, log
+):
+    with_timing(clocks_differ=0.5, index_timeout=1.0)
+    monkeypatch.setattr(writers, "DIRECT_SLACK_SECONDS", 0.0)
+    topic = unique("dropped")
+    elsewhere = f"sqlite:///{tmp_path}/log.db" if log == "in SQLite" else None
+    with (
+        connect_to(broker.url, application="keeper", decision_log=elsewhere) as bridge,
+        RemotingClient([broker.url.removeprefix("rocketmq://")]) as client,
+    ):
+        with bridge.transaction() as txn:  # only a broker that was seen to publish needs no decision
+            txn.send(topic, b"before")
+        with monkeypatch.context() as lost:
+            publish_fresh = HalfEnder.publish_fresh
+            lost.setattr(HalfEnder, "publish_fresh", lambda *args: publish_fresh(*args) and False)
+            lost.setattr(writers.RocketMQWriter, "_end_direct", _lose)
+            with pytest.raises(OutcomeUnknown) as unknown, bridge.transaction(timeout=5) as txn:
+                txn.send(topic, b"seen")
+        token = str(unknown.value.token)
+        assert bridge.status(token).state is TokenState.COMMITTED
+        publish(client, new_topic(client), *[b"x" * (_FILE_BYTES // 2)] * 6)
+        expire = RpcRequest("dropping old files", _DELETE_EXPIRED, nothing, fields())
+        client.call(BROKER, expire, LONG)
+        eventually(lambda: not found(client, topic), "retention has dropped the message")
+        assert becomes_true(lambda: bridge.status(token).state is not TokenState.COMMITTED)
+        time.sleep(2)  # its deadline is past, on every host
+        status = bridge.status(token)
+        assert (status.state, status.permanent) == (TokenState.UNKNOWN, True)
+
+
+def _lose(*_):
+    raise EvidenceLost("the answer is lost")  # for good, so that the bridge does not ask at once
+
+
+def found(client, topic):
+    return client.call(BROKER, read_requests.pull(topic, 0, 0, "looking"), LONG).records
