@@ -183,6 +183,21 @@ def test_a_process_that_opens_the_logs_beside_another_one_finds_its_place(url, o
     engine.dispose()
 
 
+@pytest.mark.parametrize("state", ["42P07", "42710", "23505"])
+def test_a_table_that_another_process_makes_at_the_same_time_is_looked_for_again(tmp_path, state):
+    errors = pytest.importorskip("psycopg.errors")
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'made.db'}")
+    exists = [sa.exc.DBAPIError.instance("CREATE TABLE", {}, errors.lookup(state)("it exists"), errors.Error)]
+
+    @sa.event.listens_for(engine, "before_cursor_execute")
+    def make_first(connection, cursor, statement, *_):
+        if "CREATE TABLE" in statement and exists:
+            raise exists.pop()
+
+    append(SqlLogs(engine).decision_log("any", Deadline(SOON)), b"0")
+    engine.dispose()
+
+
 def test_an_engine_whose_url_names_no_database_is_taken(tmp_path):
     engine = sa.create_engine(
         "sqlite://", creator=lambda: sqlite3.connect(tmp_path / "created.db"), poolclass=sa.NullPool

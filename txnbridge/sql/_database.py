@@ -44,6 +44,7 @@ _PERMISSION_DENIED = "42501"  # the SQLSTATE of a missing privilege
 # MariaDB's numbers of the same: its SQLSTATE is that of a syntax error.
 _DENIED_NUMBERS = (1044, 1142, 1143, 1227)
 _LOCK_NOT_AVAILABLE = "55P03"  # the SQLSTATE of a statement that has waited for a lock longer than `lock_timeout`
+_EXISTS = ("42P07", "42710")  # the SQLSTATEs of a table, and of a table's type, that exists already
 _NO_SAVEPOINT = "3B001"  # the SQLSTATE of a savepoint that does not exist
 # Classes of SQLSTATEs by which a database fails, whatever the message: a lost connection, a transaction that cannot go
 # on, a deadlock, missing resources, a lock, an administrator, the disk.
@@ -446,7 +447,8 @@ def in_our_words(error: exc.SQLAlchemyError, what: str) -> TxnBridgeError:
         if _is_denied(error):
             return AccessDenied(text)
         # Two processes may create a table or row at the same time: the retry of the second one finds it.
-        if isinstance(error, exc.OperationalError | exc.InterfaceError | exc.IntegrityError):
+        again = state_of(error) in _EXISTS
+        if again or isinstance(error, exc.OperationalError | exc.InterfaceError | exc.IntegrityError):
             return BrokerUnavailable(text)
     if isinstance(error, exc.TimeoutError):
         return BrokerUnavailable(text)
