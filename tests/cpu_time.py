@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-GATE_CPU_MINUTES = 6.0  # of all processes of the tests
+# Of all processes of the tests. On two idle cores of the machine of docs/performance.md they take less than 6; a slower
+# machine takes longer, and must not fail for that.
+GATE_CPU_MINUTES = 9.0
 _MEASURED = "cpu_seconds"
 # A shell that has installed the requirements becomes this process, and its children count as ours.
 _OF_THE_SHELL = sum(os.times()[2:4])
