@@ -5,7 +5,7 @@
                     marked `live`
     pytest --full   also what is marked `full`, because it takes minutes
 
-What starts a broker has the machine for itself: other tests of the same checkout wait meanwhile.
+In the live tier, what starts a broker has the machine for itself: other tests of the same checkout wait meanwhile.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """In the gate, import no file of which no test would run: each process imports all files."""
-    if config.getoption("--live") or config.getoption("--full") or not collection_path.name.startswith("test_"):
+    if _has_live(config) or not collection_path.name.startswith("test_"):
         return None
     inside = collection_path.as_posix().startswith(tuple(f"{config.rootpath.as_posix()}/{room}" for room in LIVE))
     if not inside or collection_path.name == SMOKE or "mark.offline" in collection_path.read_text():
@@ -68,12 +68,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(300))
     yield  # folders mark their own
-    full = config.getoption("--full")
-    live = full or config.getoption("--live")
+    full, live = config.getoption("--full"), _has_live(config)
     left_out = {item for item in items if (_is_full(item) and not full) or (_is_live(item) and not live)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
-    items.sort(key=_starts_brokers)  # behind all the rest, which stays as it was shuffled
+    # In the gate one process has the brokers from the start, and the others what needs none. In the live tier a broker has
+    # the machine alone, behind all the rest. The rest stays as it was shuffled.
+    items.sort(key=_starts_brokers, reverse=not live)
+
+
+def _has_live(config: pytest.Config) -> bool:
+    return bool(config.getoption("--full") or config.getoption("--live"))
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    return _starts_brokers(item) and _has_live(item.config)
 
 
 def _is_full(item: pytest.Item) -> bool:
@@ -90,15 +99,15 @@ def _starts_brokers(item: pytest.Item) -> bool:
     return item.nodeid.startswith(LIVE) and not item.get_closest_marker("offline")
 
 
-# Open as long as this process lives. Tests that need no broker share it, whoever starts one has it alone.
+# Open as long as this process lives. Tests that need no broker share it; in the live tier, whoever starts one has it alone.
 _machine = os.open(__file__, os.O_RDONLY)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # waiting is not part of a test's time
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    fcntl.flock(_machine, fcntl.LOCK_EX if _starts_brokers(item) else fcntl.LOCK_SH)
+    fcntl.flock(_machine, fcntl.LOCK_EX if _is_alone(item) else fcntl.LOCK_SH)
     result = yield
-    if nextitem is None or not _starts_brokers(nextitem):
+    if nextitem is None or not _is_alone(nextitem):
         fcntl.flock(_machine, fcntl.LOCK_UN)
     return result
 

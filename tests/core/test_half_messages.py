@@ -365,7 +365,7 @@ def test_closing_a_bridge_ends_its_resolvers_and_what_they_asked_about_waits(bri
         go_on.wait(60)
         return COMMIT
 
-    with txnbridge.connect(bridge.url, timeout=1) as closing_one:
+    with txnbridge.connect(f"{bridge.url}?{SOON}", timeout=1) as closing_one:
         sales = closing_one.half_messages("shop", execute=says(UNDECIDED), check=check)
         sell(sales, timeout=TIMEOUT)
         assert asked.wait(60)
@@ -388,7 +388,7 @@ def test_a_check_that_hangs_leaves_a_closing_bridge_time_for_the_rest(
         go_on.wait(60)
         return UNDECIDED
 
-    closing_one = txnbridge.connect(bridge.url, timeout=8)
+    closing_one = txnbridge.connect(f"{bridge.url}?{SOON}", timeout=8)
     broker, consumers = closing_one._connection.broker, closing_one._consumers
     monkeypatch.setattr(broker, "close", telling(left, broker.close))
     monkeypatch.setattr(consumers, "close", telling(left, consumers.close))

@@ -39,11 +39,11 @@ def test_marked_tests_run_when_asked_for(pytester, arguments, passed):
     pytester.runpytest(*arguments).assert_outcomes(passed=passed, deselected=4 - passed)
 
 
-def test_of_the_folders_with_brokers_the_gate_takes_what_is_offline_and_the_smoke_tests_last():
+def test_of_the_folders_with_brokers_the_gate_takes_what_is_offline_and_the_smoke_tests_first():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/house", "tests/kafka"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files = list(dict.fromkeys(line.split("::")[0] for line in ran.stdout.splitlines() if "::" in line))
     offline = [file for file in files if "house" not in file and "pytest.mark.offline" in (ROOT / file).read_text()]
     assert "tests/house/test_tiers.py" in files and "tests/kafka/test_settings.py" in offline
-    assert [file for file in files if "house" not in file] == [*offline, "tests/kafka/test_smoke.py"]
-    assert files[-1] == "tests/kafka/test_smoke.py"
+    assert [file for file in files if "house" not in file] == ["tests/kafka/test_smoke.py", *offline]
+    assert files[0] == "tests/kafka/test_smoke.py"
