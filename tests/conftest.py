@@ -72,8 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if (_is_full(item) and not full) or (_is_live(item) and not live)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
-    # In the gate one process has the brokers from the start, and the others what needs none. In the live tier a broker has
-    # the machine alone, behind all the rest. The rest stays as it was shuffled.
+    # In the gate one process has the brokers from the start, and others run what needs none. In the live tier a broker
+    # has the machine alone, behind all the rest. The rest stays as it was shuffled.
     items.sort(key=_starts_brokers, reverse=not live)
 
 
@@ -99,7 +99,7 @@ def _starts_brokers(item: pytest.Item) -> bool:
     return item.nodeid.startswith(LIVE) and not item.get_closest_marker("offline")
 
 
-# Open as long as this process lives. Tests that need no broker share it; in the live tier, whoever starts one has it alone.
+# Open as long as this process lives. Tests share it; in the live tier, who starts a broker has it alone.
 _machine = os.open(__file__, os.O_RDONLY)
 
 

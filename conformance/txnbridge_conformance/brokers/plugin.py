@@ -19,8 +19,8 @@ _Broker = TypeVar("_Broker", bound=brokers.Broker)
 # RocketMQ's settings for tests without load. With a short interval for op messages, the broker's thread that writes
 # them (5.5.0) uses a whole CPU when no END_TRANSACTION has come for the interval. With these settings each end is
 # written as an op message at once, and an idle broker uses no CPU. They are bad under load: once 20,000 ends wait, the
-# broker handles 120 a second instead of thousands. No value fits both cases. Each flush of the timer's wheel, by default
-# one a second, takes a quarter of a second of CPU.
+# broker handles 120 a second instead of thousands. No value fits both cases. A flush of the timer (by default one a
+# second) takes a quarter of a second of CPU.
 IDLE_ROCKETMQ = {
     "transactionOpMsgMaxSize": "1",
     "transactionOpBatchInterval": "2147483647",
