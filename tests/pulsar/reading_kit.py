@@ -75,8 +75,9 @@ class Member(Polling):
     def pass_on(self, messages):
         """Acknowledge messages in a transaction of their own."""
         txn = self.begin(*by_partition(messages))
-        self.ack(txn, messages)
+        sent = self.ack(txn, messages)
         self.end(txn, commit=True)
+        return sent
 
 
 def write(client: wire.PulsarClient, topic: str, *contents: Any, **options: Any) -> list[wire.Receipt]:

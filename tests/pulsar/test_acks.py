@@ -196,6 +196,36 @@ def test_of_two_members_only_one_acknowledges_the_rest_of_an_entry(pulsar_broker
     has_left(client, newer, wire.partition_name(topic, again.partition), *([] if commit else [b"2"]))
 
 
+@BOTH_ENDS
+def test_of_two_members_that_have_a_shared_entry_only_one_acknowledges_its_last_part(client, topic, member, commit):
+    """Then the entry leaves the group, although none of them knows what the other one has committed."""
+    write(client, topic, batch_of(b"1", b"2", b"3"))
+    older, newer = (member(topic, sharing="message", timing=Timing(idle_check_seconds=0.2)) for _ in range(2))
+    first, *held = older.take(3)
+    txn = older.begin((topic, 0))
+    older.ack(txn, [first])
+    older.end(txn, commit=False)  # the broker delivers all of the entry again, and the older member is not told
+    again = newer.take(3)
+    older.pass_on(held[:1])
+    kept = newer.begin((topic, 0))
+    newer.ack(kept, again[:1])
+    txn = older.begin((topic, 0))
+    sent = older.ack(txn, held[1:])
+    with pytest.raises(Conflict):
+        newer.ack(kept, again[2:])
+    newer.end(kept, commit=False)
+    older.end(txn, commit)
+    if commit:
+        sent.acknowledge_committed_entries()
+    newer.nack(by_partition(again))
+    rest = newer.take(1 if commit else 2)
+    assert sorted(values(rest)) == [b"1", b"3"][: len(rest)]
+    newer.pass_on(rest).acknowledge_committed_entries()
+    assert not newer.until(
+        lambda: newer.reader._partitions[topic, 0].consumer.progress(SOON)[1][:2] >= first.position[:2]
+    )
+
+
 def test_an_entry_whose_extra_index_was_not_acknowledged_leaves_when_it_comes_again(monkeypatch, client, topic, member):
     def acknowledged(reader):
         return reader.reader._partitions[topic, 0].consumer.progress(SOON)[1][:2]
@@ -612,10 +642,11 @@ def test_an_acknowledgement_that_is_repeated_in_its_transaction_conflicts_with_i
     assert left_over(client, topic) == []
 
 
+@pytest.mark.parametrize("type", [wire.SubscriptionType.FAILOVER, wire.SubscriptionType.SHARED])
 @pytest.mark.parametrize("size", [2, 64, 100])
-def test_two_naive_transactions_acknowledge_the_rest_of_an_entry(client, topic, size):
+def test_two_naive_transactions_acknowledge_the_rest_of_an_entry(client, topic, size, type):
     write(client, topic, batch_of(*(b"%d" % number for number in range(size))))
-    naive = Naive(client, topic, wire.SubscriptionType.FAILOVER)
+    naive = Naive(client, topic, type)
     *others, last = naive.take(size)
 
     def acknowledge(txn, messages):

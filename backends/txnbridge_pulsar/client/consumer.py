@@ -313,8 +313,8 @@ class PulsarConsumer:
         """
         deadline = ClientDeadline(timeout)
         ids = list(ids)
-        extra_index = txn is not None and self._options.ordered
-        if extra_index:
+        extra_index = txn is not None
+        if extra_index and self._options.ordered:
             for id in {id[:2]: id for id in ids if id.batch_index >= 0}.values():
                 self._acknowledge_extra_index(id, id.batch_size)
         commands = _commands(individual_ack_fields(ids, extra_index), in_transaction=txn is not None)
@@ -325,11 +325,12 @@ class PulsarConsumer:
 
         A broker compares the acknowledgements of transactions with the pending acks of an entry, except if all indexes
         of the entry are pending or acknowledged (hazard H89). Transactions therefore name an extra index in each batch
-        of which they acknowledge a part, and do not acknowledge it. Outside of transactions it is acknowledged in the
-        subscription's cursor only, on exclusive and failover subscriptions; without it the broker would keep the entry
-        as unacknowledged. A cursor without indexes ignores this ACK, and needs `acknowledge_entries` once the entry's
-        transactions are committed. The command may be repeated. If it gets lost, the broker redelivers the entry, from
-        which all messages are left out.
+        of which they acknowledge a part, and do not acknowledge it. On exclusive and failover subscriptions it is
+        acknowledged outside of transactions, in the subscription's cursor only; without it the broker would keep the
+        entry as unacknowledged. A cursor without indexes ignores this ACK, and needs `acknowledge_entries` once the
+        entry's transactions are committed. The command may be repeated. If it gets lost, the broker redelivers the
+        entry, from which all messages are left out. On shared subscriptions such an ACK would also remove the index
+        from what the broker compares, so there `acknowledge_entries` alone ends an entry.
         """
         self._post_ack([extra_index_ack_fields(id, size)])
 

@@ -83,8 +83,8 @@ def position_fields(id: MessageId) -> Fields:
 
 def individual_ack_fields(ids: Iterable[MessageId], extra_index: bool = False) -> list[Fields]:
     """Return MessageIdData for ACK commands, one for each entry. If only some messages of a batch are acknowledged,
-    bits name the messages that stay unacknowledged. With `extra_index` such a batch has one more index after its last
-    message, which stays unacknowledged (hazard H89).
+    bits name the messages that stay unacknowledged. With `extra_index` a batch whose messages are named one by one has
+    one more index after its last message, which stays unacknowledged (hazard H89).
 
     An id that has a batch size and no index means the whole batch. Such an id is sent without bits, but with the batch
     size, because the broker counts by that size. The bits describe only this acknowledgement, because earlier
@@ -92,6 +92,7 @@ def individual_ack_fields(ids: Iterable[MessageId], extra_index: bool = False) -
     """
     indexes: dict[tuple[int, int], set[int]] = {}
     sizes: dict[tuple[int, int], int] = {}
+    whole = set()
     for id in ids:
         entry = (id.ledger, id.entry)
         indexes.setdefault(entry, set())
@@ -101,11 +102,12 @@ def individual_ack_fields(ids: Iterable[MessageId], extra_index: bool = False) -
             indexes[entry].add(id.batch_index)
         elif id.batch_size:
             indexes[entry].update(range(id.batch_size))
+            whole.add(entry)
     acks = []
     for entry, acked in indexes.items():
         fields: Fields = {"ledger_id": entry[0], "entry_id": entry[1]}
         if acked:
-            is_whole = len(acked) == sizes[entry]
+            is_whole = entry in whole if extra_index else len(acked) == sizes[entry]
             size = sizes[entry] + (extra_index and not is_whole)
             fields["ack_set"] = [] if is_whole else ack_set(size, acked)
             fields["batch_size"] = size

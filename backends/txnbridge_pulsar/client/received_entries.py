@@ -146,11 +146,16 @@ class ReceivedEntry:
         return max(1, len(delivered_indexes(self._index_words))) if self._index_words else self.count
 
     @property
+    def left_out(self) -> int:
+        """Return as bits which messages of a batch are acknowledged, or pending acks of open transactions."""
+        if not self._index_words or not self.is_batch:  # the size of an unreadable batch is not known
+            return 0
+        return (1 << self.count) - 1 & ~sum(1 << index for index in delivered_indexes(self._index_words))
+
+    @property
     def is_acknowledged(self) -> bool:
         """Return whether all messages of a batch are acknowledged, or pending acks of open transactions."""
-        if not self._index_words or not self.is_batch:  # the size of an unreadable batch is not known
-            return False
-        return not any(index < self.count for index in delivered_indexes(self._index_words))
+        return self.left_out == (1 << self.count) - 1
 
     @property
     def txn(self) -> TxnId | None:

@@ -57,6 +57,12 @@ class PulsarPartition:
     In a group, messages are outstanding after `poll` has returned them, until they are acknowledged or given back by
     `nack`. Repeated deliveries of outstanding messages are dropped: whenever any transaction aborts, a broker
     redelivers all unacknowledged messages.
+
+    Which member of a shared group may acknowledge which part of an entry: an entry that was never delivered before is
+    with this reader alone, and may be acknowledged whole. Any other one may also be with other members, as may be the
+    rest of an entry of which a part was acknowledged. Their messages are acknowledged one by one, and an index that
+    stays unacknowledged keeps the broker comparing these acknowledgements (hazard H140). Once this reader has committed
+    all of the entry, or the broker has shown that others have committed the rest, the entry is acknowledged whole.
     """
 
     def __init__(
@@ -86,7 +92,12 @@ class PulsarPartition:
         self._rest_of: wire.ReceivedEntry | None = None
         self._outstanding: _Bits = {}
         self._acked: list[AckedMessages] = []
-        self._committed: _Bits = {}  # parts of entries that committed transactions have acknowledged
+        self._committed: _Bits = {}  # parts of entries that this reader's committed transactions have acknowledged
+        # Entries that other members may have, too, and the messages that their newest delivery here left out.
+        self._left_out: _Bits = {}
+        # Entries whose messages are all acknowledged or pending, as size, indexes of which it is not known whether
+        # their transactions are committed, and how often the broker was asked (see `finish_entries`).
+        self.unfinished: dict[_EntryId, tuple[int, int, int]] = {}
         self._sizes: dict[_EntryId, int] = {}  # batch sizes of outstanding entries
         # Chunk ids of outstanding messages that came in chunks.
         self._parts: dict[_EntryId, tuple[wire.MessageId, ...]] = {}
@@ -115,7 +126,8 @@ class PulsarPartition:
         """Start a new assignment of this partition to the reader, at the position `first`."""
         self.source, self.next = source, first
         self.assignment = object()
-        self._committed.clear()  # the subscription may have been reset
+        for known in (self._committed, self._left_out, self.unfinished):
+            known.clear()  # the subscription may have been reset
         self.is_assigned = True
 
     def leave(self) -> None:
@@ -230,6 +242,7 @@ class PulsarPartition:
     def _read(self, entry: wire.ReceivedEntry) -> list[Message]:
         messages = self._convert(entry)
         if self._grouped:
+            self._note_left_out(entry)
             messages = self._without_repeats(entry, messages)
         elif messages and messages[0].position < self.next:
             messages = [message for message in messages if message.position >= self.next]
@@ -407,14 +420,36 @@ class PulsarPartition:
         complete = []
         for id in ids:
             if id.batch_index >= 0:
-                bits = self._committed.pop(id[:2], 0) | 1 << id.batch_index
-                if bits.bit_count() == id.batch_size:
+                self._committed[id[:2]] = self._committed.pop(id[:2], 0) | 1 << id.batch_index
+                if self._committed[id[:2]].bit_count() == id.batch_size:
                     complete.append(id)
+                    self.finished(id[:2])
                 else:
-                    self._committed[id[:2]] = bits
-        while len(self._committed) > _MAX_COMMITTED_IN_PART + len(self._outstanding):
-            del self._committed[next(iter(self._committed))]
+                    self._find_unfinished(id[:2], id.batch_size)
         return complete
+
+    def _note_left_out(self, entry: wire.ReceivedEntry) -> None:
+        """Note which messages of an entry are acknowledged or pending, because this delivery leaves them out."""
+        entry_id = (entry.id.ledger, entry.id.entry)
+        self.unfinished.pop(entry_id, None)
+        self._left_out.pop(entry_id, None)
+        if entry.left_out or entry.redeliveries:
+            self._left_out[entry_id] = entry.left_out
+            self._find_unfinished(entry_id, entry.count)
+
+    def _find_unfinished(self, entry_id: _EntryId, size: int) -> None:
+        unknown = (1 << size) - 1 & ~self._committed.get(entry_id, 0)
+        if not unknown & ~self._left_out.get(entry_id, 0):
+            self.unfinished[entry_id] = size, unknown, 0
+        for known in (self._committed, self._left_out, self.unfinished):
+            if len(known) > _MAX_COMMITTED_IN_PART + len(self._outstanding):
+                for oldest in [each for each in known if each not in self._outstanding][: _MAX_COMMITTED_IN_PART // 2]:
+                    del known[oldest]
+
+    def finished(self, entry_id: _EntryId) -> None:
+        """Forget an entry of which committed transactions have acknowledged all messages."""
+        for known in (self._committed, self._left_out, self.unfinished):
+            known.pop(entry_id, None)
 
     def _forget(self, acked: AckedMessages) -> None:
         if acked in self._acked:
@@ -444,7 +479,7 @@ class PulsarPartition:
             self._sizes.pop(entry_id, None)
         if not size:
             return self._parts.pop(entry_id, None) or (wire.MessageId(*entry_id),)
-        if len(indexes) == size:
+        if len(indexes) == size and entry_id not in self._left_out:
             return (wire.MessageId(*entry_id, -1, -1, size),)
         return [wire.MessageId(*entry_id, -1, index, size) for index in indexes]
 

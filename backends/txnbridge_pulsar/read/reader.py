@@ -40,7 +40,7 @@ from txnbridge_pulsar.outcome.held_topics import release
 from txnbridge_pulsar.read.group_registry import GroupRegistry
 from txnbridge_pulsar.read.partition import PulsarPartition
 from txnbridge_pulsar.read.subscriptions import mode_of
-from txnbridge_pulsar.write.acks import PulsarAckContext
+from txnbridge_pulsar.write.acks import PulsarAckContext, finish_entries
 
 _log = logging.getLogger("txnbridge.pulsar.read")
 
@@ -281,8 +281,11 @@ class PulsarReader(Reader):
             self._check_idle_at = time.monotonic() + self._timing.idle_check_seconds
             idle = [each for each in partitions if each.is_assigned and not each.waiting]
             checked = random.sample(idle, min(len(idle), _MAX_IDLE_CHECKS))
+            unfinished = [each for each in partitions if each.unfinished and not self._mode.in_order]
             self._work = BackgroundTask(
-                lambda: self._check_idle(checked), lambda _: self._redeliver_skipped(checked), self._inbox.wake
+                lambda: self._check_idle(checked, unfinished),
+                lambda _: self._redeliver_skipped(checked),
+                self._inbox.wake,
             )
 
     def _finish_work(self, deadline: Deadline) -> None:
@@ -314,12 +317,19 @@ class PulsarReader(Reader):
             if self._closed:
                 self._cluster.client.hang_up(self._connection_key)
 
-    def _check_idle(self, partitions: Sequence[PulsarPartition]) -> _BackgroundResult:
-        """Find out why nothing comes from partitions.
+    def _check_idle(
+        self, partitions: Sequence[PulsarPartition], unfinished: Sequence[PulsarPartition]
+    ) -> _BackgroundResult:
+        """Find out why nothing comes from partitions, and end entries that several members have acknowledged.
 
         A forgotten transaction may hide messages (hazard H98), or the broker may have skipped some (hazard H94).
         """
         deadline = Deadline(_IDLE_CHECK_SECONDS)
+        for partition in unfinished:
+            try:
+                finish_entries(self._cluster.client, self._subscription.group or "", partition, self._guard, deadline)
+            except wire.PulsarError as error:
+                _log.debug("entries of %s stay in the backlog for now: %s", partition.topic, error)
         for partition in partitions:
             try:
                 if self._cluster.rest is not None and self._may_release:

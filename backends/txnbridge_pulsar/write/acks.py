@@ -33,6 +33,13 @@ from txnbridge_pulsar.errors import translate
 from txnbridge_pulsar.outcome.end_delivery import Participant, participant_of
 from txnbridge_pulsar.read.partition import AckedMessages, PulsarPartition
 
+# A broker's reason to refuse an acknowledgement in a transaction, if a committed one has acknowledged the message.
+_COMMITTED_REASON = "already acked before"
+# The time-out of a transaction that only asks for these reasons; the most questions in it, and about one entry.
+_QUERY_TTL_MS = 10_000
+_MAX_QUERIES = 2000
+_MAX_QUERIES_OF_ENTRY = 5
+
 
 @dataclass(eq=False)
 class _PartitionAcks:
@@ -159,11 +166,10 @@ class SentAcks:
 
         With `acknowledgmentAtBatchIndexLevelEnabled=false` brokers keep such entries in the backlog otherwise, because
         the transactions leave the entries' extra index unacknowledged (hazard H89). In other cases this ACK repeats
-        what the broker knows. Shared subscriptions have no extra index. If the consumer was reopened since, nothing is
-        sent, because the subscription may have been reset and may have to deliver the entries again.
+        what the broker knows, except on shared subscriptions, where nothing else removes the entry. If the consumer was
+        reopened since, nothing is sent, because the subscription may have been reset and may have to deliver the
+        entries again.
         """
-        if self._shared:
-            return
         with self._guard:
             for each in self._sent:
                 if each.partition.consumer.generation == each.generation:
@@ -222,6 +228,53 @@ class SentAcks:
                     each.partition.acknowledged(each.acked)
                 else:
                     each.partition.not_acknowledged(each.acked, each.ids)
+
+
+def finish_entries(
+    client: wire.PulsarClient, subscription: str, partition: PulsarPartition, guard: threading.Lock, deadline: Deadline
+) -> None:
+    """Acknowledge `unfinished` entries of a shared subscription whole, outside of transactions.
+
+    Several members have acknowledged the messages of such an entry, and none knows whether all of their transactions
+    are committed. An ACK that removes the entry too early would take an aborted transaction's messages from the group.
+    So each message is acknowledged once more, in a transaction that is aborted: the broker refuses that with one
+    reason for messages of committed transactions, and with another one for pending messages. If it accepts an
+    acknowledgement, the message's transaction was aborted, and the entry comes again. Raise the errors of
+    `PulsarClient`; then nothing has changed, and the transaction times out.
+    """
+    with guard:
+        consumer, generation = partition.consumer, partition.consumer.generation
+        unfinished = dict(partition.unfinished)
+    txn = client.transactions.begin(_QUERY_TTL_MS, deadline.left())
+    client.transactions.register(txn, deadline.left(), subscriptions=[(partition.topic, subscription)])
+    indexes = [
+        (entry_id, wire.MessageId(*entry_id, -1, index, size))
+        for entry_id, (size, unknown, _) in unfinished.items()
+        for index in range(size)
+        if unknown >> index & 1
+    ][:_MAX_QUERIES]
+    asked = [(key, id, consumer.start_acknowledge([id], txn, timeout=deadline.left())) for key, id in indexes]
+    for entry_id, id, answers in asked:
+        size, unknown, queries = unfinished[entry_id]
+        try:
+            answers[0].result(deadline.left())
+            queries = _MAX_QUERIES_OF_ENTRY
+        except wire.TransactionConflict as error:
+            if _COMMITTED_REASON in str(error):
+                unknown &= ~(1 << id.batch_index)
+        unfinished[entry_id] = size, unknown, queries
+    client.transactions.end(txn, False, deadline.left())
+    with guard:
+        if consumer.generation != generation or partition.consumer is not consumer:
+            return
+        for entry_id, (size, unknown, queries) in unfinished.items():
+            if partition.unfinished.pop(entry_id, None) is None:
+                continue
+            if not unknown:
+                consumer.acknowledge_entries([wire.MessageId(*entry_id)])
+                partition.finished(entry_id)
+            elif queries < _MAX_QUERIES_OF_ENTRY:
+                partition.unfinished[entry_id] = size, unknown, queries + 1
 
 
 def require_whole_entries(acks: Iterable[SentAcks]) -> None:
