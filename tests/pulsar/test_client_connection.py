@@ -8,7 +8,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -39,10 +39,14 @@ from txnbridge_pulsar.client.deadline import ClientDeadline
 from txnbridge_pulsar.client.frames import command
 from txnbridge_pulsar.client.pending_response import answer_to
 from txnbridge_pulsar.client.retry import backoff_pauses
+from txnbridge_pulsar.client.transport import Transport
+from txnbridge_pulsar.write.fence import Fence
 
 from tests.in_time import within
+from tests.interrupts import interrupted_behind_call
 from tests.kafka.certificates import Authority
 from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything
+from txnbridge.spi import Deadline
 
 pytestmark = pytest.mark.offline
 
@@ -256,6 +260,28 @@ def test_commands_that_nobody_knows_or_asked_for_are_ignored():
         connection = connect(broker)
         assert connection.ask("partition_metadata", ClientDeadline(SOON), topic="t")["partitions"] == 3
         connection.close()
+
+
+def test_an_interrupt_behind_any_call_leaves_no_lock_held():
+    near, far = socket.socketpair()
+    transport, no_cluster = Transport(near), cast(Any, None)
+    fence = Fence(no_cluster, "id", "opening")
+
+    def act():
+        transport.write(b"frame", ClientDeadline(SOON))
+        transport.post(b"frame")
+        with fence._locked(Deadline(SOON)):
+            pass
+
+    number = 1
+    while where := interrupted_behind_call(act, number, "client/transport.py", "client/deadline.py", "write/fence.py"):
+        assert not transport._writing.locked() and not fence._lock.locked(), (
+            f"a lock is held after an interrupt at {where}"
+        )
+        number += 1
+    assert number > 20
+    transport.close()
+    far.close()
 
 
 # ---------------------------------------------------------------------------------------------------- garbage

@@ -44,14 +44,10 @@ class ConnectionPool:
             if connection is not None and not connection.closed:
                 return connection
             opening = self._opening.setdefault(key, threading.Lock())
-        if not opening.acquire(timeout=deadline.left):
-            raise RequestTimedOut(
-                f"no connection to {target.address} in {deadline.seconds:g} s", may_have_had_effect=False
-            )
-        try:
-            return self._open(key, deadline)
-        finally:
-            opening.release()
+        with deadline.locking(opening) as is_held:
+            if is_held:
+                return self._open(key, deadline)
+        raise RequestTimedOut(f"no connection to {target.address} in {deadline.seconds:g} s", may_have_had_effect=False)
 
     def _open(self, key: tuple[ConnectionTarget, str], deadline: ClientDeadline) -> BrokerConnection:
         with self._lock:

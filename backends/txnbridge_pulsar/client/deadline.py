@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class ClientDeadline:
@@ -22,3 +25,18 @@ class ClientDeadline:
     @property
     def expired(self) -> bool:
         return time.monotonic() >= self._at
+
+    @contextmanager
+    def locking(self, lock: threading.Lock) -> Iterator[bool]:
+        """Wait for a lock until the deadline, and hold it in the block, which is given whether it is held.
+
+        A signal handler's exception may come behind any call, but not between acquiring the lock and noting that, which
+        are one call for Python.
+        """
+        held: list[bool] = []
+        try:
+            held.extend(filter(None, map(lock.acquire, (True,), (self.left,))))
+            yield bool(held)
+        finally:
+            if held:
+                lock.release()

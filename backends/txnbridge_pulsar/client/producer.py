@@ -218,12 +218,11 @@ class PulsarProducer:
     @contextmanager
     def _send_order(self, deadline: ClientDeadline) -> Iterator[None]:
         """Hold the lock in the block, so that entries are written in the order of their sequence ids."""
-        if not self._sending.acquire(timeout=deadline.left):
-            raise RequestTimedOut(f"other threads were sending for {deadline.seconds:g} s", may_have_had_effect=False)
-        try:
+        with deadline.locking(self._sending) as is_held:
+            if not is_held:
+                why = f"other threads were sending for {deadline.seconds:g} s"
+                raise RequestTimedOut(why, may_have_had_effect=False)
             yield
-        finally:
-            self._sending.release()
 
     def resend(self, timeout: float, when_done: Callable[[Send], None] = ignore_result) -> list[Send]:
         """Send the unconfirmed entries again, with the same bytes in the same order. Return their sends; `when_done` is

@@ -53,16 +53,12 @@ class Transport:
 
     def write(self, frame: bytes, deadline: ClientDeadline) -> None:
         """Write a whole frame. Raise `NotWritten` at the deadline."""
-        if not self._writing.acquire(timeout=deadline.left):
-            raise NotWritten(started=False)
-        try:
-            if not self._drain(deadline):
+        with deadline.locking(self._writing) as is_held:
+            if not is_held or not self._drain(deadline):
                 raise NotWritten(started=False)
             self._unsent = memoryview(frame)
             if not self._drain(deadline):
                 raise NotWritten(started=not self._withdrawn(frame))
-        finally:
-            self._writing.release()
         self._flush_waiting()
 
     def _withdrawn(self, frame: bytes) -> bool:
@@ -81,13 +77,11 @@ class Transport:
 
     def _flush_waiting(self) -> None:
         # The thread that holds the lock checks again after releasing it, so no frame stays unwritten.
-        while self._waiting and self._writing.acquire(blocking=False):
-            try:
-                while self._push() and self._waiting:
+        while self._waiting:
+            with ClientDeadline(0).locking(self._writing) as is_held:
+                while is_held and self._push() and self._waiting:
                     self._unsent = memoryview(self._waiting.popleft())
-            finally:
-                self._writing.release()
-            if self._unsent:
+            if not is_held or self._unsent:
                 return
 
     def _drain(self, deadline: ClientDeadline) -> bool:
@@ -129,11 +123,10 @@ class Transport:
         return received
 
     def _flush_unsent(self) -> None:
-        if self._writing.acquire(blocking=False):
-            try:
+        with ClientDeadline(0).locking(self._writing) as is_held:
+            if is_held:
                 self._push()
-            finally:
-                self._writing.release()
+        if is_held:
             self._flush_waiting()
 
     def _receive(self, space: memoryview) -> int | None:

@@ -12,8 +12,9 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, EvidenceLost, Fenced
 from txnbridge.spi import Deadline
@@ -140,8 +141,7 @@ class Fence:
             self._reopen(generation, deadline)
 
     def _send(self, make: Callable[[], FenceRecord], deadline: Deadline) -> tuple[int, wire.Send | None]:
-        self._acquire(deadline)
-        try:
+        with self._locked(deadline):
             if self._fenced is not None:
                 raise self._fresh_copy(self._fenced)
             assert self._producer is not None
@@ -156,8 +156,6 @@ class Fence:
                 raise DeliveryFailed(f"writing to {self.topic}: {error} (maxMessageSize of the broker)") from error
             except wire.PulsarError as error:
                 raise translate(error, f"writing to {self.topic}") from error
-        finally:
-            self._lock.release()
 
     def _stored(self, receipt: wire.Receipt) -> None:
         """Note that a record is stored. After every `_RECORDS_PER_TRIM` records, trim the topic.
@@ -187,15 +185,12 @@ class Fence:
 
     def _reopen(self, generation: int, deadline: Deadline) -> None:
         """Reopen the producer after a lost connection, once for all threads. Raise `Fenced` for a newer owner."""
-        self._acquire(deadline)
-        try:
+        with self._locked(deadline):
             if self._fenced is not None:
                 raise self._fresh_copy(self._fenced)
             if generation == self._generation:
                 self._reopen_with_old_epoch(deadline)
                 self._generation += 1
-        finally:
-            self._lock.release()
 
     def _reopen_with_old_epoch(self, deadline: Deadline) -> None:
         assert self._producer is not None
@@ -263,9 +258,16 @@ class Fence:
         except wire.PulsarError as error:
             _log.debug("earlier records on %s are not trimmed: %s", self.topic, error)
 
-    def _acquire(self, deadline: Deadline) -> None:
-        if not self._lock.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(f"other threads were writing to {self.topic} for {deadline.seconds:g} s")
+    @contextmanager
+    def _locked(self, deadline: Deadline) -> Iterator[None]:
+        held: list[bool] = []
+        try:
+            if not deadline.acquire(self._lock, held):
+                raise DeadlineExceeded(f"other threads were writing to {self.topic} for {deadline.seconds:g} s")
+            yield
+        finally:
+            if held:
+                self._lock.release()
 
     def close(self, deadline: Deadline) -> None:
         """Close the producer, so that the next owner finds the fence topic free."""
