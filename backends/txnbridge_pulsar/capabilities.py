@@ -22,8 +22,7 @@ CAPABILITIES = Capabilities(
             " before they write; the opener aborts those of older owners"
         ),
         Capability.PREPARE: emulated(
-            "a prepared transaction stays open at its coordinator, without its process, and a record says so. In groups"
-            " that share by message or key it acknowledges only whole entries"
+            "a prepared transaction stays open at its coordinator, without its process, and a record says so"
         ),
         Capability.RESOLVE_ANYWHERE: emulated("any process may end a transaction by the id in its token"),
         Capability.STATUS_LOOKUP: emulated(

@@ -96,8 +96,9 @@ class PulsarPartition:
         # Entries that other members may have, too, and the messages that their newest delivery here left out.
         self._left_out: _Bits = {}
         # Entries whose messages are all acknowledged or pending, as size, indexes of which it is not known whether
-        # their transactions are committed, and how often the broker was asked (see `finish_entries`).
-        self.unfinished: dict[_EntryId, tuple[int, int, int]] = {}
+        # their transactions are committed, how often the broker was asked in vain, and when to ask it again (see
+        # `finish_entries`).
+        self.unfinished: dict[_EntryId, tuple[int, int, int, float]] = {}
         self._sizes: dict[_EntryId, int] = {}  # batch sizes of outstanding entries
         # Chunk ids of outstanding messages that came in chunks.
         self._parts: dict[_EntryId, tuple[wire.MessageId, ...]] = {}
@@ -437,10 +438,17 @@ class PulsarPartition:
             self._left_out[entry_id] = entry.left_out
             self._find_unfinished(entry_id, entry.count)
 
+    def note_prepared(self, ids: Sequence[wire.MessageId]) -> None:
+        """Note that a prepared transaction has acknowledged `ids`."""
+        for id in ids:
+            if id.batch_index >= 0:
+                self._left_out[id[:2]] = self._left_out.get(id[:2], 0) | 1 << id.batch_index
+                self._find_unfinished(id[:2], id.batch_size)
+
     def _find_unfinished(self, entry_id: _EntryId, size: int) -> None:
         unknown = (1 << size) - 1 & ~self._committed.get(entry_id, 0)
         if not unknown & ~self._left_out.get(entry_id, 0):
-            self.unfinished[entry_id] = size, unknown, 0
+            self.unfinished[entry_id] = size, unknown, 0, 0.0
         for known in (self._committed, self._left_out, self.unfinished):
             if len(known) > _MAX_COMMITTED_IN_PART + len(self._outstanding):
                 for oldest in [each for each in known if each not in self._outstanding][: _MAX_COMMITTED_IN_PART // 2]:

@@ -65,6 +65,8 @@ _MAX_POLL_BYTES = 16 * 1024 * 1024
 # Partitions in one check of idle ones, and seconds for the check, in which nothing else is done in the background.
 _MAX_IDLE_CHECKS = 20
 _IDLE_CHECK_SECONDS = 5.0
+# Seconds between two looks for entries of shared groups that may be acknowledged whole.
+_FINISH_SECONDS = 1.0
 # Partitions that are opened in parallel: each waits some milliseconds for the broker.
 _PARALLEL_OPENINGS = 16
 
@@ -108,7 +110,7 @@ class PulsarReader(Reader):
         self._work: BackgroundTask[_BackgroundResult] | None = None
         self._check_partitions_at = time.monotonic() + _NEW_PARTITIONS_CHECK_SECONDS
         self._check_idle_at = time.monotonic() + self._timing.idle_check_seconds
-        self._together_until = 0.0
+        self._finish_at = self._together_until = 0.0
         self._first_partition = 0
         self._may_release = True  # whether the user may end forgotten transactions, as far as it is known
         self._closed = False
@@ -281,12 +283,13 @@ class PulsarReader(Reader):
             self._check_idle_at = time.monotonic() + self._timing.idle_check_seconds
             idle = [each for each in partitions if each.is_assigned and not each.waiting]
             checked = random.sample(idle, min(len(idle), _MAX_IDLE_CHECKS))
-            unfinished = [each for each in partitions if each.unfinished and not self._mode.in_order]
             self._work = BackgroundTask(
-                lambda: self._check_idle(checked, unfinished),
-                lambda _: self._redeliver_skipped(checked),
-                self._inbox.wake,
+                lambda: self._check_idle(checked), lambda _: self._redeliver_skipped(checked), self._inbox.wake
             )
+        elif time.monotonic() >= self._finish_at and not self._mode.in_order:
+            self._finish_at = time.monotonic() + _FINISH_SECONDS
+            if unfinished := [each for each in partitions if each.unfinished]:
+                self._work = BackgroundTask(lambda: self._finish_entries(unfinished), lambda _: None, self._inbox.wake)
 
     def _finish_work(self, deadline: Deadline) -> None:
         """Wait for the end of running background work, which could otherwise change positions after a seek."""
@@ -317,19 +320,21 @@ class PulsarReader(Reader):
             if self._closed:
                 self._cluster.client.hang_up(self._connection_key)
 
-    def _check_idle(
-        self, partitions: Sequence[PulsarPartition], unfinished: Sequence[PulsarPartition]
-    ) -> _BackgroundResult:
-        """Find out why nothing comes from partitions, and end entries that several members have acknowledged.
+    def _finish_entries(self, partitions: Sequence[PulsarPartition]) -> _BackgroundResult:
+        deadline, group = Deadline(_IDLE_CHECK_SECONDS), self._subscription.group or ""
+        for partition in partitions:
+            try:
+                finish_entries(self._cluster.client, group, partition, self._guard, deadline)
+            except wire.PulsarError as error:
+                _log.debug("entries of %s stay in the backlog for now: %s", partition.topic, error)
+        return _BackgroundResult()
+
+    def _check_idle(self, partitions: Sequence[PulsarPartition]) -> _BackgroundResult:
+        """Find out why nothing comes from partitions.
 
         A forgotten transaction may hide messages (hazard H98), or the broker may have skipped some (hazard H94).
         """
         deadline = Deadline(_IDLE_CHECK_SECONDS)
-        for partition in unfinished:
-            try:
-                finish_entries(self._cluster.client, self._subscription.group or "", partition, self._guard, deadline)
-            except wire.PulsarError as error:
-                _log.debug("entries of %s stay in the backlog for now: %s", partition.topic, error)
         for partition in partitions:
             try:
                 if self._cluster.rest is not None and self._may_release:

@@ -21,12 +21,12 @@ writer waits for all answers before either end.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from txnbridge.errors import Conflict, NotSupported, TxnBridgeError
+from txnbridge.errors import Conflict, TxnBridgeError
 from txnbridge.spi import Deadline, Partition, Position
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import translate
@@ -35,10 +35,12 @@ from txnbridge_pulsar.read.partition import AckedMessages, PulsarPartition
 
 # A broker's reason to refuse an acknowledgement in a transaction, if a committed one has acknowledged the message.
 _COMMITTED_REASON = "already acked before"
-# The time-out of a transaction that only asks for these reasons; the most questions in it, and about one entry.
+# The time-out of a transaction that only asks for these reasons, and the most messages in it.
 _QUERY_TTL_MS = 10_000
-_MAX_QUERIES = 2000
-_MAX_QUERIES_OF_ENTRY = 5
+_MAX_QUERIES = 1000
+# The most such transactions in vain for one entry, in a minute and a half: then it stays until it is delivered again.
+_MAX_VAIN_QUERIES = 5
+_PAUSE_SECONDS = 3.0
 
 
 @dataclass(eq=False)
@@ -176,10 +178,11 @@ class SentAcks:
                     with suppress(wire.PulsarError):
                         each.partition.consumer.acknowledge_entries(each.partition.committed(each.ids))
 
-    def acks_by_batch_index(self) -> Iterator[tuple[str, wire.MessageId]]:
-        """On a shared subscription, yield topic and id of each message acknowledged by its index in a batch."""
-        if self._shared:
-            yield from ((each.partition.topic, id) for each in self._sent for id in each.ids if id.batch_index >= 0)
+    def note_prepared(self) -> None:
+        """Note that the transaction may be committed by other processes, of which the reader does not hear."""
+        with self._guard:
+            for each in self._sent:
+                each.partition.note_prepared(each.ids)
 
     def settle(self, deadline: Deadline) -> None:
         """Wait for the broker's answers to all acknowledgements; return if all are confirmed. Calls may be repeated.
@@ -244,57 +247,41 @@ def finish_entries(
     """
     with guard:
         consumer, generation = partition.consumer, partition.consumer.generation
-        unfinished = dict(partition.unfinished)
+        unfinished = {key: each for key, each in partition.unfinished.items() if each[3] <= time.monotonic()}
+    if not unfinished:
+        return
     txn = client.transactions.begin(_QUERY_TTL_MS, deadline.left())
     client.transactions.register(txn, deadline.left(), subscriptions=[(partition.topic, subscription)])
     indexes = [
         (entry_id, wire.MessageId(*entry_id, -1, index, size))
-        for entry_id, (size, unknown, _) in unfinished.items()
+        for entry_id, (size, unknown, *_) in unfinished.items()
         for index in range(size)
         if unknown >> index & 1
     ][:_MAX_QUERIES]
     asked = [(key, id, consumer.start_acknowledge([id], txn, timeout=deadline.left())) for key, id in indexes]
     for entry_id, id, answers in asked:
-        size, unknown, queries = unfinished[entry_id]
+        size, unknown, vain, due = unfinished[entry_id]
         try:
             answers[0].result(deadline.left())
-            queries = _MAX_QUERIES_OF_ENTRY
+            vain = _MAX_VAIN_QUERIES
         except wire.TransactionConflict as error:
             if _COMMITTED_REASON in str(error):
                 unknown &= ~(1 << id.batch_index)
-        unfinished[entry_id] = size, unknown, queries
+        unfinished[entry_id] = size, unknown, vain, due
     client.transactions.end(txn, False, deadline.left())
+    queried = {entry_id for entry_id, _ in indexes}
     with guard:
         if consumer.generation != generation or partition.consumer is not consumer:
             return
-        for entry_id, (size, unknown, queries) in unfinished.items():
-            if partition.unfinished.pop(entry_id, None) is None:
-                continue
-            if not unknown:
+        for entry_id, (size, unknown, vain, due) in unfinished.items():
+            before = partition.unfinished.pop(entry_id, None)
+            if before is not None and not unknown:
                 consumer.acknowledge_entries([wire.MessageId(*entry_id)])
                 partition.finished(entry_id)
-            elif queries < _MAX_QUERIES_OF_ENTRY:
-                partition.unfinished[entry_id] = size, unknown, queries + 1
-
-
-def require_whole_entries(acks: Iterable[SentAcks]) -> None:
-    """Raise `NotSupported` if a transaction to be prepared acknowledges only a part of an entry in a shared group.
-
-    Any process may abort a prepared transaction, and the group's members do not hear of it. The broker then delivers
-    the whole entry to another member, while the first member may still acknowledge the rest of the entry. Brokers do
-    not detect all conflicts between two such members (hazard H56).
-    """
-    counts = Counter(
-        (topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.acks_by_batch_index()
-    )
-    for (topic, ledger, entry, size), acknowledged in counts.items():
-        if acknowledged < size:
-            raise NotSupported(
-                "in a group with sharing by message or key, a prepared transaction has to acknowledge the broker's"
-                f" entries whole, and this one acknowledges {acknowledged} of the {size} messages in entry ({ledger},"
-                f" {entry}) of {topic}. Acknowledge all of them in the transaction (poll that many at once), do not"
-                ' prepare it, or use sharing="partition". Messages with different keys are sent as separate entries'
-            )
+            elif before is not None and vain < _MAX_VAIN_QUERIES:
+                if entry_id in queried and unknown == before[1]:
+                    vain, due = vain + 1, time.monotonic() + _PAUSE_SECONDS * 2**vain
+                partition.unfinished[entry_id] = size, unknown, vain, due
 
 
 def _refusal(error: wire.PulsarError) -> TxnBridgeError:

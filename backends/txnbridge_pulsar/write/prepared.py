@@ -15,7 +15,6 @@ from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.outcome.end_delivery import Participants
 from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.outcome import coordinator_state, note_prepared
-from txnbridge_pulsar.write.acks import require_whole_entries
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
 from txnbridge_pulsar.write.writer import PulsarWriter, TransactionOwner
 
@@ -155,7 +154,6 @@ class PulsarPreparedWriter(PulsarWriter):
         return Evidence(evidence.fields(), self.messages, self._expires_at)
 
     def prepare(self, deadline: Deadline) -> None:
-        require_whole_entries(self._acks)
         self._store_or_abort(deadline)
         if self._txn is None:  # nothing was sent, but the token needs a transaction that can be committed
             self._register((), (), deadline)
@@ -182,6 +180,8 @@ class PulsarPreparedWriter(PulsarWriter):
             raise
         self._prepared = True
         self._slots.keep(announced)
+        for sent in self._acks:
+            sent.note_prepared()
 
     def commit(self, deadline: Deadline) -> None:
         raise InvalidState("a prepared transaction is committed by its token")
