@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 from txnbridge_pulsar.client import EARLIEST, MessageBatch, PulsarConsumer, ReceivedEntry, SubscriptionType, TxnId
+from txnbridge_pulsar.client.codec import encode
 from txnbridge_pulsar.client.consumer import ConsumerOptions
 from txnbridge_pulsar.client.errors import RequestTimedOut, server_error
-from txnbridge_pulsar.client.frames import encode, parse, send_command
+from txnbridge_pulsar.client.frames import parse, send_command
 from txnbridge_pulsar.client.ids import ack_set
 from txnbridge_pulsar.client.pending_response import Response
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition
@@ -90,13 +91,17 @@ class Broker:
             compared = bits | max(1 << size, 1 << 64 * words(bits)) - (1 << size)
             if self.cursor is not None and overlap(compared, self.cursor):
                 return server_error(23, "already acked before.")
-            if self.pending is not None and self.pending[0] is None:
+            if self.pending is None:
+                self.pending = bits, size
+            elif (held := self.pending[0]) is None:
                 self.records[txn] = bits  # a null pointer follows
                 return RequestTimedOut("no answer")
-            if self.pending is not None and overlap(self.pending[0], compared):
+            elif overlap(held, compared):
                 return server_error(23, "in pending ack status.")
-            self.pending = bits if self.pending is None else self.pending[0] & bits, size
-            bits &= self.records.get(txn, bits)
+            else:
+                self.pending = held & bits, size
+            if (own := self.records.get(txn)) is not None:
+                bits &= own
         self.records[txn] = bits
         return None
 

@@ -29,7 +29,7 @@ _UNKNOWN_SUBSCRIPTION = ""
 _PARALLEL_REQUESTS = 8
 
 _POLL_SECONDS = 0.2
-_STORE_OPENING = "Initializing"
+_STORE_NOT_OPEN = ("Initializing", "Error")
 _CONF = "set it in broker.conf, and restart the brokers"
 _EVICTING = "consumer_backlog_eviction"
 _QUOTA = "the backlog quota drops messages that are not acknowledged, also records of the decision log"
@@ -204,7 +204,7 @@ def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
 def check_stores(
     cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Report subscriptions that cannot be used, because the broker does not finish opening their pending-ack stores."""
+    """Report subscriptions that cannot be used, because the broker does not open their pending-ack stores."""
     concrete = [
         each for topic in topics if not topic.internal for each in cluster.topics.existing(topic.name, deadline)
     ]
@@ -218,10 +218,11 @@ def check_stores(
             yield Advice(
                 "problem",
                 f"group {group}",
-                f"the broker does not finish opening the group's pending-ack store on {topic}: until then no member can"
+                f"the broker does not open the group's pending-ack store on {topic}: until then no member can"
                 " join the group there, and no transaction with its acknowledgements can end",
                 "if this lasts, restart that broker; brokers up to 4.2.4 may wait there for ever"
-                " (https://github.com/apache/pulsar/issues/26368)",
+                " (https://github.com/apache/pulsar/issues/26368). If that does not help, the store cannot be read:"
+                " save the group's position, delete its subscription there, and restart the broker again",
             )
 
 
@@ -233,7 +234,7 @@ def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: D
     topic, name = group
     path = f"/admin/v3/transactions/pendingAckStats/{path_of(topic)}/{quote(name, safe='')}"
     try:
-        while rest.get(path, deadline)["state"] == _STORE_OPENING:
+        while rest.get(path, deadline)["state"] in _STORE_NOT_OPEN:
             if until.expired:
                 return True
             time.sleep(_POLL_SECONDS)
