@@ -1,19 +1,20 @@
 """Exceptions from signal handlers, such as Ctrl-C in a notebook, which may come into any call at any point.
 
 Here one comes at the entry of one function of txnbridge, or behind one call that such a function makes: Python runs
-signal handlers there. The program catches it and goes on.
+signal handlers there. The program catches it, and opens another transaction, or another consumer.
 """
 
 from __future__ import annotations
 
 import dis
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from txnbridge import Bridge, Message
+from txnbridge import Bridge, InvalidState, Message
 
 
 class Interrupted(BaseException):
@@ -21,20 +22,22 @@ class Interrupted(BaseException):
 
 
 def interrupted_everywhere(
-    act: Callable[[], Any], recover: Callable[[], Any], behind_calls_in: Sequence[str] | None = None
+    act: Callable[[], Any], recover: Callable[[], Any], behind_calls_in: Sequence[str] | None = None, every: int = 1
 ) -> int:
     """Run `act`, interrupted at its first function entry, and `recover`; then at the second, to the last; how many.
 
-    With `behind_calls_in` it is interrupted behind each call in these files instead, with () in all files.
+    With `behind_calls_in` it is interrupted behind each call in these files instead, with () in all files. `every` is
+    the distance of the points, of which the first is another one in each run.
     """
-    number = 0
-    while where := interrupted_at(act, number + 1, behind_calls_in):
-        number += 1
+    number = random.randint(1, every)
+    count = 0
+    while where := interrupted_at(act, number, behind_calls_in):
+        number, count = number + every, count + 1
         try:
             recover()
         except BaseException as error:
             raise AssertionError(f"wrong after an interrupt at {where}") from error
-    return number
+    return count
 
 
 def interrupted_at(act: Callable[[], Any], number: int, behind_calls_in: Sequence[str] | None = None) -> str:
@@ -80,44 +83,6 @@ def interrupted_at(act: Callable[[], Any], number: int, behind_calls_in: Sequenc
     return where
 
 
-def interrupted_behind_call(act: Callable[[], Any], number: int, *files: str) -> str:
-    """Run it, interrupted behind the `number`-th call in these files, before the caller has what the call returns.
-
-    Return where that is, or nothing if there are not so many.
-    """
-    left = number
-    where = ""
-    last: dict[FrameType, str] = {}
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal left, where
-        if event == "call":
-            if not frame.f_code.co_filename.endswith(files) or _is_finalizing(frame):
-                return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        elif event == "opcode":
-            was, last[frame] = last.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            left -= was.startswith("CALL")
-            if left == 0 and was.startswith("CALL"):
-                sys.settrace(None)
-                frame.f_trace = None
-                where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
-                raise Interrupted(where)
-        elif event == "return":
-            last.pop(frame, None)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        act()
-    except Interrupted:
-        pass
-    finally:
-        sys.settrace(None)
-        last.clear()
-    return where
-
-
 def _is_finalizing(frame: FrameType | None) -> bool:
     """Whether this is called by the garbage collector, where Python itself swallows whatever is raised."""
     while frame is not None:
@@ -130,13 +95,12 @@ def _is_finalizing(frame: FrameType | None) -> bool:
 class Reading:
     """Reads a topic of two partitions, into which more messages come before each step."""
 
-    def __init__(self, bridge: Bridge, topic: str, group: str | None, sharing: str) -> None:
+    def __init__(self, bridge: Bridge, topic: str, sharing: str) -> None:
         bridge.ensure_topics(topic)
         self.bridge = bridge
         self.topic = topic
-        self.group = group
-        self.in_order = sharing == "partition"
-        self.consumer = bridge.consumer(topic, group, sharing=sharing)
+        self.sharing = sharing
+        self.consumer = bridge.consumer(topic, "readers", sharing=sharing)
         self.sent = 0
         self.seen: list[int] = []
         self.polled: Sequence[Message] = ()
@@ -152,13 +116,17 @@ class Reading:
         self.polled = self.consumer.poll(count, timeout)
 
     def take(self) -> None:
-        if self.polled and self.group is not None:
+        if self.polled:
             with self.bridge.transaction() as txn:
                 txn.ack(self.polled)
         self.seen += [int(message.value or b"") for message in self.polled]
 
     def read_all(self, where: str = "no point") -> None:
         self.take()
+        try:
+            self.consumer.positions()
+        except InvalidState:  # the interrupted consumer is closed
+            self.consumer = self.bridge.consumer(self.topic, "readers", sharing=self.sharing)
         until = time.monotonic() + 60
         while len(self.seen) < self.sent:
             missing = self.sent - len(self.seen)
@@ -167,15 +135,15 @@ class Reading:
             self.take()
         for partition in (0, 1):
             found = [number for number in self.seen if number % 2 == partition]
-            assert self.in_order or found.sort() is None
+            assert self.sharing == "partition" or found.sort() is None
             assert found == list(range(partition, self.sent, 2)), f"wrong after an interrupt at {where}"
 
 
-def check_that_interrupted_polls_skip_nothing(
-    bridge: Bridge, topic: str, group: str | None, sharing: str = "partition", seconds: float = 12
+def check_that_interrupted_polls_lose_nothing(
+    bridge: Bridge, topic: str, sharing: str = "partition", seconds: float = 12
 ) -> None:
     """Interrupt `poll` at the first function entry, the second, and ever further apart; in between, read everything."""
-    reading = Reading(bridge, topic, group, sharing)
+    reading = Reading(bridge, topic, sharing)
     reading.feed()
     reading.read_all()
     until, number, interrupts = time.monotonic() + seconds, 1, 0

@@ -6,15 +6,15 @@ import logging
 import weakref
 from _thread import RLock as _RLock
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from threading import TIMEOUT_MAX
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from txnbridge._connection import ConnectionUser
 from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._deliveries import Assignment, Deliveries
 from txnbridge._messages import Batch, Message, MessageColumns, Position, as_messages, columns_of
-from txnbridge._reopening import ReopeningReader
 from txnbridge._topic import Topic, as_topic
 from txnbridge.capabilities import Capability
 from txnbridge.errors import Conflict, InvalidOption, InvalidState, OutcomeUnknown, Poison, TxnBridgeError, UsageError
@@ -23,9 +23,44 @@ from txnbridge.spi import Partition, Subscription
 _log = logging.getLogger("txnbridge")
 
 _Kind = TypeVar("_Kind", bound="Consumer")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 # `for message in consumer` fetches this many messages at once, and yields them one by one.
 _FETCH = 500
+# How long an interrupted call takes for closing its consumer. A broker that can be reached needs less, and one that
+# cannot must not keep a program from ending.
+_INTERRUPTED_SECONDS = 5.0
+
+
+def one_call(
+    call: str,
+) -> Callable[[Callable[Concatenate[_Kind, _Parameters], _Result]], Callable[Concatenate[_Kind, _Parameters], _Result]]:
+    """Decorate a method that is a call on a consumer, with the call's name for error texts.
+
+    It is refused while another call runs. An exception of another library, as of a signal handler, closes the consumer:
+    its messages may have been taken from the broker and not returned.
+    """
+
+    def decorate(
+        method: Callable[Concatenate[_Kind, _Parameters], _Result],
+    ) -> Callable[Concatenate[_Kind, _Parameters], _Result]:
+        @wraps(method)
+        def run(self: _Kind, /, *arguments: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
+            try:
+                with self._guard:
+                    self._begin(call)
+                    result = method(self, *arguments, **named)  # with `return` here, a signal could keep the guard held
+            except (TxnBridgeError, Poison):
+                raise
+            except BaseException:
+                self._close_interrupted()
+                raise
+            return result
+
+        return run
+
+    return decorate
 
 
 class Consumer(ConnectionUser):
@@ -44,9 +79,8 @@ class Consumer(ConnectionUser):
         ordered = subscription.sharing == "partition"
         individual = bool(connection.capabilities[Capability.INDIVIDUAL_ACK])
         self._deliveries = Deliveries(self, connection, subscription.group, ordered, individual)
-        self._reader = ReopeningReader(
-            connection.broker.reader, subscription, _ConsumerListener(self), connection.deadline(), connection.timeout
-        )
+        self._interrupted = False  # whether an exception of another library has ended a call
+        self._reader = connection.broker.reader(subscription, _ConsumerListener(self), connection.deadline())
         self._closed = False
         consumers.add(self, self._reader)
 
@@ -83,40 +117,38 @@ class Consumer(ConnectionUser):
         Raise `Poison` for a message that its codec cannot decode, after all messages before it were returned; the next
         poll continues after it. Raise `PositionLost` if retention has deleted the group's next message,
         `OutcomeUnknown` while the outcome of the transaction that acknowledged the last messages is not known. A poll
-        that raises an error skips no message.
+        that raises an error skips no message. An exception of a signal handler closes the consumer.
         """
         batch = self._poll(max_messages, timeout)
         self._deliveries.on_the_way = None
         return batch
 
+    @one_call("poll")
     def _poll(self, max_messages: int, timeout: float) -> Batch:
         """Return messages as `poll` does. The next call returns them again unless `_received` is called before."""
-        with self._guard:
-            self._begin("poll")
-            self._fetch(max_messages, timeout)
-            return self._hand_out(max_messages)
+        self._fetch(max_messages, timeout)
+        return self._hand_out(max_messages)
 
     def _received(self) -> None:
         """Note that the program has the messages of the last call; takes no lock."""
         self._deliveries.on_the_way = None
 
+    @one_call("poll")
     def poll_columns(self, max_messages: int = 10_000, timeout: float = 1.0) -> list[MessageColumns]:
         """Return messages as `poll` does, but undecoded and as columns, which takes less time for many messages.
 
         Raise `InvalidState` for a consumer in a group: only a `Message` can be acknowledged.
         """
-        with self._guard:
-            self._begin("poll")
-            if self._subscription.group is not None:
-                raise InvalidState("columns are read without a group, because nothing acknowledges them; use poll")
-            _check_limits(max_messages, timeout)
-            if self._deliveries.fetched():
-                columns = columns_of(self._deliveries.hand_out(max_messages))
-            else:
-                with self._connection.events.step("reader.poll", None, group=None) as found:
-                    columns = self._reader.poll_columns(max_messages, Deadline(timeout))
-                    found["messages"] = sum(map(len, columns))
-        self._deliveries.on_the_way, self._reader.interrupted = None, False
+        if self._subscription.group is not None:
+            raise InvalidState("columns are read without a group, because nothing acknowledges them; use poll")
+        _check_limits(max_messages, timeout)
+        if self._deliveries.fetched():
+            columns = columns_of(self._deliveries.hand_out(max_messages))
+            self._received()
+            return columns
+        with self._connection.events.step("reader.poll", None, group=None) as found:
+            columns = self._reader.poll_columns(max_messages, Deadline(timeout))
+            found["messages"] = sum(map(len, columns))
         return columns
 
     def batches(self, max_messages: int = 500, max_wait: float = 1.0) -> Iterator[Batch]:
@@ -132,12 +164,17 @@ class Consumer(ConnectionUser):
     ) -> Batch:
         """Wait for a full batch, at most `max_wait` seconds; after each `step` seconds end the wait if `hurry()`."""
         deadline = Deadline(max_wait)
-        while True:
-            with self._guard:
-                self._begin("poll")
-                self._fetch(max_messages, min(deadline.left(), step), full=True)
-                if deadline.expired or hurry() or len(self._deliveries.fetched()) >= max_messages:
-                    return self._hand_out(max_messages)
+        batch: Batch | None = None
+        while batch is None:
+            batch = self._fill_once(max_messages, deadline, step, hurry)
+        return batch
+
+    @one_call("poll")
+    def _fill_once(self, most: int, deadline: Deadline, step: float, hurry: Callable[[], bool]) -> Batch | None:
+        self._fetch(most, min(deadline.left(), step), full=True)
+        if deadline.expired or hurry() or len(self._deliveries.fetched()) >= most:
+            return self._hand_out(most)
+        return None
 
     def __iter__(self) -> Iterator[Message]:
         """Yield messages without end."""
@@ -146,12 +183,11 @@ class Consumer(ConnectionUser):
                 self._deliveries.on_the_way = None
                 yield message
 
+    @one_call("poll")
     def _next(self, timeout: float = 1.0) -> Batch:
         """Return the next message as a batch, as iteration does, or an empty batch after `timeout` seconds."""
-        with self._guard:
-            self._begin("poll")
-            self._fetch(_FETCH, timeout)
-            return self._hand_out(1)
+        self._fetch(_FETCH, timeout)
+        return self._hand_out(1)
 
     def _fetch(self, most: int, timeout: float, full: bool = False) -> None:
         """Poll the reader unless a message (with `full`, `most` messages) is ready for the program."""
@@ -163,11 +199,10 @@ class Consumer(ConnectionUser):
             room = self._deliveries.room_for(most - there)
             with self._connection.events.step("reader.poll", None, group=self._subscription.group) as found:
                 messages = self._reader.poll(room, Deadline(timeout))
-                self._deliveries.arrived = messages
-                if messages:
-                    self._lacks_ack_context = True
                 found["messages"] = len(messages)
-            self._deliveries.fetch()
+            if messages:
+                self._lacks_ack_context = True
+                self._deliveries.fetch(messages)
         if self._lacks_ack_context:
             self._take_ack_contexts()
 
@@ -207,12 +242,12 @@ class Consumer(ConnectionUser):
         """The partitions that are assigned to this consumer now."""
         return sorted(self._reader.positions())
 
+    @one_call("positions")
     def positions(self) -> dict[Partition, Position]:
         """Return, for each assigned partition, the position of the next message that the program will get."""
-        with self._guard:
-            self._begin("positions")
-            return self._deliveries.next_positions(self._reader.positions())
+        return self._deliveries.next_positions(self._reader.positions())
 
+    @one_call("seek")
     def seek(self, positions: Mapping[Partition, Position] | int) -> None:
         """Continue reading at these positions, or in all partitions at a time (milliseconds since 1970).
 
@@ -222,63 +257,57 @@ class Consumer(ConnectionUser):
         """
         if not _is_time(positions) and not (isinstance(positions, Mapping) and all(map(_is_partition, positions))):
             raise InvalidOption("seek takes a mapping of (topic, partition) to positions, or milliseconds since 1970")
-        with self._guard:
-            self._begin("seek")
-            self._connection.capabilities.require(Capability.REPLAY)
-            if (holder := self._deliveries.holder) is not None:
-                raise InvalidState(f"transaction {holder} holds acknowledgements of this consumer; end it first")
-            self._ask_for_outcomes(self._connection.timeout)
-            if isinstance(positions, int):
-                self._connection.capabilities.require(Capability.START_BY_TIME)
-            before = self._deliveries.next_positions(self._reader.positions())
-            moving = before.keys() if isinstance(positions, int) else positions.keys()
-            try:
-                with self._connection.events.step("reader.seek"):
-                    if isinstance(positions, int):
-                        self._reader.seek_to_time(positions, self._connection.deadline())
-                    else:
-                        self._reader.seek(positions)
-            except UsageError:
-                raise
-            except BaseException:
-                self._deliveries.stay({partition: at for partition, at in before.items() if partition in moving})
-                raise
-            self._deliveries.moved(moving)
+        self._connection.capabilities.require(Capability.REPLAY)
+        if (holder := self._deliveries.holder) is not None:
+            raise InvalidState(f"transaction {holder} holds acknowledgements of this consumer; end it first")
+        self._ask_for_outcomes(self._connection.timeout)
+        if isinstance(positions, int):
+            self._connection.capabilities.require(Capability.START_BY_TIME)
+        before = self._deliveries.next_positions(self._reader.positions())
+        moving = before.keys() if isinstance(positions, int) else positions.keys()
+        try:
+            with self._connection.events.step("reader.seek"):
+                if isinstance(positions, int):
+                    self._reader.seek_to_time(positions, self._connection.deadline())
+                else:
+                    self._reader.seek(positions)
+        except UsageError:
+            raise
+        except BaseException:
+            self._deliveries.stay({partition: at for partition, at in before.items() if partition in moving})
+            raise
+        self._deliveries.moved(moving)
 
+    @one_call("pause")
     def pause(self, partitions: Sequence[Partition] | None = None) -> None:
         """Deliver nothing from these partitions (all by default) until `resume`; the consumer keeps its assignment."""
-        with self._guard:
-            self._begin("pause")
-            chosen = self.assignment if partitions is None else partitions
-            self._reader.pause(chosen)
-            self._deliveries.pause(chosen)
+        chosen = self.assignment if partitions is None else partitions
+        self._reader.pause(chosen)
+        self._deliveries.pause(chosen)
 
+    @one_call("resume")
     def resume(self, partitions: Sequence[Partition] | None = None) -> None:
         """Deliver from these partitions (all by default) again."""
-        with self._guard:
-            self._begin("resume")
-            chosen = self.assignment if partitions is None else partitions
-            self._reader.resume(chosen)
-            self._deliveries.resume(chosen)
+        chosen = self.assignment if partitions is None else partitions
+        self._reader.resume(chosen)
+        self._deliveries.resume(chosen)
 
+    @one_call("lag")
     def lag(self) -> dict[Partition, int]:
         """Return, for each assigned partition, the number of messages (or positions) that are readable but not read."""
-        with self._guard:
-            self._begin("lag")
-            return self._reader.lag(self._connection.deadline())
+        return self._reader.lag(self._connection.deadline())
 
+    @one_call("nack")
     def nack(self, messages: Message | Iterable[Message]) -> None:
         """Give back delivered messages for redelivery to this or another member of the group.
 
         They are redelivered also if this call raises an error of the broker.
         """
-        with self._guard:
-            self._begin("nack")
-            self._connection.capabilities.require(Capability.REDELIVERY)
-            chosen = as_messages("nack", messages)
-            back = self._deliveries.give_back(chosen)
-            self._reader.nack({assignment.partition: positions for assignment, positions in back.items()})
-            self._deliveries.gone_back(back)
+        self._connection.capabilities.require(Capability.REDELIVERY)
+        chosen = as_messages("nack", messages)
+        back = self._deliveries.give_back(chosen)
+        self._reader.nack({assignment.partition: positions for assignment, positions in back.items()})
+        self._deliveries.gone_back(back)
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group: other members take over at once, and get the unacknowledged messages.
@@ -287,9 +316,21 @@ class Consumer(ConnectionUser):
         """
         if self._closed or self._connection.forked:
             return
-        with self._guard:
-            self._begin("close")
-            self._close(self._connection.deadline() if timeout is None else Deadline(timeout))
+        self._close_now(self._connection.deadline() if timeout is None else Deadline(timeout))
+
+    @one_call("close")
+    def _close_now(self, deadline: Deadline) -> None:
+        self._close(deadline)
+
+    def _close_interrupted(self) -> None:
+        """Close the consumer after an interrupted call, so that other members get its messages."""
+        self._interrupted = True
+        try:
+            with self._guard:
+                if not (self._closed or self._connection.forked):
+                    self._close(Deadline(min(_INTERRUPTED_SECONDS, self._connection.timeout)))
+        except Exception as error:
+            _log.debug("closing %r after an interrupted call: %s", self, error)
 
     def _close(self, deadline: Deadline) -> None:
         self._leave(list(self._deliveries.assignments), "reader.revoke")
@@ -376,31 +417,30 @@ class Consumer(ConnectionUser):
             self._deliveries.found(transaction, outcome)
 
     def _begin(self, call: str) -> None:
-        """Raise an error if the consumer cannot be used (any more), and restore its state after an interrupted call.
+        """Raise an error if the consumer cannot be used (any more), and take back messages that no task has received.
 
         The caller must hold `_guard`; `call` is the caller's name for error texts.
         """
         self._connection.check_process()
+        if self._interrupted and call != "close":
+            raise InvalidState(f"{call} on {self!r}, which was interrupted in the middle of a call; open another")
         if self._closed:
             raise InvalidState(f"{call} on {self!r}, which is closed")
         if call == "close":
             return
         self._connection.check_open()
         self._deliveries.recover()
-        if call != "seek":  # a seek gives the reader a new position, so its old one need not be restored
-            self._reader.mend()
 
 
 class RawConsumer(Consumer):
     """A processor's consumer: it returns undecoded messages, so that the processor can set aside undecodable ones."""
 
+    @one_call("poll")
     def take(self, max_messages: int, timeout: float) -> list[Message]:
         """Return messages as `poll` does, undecoded."""
-        with self._guard:
-            self._begin("poll")
-            self._fetch(max_messages, timeout)
-            messages = self._deliveries.hand_out(max_messages)
-        self._deliveries.on_the_way = None
+        self._fetch(max_messages, timeout)
+        messages = self._deliveries.hand_out(max_messages)
+        self._received()
         return messages
 
     @property
@@ -412,11 +452,10 @@ class RawConsumer(Consumer):
         """Return the message decoded. Raise `Poison` if its topic's codec cannot decode it."""
         return self._decode_one(message)
 
+    @one_call("poll")
     def poll_idle(self) -> None:
         """Poll, and keep what comes for the next `take`: some brokers expel a member that polls too rarely."""
-        with self._guard:
-            self._begin("poll")
-            self._fetch(len(self._deliveries.fetched()) + 1, 0.0, full=True)
+        self._fetch(len(self._deliveries.fetched()) + 1, 0.0, full=True)
 
     def take_back(self) -> list[Assignment]:
         """Mark all messages for redelivery that were handed out and not acknowledged; return their assignments."""

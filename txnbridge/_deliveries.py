@@ -143,8 +143,8 @@ class Deliveries:
     Each method is one step under one lock, because a transaction may end on a thread other than the polling one. Only
     the polling thread touches fetched messages. No method calls the broker.
 
-    An exception from a signal handler may interrupt any method at any point. So each method deletes the old state of
-    a message only after it has written the new one, and messages count as handed out only when `poll` returns them.
+    An exception from a signal handler may interrupt a call on a transaction at any point, and the consumer goes on. So
+    each method deletes the old state of a message only after it has written the new one.
     """
 
     def __init__(
@@ -157,7 +157,6 @@ class Deliveries:
         self.individual = individual  # messages can be acknowledged in any order
         self.lock = threading.RLock()
         self.assignments: dict[Partition, Assignment] = {}
-        self.arrived: list[Message] = []  # from the reader; messages that are held are not removed yet
         self.on_the_way: list[Message] | None = None  # being returned to the program; None once it has them
         self._fetched: list[Message] = []
         self._set_aside: list[Message] = []  # fetched messages of partitions that were paused afterwards
@@ -187,10 +186,9 @@ class Deliveries:
             )
         return min(room, wanted)
 
-    def fetch(self) -> None:
-        """Move arrived messages to the fetched ones, except those that a transaction holds."""
+    def fetch(self, messages: list[Message]) -> None:
+        """Add messages of the reader to the fetched ones, except those that a transaction holds."""
         with self.lock:
-            messages = self.arrived
             self._most += len(messages)
             passed: dict[Assignment, Position] = {}
             if any(assignment.passes_over for assignment in self.assignments.values()):
@@ -200,7 +198,7 @@ class Deliveries:
                     kept += assignment.without_held(came)
                     passed[assignment] = came[-1].position
                 messages = kept
-            self._fetched, self.arrived = self._fetched + messages if self._fetched else messages, []
+            self._fetched = self._fetched + messages if self._fetched else messages
             for assignment, last in passed.items():
                 assignment.has_come_to(last)
 
@@ -211,8 +209,8 @@ class Deliveries:
     def hand_out(self, most: int) -> list[Message]:
         """Return the first `most` fetched messages for the program, and mark them as out.
 
-        They stay in `on_the_way` until the caller sets this attribute to None, by plain assignment right before it
-        returns them. If an exception from a signal handler comes earlier, the next call returns the messages again.
+        They stay in `on_the_way` until the caller sets this attribute to None. If it does not, because its task was
+        cancelled, the next call returns the messages again.
         """
         with self.lock:
             taken, rest = self._fetched[:most], self._fetched[most:]
@@ -223,13 +221,11 @@ class Deliveries:
             return taken
 
     def recover(self) -> None:
-        """Restore the messages that an interrupted call had fetched or was handing out, so that none is lost."""
+        """Restore the messages that a call has handed out to a task that was cancelled, so that none is lost."""
         if self.on_the_way:
             with self.lock:
                 again = [message for message in self.on_the_way if self._comes_again(message)]
                 self._fetched, self.on_the_way = again + self._fetched, None
-        if self.arrived:
-            self.fetch()
 
     def _comes_again(self, message: Message) -> bool:
         assignment = message.source

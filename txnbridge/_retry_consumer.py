@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from txnbridge._consumer import RawConsumer
+from txnbridge._consumer import RawConsumer, one_call
 from txnbridge._messages import Message, Position
 from txnbridge._retries import seconds_until_due
 from txnbridge.spi import Partition
@@ -17,17 +17,16 @@ class RetryConsumer(RawConsumer):
 
     _waiting: frozenset[Partition] = frozenset()  # the partitions that this consumer has paused
 
+    @one_call("poll")
     def take(self, max_messages: int, timeout: float) -> list[Message]:
-        with self._guard:
-            self._begin("poll")
-            self._resume_due()
-            # Poll the reader also while messages are left that became due together: some brokers expel a member that
-            # polls too rarely.
-            left = len(self._deliveries.fetched())
-            self._fetch(left + max_messages, 0.0 if left else timeout, full=True)
-            self._pause_not_due()
-            messages = self._deliveries.hand_out(max_messages)
-        self._deliveries.on_the_way = None
+        self._resume_due()
+        # Poll the reader also while messages are left that became due together: some brokers expel a member that polls
+        # too rarely.
+        left = len(self._deliveries.fetched())
+        self._fetch(left + max_messages, 0.0 if left else timeout, full=True)
+        self._pause_not_due()
+        messages = self._deliveries.hand_out(max_messages)
+        self._received()
         return messages
 
     def due_lag(self) -> int | None:

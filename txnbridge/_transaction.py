@@ -7,9 +7,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from txnbridge._connection import Connection, ConnectionUser
 from txnbridge._deadline import Deadline
@@ -43,6 +44,8 @@ from txnbridge.spi import RawHeaders
 
 _log = logging.getLogger("txnbridge")
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 # Module constants, because `send` runs millions of times and an enum's attribute is slow to look up.
 _OPEN = State.OPEN
@@ -55,6 +58,41 @@ _UNFINISHED = {State.OPEN, State.FAILED}
 # A revoked partition whose messages the transaction holds waits for the transaction's running call to end, and checks
 # at this interval. Most calls take microseconds.
 _TURN_SECONDS = 0.001
+
+
+def _one_call(
+    call: str,
+) -> Callable[
+    [Callable[Concatenate[Transaction, _Parameters], _Result]],
+    Callable[Concatenate[Transaction, _Parameters], _Result],
+]:
+    """Decorate a method that is a call on a transaction: it is refused while another call runs.
+
+    The transaction fails with any error of the method, except one that says that the call itself is wrong.
+    """
+
+    def decorate(
+        method: Callable[Concatenate[Transaction, _Parameters], _Result],
+    ) -> Callable[Concatenate[Transaction, _Parameters], _Result]:
+        @wraps(method)
+        def run(self: Transaction, /, *arguments: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
+            held: list[Any] = []
+            try:
+                if not self._take_turn(held):
+                    raise self._busy(call)
+                result = method(self, *arguments, **named)  # with `return` here, a signal could come before `finally`
+            except UsageError:
+                raise
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self._turn.extend(held)
+            return result
+
+        return run
+
+    return decorate
 
 
 class Transaction(ConnectionUser):
@@ -169,7 +207,7 @@ class Transaction(ConnectionUser):
         try:
             quick = turn.pop()
         except BaseException as error:
-            raise self._not_entered("send", error) from None
+            raise self._not_sent(error) from None
         try:
             if self._state is not _OPEN:
                 raise self._refusal("send")
@@ -226,6 +264,7 @@ class Transaction(ConnectionUser):
         if self._fingerprint is not None:
             self._fingerprint = (self._fingerprint + _hash(key_data, data)) & 0xFFFF_FFFF_FFFF_FFFF
 
+    @_one_call("send")
     def _send_encoded(
         self,
         topic: str,
@@ -236,21 +275,9 @@ class Transaction(ConnectionUser):
         timestamp: int | None,
     ) -> None:
         """Add a message that was encoded before, as `send` does; plug-ins have added their headers to it already."""
-        try:
-            quick = self._turn.pop()
-        except BaseException as error:
-            raise self._not_entered("send", error) from None
-        try:
-            if self._state is not _OPEN:
-                raise self._refusal("send")
-            self._write(topic, value, key, headers or None, partition, timestamp)
-        except UsageError:
-            raise
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self._turn.append(quick)
+        if self._state is not _OPEN:
+            raise self._refusal("send")
+        self._write(topic, value, key, headers or None, partition, timestamp)
 
     def _send_from_loop(
         self,
@@ -282,6 +309,7 @@ class Transaction(ConnectionUser):
         finally:
             self._turn.append(quick)
 
+    @_one_call("send_many")
     def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
         """Add many messages for one topic; each item is a value, (value, key) or (value, key, headers).
 
@@ -290,25 +318,20 @@ class Transaction(ConnectionUser):
         Raise the errors of `send`, with the number of the item. After any error the transaction can only be aborted,
         because the items before the failing one were taken already.
         """
+        if self._state is not _OPEN:
+            raise self._refusal("send_many")
+        if topic.__class__ is str:
+            check_topic_name(topic)
+        else:
+            topic = as_topic(topic)
+        self._feeder = threading.get_ident()
         try:
-            quick = self._turn.pop()
-        except BaseException as error:
-            raise self._not_entered("send_many", error) from None
-        try:
-            if self._state is not _OPEN:
-                raise self._refusal("send_many")
-            if topic.__class__ is str:
-                check_topic_name(topic)
-            else:
-                topic = as_topic(topic)
-            self._feeder = threading.get_ident()
             self._send_all(topic, items)
-            if self._state is not _OPEN:  # the transaction failed while the caller's generator ran
-                assert self._cause is not None
-                raise self._cause
         finally:
             self._feeder = None
-            self._turn.append(quick)
+        if self._state is not _OPEN:  # the transaction failed while the caller's generator ran
+            assert self._cause is not None
+            raise self._cause
 
     def _send_all(self, topic: str | Topic, items: Iterable[Any]) -> None:
         before = self._writer.messages
@@ -344,55 +367,37 @@ class Transaction(ConnectionUser):
             raise InvalidOption("ack_up_to takes one message that was read")
         self._acknowledge((message,), up_to=True)
 
+    @_one_call("ack")
     def _acknowledge(self, messages: tuple[Message, ...], up_to: bool) -> None:
-        try:
-            quick = self._turn.pop()
-        except BaseException as error:
-            raise self._not_entered("ack", error) from None
-        try:
-            if self._state is not _OPEN:
-                raise self._refusal("ack")
-            if not messages:
-                return
-            try:
-                with self._events.step("ack", self.id, messages=len(messages)):
-                    for context, positions in hold(self, self._connection, messages, up_to):
-                        self._writer.ack(context, positions)
-            except UsageError:
-                raise
-            except BaseException as error:
-                self._fail(error)
-                raise
-        finally:
-            self._turn.append(quick)
+        if self._state is not _OPEN:
+            raise self._refusal("ack")
+        if not messages:
+            return
+        with self._events.step("ack", self.id, messages=len(messages)):
+            for context, positions in hold(self, self._connection, messages, up_to):
+                self._writer.ack(context, positions)
 
     # --- ending ---------------------------------------------------------------------------------------------------
 
+    @_one_call("commit")
     def commit(self) -> None:
         """Commit the transaction now; return only after the broker has confirmed the commit.
 
         Raise `TransactionAborted` (or a subclass) if it was aborted, `Fenced` if a newer owner has opened the
         transactional id, or `OutcomeUnknown` with the token by which to ask for the outcome later.
         """
-        try:
-            quick = self._turn.pop()
-        except BaseException as error:
-            raise self._not_entered("commit", error) from None
-        try:
-            if self._prepare:
-                raise InvalidState("a transaction with prepare=True is committed by its token: bridge.commit(token)")
-            if self._lent:
-                refused = InvalidState(
-                    f"the handler ended transaction {self.id} itself: it does not commit, its processor does, with the"
-                    " acknowledgement; raise txnbridge.Abort to have the messages redelivered"
-                )
-                self._fail(refused)  # the transaction fails even if the handler catches the error
-                raise refused
-            if self._state is not State.OPEN:
-                raise self._refusal("commit")
-            self._end_by_asking(self._commit)
-        finally:
-            self._turn.append(quick)
+        if self._prepare:
+            raise InvalidState("a transaction with prepare=True is committed by its token: bridge.commit(token)")
+        if self._lent:
+            refused = InvalidState(
+                f"the handler ended transaction {self.id} itself: it does not commit, its processor does, with the"
+                " acknowledgement; raise txnbridge.Abort to have the messages redelivered"
+            )
+            self._fail(refused)  # the transaction fails even if the handler catches the error
+            raise refused
+        if self._state is not State.OPEN:
+            raise self._refusal("commit")
+        self._end_by_asking(self._commit)
 
     def _commit_from_loop(self, on_end: Callable[[], object]) -> bool:
         """Begin a commit that needs no thread of the caller; return False if `commit` has to be called in a thread.
@@ -403,20 +408,14 @@ class Transaction(ConnectionUser):
         plain = self._state is _OPEN and not (self._events.wants("commit") or self._prepare or self._lent)
         return plain and bool(self._turn) and self._taken.join_from_loop(on_end)
 
+    @_one_call("abort")
     def abort(self) -> None:
         """Abort the transaction now. A failed transaction allows only this call. A second abort has no effect."""
-        try:
-            quick = self._turn.pop()
-        except BaseException as error:
-            raise self._not_entered("abort", error) from None
-        try:
-            if self._state is State.ABORTED:
-                return
-            if self._state not in _UNFINISHED:
-                raise self._refusal("abort", "open or failed")
-            self._end_by_asking(self._abort)
-        finally:
-            self._turn.append(quick)
+        if self._state is State.ABORTED:
+            return
+        if self._state not in _UNFINISHED:
+            raise self._refusal("abort", "open or failed")
+        self._end_by_asking(self._abort)
 
     def __enter__(self) -> Transaction:
         if self._state is not State.OPEN:
@@ -426,31 +425,24 @@ class Transaction(ConnectionUser):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        quiet = isinstance(error, Abort)
         try:
-            quick = self._turn.pop()
-        except BaseException as interrupt:
-            raise self._not_entered("the end of the block", interrupt) from None
-        try:
-            if self._state in _UNFINISHED:
-                if error is None:
-                    self._finish_or_abort()
-                else:
-                    self._abort_after(error, quiet)
-            elif self._shut and error is None:
-                self._connection.check_process()
-                raise TransactionAborted(f"transaction {self.id} was aborted: its bridge was closed meanwhile")
-        finally:
-            self._turn.append(quick)
-        return quiet
-
-    def _finish_or_abort(self) -> None:
-        try:
-            self._finish()
-        except BaseException as error:
+            self._end_block(error)
+        except BaseException as failure:
             if self._state in _UNFINISHED:  # the broker got no request, so this block has to abort the transaction
-                self._abort_after(error, quiet=False)
+                self._end_block(failure)
             raise
+        return isinstance(error, Abort)
+
+    @_one_call("the end of the block")
+    def _end_block(self, error: BaseException | None) -> None:
+        if self._state in _UNFINISHED:
+            if error is None:
+                self._finish()
+            else:
+                self._abort_after(error)
+        elif self._shut and error is None:
+            self._connection.check_process()
+            raise TransactionAborted(f"transaction {self.id} was aborted: its bridge was closed meanwhile")
 
     def _finish(self) -> None:
         """Commit or prepare at the end of a block without an exception; abort and raise if the transaction failed."""
@@ -464,12 +456,12 @@ class Transaction(ConnectionUser):
             ) from cause
         self._end_by_asking(self._do_prepare if self._prepare else self._commit)
 
-    def _abort_after(self, error: BaseException, quiet: bool) -> None:
-        """Abort because of an exception in the block; an error of the abort is logged and does not replace it."""
+    def _abort_after(self, error: BaseException) -> None:
+        """Abort because of an exception. An error of the abort is logged; it is raised only after `Abort`."""
         try:
             self._end_by_asking(self._abort)
         except Exception as failure:
-            if quiet:
+            if isinstance(error, Abort):
                 raise
             _log.warning("transaction %s: abort failed after %s: %s", self.id, type(error).__name__, failure)
 
@@ -569,7 +561,7 @@ class Transaction(ConnectionUser):
             if isinstance(error, TransactionAborted | Fenced):
                 self._end(State.ABORTED)
             else:
-                self._abort_after(error, quiet=False)
+                self._abort_after(error)
             raise
         self._end(State.PREPARED)
 
@@ -598,15 +590,22 @@ class Transaction(ConnectionUser):
 
     # --- guards ---------------------------------------------------------------------------------------------------
 
-    def _not_entered(self, call: str, error: BaseException) -> BaseException:
-        """Return the error of a call that could not take the entry of `_turn`, which is the transaction's lock.
+    def _take_turn(self, held: list[Any]) -> bool:
+        """Move the entry of `_turn` to `held`; return False if another call on the transaction has taken it.
 
-        A call takes the entry out, and appends it again at its end. So `IndexError` means that another call on the
-        transaction is running. Any other error is a signal handler's, and the entry is restored: it may be taken out.
+        A signal handler's exception may come behind any call, but not inside this move, which is one call for Python.
+        So call this in a `try` whose `finally` moves the entry back.
         """
+        with suppress(IndexError):
+            held.extend(map(self._turn.pop, (-1,)))
+        return bool(held)
+
+    def _not_sent(self, error: BaseException) -> BaseException:
+        """Return the error of a `send` that has not got the entry of `_turn`: a refusal, or a signal handler's."""
         if isinstance(error, IndexError):
-            return self._busy(call)
+            return self._busy("send")
         self._turn[:] = [None if self._slow else self._writer.quick]
+        self._fail(error)
         return error
 
     def _busy(self, call: str) -> TxnBridgeError:
@@ -644,44 +643,31 @@ class Transaction(ConnectionUser):
             self._fail(error)
             return
         until = time.monotonic() + patience
-        while True:
-            try:
-                quick = self._turn.pop()
-            except IndexError:
+        held: list[Any] = []
+        try:
+            while not self._take_turn(held):
                 if time.monotonic() >= until:
                     return
                 time.sleep(_TURN_SECONDS)
-                continue
-            except BaseException as interrupt:
-                raise self._not_entered("fail", interrupt) from None
-            try:
-                self._fail(error)
-            finally:
-                self._turn.append(quick)
-            return
+            self._fail(error)
+        finally:
+            self._turn.extend(held)
 
     def _end_from_outside(self, deadline: Deadline) -> bool:
         """Abort because the bridge is being closed, unless a call on the transaction is running, or about to end it.
 
         Return whether the transaction was aborted.
         """
-        if self._is_ending:
-            return False
+        held: list[Any] = []
         try:
-            quick = self._turn.pop()
-        except IndexError:
-            return False
-        except BaseException as error:
-            raise self._not_entered("close", error) from None
-        try:
-            if self._state not in _UNFINISHED:
+            if self._is_ending or not self._take_turn(held) or self._state not in _UNFINISHED:
                 return False
             self._shut = True
             self._end_by(deadline.at)
             self._end_by_asking(self._abort)
             return True
         finally:
-            self._turn.append(quick)
+            self._turn.extend(held)
 
     def _end_by(self, at: float) -> None:
         """Move the transaction's deadline to the time `at` if that is earlier; waiting calls notice the change."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from txnbridge._background_task import BackgroundTask
 from txnbridge._deadline import Deadline
@@ -462,11 +462,10 @@ class ReaderListener(Protocol):
 
 
 class Reader(ABC):
-    """Reads committed messages only, each partition in order."""
+    """Reads committed messages only, each partition in order.
 
-    # True if no message is lost when an exception from a signal handler ends a call at any point. If False, the core
-    # closes the reader after an interrupted call and opens a new one.
-    resumes: ClassVar[bool] = False
+    After an exception from a signal handler has ended a call, at any point, the core calls only `close`.
+    """
 
     @abstractmethod
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
@@ -478,8 +477,7 @@ class Reader(ABC):
     def poll_columns(self, max_messages: int, deadline: Deadline) -> list[MessageColumns]:
         """Return the messages of a `poll` as columns; only a reader without a group gets this call.
 
-        A reader that has columns without making messages overrides this. It may lose what it has read if an exception
-        from a signal handler ends this call, because the core then opens a new reader, whatever `resumes` says.
+        A reader that has columns without making messages overrides this.
         """
         return columns_of(self.poll(max_messages, deadline))
 

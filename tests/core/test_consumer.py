@@ -537,6 +537,30 @@ def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, m
     assert values(room.consumer.poll(2)) == [b"2", b"3"]
 
 
+@pytest.mark.parametrize("left", ["leaves", "cannot leave"])
+def test_an_exception_of_another_library_closes_the_consumer(
+    room: Room, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    def away(deadline: object) -> None:
+        raise BrokerUnavailable("away")
+
+    with pytest.raises(Conflict), room.bridge.transaction() as txn:
+        txn.ack(room.consumer.poll(1))
+        monkeypatch.setattr(room.reader, "poll", interrupted)
+        if left != "leaves":
+            monkeypatch.setattr(room.reader, "close", away)
+        with pytest.raises(KeyboardInterrupt):
+            room.consumer.poll(10)
+    assert (txn.outcome, room.reader.calls.count("close")) == (Outcome.ABORTED, left == "leaves")
+    with pytest.raises(InvalidState, match="was interrupted in the middle of a call; open another"):
+        room.consumer.poll()
+    room.consumer.close()
+    assert values(room.bridge.consumer("t", "g").poll(timeout=0)) == []  # the bridge goes on
+
+
 def test_consumers_are_closed_side_by_side(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     consumers = [room.bridge.consumer("t", "g") for _ in range(2)]
     together, closed = threading.Barrier(3), []

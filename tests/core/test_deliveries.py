@@ -282,8 +282,8 @@ class Program(RuleBasedStateMachine):
 
     @property
     def reader(self) -> WorldReader:
-        assert isinstance(self.consumer._reader.reader, WorldReader)
-        return self.consumer._reader.reader
+        assert isinstance(self.consumer._reader, WorldReader)
+        return self.consumer._reader
 
     # --- what the program does
 

@@ -289,7 +289,7 @@ def test_who_sleeps_beyond_the_deadline_is_told_if_its_partitions_left_meanwhile
                 txn.ack(messages)
                 flush(txn)
                 if left:
-                    reader = consumer._reader.reader
+                    reader = consumer._reader
                     assert isinstance(reader, PulsarReader)
                     cluster_of(bridge).client.hang_up(reader._connection_key)
                 eventually(lambda: not txn.deadline, "its time is over")

@@ -27,7 +27,7 @@ from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.pool import MOST_CONNECTIONS, BlockingPool
 
 from tests.in_time import within
-from tests.interrupts import interrupted_behind_call
+from tests.interrupts import interrupted_at
 from tests.rocketmq.kit import ANSWER, FakeBroker, Peer, becomes_true, echo, frame, our_threads
 from tests.rocketmq.test_client_connection import DEEDS
 from tests.rocketmq.test_client_security import authority, back, server, trusting  # noqa: F401
@@ -197,7 +197,7 @@ def test_an_interrupt_behind_any_call_loses_no_slot_and_no_connection():
             client._masters["b"] = broker.address
             ask(client)
             pool = client._pools[broker.address]
-            where = interrupted_behind_call(lambda: ask(client), number, "client/pool.py", "client/slots.py")  # noqa: B023
+            where = interrupted_at(lambda: ask(client), number, ("client/pool.py", "client/slots.py"))  # noqa: B023
             assert pool._slots.left == MOST_CONNECTIONS, f"a slot is lost by an interrupt at {where}"
             assert len(pool._connections) == len(pool._idle), f"a connection is lost by an interrupt at {where}"
             assert ask(client) == [""]
@@ -222,7 +222,7 @@ def test_an_interrupt_behind_any_call_shuts_no_other_thread_out_of_a_shared_conn
     with FakeBroker(back) as broker, RemotingClient([broker.address]) as client:
         client._masters["b"] = broker.address
         number = 1
-        while where := interrupted_behind_call(ask, number, *files):
+        while where := interrupted_at(ask, number, files):
             assert becomes_true(answers), f"wrong after an interrupt at {where}"
             number += 1
     assert number > 20

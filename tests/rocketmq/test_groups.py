@@ -343,7 +343,7 @@ def test_consume_transform_produce_of_two_members_at_once_happens_once(
 
     def work(bridge: Bridge) -> None:
         with bridge.consumer(source, group) as consumer:
-            reader: Any = consumer._reader.reader
+            reader: Any = consumer._reader
             me = reader._rebalancer.client.client_id
             reader._rebalancer._members = lambda broker, deadline: [me]  # so that neither knows the other
             while len(done) < 30:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from txnbridge.errors import (
@@ -42,8 +42,6 @@ SHORT_CALL_SECONDS = 10.0
 class PollingReader(Reader):
     """The base class of all readers. One thread at a time."""
 
-    resumes = True
-
     def __init__(
         self,
         store: Store,
@@ -59,7 +57,6 @@ class PollingReader(Reader):
         self._listener = listener
         self._events = events
         self._cursors: dict[Partition, Cursor] = {}
-        self._unreturned: list[Message] = []  # messages that an interrupted poll has read and not returned
         self._refresh_at = 0.0
         self._not_before = 0.0
         self._first_index = 0
@@ -114,13 +111,13 @@ class PollingReader(Reader):
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+        messages: list[Message] = []
+
         def read() -> bool:
-            if not self._unreturned:
-                self._read_messages(max_messages, deadline)
-            return bool(self._unreturned)
+            messages.extend(self._read_messages(max_messages, deadline))
+            return bool(messages)
 
         self._wait_until(read, deadline)
-        messages, self._unreturned = self._unreturned, []
         return messages
 
     def _wait_until(self, read: Callable[[], bool], deadline: Deadline) -> None:
@@ -181,12 +178,12 @@ class PollingReader(Reader):
         """Return the numbers of prepared transactions that have reserved messages of this reader's group."""
         return ()
 
-    def _read_messages(self, limit: int, deadline: Deadline) -> None:
-        """Read messages into `_unreturned`."""
-        self._take(limit, Cursor.to_messages, self._unreturned)
+    def _read_messages(self, limit: int, deadline: Deadline) -> list[Message]:
+        return self._take(limit, Cursor.to_messages)
 
-    def _take(self, limit: int, convert: Callable[[Cursor, list[Row]], list[Found]], into: list[Found]) -> None:
-        """Read up to `limit` messages into the list `into`, one partition after the other."""
+    def _take(self, limit: int, convert: Callable[[Cursor, list[Row]], list[Found]]) -> list[Found]:
+        """Read up to `limit` messages, one partition after the other."""
+        into: list[Found] = []
         room = POLL_BYTES
         try:
             for cursor in self._rotated_cursors():
@@ -199,6 +196,7 @@ class PollingReader(Reader):
                 if isinstance(error, sqlite3.Error):
                     raise translate(error, f"reading {self._store.path}") from error
                 raise
+        return into
 
     def _rotated_cursors(self) -> list[Cursor]:
         """Return all cursors, beginning with another one at each call, so that no partition is always the last."""
@@ -209,7 +207,7 @@ class PollingReader(Reader):
         return cursors
 
     def close(self, deadline: Deadline) -> None:
-        """Close the reader. Safe to repeat, also after a signal handler's exception during `close`."""
+        """Close the reader. Safe to repeat, also after a signal handler's exception in `close` or another call."""
         try:
             if not self._has_left:
                 self._leave(deadline)
@@ -237,29 +235,17 @@ class PollingReader(Reader):
             self._listener.lost(partitions)
 
     def _forget(self, partitions: Iterable[Partition]) -> None:
-        gone = set(partitions)
-        self._drop_found(gone)
-        for partition in gone:
+        for partition in partitions:
             self._cursors.pop(partition, None)
-
-    def _drop_found(self, partitions: Collection[Partition]) -> None:
-        """Drop messages of these partitions that an interrupted poll had read from the file, and not returned."""
-        if self._unreturned:
-            self._unreturned = [m for m in self._unreturned if (m.topic, m.partition) not in partitions]
 
     # --- positions ---------------------------------------------------------------------------------------------------
 
     def positions(self) -> dict[Partition, Position]:
-        positions: dict[Partition, Position] = {
-            partition: (cursor.position,) for partition, cursor in self._cursors.items()
-        }
-        positions.update({(m.topic, m.partition): m.position for m in reversed(self._unreturned)})
-        return positions
+        return {partition: (cursor.position,) for partition, cursor in self._cursors.items()}
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
         offsets = {self._cursor(partition): _offset(position) for partition, position in positions.items()}
         self._seek(offsets, Deadline(SHORT_CALL_SECONDS))
-        self._drop_found(positions)
 
     def _check_kept(self, cursor: Cursor, offset: int) -> int:
         """Return the partition's first offset that retention kept. Raise `PositionLost` if `offset` is lower."""

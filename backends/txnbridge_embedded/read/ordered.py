@@ -191,12 +191,9 @@ class OrderedReader(GroupReader):
         cursors = self._cursors.values()
         found = {c: first_since(self._store, self._connection, c.bounds, timestamp, deadline) for c in cursors}
         self._seek(found, deadline)
-        self._drop_found(self._cursors)
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for partition, given in positions.items():
             if cursor := self._cursors.get(partition):  # else the partition's new owner gets the messages again
-                found = [m.position for m in self._unreturned if (m.topic, m.partition) == partition]
-                cursor.repeat(ranges_of(offset for (offset,) in sorted([*given, *found])))
-        self._drop_found(positions)
+                cursor.repeat(ranges_of(offset for (offset,) in sorted(given)))
         self._refresh_at = 0.0  # as in `_seek`

@@ -102,10 +102,8 @@ class Cursor:
         except StorageFailed:
             rows = self._before_damage(rows)
             found, reached = convert(self, rows), rows[-1][0] - (self.id << OFFSET_BITS) + 1
-        handed = max(self._handed_out_to, reached)
-        # There are no calls below, so no signal handler's exception can come between the changes of list and position.
         into += found
-        self._handed_out_to = handed
+        self._handed_out_to = max(self._handed_out_to, reached)
         if not repeating:
             self.next = reached
         elif reached <= last:

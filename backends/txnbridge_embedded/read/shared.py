@@ -64,8 +64,8 @@ class SharedReader(GroupReader):
 
     # --- lending ----------------------------------------------------------------------------------------------------
 
-    def _read_messages(self, limit: int, deadline: Deadline) -> None:
-        if self._leased:  # leases of an interrupted poll, which may or may not be stored
+    def _read_messages(self, limit: int, deadline: Deadline) -> list[Message]:
+        if self._leased:  # leases of a poll that failed, which may or may not be stored
             with self._reading(deadline) as connection:
                 self._leased = {
                     cursor: self._still_leased(connection, cursor, leased) for cursor, leased in self._leased.items()
@@ -73,8 +73,8 @@ class SharedReader(GroupReader):
         else:
             self._lease_more(limit, deadline)
         found = [message for cursor, leased in self._leased.items() for message in self._read(cursor, leased)]
-        self._unreturned += found
         self._leased = {}
+        return found
 
     def _still_leased(self, connection: FileConnection, cursor: Cursor, leased: Leased) -> Leased:
         mine = connection.execute(

@@ -48,12 +48,10 @@ class UngroupedReader(PollingReader):
             cursor.replay(offset)
 
     def poll_columns(self, max_messages: int, deadline: Deadline) -> list[MessageColumns]:
-        if self._unreturned:  # messages of an interrupted poll come first
-            return super().poll_columns(max_messages, deadline)
         found: list[MessageColumns] = []
 
         def read() -> bool:
-            self._take(max_messages, Cursor.to_columns, found)
+            found.extend(self._take(max_messages, Cursor.to_columns))
             return bool(found)
 
         self._wait_until(read, deadline)
@@ -63,7 +61,6 @@ class UngroupedReader(PollingReader):
         self._refresh_state(deadline)
         for cursor in self._cursors.values():
             cursor.replay(first_since(self._store, self._connection, cursor.bounds, timestamp, deadline))
-        self._drop_found(self._cursors)
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         raise InvalidState("a reader without a group cannot give messages back; use seek")
