@@ -43,7 +43,7 @@ from txnbridge_pulsar.client.transport import Transport
 from txnbridge_pulsar.write.fence import Fence
 
 from tests.in_time import within
-from tests.interrupts import interrupted_behind_call
+from tests.interrupts import interrupted_at
 from tests.kafka.certificates import Authority
 from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything
 from txnbridge.spi import Deadline
@@ -274,7 +274,7 @@ def test_an_interrupt_behind_any_call_leaves_no_lock_held():
             pass
 
     number = 1
-    while where := interrupted_behind_call(act, number, "client/transport.py", "client/deadline.py", "write/fence.py"):
+    while where := interrupted_at(act, number, ("client/transport.py", "client/deadline.py", "write/fence.py")):
         assert not transport._writing.locked() and not fence._lock.locked(), (
             f"a lock is held after an interrupt at {where}"
         )
