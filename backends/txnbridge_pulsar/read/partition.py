@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,9 @@ _MAX_REPEATED_REDELIVERIES = 5
 
 # Entries whose committed parts are kept, besides the outstanding entries. Another transaction may acknowledge the rest.
 _MAX_COMMITTED_IN_PART = 1000
+
+# Seconds until the broker is asked whether all of an entry is committed: then most transactions with parts have ended.
+FIRST_QUERY_SECONDS = 3.0
 
 
 class PulsarPartition:
@@ -448,7 +452,7 @@ class PulsarPartition:
     def _find_unfinished(self, entry_id: _EntryId, size: int) -> None:
         unknown = (1 << size) - 1 & ~self._committed.get(entry_id, 0)
         if not unknown & ~self._left_out.get(entry_id, 0):
-            self.unfinished[entry_id] = size, unknown, 0, 0.0
+            self.unfinished[entry_id] = size, unknown, 0, time.monotonic() + FIRST_QUERY_SECONDS
         for known in (self._committed, self._left_out, self.unfinished):
             if len(known) > _MAX_COMMITTED_IN_PART + len(self._outstanding):
                 for oldest in [each for each in known if each not in self._outstanding][: _MAX_COMMITTED_IN_PART // 2]:

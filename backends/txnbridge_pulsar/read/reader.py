@@ -36,6 +36,7 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin.rest import RestRefused
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
+from txnbridge_pulsar.outcome.end_delivery import EndDelivery
 from txnbridge_pulsar.outcome.held_topics import release
 from txnbridge_pulsar.read.group_registry import GroupRegistry
 from txnbridge_pulsar.read.partition import PulsarPartition
@@ -99,6 +100,7 @@ class PulsarReader(Reader):
         self._connection_key = f"reader {next(_numbers)}"
         self._timing = cluster.settings.timing
         self._inbox = wire.Inbox(self._timing.reader_bytes)
+        self._end_delivery = EndDelivery(cluster)
         self._registry = GroupRegistry(cluster.rest, subscription.group, context, self._timing)
         self._mode = mode_of(cluster.client, subscription, self._inbox, self._connection_key)
         self._guard = threading.Lock()  # other threads acknowledge
@@ -324,7 +326,7 @@ class PulsarReader(Reader):
         deadline, group = Deadline(_IDLE_CHECK_SECONDS), self._subscription.group or ""
         for partition in partitions:
             try:
-                finish_entries(self._cluster.client, group, partition, self._guard, deadline)
+                finish_entries(self._cluster.client, self._end_delivery, group, partition, self._guard, deadline)
             except wire.PulsarError as error:
                 _log.debug("entries of %s stay in the backlog for now: %s", partition.topic, error)
         return _BackgroundResult()
@@ -489,6 +491,7 @@ class PulsarReader(Reader):
         if self._closed:
             return
         self._closed = True
+        self._end_delivery.close(deadline)
         try:
             for partition in list(self._by_consumer.values()):
                 with suppress(wire.PulsarError):

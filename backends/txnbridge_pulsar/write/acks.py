@@ -30,8 +30,8 @@ from txnbridge.errors import Conflict, TxnBridgeError
 from txnbridge.spi import Deadline, Partition, Position
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import translate
-from txnbridge_pulsar.outcome.end_delivery import Participant, participant_of
-from txnbridge_pulsar.read.partition import AckedMessages, PulsarPartition
+from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant, participant_of
+from txnbridge_pulsar.read.partition import FIRST_QUERY_SECONDS, AckedMessages, PulsarPartition
 
 # A broker's reason to refuse an acknowledgement in a transaction, if a committed one has acknowledged the message.
 _COMMITTED_REASON = "already acked before"
@@ -40,7 +40,6 @@ _QUERY_TTL_MS = 10_000
 _MAX_QUERIES = 1000
 # The most such transactions in vain for one entry, in a minute and a half: then it stays until it is delivered again.
 _MAX_VAIN_QUERIES = 5
-_PAUSE_SECONDS = 3.0
 
 
 @dataclass(eq=False)
@@ -234,7 +233,12 @@ class SentAcks:
 
 
 def finish_entries(
-    client: wire.PulsarClient, subscription: str, partition: PulsarPartition, guard: threading.Lock, deadline: Deadline
+    client: wire.PulsarClient,
+    end_delivery: EndDelivery,
+    subscription: str,
+    partition: PulsarPartition,
+    guard: threading.Lock,
+    deadline: Deadline,
 ) -> None:
     """Acknowledge `unfinished` entries of a shared subscription whole, outside of transactions.
 
@@ -268,7 +272,9 @@ def finish_entries(
             if _COMMITTED_REASON in str(error):
                 unknown &= ~(1 << id.batch_index)
         unfinished[entry_id] = size, unknown, vain, due
+    participant = participant_of(partition.topic, subscription, consumer)
     client.transactions.end(txn, False, deadline.left())
+    end_delivery.ended(txn, False, [participant], deadline)
     queried = {entry_id for entry_id, _ in indexes}
     with guard:
         if consumer.generation != generation or partition.consumer is not consumer:
@@ -280,7 +286,7 @@ def finish_entries(
                 partition.finished(entry_id)
             elif before is not None and vain < _MAX_VAIN_QUERIES:
                 if entry_id in queried and unknown == before[1]:
-                    vain, due = vain + 1, time.monotonic() + _PAUSE_SECONDS * 2**vain
+                    vain, due = vain + 1, time.monotonic() + FIRST_QUERY_SECONDS * 2**vain
                 partition.unfinished[entry_id] = size, unknown, vain, due
 
 
