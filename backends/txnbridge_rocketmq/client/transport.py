@@ -86,7 +86,10 @@ class RemotingTransport:
         if self._closed:
             raise OSError("the connection is closed")
         poll = select.poll()
-        poll.register(self._socket, event)
+        try:
+            poll.register(self._socket, event)
+        except ValueError:
+            raise OSError("the connection is closed") from None
         return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))
 
     def close(self) -> None:
@@ -97,10 +100,12 @@ class RemotingTransport:
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Free the socket. Call it after `close`, when no thread receives any more."""
-        slot = self._senders.take(None)
-        assert slot is not None
-        with slot, self._socket_lock:
+        """Free the socket. Call it after `close`, when no thread receives any more; a thread that sends gets `OSError`.
+
+        It does not wait for that thread: an exception of a signal handler may keep its slot for as long as its
+        traceback is kept.
+        """
+        with self._socket_lock:
             self._socket.close()
 
 
