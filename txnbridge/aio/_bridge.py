@@ -13,11 +13,9 @@ from anyio import CancelScope
 
 import txnbridge
 from txnbridge._deadline import check_seconds
-from txnbridge._messages import Message
-from txnbridge._token import Outcome, Status, Token
 from txnbridge._topic import Topic
 from txnbridge.aio._admin import Admin
-from txnbridge.aio._calls import Call, Opening, Threads
+from txnbridge.aio._calls import Call, Opening, Threads, delegated
 from txnbridge.aio._consumer import Consumer
 from txnbridge.aio._half_messages import Execute, HalfMessages
 from txnbridge.aio._processor import Each, LoopProcessor, OnBatch, Processor
@@ -86,7 +84,10 @@ def _close(bridge: txnbridge.Bridge | None) -> None:
 
 
 class Bridge:
-    """One open connection to one broker; any number of tasks may use it, on any event loop. Made by `connect`."""
+    """One open connection to one broker; any number of tasks may use it, on any event loop. Made by `connect`.
+
+    After a cancellation `commit`, `abort` and `status` go on in their threads, and are safe to repeat.
+    """
 
     def __init__(self, sync: txnbridge.Bridge, threads: int) -> None:
         self._sync = sync
@@ -198,40 +199,14 @@ class Bridge:
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 
-    async def commit(self, token: str | Token) -> Outcome:
-        """Commit a prepared transaction by its token, from any process. Safe to repeat, also after a cancellation.
-
-        Return the true outcome: ABORTED if another process has aborted the transaction before. Raise `InvalidToken` for
-        a text that is no token of this cluster, `InvalidState` for the token of a transaction that was not prepared,
-        `OutcomeUnknown` if the broker does not answer in time, `EvidenceLost` if the outcome can never be known.
-        """
-        return await self._ask(partial(self._sync.commit, token))
-
-    async def abort(self, token: str | Token) -> Outcome:
-        """Abort a prepared transaction by its token, from any process. Return and raise as `commit` does."""
-        return await self._ask(partial(self._sync.abort, token))
-
-    async def status(self, token: str | Token) -> Status:
-        """Return the status of a token's transaction without ending the transaction.
-
-        If the transaction's deadline has passed, its abort may be recorded before ABORTED is returned. Raise
-        `InvalidToken` for a text that is no token of this cluster, `BrokerUnavailable` if the broker does not answer.
-        """
-        return await self._ask(partial(self._sync.status, token))
+    commit = delegated(txnbridge.Bridge.commit)
+    abort = delegated(txnbridge.Bridge.abort)
+    status = delegated(txnbridge.Bridge.status)
 
     # --- topics, reading --------------------------------------------------------------------------------------------
 
-    async def ensure_topics(self, *topics: str | Topic) -> list[str]:
-        """Create missing topics with their declared partitions and retention; return the created topics' names.
-
-        Raise `InvalidOption` if a topic exists with another number of partitions than declared, `NotSupported` on a
-        broker that cannot create topics, `AccessDenied` if the broker refuses to create them.
-        """
-        return await self._ask(partial(self._sync.ensure_topics, *topics))
-
-    async def read(self, topic: str | Topic, limit: int) -> list[Message]:
-        """Return the first `limit` committed messages of a topic that are readable now; read without a group."""
-        return await self._ask(partial(self._sync.read, topic, limit))
+    ensure_topics = delegated(txnbridge.Bridge.ensure_topics)
+    read = delegated(txnbridge.Bridge.read)
 
     def consumer(
         self,
@@ -250,7 +225,7 @@ class Bridge:
         return Opening(self._open_consumer(partial(self._sync.consumer, topics, group, start=start, sharing=sharing)))
 
     async def _open_consumer(self, opening: Callable[[], txnbridge.Consumer]) -> Consumer:
-        return Consumer(await self._ask(opening, undo=_close_consumer))
+        return Consumer(await self._run("consumer", opening, _close_consumer))
 
     # --- publishing, processing, half messages, outboxes --------------------------------------------------------------
 
@@ -262,7 +237,7 @@ class Bridge:
         return Opening(self._open_publisher(name))
 
     async def _open_publisher(self, name: str | None) -> Publisher:
-        sync = await self._ask(partial(self._sync.publisher, name), undo=_close_publisher)
+        sync = await self._run("publisher", partial(self._sync.publisher, name), _close_publisher)
         return Publisher(sync, self._asking, self._timeout)
 
     def processor(
@@ -381,7 +356,7 @@ class Bridge:
         )
         return Relay(relay)
 
-    async def _ask(self, function: Callable[[], R], undo: Callable[[R | None], object] = lambda _: None) -> R:
+    async def _run(self, _: str, function: Callable[[], R], undo: Callable[[R | None], object] = lambda _: None) -> R:
         """Call a function that asks the broker, and waits for no writer, in a thread."""
         return await self._asking.run(Call(function, undo=undo), self._timeout)
 

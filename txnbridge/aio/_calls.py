@@ -12,14 +12,16 @@ A cancelled task raises the cancellation at once, but a thread cannot be interru
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import copy_context
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -30,6 +32,7 @@ from txnbridge.errors import DeadlineExceeded, InvalidState
 
 _log = logging.getLogger("txnbridge")
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 # By event loop, because a limiter belongs to one.
@@ -331,6 +334,35 @@ class Threads:
                     " connect(…, threads=…) with more"
                 )
             return await call.run()
+
+
+class _Delegating(Protocol):
+    """A class whose methods call those of a synchronous object."""
+
+    _sync: Any
+
+    async def _run(self, name: str, function: Callable[[], R], /) -> R:
+        """Call the function of a method `name` in a worker thread, by the rules of the class."""
+
+
+def delegated(
+    method: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[_Delegating, P], Coroutine[Any, Any, R]]:
+    """Return the coroutine method that calls `method` of the synchronous object, with its signature and docstring."""
+    bind, undecorated = inspect.signature(method).bind, inspect.unwrap(method)
+
+    @wraps(method)
+    async def call(self: _Delegating, /, *arguments: P.args, **named: P.kwargs) -> R:
+        try:
+            bind(self, *arguments, **named)
+        except TypeError:  # wrong arguments must not reach the object, which such an error may close
+            undecorated(self, *arguments, **named)  # raises Python's own TypeError
+            raise
+        function = getattr(self._sync, method.__name__)
+        return await self._run(method.__name__, partial(function, *arguments, **named))
+
+    call.__module__ = method.__module__.replace("txnbridge.", "txnbridge.aio.", 1)
+    return call
 
 
 class Block(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from types import TracebackType
 from typing import TypeVar
@@ -11,8 +11,8 @@ from anyio import CancelScope
 
 import txnbridge
 from txnbridge._deadline import Deadline
-from txnbridge._messages import Batch, Message, Position
-from txnbridge.aio._calls import Call, OneCall
+from txnbridge._messages import Batch, Message
+from txnbridge.aio._calls import Call, OneCall, delegated
 from txnbridge.spi import Partition
 
 R = TypeVar("R")
@@ -97,33 +97,12 @@ class Consumer:
         """Return the partitions that are assigned to this consumer now."""
         return await self._run("assignment", lambda: self._sync.assignment)
 
-    async def positions(self) -> dict[Partition, Position]:
-        """Return, for each assigned partition, the position of the next message that the program will get."""
-        return await self._run("positions", self._sync.positions)
-
-    async def seek(self, positions: Mapping[Partition, Position] | int) -> None:
-        """Continue reading at these positions, or in all partitions at a time (milliseconds since 1970).
-
-        Raise `PositionLost` if retention has deleted a position, `InvalidState` while an open transaction holds
-        acknowledgements of this consumer.
-        """
-        await self._run("seek", partial(self._sync.seek, positions))
-
-    async def pause(self, partitions: Sequence[Partition] | None = None) -> None:
-        """Deliver nothing from these partitions (all by default) until `resume`; the consumer keeps its assignment."""
-        await self._run("pause", partial(self._sync.pause, partitions))
-
-    async def resume(self, partitions: Sequence[Partition] | None = None) -> None:
-        """Deliver from these partitions (all by default) again."""
-        await self._run("resume", partial(self._sync.resume, partitions))
-
-    async def lag(self) -> dict[Partition, int]:
-        """Return, for each assigned partition, the number of messages (or positions) that are readable but not read."""
-        return await self._run("lag", self._sync.lag)
-
-    async def nack(self, messages: Message | Iterable[Message]) -> None:
-        """Give back delivered messages for redelivery to this or another member of the group."""
-        await self._run("nack", partial(self._sync.nack, messages))
+    positions = delegated(txnbridge.Consumer.positions)
+    seek = delegated(txnbridge.Consumer.seek)
+    pause = delegated(txnbridge.Consumer.pause)
+    resume = delegated(txnbridge.Consumer.resume)
+    lag = delegated(txnbridge.Consumer.lag)
+    nack = delegated(txnbridge.Consumer.nack)
 
     async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)

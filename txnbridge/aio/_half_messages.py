@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from anyio import CancelScope
 
 import txnbridge
 from txnbridge._token import Decision, Outcome
-from txnbridge._topic import Topic
-from txnbridge.aio._calls import Call, OneCall, Threads
+from txnbridge.aio._calls import Call, OneCall, Threads, delegated
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
 from txnbridge.aio._services import Check, check_cancelled
 from txnbridge.errors import Abort, InvalidState, OutcomeUnknown
+
+R = TypeVar("R")
 
 Execute = Callable[["HalfTransaction", Any], Awaitable[Decision]]
 
@@ -53,25 +54,12 @@ class HalfTransaction:
     def __repr__(self) -> str:
         return repr(self._sync)
 
-    async def send(
-        self,
-        topic: str | Topic,
-        value: Any,
-        *,
-        key: Any = None,
-        headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
-        partition: int | None = None,
-        timestamp: int | None = None,
-    ) -> None:
-        """Add one message, kept in memory until the end of the block. Raise `InvalidOption` if it can't be sent."""
-        more = {"key": key, "headers": headers, "partition": partition, "timestamp": timestamp}
-        self._calls.refuse_beside_another("send")
-        await self._calls.run(Call(partial(self._sync.send, topic, value, **more)))
+    send = delegated(txnbridge.HalfTransaction.send)
+    send_many = delegated(txnbridge.HalfTransaction.send_many)
 
-    async def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
-        """Add many messages for one topic; each item is a value, (value, key) or (value, key, headers)."""
-        self._calls.refuse_beside_another("send_many")
-        await self._calls.run(Call(partial(self._sync.send_many, topic, items)))
+    async def _run(self, name: str, function: Callable[[], R]) -> R:
+        self._calls.refuse_beside_another(name)
+        return await self._calls.run(Call(function))
 
     async def settle(self) -> Outcome | None:
         """Wait for an end that goes on in its thread because its task was cancelled; return the outcome."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -13,11 +13,10 @@ from anyio import CancelScope
 
 import txnbridge
 from txnbridge._handler_errors import loggable
-from txnbridge._messages import Message
 from txnbridge._token import Outcome, Token
 from txnbridge._topic import Topic
 from txnbridge._transaction_state import State
-from txnbridge.aio._calls import Call, OneCall, Threads, teller
+from txnbridge.aio._calls import Call, OneCall, Threads, delegated, teller
 from txnbridge.errors import Abort, InvalidOption
 
 _log = logging.getLogger("txnbridge")
@@ -103,7 +102,7 @@ class Transaction:
         send = partial(
             self._sync.send, topic, value, key=key, headers=headers, partition=partition, timestamp=timestamp
         )
-        await self._run("send", Call(send))
+        await self._run("send", send)
 
     async def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
         """Add many messages for one topic; each item is a value, (value, key) or (value, key, headers).
@@ -115,24 +114,14 @@ class Transaction:
         """
         if not isinstance(items, Iterable):
             raise InvalidOption(f"send_many takes a list or another iterable, not {type(items).__name__}")
-        await self._run("send_many", Call(partial(self._sync.send_many, topic, items)))
+        await self._run("send_many", partial(self._sync.send_many, topic, items))
 
-    async def ack(self, messages: Message | Iterable[Message]) -> None:
-        """Acknowledge one message or a batch as part of this transaction: the ack takes effect with its commit.
+    ack = delegated(txnbridge.Transaction.ack)
+    ack_up_to = delegated(txnbridge.Transaction.ack_up_to)
 
-        Raise `InvalidState` for a message that was not delivered to a consumer of this bridge, that was acknowledged
-        already, or that is out of order on a broker that only knows positions; `Conflict` if the message's partition
-        was taken from the consumer since.
-        """
-        await self._run("ack", Call(partial(self._sync.ack, messages)))
-
-    async def ack_up_to(self, message: Message) -> None:
-        """Acknowledge all delivered messages of the message's partition up to and including this message."""
-        await self._run("ack_up_to", Call(partial(self._sync.ack_up_to, message)))
-
-    async def _run(self, name: str, call: Call[None]) -> None:
+    async def _run(self, name: str, function: Callable[[], R]) -> R:
         self._calls.refuse_beside_another(name)
-        await self._calls.run(call, *self._limit())
+        return await self._calls.run(Call(function), *self._limit())
 
     def _limit(self) -> tuple[Threads | None, float]:
         """Return the threads for a call, and how long it may wait for one.
