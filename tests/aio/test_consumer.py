@@ -103,6 +103,18 @@ def test_a_consumer_answers_and_moves(run, full_url):
     run(program)
 
 
+def test_a_call_with_wrong_arguments_leaves_its_consumer_open(run, full_url):
+    async def program():
+        async with aio.connect(full_url) as bridge, bridge.consumer("a", "g") as consumer:
+            with pytest.raises(
+                TypeError, match=r"Consumer.seek\(\) missing 1 required positional argument: 'positions'"
+            ):
+                await consumer.seek()  # type: ignore[call-arg]
+            assert await take("poll", consumer, 1) == [b"0"]
+
+    run(program)
+
+
 def test_a_message_that_cannot_be_decoded_is_raised_behind_those_before_it(run, url):
     with txnbridge.connect(url) as bridge, bridge.transaction() as txn:
         txn.send_many("a", [b"1", b"{", b"3"])

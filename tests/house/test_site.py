@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 import txnbridge
 from tests.house.rooms import PUBLIC_MODULES, ROOT
+from txnbridge import aio
 
 # What needs the built site is not in the gate's own command: `.ci/run` names this file.
 OF_THE_BUILT_SITE = pytest.mark.full
@@ -40,6 +42,14 @@ def test_every_public_name_has_its_place_in_the_reference(site):
     for name in (*PUBLIC_MODULES, "sql"):
         module = importlib.import_module(f"txnbridge.{name}")
         public |= {f"txnbridge.{name}.{each}" for each in module.__all__}
+    shown_methods = {line.split()[0] for line in entries.splitlines() if " py:method " in line}
+    methods = {
+        f"txnbridge.aio.{kind}.{name}"
+        for kind in aio.__all__
+        for name, member in vars(getattr(aio, kind)).items()
+        if inspect.isfunction(member) and name[0] != "_"
+    }
+    assert sorted(methods - shown_methods) == []
     # What several modules show has its place where it is shown first.
     shown = {name.rpartition(".")[2] for name in there}
     assert sorted(name for name in public if name.rpartition(".")[2] not in shown) == []
