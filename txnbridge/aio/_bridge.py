@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.lowlevel
-from anyio import CancelScope
 
 import txnbridge
 from txnbridge._deadline import check_seconds
 from txnbridge._topic import Topic
 from txnbridge.aio._admin import Admin
-from txnbridge.aio._calls import Call, Opening, Threads, delegated
+from txnbridge.aio._calls import Call, ClosedByBlock, Opening, Threads, close_opened, delegated
 from txnbridge.aio._consumer import Consumer
 from txnbridge.aio._half_messages import Execute, HalfMessages
 from txnbridge.aio._processor import Each, LoopProcessor, OnBatch, Processor
@@ -75,15 +73,10 @@ def connect(
 
 
 async def _open(opening: Callable[[], txnbridge.Bridge], threads: int) -> Bridge:
-    return Bridge(await Call(opening, undo=_close).run(), threads)
+    return Bridge(await Call(opening, undo=close_opened).run(), threads)
 
 
-def _close(bridge: txnbridge.Bridge | None) -> None:
-    if bridge is not None:
-        bridge.close()
-
-
-class Bridge:
+class Bridge(ClosedByBlock):
     """One open connection to one broker; any number of tasks may use it, on any event loop. Made by `connect`.
 
     After a cancellation `commit`, `abort` and `status` go on in their threads, and are safe to repeat.
@@ -225,7 +218,7 @@ class Bridge:
         return Opening(self._open_consumer(partial(self._sync.consumer, topics, group, start=start, sharing=sharing)))
 
     async def _open_consumer(self, opening: Callable[[], txnbridge.Consumer]) -> Consumer:
-        return Consumer(await self._run("consumer", opening, _close_consumer))
+        return Consumer(await self._run("consumer", opening, close_opened))
 
     # --- publishing, processing, half messages, outboxes --------------------------------------------------------------
 
@@ -237,7 +230,7 @@ class Bridge:
         return Opening(self._open_publisher(name))
 
     async def _open_publisher(self, name: str | None) -> Publisher:
-        sync = await self._run("publisher", partial(self._sync.publisher, name), _close_publisher)
+        sync = await self._run("publisher", partial(self._sync.publisher, name), close_opened)
         return Publisher(sync, self._asking, self._timeout)
 
     def processor(
@@ -371,26 +364,7 @@ class Bridge:
         """
         await Call(self._sync.close, must_run=True).run()
 
-    async def __aenter__(self) -> Bridge:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with CancelScope(shield=True):
-            await self.close()
-
 
 def _abort(transaction: txnbridge.Transaction | None) -> None:
     if transaction is not None:
         abort_quietly(transaction)
-
-
-def _close_consumer(consumer: txnbridge.Consumer | None) -> None:
-    if consumer is not None:
-        consumer.close()
-
-
-def _close_publisher(publisher: txnbridge.Publisher | None) -> None:
-    if publisher is not None:
-        publisher.close()

@@ -25,7 +25,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import anyio
-from anyio import CapacityLimiter, to_thread
+from anyio import CancelScope, CapacityLimiter, to_thread
 
 from txnbridge._handler_errors import loggable
 from txnbridge.errors import DeadlineExceeded, InvalidState
@@ -34,6 +34,7 @@ _log = logging.getLogger("txnbridge")
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 # By event loop, because a limiter belongs to one.
 _unlimited: WeakKeyDictionary[Any, CapacityLimiter] = WeakKeyDictionary()
@@ -376,6 +377,32 @@ class Block(Protocol):
 
 
 B = TypeVar("B", bound=Block)
+
+
+class ClosedByBlock:
+    """Base of the objects that the end of an `async with` block closes; a cancelled task waits for that."""
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self: S) -> S:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with CancelScope(shield=True):
+            await self.close()
+
+
+class _Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+def close_opened(opened: _Closeable | None) -> None:
+    """Close what a call has opened for a task that was cancelled meanwhile."""
+    if opened is not None:
+        opened.close()
 
 
 class Opening(Generic[B]):

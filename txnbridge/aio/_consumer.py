@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from types import TracebackType
 from typing import TypeVar
-
-from anyio import CancelScope
 
 import txnbridge
 from txnbridge._deadline import Deadline
 from txnbridge._messages import Batch, Message
-from txnbridge.aio._calls import Call, OneCall, delegated
+from txnbridge.aio._calls import Call, ClosedByBlock, OneCall, delegated
 from txnbridge.spi import Partition
 
 R = TypeVar("R")
@@ -32,7 +29,7 @@ class _Endless(AsyncIterator[R]):
         return await self._following()
 
 
-class Consumer:
+class Consumer(ClosedByBlock):
     """Reads committed messages only, each partition in order; for one task at a time.
 
     If a task is cancelled while it polls, the next poll returns the messages that were fetched.
@@ -116,15 +113,6 @@ class Consumer:
         Closing takes at most `timeout` seconds, by default the bridge's timeout; a cancelled one goes on in its thread.
         """
         await self._calls.run(Call(partial(self._sync.close, timeout), must_run=True))
-
-    async def __aenter__(self) -> Consumer:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with CancelScope(shield=True):
-            await self.close()
 
     def __repr__(self) -> str:
         return repr(self._sync)

@@ -11,7 +11,7 @@ from anyio import CancelScope
 
 import txnbridge
 from txnbridge._token import Decision, Outcome
-from txnbridge.aio._calls import Call, OneCall, Threads, delegated
+from txnbridge.aio._calls import Call, OneCall, Threads, close_opened, delegated
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
 from txnbridge.aio._services import Check, check_cancelled
 from txnbridge.errors import Abort, InvalidState, OutcomeUnknown
@@ -119,7 +119,7 @@ class HalfMessages:
     async def __aenter__(self) -> HalfMessages:
         await self._functions.__aenter__()
         try:
-            self._sync = await Call(self._make, undo=_close).run()
+            self._sync = await Call(self._make, undo=close_opened).run()
         except BaseException:
             await self._functions.cancel_all()
             await self._functions.__aexit__()
@@ -143,8 +143,3 @@ class HalfMessages:
 
 def _execute_cancelled() -> OutcomeUnknown:
     return OutcomeUnknown("execute was cancelled, because the block of its half messages ends; check is asked")
-
-
-def _close(half_messages: txnbridge.HalfMessages | None) -> None:
-    if half_messages is not None:
-        half_messages.close()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import TypeVar
 
-from anyio import CancelScope
-
 import txnbridge
-from txnbridge.aio._calls import Call, OneCall, Threads, delegated
+from txnbridge.aio._calls import Call, ClosedByBlock, OneCall, Threads, delegated
 
 R = TypeVar("R")
 
 
-class Publisher:
+class Publisher(ClosedByBlock):
     """Sends messages in order and idempotently; readers see each as soon as it is stored. `flush` raises failures.
 
     Several tasks may use a publisher: its calls run in the order in which they were made. A `send` whose task was
@@ -36,12 +33,3 @@ class Publisher:
 
     async def _run(self, _: str, function: Callable[[], R]) -> R:
         return await self._calls.run(Call(function), *self._limit)
-
-    async def __aenter__(self) -> Publisher:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with CancelScope(shield=True):
-            await self.close()
