@@ -142,6 +142,11 @@ class Connection:
         _parents.append(self._broker)
 
 
+def never_ran(error: BaseException) -> bool:
+    """Return whether an error in the caller's frame says that a method got wrong arguments, so it has not run."""
+    return isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None
+
+
 class ConnectionUser:
     """Base of classes whose methods are calls on a bridge.
 

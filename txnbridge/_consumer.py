@@ -10,7 +10,7 @@ from functools import wraps
 from threading import TIMEOUT_MAX
 from typing import Concatenate, ParamSpec, TypeVar
 
-from txnbridge._connection import ConnectionUser
+from txnbridge._connection import ConnectionUser, never_ran
 from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._deliveries import Assignment, Deliveries
@@ -53,8 +53,9 @@ def one_call(
                     result = method(self, *arguments, **named)  # with `return` here, a signal could keep the guard held
             except (TxnBridgeError, Poison):
                 raise
-            except BaseException:
-                self._close_interrupted()
+            except BaseException as error:
+                if not never_ran(error):
+                    self._close_interrupted()
                 raise
             return result
 

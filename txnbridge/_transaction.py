@@ -12,7 +12,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from txnbridge._connection import Connection, ConnectionUser
+from txnbridge._connection import Connection, ConnectionUser, never_ran
 from txnbridge._deadline import Deadline
 from txnbridge._deliveries import Deliveries, hold
 from txnbridge._messages import (
@@ -84,7 +84,8 @@ def _one_call(
             except UsageError:
                 raise
             except BaseException as error:
-                self._fail(error)
+                if not never_ran(error):
+                    self._fail(error)
                 raise
             finally:
                 self._turn.extend(held)

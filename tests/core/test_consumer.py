@@ -561,6 +561,16 @@ def test_an_exception_of_another_library_closes_the_consumer(
     assert values(room.bridge.consumer("t", "g").poll(timeout=0)) == []  # the bridge goes on
 
 
+def test_a_call_with_wrong_arguments_closes_no_consumer_and_fails_no_transaction(room: Room) -> None:
+    with room.bridge.transaction() as txn:
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'positions'"):
+            room.consumer.seek()  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'items'"):
+            txn.send_many("t")  # type: ignore[call-arg]
+        room.consumer.poll(1)
+    assert txn.outcome is Outcome.COMMITTED
+
+
 def test_consumers_are_closed_side_by_side(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     consumers = [room.bridge.consumer("t", "g") for _ in range(2)]
     together, closed = threading.Barrier(3), []

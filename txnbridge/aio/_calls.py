@@ -12,7 +12,6 @@ A cancelled task raises the cancellation at once, but a thread cannot be interru
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import threading
 from collections import deque
@@ -350,15 +349,9 @@ def delegated(
     method: Callable[Concatenate[Any, P], R],
 ) -> Callable[Concatenate[_Delegating, P], Coroutine[Any, Any, R]]:
     """Return the coroutine method that calls `method` of the synchronous object, with its signature and docstring."""
-    bind, undecorated = inspect.signature(method).bind, inspect.unwrap(method)
 
     @wraps(method)
     async def call(self: _Delegating, /, *arguments: P.args, **named: P.kwargs) -> R:
-        try:
-            bind(self, *arguments, **named)
-        except TypeError:  # wrong arguments must not reach the object, which such an error may close
-            undecorated(self, *arguments, **named)  # raises Python's own TypeError
-            raise
         function = getattr(self._sync, method.__name__)
         return await self._run(method.__name__, partial(function, *arguments, **named))
 
