@@ -205,6 +205,12 @@ def test_the_cache_is_where_the_user_says(monkeypatch, environment, folder):
     assert str(_jars.cache_folder()) == folder
 
 
+def test_a_cache_that_cannot_be_made_is_named_and_what_to_set(maven, monkeypatch):
+    monkeypatch.setenv("TXNBRIDGE_CACHE", str(maven.folder / "mvn" / "cache"))
+    with pytest.raises(brokers.ToolMissing, match="mvn/cache'; set TXNBRIDGE_CACHE"):
+        _jars.fetch("toy-1", ARTIFACTS)
+
+
 @pytest.mark.parametrize(("terminal", "shown"), [(True, True), (False, False)])
 def test_a_bar_is_shown_on_a_terminal_only(maven, terminal, shown):
     maven.hold()

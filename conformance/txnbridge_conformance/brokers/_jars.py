@@ -114,7 +114,10 @@ def _fetch(name: str, goal: Callable[[Path], list[str]], bar: bool) -> Path:
     folder = cache_folder() / name
     if folder.exists():
         return folder
-    cache_folder().mkdir(parents=True, exist_ok=True)
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ToolMissing(f"{name} needs a folder: {error}; set TXNBRIDGE_CACHE to one that you may create") from None
     # One lock serves all programs, because Maven's own cache is not made for two writers.
     with _locked(cache_folder() / "lock") as lock:
         if not folder.exists():
@@ -152,6 +155,8 @@ def _steps(text: str, bar: bool) -> Iterator[Callable[[], None]]:
 def _maven(goal: list[str], folder: Path, lock: int, step: Callable[[], None]) -> None:
     # -C: a file whose checksum is wrong is an error.
     command = ["mvn", "-B", "-C", *goal, f"-DoutputDirectory={folder}"]
+    if not os.access(Path.home(), os.W_OK):  # where Maven's own cache is
+        command.insert(1, f"-Dmaven.repo.local={cache_folder() / 'maven'}")
     errors: list[str] = []
     try:
         # Maven inherits the lock: if this process is killed, Maven still writes, and other processes wait for its end.
