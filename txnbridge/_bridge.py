@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from txnbridge._decisions import Decisions
+    from txnbridge._half_lanes import LaneStore
     from txnbridge._half_messages import Execute, HalfMessages
-    from txnbridge._half_topic import HalfTopicStore
     from txnbridge._processor import Each, OnBatch, Processor
     from txnbridge._resolver import Check, Resolver
     from txnbridge.sql import BarrierTransaction, Outbox, Relay
@@ -185,8 +185,8 @@ class Bridge:
         self._writers = Writers(connection, writers, logs.own_ledger)
         self._consumers = Consumers(connection, self._outcomes, self._writers)
         self._barriers: Barriers | None = None
-        self._half_topics: HalfTopicStore | None = None
-        connection.half_topics = self._open_half_topics
+        self._half_lanes: LaneStore | None = None
+        connection.half_lanes = self._open_half_lanes
         ours, clients = resolve_options(backend.options, options, backend.name)
         context = Context(
             bridge=connection.name,
@@ -523,14 +523,13 @@ class Bridge:
 
         return HalfMessages(self._connection, group, execute, check)
 
-    def _open_half_topics(self) -> HalfTopicStore:
-        from txnbridge._half_topic import HalfTopicStore
+    def _open_half_lanes(self) -> LaneStore:
+        from txnbridge._half_lanes import LaneStore
 
         with self._guard:
-            if self._half_topics is None:
-                begin = lambda timeout, alone: self.transaction(timeout=timeout, alone=alone)  # noqa: E731
-                self._half_topics = HalfTopicStore(self._consumers, begin, self._create_topics or 0, self._logs)
-            return self._half_topics
+            if self._half_lanes is None:
+                self._half_lanes = LaneStore(self._consumers, self._create_topics or 0, self._logs)
+            return self._half_lanes
 
     def resolver(
         self,

@@ -52,8 +52,8 @@ class Connection:
         self.header_makers = plugins.header_makers()
         self.services: set[Stoppable] = set()  # the running services
         self.processors: weakref.WeakSet[Any] = weakref.WeakSet()  # for metrics
-        # Returns the bridge's half store in topics; the bridge sets it.
-        self.half_topics: Callable[[], HalfStore] = _no_half_topics
+        # Returns the bridge's half store in lanes; the bridge sets it.
+        self.half_lanes: Callable[[], HalfStore] = _no_half_lanes
         self.closed = False  # if True, new calls are refused
         self.forked = False
         self._broker: Broker | None = None
@@ -159,7 +159,7 @@ class ConnectionUser:
     _connection: Connection
 
 
-def _no_half_topics() -> HalfStore:
+def _no_half_lanes() -> HalfStore:
     raise InvalidState("this bridge is not open yet")
 
 

@@ -11,14 +11,18 @@ from txnbridge.capabilities import Capability
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidOption, OutcomeUnknown
 from txnbridge.spi import Half, HalfStore
 
-# The pause between two attempts to end a half at a broker that does not answer.
-_RETRY_SECONDS = 0.1
+# The pauses between two attempts to end a half at a broker that does not answer: each is twice as long.
+_FIRST_PAUSE, _LAST_PAUSE = 0.1, 2.0
+
+
+class ParkedHalf(OutcomeUnknown):
+    """A half is decided, and its target refuses the messages. Repeating the call at once will not help."""
 
 
 def half_store(connection: Connection) -> HalfStore:
     """Return the broker's store of half messages, or the core's own one. Raise `NotSupported` if there is none."""
     connection.capabilities.require(Capability.HALF_MESSAGES)
-    return connection.broker.half_store() or connection.half_topics()
+    return connection.broker.half_store() or connection.half_lanes()
 
 
 def check_group(group: object) -> str:
@@ -39,16 +43,18 @@ def end_half(connection: Connection, store: HalfStore, half: Half, decision: Dec
 
     Raise the last error at the deadline.
     """
+    pause = _FIRST_PAUSE
     with connection.events.step("half.end", half.transaction, decision=decision.value) as found:
         while True:
             try:
                 outcome = store.end(half, decision, deadline)
-            except EvidenceLost:  # a repeated request will not help
+            except (EvidenceLost, ParkedHalf):  # a repeated request will not help
                 raise
             except (OutcomeUnknown, BrokerUnavailable):
-                if deadline.left() <= _RETRY_SECONDS:
+                if deadline.left() <= pause:
                     raise
-                time.sleep(_RETRY_SECONDS)
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
             else:
                 found["outcome"] = outcome.value
                 return outcome

@@ -248,6 +248,8 @@ class HalfMessages(ConnectionUser):
         self._connection.check_open()
         timeout = self._connection.timeout if timeout is None else timeout
         check_seconds("timeout", timeout, above_0=True)
+        with self._connection.call():
+            self._store.ready(self._group, self._connection.deadline())
         id = f"{self._name}/{next(self._numbers)}"
         return HalfTransaction(self._connection, self._store, self._group, id, self._execute, arg, timeout)
 

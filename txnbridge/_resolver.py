@@ -106,7 +106,7 @@ class Resolver(Service):
         while not self._stop.asked and not self._connection.closed:
             free = self._free_places()
             try:
-                halves = self._due(free) if free else self._publish()
+                halves = self._due(free) if free else self._tend()
             except TxnBridgeError as error:
                 if self._stop.asked or self._connection.closed:
                     return
@@ -123,10 +123,10 @@ class Resolver(Service):
         with self._connection.call():
             return self._store.checks(self._group, limit, Deadline(_WAIT_SECONDS))
 
-    def _publish(self) -> list[Half]:
-        """Wait for a running check to end, and let the store publish meanwhile; return no half."""
+    def _tend(self) -> list[Half]:
+        """Wait for a running check to end, and let the store work meanwhile; return no half."""
         with self._connection.call():
-            self._store.publish(self._group, Deadline(_LOOK_SECONDS))
+            self._store.tend(self._group, self._connection.deadline())
         with self._changed:
             if len(self._asking) >= self._parallel:
                 self._changed.wait(_LOOK_SECONDS)

@@ -29,16 +29,19 @@ class Timing:
     # messages of a dead process need not wait until the transaction's deadline.
     first_check: float = 6.0
 
-    # --- half topics --------------------------------------------------------------------------------------------------
+    # --- lanes of half messages ---------------------------------------------------------------------------------------
 
-    # The age from which a half's owner stores a second copy before it commits the half, and the least age at which a
-    # half is moved from the active partition to a delay partition. The difference is the time that a claim may take.
-    half_second_copy: float = 2.0
-    half_active: float = 6.0
-    # The age at which the evidence of an undecided half is renewed. A decision log keeps evidence for seven days.
-    half_evidence: float = 86_400.0
-    # The interval at which parked halves are stored again, so that their records need not be kept for ever.
-    parked_look: float = 3600.0
+    # The interval of the signs of life of a lane's holder that has undone halves, and the time without one after which
+    # another process opens the lane. A mistaken takeover costs the holder its lane, which it opens again.
+    lane_beat: float = 2.0
+    lane_takeover: float = 8.0
+    # The interval at which a resolver looks at the ends of the other lanes.
+    lane_look: float = 2.0
+    # The time after which a lane without undone halves is given back: the process that it belonged to may be paused,
+    # and learns within this time how its halves have ended.
+    lane_free: float = 3600.0
+    # After so many check-backs a half is parked if its messages could not be stored in their topics.
+    half_refusals: int = 3
 
     # --- the decision log ---------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from txnbridge._fair_semaphore import FairSemaphore, Place
 from txnbridge._token import Token
 from txnbridge._transaction_state import State
 from txnbridge.errors import DeadlineExceeded, TxnBridgeError
-from txnbridge.spi import Begin, Ledger, RawHeaders, Writer
+from txnbridge.spi import Begin, Identity, Ledger, RawHeaders, Writer
 
 _log = logging.getLogger("txnbridge")
 
@@ -37,10 +37,13 @@ class KeptMessage(NamedTuple):
 class Writers:
     """Lends a writer to each transaction until its end, in the order in which the threads asked."""
 
-    def __init__(self, connection: Connection, size: int, ledger: Callable[[], Ledger]) -> None:
+    def __init__(
+        self, connection: Connection, size: int, ledger: Callable[[], Ledger], identity: Identity | None = None
+    ) -> None:
         self._connection = connection
         self._size = size
-        self._ledger = ledger  # returns the ledger of the bridge's transactional id
+        self._ledger = ledger  # returns the ledger of the transactional id
+        self._identity = identity or connection.identity
         self._turns = FairSemaphore(size, _KEEP_SECONDS)  # one place for each open transaction
         self._opening = threading.Lock()
         self._guard = threading.RLock()  # reentrant, because a signal handler may run while it is held
@@ -74,9 +77,7 @@ class Writers:
                 raise DeadlineExceeded(f"another thread opened the writers for longer than {deadline.seconds:g} s")
             if self._idle is None:
                 with connection.events.step("writer.open", count=self._size):
-                    self._idle = connection.broker.open_writers(
-                        connection.identity, self._size, self._ledger(), deadline
-                    )
+                    self._idle = connection.broker.open_writers(self._identity, self._size, self._ledger(), deadline)
         finally:
             if held:
                 self._opening.release()
@@ -105,7 +106,7 @@ class Writers:
             raise connection.refusal()
         if begin.prepare:
             with connection.events.step("writer.open", begin.transaction, prepare=True):
-                taken.writer = connection.broker.prepare_writer(connection.identity, self._ledger(), begin.deadline)
+                taken.writer = connection.broker.prepare_writer(self._identity, self._ledger(), begin.deadline)
             return
         if self._idle is None:
             self.open(begin.deadline)

@@ -959,6 +959,9 @@ class Half:
 class HalfStore(ABC):
     """The store of half messages of a broker that supports them. Any thread may call it."""
 
+    def ready(self, group: str, deadline: Deadline) -> None:
+        """Prepare for halves of a group, before the time of a transaction begins."""
+
     @abstractmethod
     def put(self, half: Half, deadline: Deadline) -> Half:
         """Store all messages of a half, or none that could be published; return the half with `how` for `end`.
@@ -982,11 +985,8 @@ class HalfStore(ABC):
         No other resolver gets the same half for a while. A half with too many check-backs is parked instead.
         """
 
-    def publish(self, group: str, deadline: Deadline) -> None:
-        """Publish committed halves, while this process can take no more check-backs.
-
-        A store whose broker publishes them does nothing; any other one also publishes them in `checks`.
-        """
+    def tend(self, group: str, deadline: Deadline) -> None:
+        """Do what `checks` does besides, while this process can take no more check-backs."""
 
     def leave(self, group: str, deadline: Deadline) -> None:
         """Note that this process no longer calls `checks` for a group, so that the broker asks other processes."""

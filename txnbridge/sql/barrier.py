@@ -279,12 +279,13 @@ class Barriers:
         connection = self._connection
         timeout = connection.timeout if timeout is None else timeout
         check_seconds("timeout", timeout, above_0=True)
-        half_store(connection)  # raises `NotSupported` before anything is done in the database
+        store = half_store(connection)  # raises `NotSupported` before anything is done in the database
         engine, session, owned = _bound(db)
         group = connection.identity.application if group is None else group
         with connection.call():
             barrier = self._open(engine, group, connection.deadline())
             resolver = self._resolver(barrier)
+            store.ready(barrier.half_group, connection.deadline())
         id = f"half-{barrier.half_group}-{self._name}/{connection.name[-8:]}/{next(self._numbers)}"
         return BarrierTransaction(connection, barrier, resolver, id, session, owned, timeout)
 

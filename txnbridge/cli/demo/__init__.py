@@ -160,5 +160,5 @@ def _clean(stage: Stage, bridge: Bridge) -> None:
 def _half_topics(stage: Stage, bridge: Bridge) -> list[str]:
     """Return the topics in which txnbridge has kept the demo's half messages, on a broker that has none."""
     with suppress(TxnBridgeError):
-        return [topic.name for topic in bridge.admin.topics() if topic.name.endswith(f".{stage.shop.desk}")]
+        return [topic.name for topic in bridge.admin.topics() if f".{stage.shop.desk}." in topic.name]
     return []

@@ -1,0 +1,320 @@
+"""`Lane`: a lane of half messages that this process holds: its transactional id, and the index of what is not done.
+
+Each lane is a transactional id with a topic of the same name. A holder's transactions store halves there, and end them:
+the transaction that publishes a half's messages has the record that it is done. Opening the id fences the holder before
+it, so a holder that has read the lane up to a record of its own knows what is not done, and nobody else ends it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from txnbridge._connection import close_logging_errors, random_name
+from txnbridge._consumers import Consumers
+from txnbridge._deadline import Deadline
+from txnbridge._decision_logs import DecisionLogs
+from txnbridge._group_commit import GroupCommit
+from txnbridge._half_common import ParkedHalf
+from txnbridge._half_index import LaneIndex
+from txnbridge._half_records import Beat, Done, Parked, Record, half_records
+from txnbridge._messages import Position
+from txnbridge._token import Decision, Outcome
+from txnbridge._transaction import Transaction
+from txnbridge._writers import Writers
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    EvidenceLost,
+    Fenced,
+    OutcomeUnknown,
+    TransactionAborted,
+    TxnBridgeError,
+    UsageError,
+)
+from txnbridge.spi import Begin, Half, HalfMessage, Identity
+
+_log = logging.getLogger("txnbridge")
+
+# The pause between two check-backs doubles up to this multiple of the first pause.
+_LONGEST_PAUSE_FACTOR = 8
+# A transaction beyond one of these sizes may take long, so the lane's holder says before that it lives.
+_LARGE_MESSAGES, _LARGE_BYTES = 1_000, 1_000_000
+# Undone halves are stored again behind newer records when they hold back the removal of so many records, and of this
+# multiple of their own number: so each is stored again only after many others.
+_KEPT_RECORDS, _KEPT_FACTOR = 50_000, 4
+# The number of halves that are stored again, or whose bodies are read, at once.
+_BATCH = 500
+# The interval at which records of done halves are removed, and the time until the next attempt after a failure.
+_TRIM_SECONDS, _TRIM_AGAIN_SECONDS = 10.0, 600.0
+
+Send = tuple[str, Record, int | None, int | None]
+
+
+class Lane:
+    """A lane that this process has opened. Any thread stores and ends halves; one thread at a time tends the lane."""
+
+    def __init__(self, consumers: Consumers, logs: DecisionLogs, application: str, topic: str, name: str) -> None:
+        connection = consumers.connection
+        self.topic = topic
+        self.name = name  # the name that the lane's owner gave itself when it got the lane
+        self.index = LaneIndex(consumers, topic)
+        self.ending: set[str] = set()  # halves that a thread ends or stores again at present
+        self._connection = connection
+        self._outcomes = consumers.outcomes
+        self._identity = Identity(topic, True, application, connection.identity.host)
+        self._writers = Writers(connection, 1, lambda: logs.ledger(application, topic), self._identity)
+        self._numbers = itertools.count(1)
+        begin = lambda: self._begin(connection.deadline())  # noqa: E731
+        self._shared = GroupCommit(connection, self._writers, self._outcomes, begin, 1)
+        self._changed = threading.Condition()
+        self._due: list[tuple[int, str]] = []  # a heap of check-backs, and of some that are not due any more
+        self._committed_at = 0.0
+        self._marked: tuple[Position, set[str]] | None = None  # an end of the topic, and what was not done there
+        self._trimmed: Position = ()
+        self._trim_at = 0.0
+
+    def open(self, deadline: Deadline) -> None:
+        """Fence the holder before this one, and learn what is not done."""
+        with self._connection.events.step("half.open", None, lane=self.topic) as found:
+            self._writers.open(deadline)
+            self.read(deadline)
+            found["undone"] = len(self.index.undone)
+        for transaction, each in self.index.undone.items():
+            self._ask_at(transaction, each.check_at)
+
+    def read(self, deadline: Deadline) -> None:
+        """Read everything that was stored before this call."""
+        nonce = random_name(8)
+        self.beat(0.0, deadline, nonce)
+        self.index.read_until(nonce, deadline)
+
+    def close(self) -> None:
+        close_logging_errors(self.index.close)
+        self._shared.close()
+        self._writers.close()
+
+    # --- transactions -----------------------------------------------------------------------------------------------
+
+    def _begin(self, deadline: Deadline) -> Begin:
+        name = f"{self.topic}/{self._connection.name[-8:]}/{next(self._numbers)}"
+        return Begin(name, Deadline(deadline.left()), False, None)
+
+    def _commit(self, sends: Iterable[Send], deadline: Deadline) -> None:
+        """Commit messages in one transaction of the lane, which threads share."""
+        deadline.check("a transaction of half messages")
+        begin = self._begin(deadline)
+        taken = (self._shared if self._connection.broker.group_commit else self._writers).take(begin)
+        try:
+            taken.start()
+        except BaseException:
+            taken.give_back(sound=False)
+            raise
+        try:
+            with Transaction(self._connection, taken, self._outcomes, None) as txn:
+                for topic, record, partition, timestamp in sends:
+                    txn._send_encoded(topic, *record, partition, timestamp)
+        except EvidenceLost as error:  # the lane's records tell
+            raise OutcomeUnknown(str(error)) from error
+        self._committed_at = time.monotonic()
+
+    def _append(self, records: Iterable[Record], deadline: Deadline) -> None:
+        self._commit(((self.topic, record, 0, None) for record in records), deadline)
+
+    def beat(self, seconds: float, deadline: Deadline, nonce: str = "-") -> None:
+        self._append([Beat(nonce, seconds).record()], deadline)
+
+    def _announce(self, messages: Sequence[HalfMessage], deadline: Deadline) -> None:
+        """Say before a large transaction how long it may take, so that nobody takes the holder for dead meanwhile."""
+        size = sum(len(message.value or b"") for message in messages)
+        if len(messages) > _LARGE_MESSAGES or size > _LARGE_BYTES:
+            self.beat(deadline.left(), deadline)
+
+    # --- halves -----------------------------------------------------------------------------------------------------
+
+    def store(self, half: Half, deadline: Deadline) -> None:
+        """Store a half. It stays in the index if it may be stored."""
+        if half.transaction in self.index.undone:  # the answer to the last call was lost
+            return
+        self._announce(half.messages, deadline)
+        self.index.add(half)
+        try:
+            self._append(half_records(half), deadline)
+        except BaseException as error:
+            if not isinstance(error, OutcomeUnknown):
+                self.index.undone.pop(half.transaction, None)
+            raise
+        finally:
+            self._ask_at(half.transaction, half.check_at)
+
+    def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+        """End a half by a decision, unless it is done; return the outcome."""
+        id = half.transaction
+        with self._alone(id, deadline):
+            if (outcome := self.index.outcomes.get(id)) is not None:
+                return outcome
+            if decision is Decision.UNDECIDED:
+                return Outcome.UNKNOWN
+            if id not in self.index.undone:
+                if half.how:
+                    raise EvidenceLost(f"half messages of {id} have ended long ago: only its own records tell how")
+                return Outcome.ABORTED  # it was not stored
+            outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
+            messages = self._messages(half, deadline) if decision is Decision.COMMIT else []
+            self._announce(messages, deadline)
+            sends: list[Send] = [
+                (m.topic, Record(m.value, m.key, m.headers), m.partition, m.timestamp) for m in messages
+            ]
+            sends.append((self.topic, Done(id, outcome).record(), 0, None))
+            try:
+                self._commit(sends, deadline)
+            except (UsageError, AccessDenied, TransactionAborted) as error:
+                raise self._refused(id, error, deadline) from error
+            self.index.end(id, outcome)
+            return outcome
+
+    @contextmanager
+    def _alone(self, transaction: str, deadline: Deadline) -> Iterator[None]:
+        """Keep other threads from ending this half, or storing it again, at the same time."""
+        with self._changed:
+            while transaction in self.ending:
+                deadline.check(f"the end of half messages of {transaction} by another thread")
+                self._changed.wait(min(deadline.left(), 1.0))
+            self.ending.add(transaction)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.ending.discard(transaction)
+                self._changed.notify_all()
+
+    def _messages(self, half: Half, deadline: Deadline) -> Sequence[HalfMessage]:
+        if half.messages:
+            return half.messages
+        found = self.bodies([half.transaction], deadline)
+        if half.transaction not in found:
+            raise EvidenceLost(f"records of the half messages of {half.transaction} were deleted from {self.topic!r}")
+        return found[half.transaction]
+
+    def _refused(self, id: str, error: TxnBridgeError, deadline: Deadline) -> TxnBridgeError:
+        """Park a half whose messages are refused for good; return the error for the caller."""
+        each = self.index.undone.get(id)
+        if isinstance(error, TransactionAborted) and (
+            each is None or each.checks < self._connection.timing.half_refusals
+        ):
+            return BrokerUnavailable(f"the messages of {id} could not be published yet: {error}")
+        self.park(id, f"its messages are refused: {error}", deadline)
+        return ParkedHalf(f"the half messages of {id} are decided, and parked: {error}")
+
+    def park(self, id: str, reason: str, deadline: Deadline) -> None:
+        """Park a half, or with an empty reason start its check-backs again."""
+        with self._connection.events.step("half.park", id, lane=self.topic, reason=reason):
+            self._append([Parked(id, reason).record()], deadline)
+        if each := self.index.undone.get(id):
+            each.parked = reason
+        if reason:
+            _log.error("half-message transaction %s is parked: %s", id, reason)
+
+    # --- check-backs ------------------------------------------------------------------------------------------------
+
+    def _ask_at(self, transaction: str, check_at: int) -> None:
+        with self._changed:
+            heapq.heappush(self._due, (check_at, transaction))
+
+    def due(self, limit: int) -> list[str]:
+        """Return halves whose check-back is due, and note when the next one is."""
+        now = int(time.time() * 1000)
+        due: list[str] = []
+        pause = self._connection.broker.half_check_seconds * 1000
+        with self._changed:
+            while self._due and self._due[0][0] <= now and len(due) < limit:
+                at, id = heapq.heappop(self._due)
+                each = self.index.undone.get(id)
+                if each is None or each.parked or each.check_at > max(at, 0) or id in due:
+                    continue
+                each.check_at = now + int(pause * min(1 << each.checks, _LONGEST_PAUSE_FACTOR))
+                each.checks += 1
+                heapq.heappush(self._due, (each.check_at, id))
+                due.append(id)
+        return due
+
+    @property
+    def next_due(self) -> float:
+        """The time by the system's clock of the next check-back."""
+        with self._changed:
+            return self._due[0][0] / 1000 if self._due else float("inf")
+
+    def bodies(self, transactions: Sequence[str], deadline: Deadline) -> dict[str, list[HalfMessage]]:
+        """Return the messages of undone halves. Call it on the thread that tends the lane."""
+        undone = self.index.undone
+        if any((each := undone.get(id)) and each.first is None for id in transactions):
+            self.read(deadline)
+        return self.index.bodies(transactions, deadline)
+
+    # --- tending ----------------------------------------------------------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        """Whether a half is not done and not parked, so that others must know that the holder lives."""
+        undone = self.index.undone
+        return any(not each.parked for each in list(undone.values())[:_BATCH]) or len(undone) > _BATCH
+
+    def tend(self, deadline: Deadline) -> None:
+        """Give a sign of life if that is due, and remove the records of done halves."""
+        now, timing = time.monotonic(), self._connection.timing
+        idle = now - self._committed_at
+        if idle > timing.lane_beat and (self.waits or idle > timing.lane_free / 6):
+            self.beat(0.0, deadline)
+        if now > self._trim_at:
+            self._trim_at = now + _TRIM_SECONDS if self._marked is not None else now
+            self._remove_old(deadline)
+
+    def _remove_old(self, deadline: Deadline) -> None:
+        """Remove records in front of a mark once all halves there are done, else those in front of the oldest half.
+
+        So a holder whose halves end soon reads nothing of what it stores.
+        """
+        if self._marked is None:
+            _, end = self._connection.broker.admin.bounds([self.topic], deadline)[self.topic, 0]
+            self._marked = (end, set(self.index.undone))
+            return
+        (end, ids), self._marked = self._marked, None
+        if end <= self._trimmed:
+            return
+        if ids & self.index.undone.keys():
+            self.read(deadline)
+            end, kept = self.index.oldest()
+            if kept > _KEPT_RECORDS + _KEPT_FACTOR * sum(each.parts for each in list(self.index.undone.values())):
+                self._store_again(deadline)
+        else:
+            self.index.skip_to(end)
+        if end > self._trimmed:
+            self._trimmed = end
+            self._trim(end)
+
+    def _trim(self, end: Position) -> None:
+        try:
+            self._connection.broker.admin.trim((self.topic, 0), end, self._connection.deadline())
+        except TxnBridgeError as error:
+            self._trim_at = time.monotonic() + _TRIM_AGAIN_SECONDS
+            _log.warning("records of done half messages in %r could not be deleted: %s", self.topic, error)
+
+    def _store_again(self, deadline: Deadline) -> None:
+        """Store the oldest undone halves again, behind the newer records."""
+        known = sorted((each.first, id) for id, each in list(self.index.undone.items()) if each.first)
+        for id, messages in self.bodies([id for _, id in known[:_BATCH]], deadline).items():
+            with self._alone(id, deadline):
+                if each := self.index.undone.get(id):
+                    copy = Half("", id, messages, each.check_at, each.deadline_at, each.checks)
+                    parked = [Parked(id, each.parked).record()] if each.parked else []
+                    self._append([*half_records(copy), *parked], deadline)
+
+
+def is_lost(error: TxnBridgeError) -> bool:
+    """Return whether a lane has to be opened again after this error of one of its transactions."""
+    return isinstance(error, Fenced | OutcomeUnknown) and not isinstance(error, ParkedHalf | EvidenceLost)

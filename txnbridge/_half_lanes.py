@@ -1,0 +1,461 @@
+"""`LaneStore`: half messages on brokers that have none, in lanes. Who stores a half also publishes it.
+
+Each process that sends halves of a group owns a lane (`_half_lane`). The application's decision log has the list of a
+group's lanes: for each its owner's name, empty if nobody owns it, and the id of its topic. A process without a lane
+takes a free one, or adds one. A resolver opens a lane whose end stands still although halves are not done.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import string
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+from txnbridge._connection import random_name
+from txnbridge._consumers import Consumers
+from txnbridge._deadline import Deadline
+from txnbridge._decision_logs import DecisionLogs
+from txnbridge._half_index import LaneIndex
+from txnbridge._half_lane import Lane, is_lost
+from txnbridge._messages import Position
+from txnbridge._token import Decision, Outcome
+from txnbridge.errors import EvidenceLost, InvalidOption, NotFound, TxnBridgeError
+from txnbridge.spi import Advice, Half, HalfStore, LedgerValue
+
+_log = logging.getLogger("txnbridge")
+
+# The longest wait of the thread that tends lanes, while no check-back is due.
+_IDLE_SECONDS = 0.25
+_RETRY_SECONDS = 0.1
+_LONGEST_NAME = 100
+_PREFIX = "half."
+_PLAIN = (string.ascii_letters + string.digits + "-").encode()
+
+
+class LaneStore(HalfStore):
+    """The half store of one bridge. It has one `LaneGroup` for each group. Any thread may use it."""
+
+    def __init__(self, consumers: Consumers, create_topics: int, logs: DecisionLogs) -> None:
+        self._consumers = consumers
+        self._connection = consumers.connection
+        self._create_topics = create_topics
+        self._logs = logs
+        self._guard = threading.Lock()
+        self._groups: dict[str, LaneGroup] = {}
+        self._targets: dict[str, int] = {}  # the number of partitions of each topic to which halves were sent
+
+    def group(self, group: str) -> LaneGroup:
+        with self._guard:
+            if group not in self._groups:
+                application = self._connection.identity.application
+                self._groups[group] = LaneGroup(self._consumers, self._logs, application, group)
+            return self._groups[group]
+
+    def ready(self, group: str, deadline: Deadline) -> None:
+        self.group(group).own_lane(deadline)
+
+    def put(self, half: Half, deadline: Deadline) -> Half:
+        self._check_targets(half, deadline)
+        return self.group(half.group).store(half, deadline)
+
+    def _check_targets(self, half: Half, deadline: Deadline) -> None:
+        """Raise `NotFound` if a message's topic or partition does not exist: it could not be published later."""
+        for message in half.messages:
+            if message.topic not in self._targets:
+                self._targets[message.topic] = self._partitions(message.topic, deadline)
+            count = self._targets[message.topic]
+            if message.partition is not None and not 0 <= message.partition < count:
+                self._targets.pop(message.topic, None)  # partitions may be added later
+                raise NotFound(f"topic {message.topic!r} has no partition {message.partition}, only {count}")
+
+    def _partitions(self, topic: str, deadline: Deadline) -> int:
+        admin, create = self._connection.broker.admin, self._create_topics
+        try:
+            return len(admin.bounds([topic], deadline))
+        except NotFound:
+            if not create:
+                raise
+        with suppress(InvalidOption):  # another process has created the topic meanwhile
+            admin.create_topic(topic, create, deadline)
+        return len(admin.bounds([topic], deadline))
+
+    def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+        return self.group(half.group).end(half, decision, deadline)
+
+    def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
+        return self.group(group).checks(limit, deadline)
+
+    def tend(self, group: str, deadline: Deadline) -> None:
+        self.group(group).checks(0, Deadline(0))
+
+    def leave(self, group: str, deadline: Deadline) -> None:
+        self.group(group).leave(deadline)
+
+    def parked(self, group: str, deadline: Deadline) -> list[Half]:
+        return self.group(group).parked(deadline)
+
+    def resume(self, half: Half, deadline: Deadline) -> None:
+        self.group(half.group).resume(half, deadline)
+
+    def check(self, deadline: Deadline) -> list[Advice]:
+        """Return the doctor's findings about half messages of all applications."""
+        prefix = self._connection.broker.admin.internal_name(_PREFIX)
+        names = [topic.name for topic in self._connection.broker.admin.topics(deadline)]
+        found = {tuple(name.removeprefix(prefix).split(".")[:2]) for name in names if name.startswith(prefix)}
+        return [advice for names in sorted(found) for advice in self._check(*map(_unescaped, names), deadline)]
+
+    def _check(self, application: str, group: str, deadline: Deadline) -> Iterator[Advice]:
+        lanes = LaneGroup(self._consumers, self._logs, application, group)
+        subject, arguments = f"half messages of group {group!r}", f"--group {group} --application {application}"
+        if halves := lanes.parked(deadline):
+            text = f"{len(halves)} are parked: their check-backs had no decision, or they cannot be published"
+            yield Advice("problem", subject, text, f"txnbridge resolver parked {arguments}")
+        if late := lanes.late(deadline):
+            database = re.fullmatch(r"(.+)-db-[0-9a-f]{8}", group)  # of transactions with db=
+            if database is not None:
+                arguments = f"--group {database[1]} --application {application} --database URL"
+            else:
+                arguments += " --check MODULE:NAME"
+            text = f"{late} are late: perhaps no process of the group is open to answer check-backs"
+            yield Advice("warning", subject, text, f"txnbridge resolver run {arguments}")
+
+
+@dataclass
+class _Seen:
+    """What a resolver has seen of a lane: since when its end stands still, and whether all halves there are done."""
+
+    end: Position
+    since: float
+    settled: bool = False
+
+
+class LaneGroup:
+    """The lanes of one group, as this process uses them. Any thread may use it."""
+
+    def __init__(self, consumers: Consumers, logs: DecisionLogs, application: str, group: str) -> None:
+        self._consumers = consumers
+        self._connection = consumers.connection
+        self._logs = logs
+        self._application = application
+        self._group = group
+        self._list = LedgerValue(logs.ledger(application, f"half/{group}"))
+        self._own: tuple[int, str] | None = None  # the number of the own lane, and its owner's name
+        self._lanes: dict[int, Lane] = {}  # those that this process holds, as far as it knows
+        self._opening = threading.Lock()
+        self._turn = threading.Lock()  # of the thread that tends the lanes
+        self._seen: dict[int, _Seen] = {}
+        self._look_at = 0.0
+
+    # --- the list of lanes ------------------------------------------------------------------------------------------
+
+    def topic(self, number: int) -> str:
+        """Return the name of a lane's topic, which is its transactional id. Any two lanes have different names."""
+        name = f"{_PREFIX}{_escaped(self._application)}.{_escaped(self._group)}.{number}"
+        return self._connection.broker.admin.internal_name(name)
+
+    def _listed(self, deadline: Deadline) -> dict[int, dict[str, Any]]:
+        """Return the lanes by number: `owner`, empty if nobody owns it, and `id` of its topic."""
+        return _lanes_of(self._list.read(deadline))
+
+    def _list_lane(self, number: int, before: str, owner: str, id: str, deadline: Deadline) -> bool:
+        """Give a lane to an owner unless another process did; return whether it has this owner now."""
+
+        def change(value: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+            lanes = _lanes_of(value)
+            if lanes.get(number, {"owner": ""})["owner"] != before:
+                return None
+            return {"lanes": {str(n): each for n, each in {**lanes, number: {"owner": owner, "id": id}}.items()}}
+
+        listed = _lanes_of(self._list.update(change, deadline))
+        return number in listed and listed[number]["owner"] == owner
+
+    # --- opening ----------------------------------------------------------------------------------------------------
+
+    def own_lane(self, deadline: Deadline) -> Lane:
+        """Return the lane of this process; take a free one, or a new one, if it has none."""
+        if self._own is not None and (lane := self._lanes.get(self._own[0])) is not None:
+            return lane
+        with self._opens(deadline):
+            while True:
+                if self._own is None:
+                    self._own = self._take(deadline)
+                try:
+                    return self._open(*self._own, deadline)
+                except EvidenceLost:  # it was given to another process
+                    self._own = None
+
+    def _take(self, deadline: Deadline) -> tuple[int, str]:
+        while True:
+            deadline.check(f"taking a lane of group {self._group!r}")
+            listed = self._listed(deadline)
+            free = [number for number, each in listed.items() if not each["owner"]]
+            number, name = min(free, default=len(listed)), random_name(8)
+            if self._list_lane(number, "", name, self._topic_id(number, deadline), deadline):
+                return number, name
+
+    def _topic_id(self, number: int, deadline: Deadline) -> str:
+        """Create a lane's topic, unless it exists; return its id."""
+        admin, topic = self._connection.broker.admin, self.topic(number)
+        admin.create_internal_topic(topic, 1, deadline)
+        return admin.topic_ids([topic], deadline).get(topic, "")
+
+    def _lane(self, number: int, name: str, deadline: Deadline) -> Lane:
+        """Return a lane that this process holds, or open it. Raise `EvidenceLost` if its owner has another name."""
+        lane = self._lanes.get(number)
+        if lane is None:
+            with self._opens(deadline):
+                return self._open(number, name, deadline)
+        if lane.name != name:
+            raise EvidenceLost(f"lane {number} of group {self._group!r} was given to another process")
+        return lane
+
+    def _opens(self, deadline: Deadline) -> _Held:
+        return _Held(self._opening, deadline, f"opening a lane of group {self._group!r}")
+
+    def _open(self, number: int, name: str, deadline: Deadline) -> Lane:
+        """Open a lane, on the thread that has `_opening`."""
+        if (lane := self._lanes.get(number)) is None:
+            listed = self._listed(deadline).get(number)
+            if listed is None or listed["owner"] != name:
+                raise EvidenceLost(f"lane {number} of group {self._group!r} was given to another process")
+            if (id := self._topic_id(number, deadline)) != listed["id"]:
+                _log.error("the topic %s was deleted: its half messages are lost", self.topic(number))
+                self._list_lane(number, name, name, id, deadline)
+            lane = Lane(self._consumers, self._logs, self._application, self.topic(number), name)
+            try:
+                lane.open(deadline)
+            except BaseException:
+                lane.close()
+                raise
+            self._lanes[number] = lane
+        if lane.name != name:
+            raise EvidenceLost(f"lane {number} of group {self._group!r} was given to another process")
+        return lane
+
+    def _drop(self, lane: Lane) -> None:
+        """Forget a lane that this process does not hold any more, or about which it is not certain."""
+        with self._opening:
+            for number, each in list(self._lanes.items()):
+                if each is lane:
+                    del self._lanes[number]
+        lane.close()
+
+    # --- halves -----------------------------------------------------------------------------------------------------
+
+    def store(self, half: Half, deadline: Deadline) -> Half:
+        while True:
+            lane = self.own_lane(deadline)
+            assert self._own is not None
+            stored = replace(half, how={"lane": self._own[0], "owner": lane.name})
+            try:
+                lane.store(half, deadline)
+            except TxnBridgeError as error:
+                if not is_lost(error):
+                    raise
+                self._drop(lane)
+                self._wait(deadline, error)
+                continue
+            return stored
+
+    def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+        while True:
+            how = half.how  # empty if the answer to its storing was lost
+            lane = self._lane(how["lane"], how["owner"], deadline) if how else self.own_lane(deadline)
+            try:
+                return lane.end(half, decision, deadline)
+            except TxnBridgeError as error:
+                if not is_lost(error):
+                    raise
+                self._drop(lane)
+                self._wait(deadline, error)
+
+    def _wait(self, deadline: Deadline, error: TxnBridgeError) -> None:
+        if deadline.left() <= _RETRY_SECONDS:
+            raise error
+        time.sleep(_RETRY_SECONDS)
+
+    # --- check-backs ------------------------------------------------------------------------------------------------
+
+    def checks(self, limit: int, deadline: Deadline) -> list[Half]:
+        held: list[bool] = []
+        try:
+            if not deadline.acquire(self._turn, held):
+                return []
+            while True:
+                self._look(self._connection.deadline())
+                due: list[Half] = []
+                for number, lane in list(self._lanes.items()):
+                    try:
+                        lane.tend(self._connection.deadline())
+                        due += self._due(number, lane, limit - len(due))
+                        if (self._own or (None,))[0] != number and not lane.waits:
+                            self._drop(lane)  # of another process, with nothing left to do
+                    except TxnBridgeError as error:
+                        if not is_lost(error):
+                            raise
+                        self._drop(lane)
+                if due or deadline.expired:
+                    return due
+                soonest = min((lane.next_due for lane in list(self._lanes.values())), default=float("inf"))
+                time.sleep(max(0.01, min(_IDLE_SECONDS, deadline.left(), soonest - time.time())))
+        finally:
+            if held:
+                self._turn.release()
+
+    def _due(self, number: int, lane: Lane, limit: int) -> list[Half]:
+        due = lane.due(limit)
+        if not due:
+            return []
+        deadline = self._connection.deadline()
+        most = self._connection.broker.half_checks
+        for id in due:
+            if (each := lane.index.undone.get(id)) and each.checks > most:
+                lane.park(id, f"{most} check-backs had no decision", deadline)
+        bodies = lane.bodies([id for id in due if (e := lane.index.undone.get(id)) and not e.parked], deadline)
+        halves = []
+        for id in due:
+            each = lane.index.undone.get(id)
+            if each is None or each.parked:
+                continue
+            if id in bodies:
+                how = {"lane": number, "owner": lane.name}
+                halves.append(Half(self._group, id, bodies[id], each.check_at, each.deadline_at, each.checks, how))
+            elif each.first is not None:
+                lane.park(id, "its records were deleted, so it can never be published (EvidenceLost)", deadline)
+        return halves
+
+    def _look(self, deadline: Deadline) -> None:
+        """Look for lanes whose holder has died, and open them."""
+        now, timing = time.monotonic(), self._connection.timing
+        if now < self._look_at:
+            return
+        listed = self._listed(deadline)
+        for number, each in listed.items():
+            topic = self.topic(number)
+            try:
+                _, end = self._connection.broker.admin.bounds([topic], deadline)[topic, 0]
+            except NotFound:
+                end = ()
+            seen = self._seen.get(number)
+            if seen is None or seen.end != end:
+                self._seen[number] = _Seen(end, now)
+            elif not each["owner"] or ((lane := self._lanes.get(number)) is not None and lane.waits):
+                pass
+            elif seen.settled:
+                if now - seen.since > timing.lane_free:
+                    self._list_lane(number, each["owner"], "", each["id"], deadline)
+            elif now - seen.since > timing.lane_takeover:
+                self._take_over(number, each["owner"], seen, now - seen.since, deadline)
+        self._look_at = time.monotonic() + timing.lane_look
+
+    def _take_over(self, number: int, owner: str, seen: _Seen, still: float, deadline: Deadline) -> None:
+        index = self._read(number, deadline)
+        if index is None or all(each.parked for each in index.undone.values()):
+            seen.settled = True
+        elif still > index.patience:
+            _log.info("lane %d of group %r stands still: its half messages are asked about here", number, self._group)
+            if (lane := self._lanes.get(number)) is not None:  # resumed by an administrator
+                self._drop(lane)
+            with suppress(EvidenceLost):
+                self._lane(number, owner, deadline)
+
+    def _read(self, number: int, deadline: Deadline) -> LaneIndex | None:
+        """Read a lane without opening it."""
+        index = LaneIndex(self._consumers, self.topic(number))
+        try:
+            index.read_all(deadline)
+        except NotFound:
+            return None
+        finally:
+            index.close()
+        return index
+
+    def leave(self, deadline: Deadline) -> None:
+        """Give the own lane back if all its halves are done, and leave the others to other resolvers."""
+        with self._turn, self._opens(deadline):
+            for number, lane in list(self._lanes.items()):
+                if self._own == (number, lane.name) and not lane.index.undone:
+                    with suppress(TxnBridgeError):
+                        lane.tend(deadline)
+                        id = self._listed(deadline)[number]["id"]
+                        self._list_lane(number, lane.name, "", id, deadline)
+                    self._own = None
+                del self._lanes[number]
+                lane.close()
+            self._seen.clear()
+
+    # --- parked halves ----------------------------------------------------------------------------------------------
+
+    def parked(self, deadline: Deadline) -> list[Half]:
+        found = []
+        for number, owner, index in self._indexes(deadline):
+            ids = [id for id, each in index.undone.items() if each.parked]
+            bodies = index.bodies(ids, deadline)
+            for id in ids:
+                each, how = index.undone[id], {"lane": number, "owner": owner}
+                messages = bodies.get(id, [])
+                found.append(Half(self._group, id, messages, each.check_at, each.deadline_at, each.checks, how))
+            index.close()
+        return found
+
+    def late(self, deadline: Deadline) -> int:
+        """Return the number of halves whose check-back is late by more than a takeover takes."""
+        before = (time.time() - 4 * self._connection.timing.lane_takeover) * 1000
+        count = 0
+        for _, _, index in self._indexes(deadline):
+            count += sum(not each.parked and each.check_at < before for each in index.undone.values())
+            index.close()
+        return count
+
+    def _indexes(self, deadline: Deadline) -> Iterator[tuple[int, str, LaneIndex]]:
+        for number, each in self._listed(deadline).items():
+            index = LaneIndex(self._consumers, self.topic(number))
+            try:
+                index.read_all(deadline)
+            except NotFound:
+                continue
+            yield number, each["owner"], index
+
+    def resume(self, half: Half, deadline: Deadline) -> None:
+        lane = self._lane(half.how["lane"], half.how["owner"], deadline)
+        lane.park(half.transaction, "", deadline)
+
+
+class _Held:
+    """Holds a lock that is acquired by a deadline, for a `with` block."""
+
+    def __init__(self, lock: threading.Lock, deadline: Deadline, what: str) -> None:
+        self._lock, self._deadline, self._what = lock, deadline, what
+        self._held: list[bool] = []
+
+    def __enter__(self) -> None:
+        if not self._deadline.acquire(self._lock, self._held):
+            self._deadline.check(self._what)
+
+    def __exit__(self, *_: object) -> None:
+        if self._held:
+            self._lock.release()
+
+
+def _lanes_of(value: Mapping[str, Any] | None) -> dict[int, dict[str, Any]]:
+    return {int(number): dict(each) for number, each in ((value or {}).get("lanes") or {}).items()}
+
+
+def _escaped(text: str) -> str:
+    """Return text in the characters that all brokers allow in a topic's name; others become `_` and two digits."""
+    name = "".join(chr(c) if c in _PLAIN else f"_{c:02x}" for c in text.encode())
+    digest = sha256(text.encode()).hexdigest()[:16]
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - len(digest) - 1]}_{digest}"
+
+
+def _unescaped(name: str) -> str:
+    return re.sub(
+        "((?:_[0-9a-f]{2})+)", lambda found: bytes.fromhex(found[0].replace("_", "")).decode(errors="replace"), name
+    )
