@@ -684,6 +684,8 @@ class Bridge:
             self._end_calls(deadline)
             self._consumers.close(Deadline(min(deadline.left(), connection.timing.closing_polls)), deadline)
             self._writers.close()
+            if self._half_lanes is not None:
+                self._half_lanes.close()
             if self._group_commit is not None:
                 self._group_commit.close()
             # The broker is closed before the decision logs, to which it may append what its publishers have stored.

@@ -45,7 +45,7 @@ EVENT_NAMES = (
     "half.store",
     "half.check",
     "half.end",
-    "half.publish",
+    "half.open",
     "half.park",
     "outbox.store",
     "outbox.delete",

@@ -32,10 +32,12 @@ from txnbridge.errors import (
     BrokerUnavailable,
     EvidenceLost,
     Fenced,
+    InvalidOption,
+    InvalidState,
+    NotFound,
     OutcomeUnknown,
     TransactionAborted,
     TxnBridgeError,
-    UsageError,
 )
 from txnbridge.spi import Begin, Half, HalfMessage, Identity
 
@@ -74,7 +76,8 @@ class Lane:
         self._shared = GroupCommit(connection, self._writers, self._outcomes, begin, 1)
         self._changed = threading.Condition()
         self._due: list[tuple[int, str]] = []  # a heap of check-backs, and of some that are not due any more
-        self._committed_at = 0.0
+        self._committed_at = time.monotonic()
+        self._closed = False
         self._marked: tuple[Position, set[str]] | None = None  # an end of the topic, and what was not done there
         self._trimmed: Position = ()
         self._trim_at = 0.0
@@ -95,6 +98,7 @@ class Lane:
         self.index.read_until(nonce, deadline)
 
     def close(self) -> None:
+        self._closed = True
         close_logging_errors(self.index.close)
         self._shared.close()
         self._writers.close()
@@ -108,20 +112,26 @@ class Lane:
     def _commit(self, sends: Iterable[Send], deadline: Deadline) -> None:
         """Commit messages in one transaction of the lane, which threads share."""
         deadline.check("a transaction of half messages")
-        begin = self._begin(deadline)
+        try:
+            with self._transaction(self._begin(deadline)) as txn:
+                for topic, record, partition, timestamp in sends:
+                    txn._send_encoded(topic, *record, partition, timestamp)
+        except EvidenceLost as error:  # the lane's records tell
+            raise OutcomeUnknown(str(error)) from error
+        except InvalidState as error:
+            if self._closed:  # another thread has dropped the lane
+                raise Fenced(f"{self.topic} was opened again") from error
+            raise
+        self._committed_at = time.monotonic()
+
+    def _transaction(self, begin: Begin) -> Transaction:
         taken = (self._shared if self._connection.broker.group_commit else self._writers).take(begin)
         try:
             taken.start()
         except BaseException:
             taken.give_back(sound=False)
             raise
-        try:
-            with Transaction(self._connection, taken, self._outcomes, None) as txn:
-                for topic, record, partition, timestamp in sends:
-                    txn._send_encoded(topic, *record, partition, timestamp)
-        except EvidenceLost as error:  # the lane's records tell
-            raise OutcomeUnknown(str(error)) from error
-        self._committed_at = time.monotonic()
+        return Transaction(self._connection, taken, self._outcomes, None)
 
     def _append(self, records: Iterable[Record], deadline: Deadline) -> None:
         self._commit(((self.topic, record, 0, None) for record in records), deadline)
@@ -173,7 +183,7 @@ class Lane:
             sends.append((self.topic, Done(id, outcome).record(), 0, None))
             try:
                 self._commit(sends, deadline)
-            except (UsageError, AccessDenied, TransactionAborted) as error:
+            except (NotFound, InvalidOption, AccessDenied, TransactionAborted) as error:
                 raise self._refused(id, error, deadline) from error
             self.index.end(id, outcome)
             return outcome

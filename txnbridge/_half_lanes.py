@@ -12,7 +12,7 @@ import re
 import string
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -104,6 +104,10 @@ class LaneStore(HalfStore):
     def resume(self, half: Half, deadline: Deadline) -> None:
         self.group(half.group).resume(half, deadline)
 
+    def close(self) -> None:
+        for group in list(self._groups.values()):
+            group.close()
+
     def check(self, deadline: Deadline) -> list[Advice]:
         """Return the doctor's findings about half messages of all applications."""
         prefix = self._connection.broker.admin.internal_name(_PREFIX)
@@ -180,7 +184,7 @@ class LaneGroup:
 
     def own_lane(self, deadline: Deadline) -> Lane:
         """Return the lane of this process; take a free one, or a new one, if it has none."""
-        if self._own is not None and (lane := self._lanes.get(self._own[0])) is not None:
+        if self._own is not None and (lane := self._lanes.get(self._own[0])) and lane.name == self._own[1]:
             return lane
         with self._opens(deadline):
             while True:
@@ -203,7 +207,7 @@ class LaneGroup:
     def _topic_id(self, number: int, deadline: Deadline) -> str:
         """Create a lane's topic, unless it exists; return its id."""
         admin, topic = self._connection.broker.admin, self.topic(number)
-        admin.create_internal_topic(topic, 1, deadline)
+        admin.create_internal_topic(topic, deadline)
         return admin.topic_ids([topic], deadline).get(topic, "")
 
     def _lane(self, number: int, name: str, deadline: Deadline) -> Lane:
@@ -291,6 +295,7 @@ class LaneGroup:
             while True:
                 self._look(self._connection.deadline())
                 due: list[Half] = []
+                failed: TxnBridgeError | None = None
                 for number, lane in list(self._lanes.items()):
                     try:
                         lane.tend(self._connection.deadline())
@@ -298,9 +303,12 @@ class LaneGroup:
                         if (self._own or (None,))[0] != number and not lane.waits:
                             self._drop(lane)  # of another process, with nothing left to do
                     except TxnBridgeError as error:
-                        if not is_lost(error):
-                            raise
-                        self._drop(lane)
+                        failed = error
+                        if is_lost(error):
+                            self._drop(lane)
+                            failed = None
+                if failed is not None and not due:
+                    raise failed
                 if due or deadline.expired:
                     return due
                 soonest = min((lane.next_due for lane in list(self._lanes.values())), default=float("inf"))
@@ -337,12 +345,9 @@ class LaneGroup:
         if now < self._look_at:
             return
         listed = self._listed(deadline)
+        ends = self._ends(listed, deadline)
         for number, each in listed.items():
-            topic = self.topic(number)
-            try:
-                _, end = self._connection.broker.admin.bounds([topic], deadline)[topic, 0]
-            except NotFound:
-                end = ()
+            end = ends.get(number, ())
             seen = self._seen.get(number)
             if seen is None or seen.end != end:
                 self._seen[number] = _Seen(end, now)
@@ -354,6 +359,19 @@ class LaneGroup:
             elif now - seen.since > timing.lane_takeover:
                 self._take_over(number, each["owner"], seen, now - seen.since, deadline)
         self._look_at = time.monotonic() + timing.lane_look
+
+    def _ends(self, numbers: Iterable[int], deadline: Deadline) -> dict[int, Position]:
+        """Return the ends of the topics that exist."""
+        topics = {self.topic(number): number for number in numbers}
+        admin = self._connection.broker.admin
+        try:
+            bounds = admin.bounds(list(topics), deadline)
+        except NotFound:
+            bounds = {}
+            for topic in topics:
+                with suppress(NotFound):
+                    bounds |= admin.bounds([topic], deadline)
+        return {topics[topic]: end for (topic, _), (_, end) in bounds.items()}
 
     def _take_over(self, number: int, owner: str, seen: _Seen, still: float, deadline: Deadline) -> None:
         index = self._read(number, deadline)
@@ -390,6 +408,11 @@ class LaneGroup:
                 del self._lanes[number]
                 lane.close()
             self._seen.clear()
+
+    def close(self) -> None:
+        """Leave all lanes to other processes, when the bridge is closed."""
+        for lane in list(self._lanes.values()):
+            lane.close()
 
     # --- parked halves ----------------------------------------------------------------------------------------------
 

@@ -641,15 +641,15 @@ class Admin(ABC):
         """Return the full name of a topic with the core's own records."""
         return f"_txnbridge-{name}"
 
-    def create_internal_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
-        """Create a topic by its full name, unless it exists. No record may go before its group has acknowledged it.
+    def create_internal_topic(self, name: str, deadline: Deadline) -> None:
+        """Create a topic of one partition by its full name, unless it exists. No record may go before `trim`.
 
-        Raise `InvalidOption` if it exists with another number of partitions.
+        Raise `InvalidOption` if it exists with several partitions, or settings by which records would go.
         """
-        self.create_topic(name, partitions, deadline)
+        self.create_topic(name, 1, deadline)
 
     def trim(self, partition: Partition, before: Position, deadline: Deadline) -> None:
-        """Delete acknowledged messages of an internal topic, unless the broker does so itself."""
+        """Delete the messages of an internal topic before a position, or as many of them as the broker can delete."""
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
         """Return, for each topic, an id that a later topic of the same name does not have.

@@ -77,7 +77,7 @@ class KafkaBroker(Broker):
             prepared_transactions=settings.prepared_ids,
         )
         self._monitor = HangingTransactionMonitor(self._cluster)
-        self._owner: KafkaOwner | None = None
+        self._owners: dict[str, KafkaOwner] = {}  # the newest of each transactional id
         self._pool: PreparedIdPool | None = None
         self._publishers: WeakSet[KafkaPublisher] = WeakSet()
 
@@ -97,12 +97,13 @@ class KafkaBroker(Broker):
 
     def _owner_of(self, identity: Identity, ledger: Ledger) -> KafkaOwner:
         self._monitor.start()
-        if self._owner is None:
-            self._owner = KafkaOwner(identity, ledger, self._settings.prepared_ids)
-        return self._owner
+        if identity.name not in self._owners:
+            self._owners[identity.name] = KafkaOwner(identity, ledger, self._settings.prepared_ids)
+        return self._owners[identity.name]
 
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         self._check_topics(STATE_TOPIC, *([self._log] if identity.owned else []))
+        self._owners.pop(identity.name, None)  # an owner that opens its id again must not fence itself
         owner = self._owner_of(identity, ledger)
         writers = [
             KafkaWriter(self._cluster, owner, f"{identity.name}.{number}", int(self._settings.timeout * 1000))

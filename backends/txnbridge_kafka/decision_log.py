@@ -25,7 +25,7 @@ from txnbridge_kafka.client.librdkafka import CALL_LIMIT, ConfluentConsumer, ign
 from txnbridge_kafka.client.shared_producer import Report, SharedProducer
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import KafkaSettings
-from txnbridge_kafka.topics import KEEP_ALL, LOG_GROUP, KafkaTopics
+from txnbridge_kafka.topics import LOG_GROUP, KafkaTopics
 
 T = TypeVar("T")
 
@@ -84,24 +84,7 @@ class KafkaDecisionLog(DecisionLog):
                 f" and '-', and together with the prefix at most {_LONGEST_NAME} characters"
             )
         self._topics.create_internal_topic(self._topic, deadline)
-        self._check_settings(deadline)
-
-    def _check_settings(self, deadline: Deadline) -> bool:
-        """Return whether this user may see the topic's settings. Raise `InvalidOption` if they would lose records."""
-        config = self._topics.configs([self._topic], deadline)[self._topic]
-        wrong = [
-            f"{name}={config[name]} instead of {wanted}"
-            for name, wanted in KEEP_ALL.items()
-            if config.get(name, wanted) != wanted
-        ]
-        if wrong:
-            wanted = ",".join(f"{name}={value}" for name, value in KEEP_ALL.items())
-            raise InvalidOption(
-                f"the topic {self._topic} would lose decisions: {', '.join(wrong)}; let an administrator change it:"
-                f"\n  kafka-configs.sh --bootstrap-server {self._settings.bootstrap} --alter --topic {self._topic}"
-                f" --add-config {wanted}"
-            )
-        return bool(config)
+        self._topics.require_keeping(self._topic, deadline)
 
     def begin(self, deadline: Deadline) -> Position | None:
         first, following = self._bounds(deadline)
@@ -254,7 +237,7 @@ class KafkaDecisionLog(DecisionLog):
         begin, _ = self._bounds(deadline)
         if at < begin:
             raise PositionLost(f"the decision log {self._topic} was trimmed while it was read, at record {at}")
-        if not self._check_settings(deadline):
+        if not self._topics.require_keeping(self._topic, deadline):
             raise PositionLost(
                 f"the decision log {self._topic} has no record {at}, and this user may not see whether the topic is"
                 " compacted; grant it DescribeConfigs on the topic"

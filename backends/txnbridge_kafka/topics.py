@@ -140,29 +140,45 @@ class KafkaTopics:
             raise translate(error, f"creating topic {topic!r}") from error
         return True
 
-    def create_internal_topic(
-        self, name: str, deadline: Deadline, config: Mapping[str, str] = KEEP_ALL, partitions: int = 1
-    ) -> None:
+    def create_internal_topic(self, name: str, deadline: Deadline, config: Mapping[str, str] = KEEP_ALL) -> None:
         """Create an internal topic, such as a decision log, unless it exists, and wait until the brokers know it.
 
         Raise `AccessDenied`, with the commands for an administrator, if this user may not create or see the topic.
-        Raise `InvalidOption` if the topic exists with another number of partitions.
+        Raise `InvalidOption` if the topic exists with several partitions.
         """
         try:
             count = self.count(name, deadline)
             if not count:
                 copies = self._replicas(deadline)
-                self.create(name, partitions, deadline, {**config, **_in_sync(copies)}, copies)
+                self.create(name, 1, deadline, {**config, **_in_sync(copies)}, copies)
             while not count:  # other brokers learn of the topic a little later than the controller
                 deadline.check(f"waiting until the brokers know the topic {name!r}")
                 time.sleep(_RETRY_SECONDS)
                 count = self.count(name, deadline)
         except AccessDenied as error:
-            raise AccessDenied(self._creation_text(name, config, partitions)) from error.__cause__
-        if count != partitions:
+            raise AccessDenied(self._creation_text(name, config)) from error.__cause__
+        if count != 1:
+            raise InvalidOption(f"topic {name!r} has {count} partitions and must have 1: another program created it")
+
+    def require_keeping(self, name: str, deadline: Deadline) -> bool:
+        """Return whether this user may see an internal topic's settings.
+
+        Raise `InvalidOption` if they would lose records or their order (hazard H26).
+        """
+        config = self.configs([name], deadline)[name]
+        wrong = [
+            f"{key}={config[key]} instead of {wanted}"
+            for key, wanted in KEEP_ALL.items()
+            if config.get(key, wanted) != wanted
+        ]
+        if wrong:
+            wanted = ",".join(f"{key}={value}" for key, value in KEEP_ALL.items())
             raise InvalidOption(
-                f"topic {name!r} has {count} partitions and must have {partitions}: another program created it"
+                f"the topic {name} would lose decisions: {', '.join(wrong)}; let an administrator change it:"
+                f"\n  kafka-configs.sh --bootstrap-server {self._settings.bootstrap} --alter --topic {name}"
+                f" --add-config {wanted}"
             )
+        return bool(config)
 
     def _replicas(self, deadline: Deadline) -> int:
         """Return the number of replicas for a new internal topic.
@@ -173,14 +189,14 @@ class KafkaTopics:
             return self._settings.replicas
         return min(_REPLICAS, len(self.brokers(deadline)))
 
-    def _creation_text(self, name: str, config: Mapping[str, str], partitions: int) -> str:
+    def _creation_text(self, name: str, config: Mapping[str, str]) -> str:
         server = f"--bootstrap-server {self._settings.bootstrap}"
         copies = self._settings.replicas if self._settings.replicas > 0 else _REPLICAS
         wanted = {**config, **_in_sync(copies)}
         settings = " ".join(f"--config {key}={value}" for key, value in wanted.items())
         return (
             f"this user may not create or see the topic {name!r}, which txnbridge needs. An administrator creates it:"
-            f"\n  kafka-topics.sh {server} --create --topic {name} --partitions {partitions}"
+            f"\n  kafka-topics.sh {server} --create --topic {name} --partitions 1"
             f" --replication-factor {copies} {settings}"
             f"\nand grants this user:{self.grants(name)}"
         )

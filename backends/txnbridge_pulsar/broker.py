@@ -83,7 +83,7 @@ class PulsarBroker(Broker):
             self.capabilities = self.capabilities.but(WITHOUT_DEDUPLICATION)
         self._cluster = ClusterAccess(self.cluster, settings, self._client, topics, rest, context.events)
         self._keepalive = CoordinatorKeepalive(self._client) if self.capabilities[Capability.ATOMIC_TOPICS] else None
-        self._owner: PulsarOwner | None = None
+        self._owners: dict[str, PulsarOwner] = {}  # the newest of each transactional id
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
@@ -103,6 +103,8 @@ class PulsarBroker(Broker):
 
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         self.capabilities.require(Capability.ATOMIC_TOPICS)
+        if (before := self._owners.pop(identity.name, None)) is not None:
+            before.close(deadline)  # an owner that opens its id again must not fence itself
         return list(self._owner_of(identity).open_writers(count, deadline))
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
@@ -112,10 +114,10 @@ class PulsarBroker(Broker):
     def _owner_of(self, identity: Identity) -> PulsarOwner:
         from txnbridge_pulsar.write.owner import PulsarOwner
 
-        if self._owner is None:
+        if identity.name not in self._owners:
             ledger = self._context.ledger(identity.application, f"fence/{self.cluster}/{identity.name}")
-            self._owner = PulsarOwner(self._cluster, identity, ledger)
-        return self._owner
+            self._owners[identity.name] = PulsarOwner(self._cluster, identity, ledger)
+        return self._owners[identity.name]
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
         from txnbridge_pulsar.write.publisher import PulsarPublisher
@@ -170,8 +172,8 @@ class PulsarBroker(Broker):
                 publisher.close(deadline)
             except TxnBridgeError as error:
                 _log.warning("closing a publisher: %s", error)
-        if self._owner is not None:
-            self._owner.close(deadline)
+        for owner in self._owners.values():
+            owner.close(deadline)
         if self._keepalive is not None:
             self._keepalive.close()
         self._client.close()

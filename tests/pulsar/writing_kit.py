@@ -58,8 +58,8 @@ def cluster_of(bridge: Bridge) -> ClusterAccess:
 
 
 def owner_of(bridge: Bridge) -> PulsarOwner:
-    assert isinstance(bridge._connection.broker, PulsarBroker) and bridge._connection.broker._owner is not None
-    return bridge._connection.broker._owner
+    assert isinstance(bridge._connection.broker, PulsarBroker)
+    return bridge._connection.broker._owners[bridge._connection.identity.name]
 
 
 def writer_of(txn: Transaction) -> PulsarWriter:

@@ -23,7 +23,7 @@ TIMEOUT = 4.0  # of a transaction; a process may be paused for longer, and then 
 # Steps of txnbridge, before or behind which processes are killed or paused.
 STEPS = {
     "outbox": ("prepare", "outbox.store", "resolve", "outbox.delete"),
-    "half": ("half.store", "half.check", "half.end", "half.publish", "decision.append"),
+    "half": ("half.store", "half.check", "half.end", "half.open"),
 }
 STEPS["db"] = (*STEPS["half"], "database.barrier", "database.commit")
 

@@ -141,8 +141,9 @@ class KafkaAdmin(Admin):
     def internal_name(self, name: str) -> str:
         return self._settings.prefix + name
 
-    def create_internal_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
-        self._topics.create_internal_topic(name, deadline, partitions=partitions)
+    def create_internal_topic(self, name: str, deadline: Deadline) -> None:
+        self._topics.create_internal_topic(name, deadline)
+        self._topics.require_keeping(name, deadline)
 
     def trim(self, partition: Partition, before: Position, deadline: Deadline) -> None:
         try:

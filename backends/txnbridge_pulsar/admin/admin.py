@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported
 from txnbridge.spi import (
@@ -27,8 +28,9 @@ from txnbridge_pulsar.admin.open_transactions import ListedTransaction, ListingB
 from txnbridge_pulsar.admin.repair import end_by_hand, is_txn_id, repair
 from txnbridge_pulsar.admin.rest import Rest, RestRefused, path_of, unavailable
 from txnbridge_pulsar.cluster import ClusterAccess
-from txnbridge_pulsar.errors import retry_translated, translate
+from txnbridge_pulsar.errors import retry_translated, translate, translated
 from txnbridge_pulsar.outcome.outcome import end_prepared
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.topics import NEEDS_REST
 
 _log = logging.getLogger("txnbridge")
@@ -147,6 +149,24 @@ class PulsarAdmin(Admin):
 
     def internal_name(self, name: str) -> str:
         return self._settings.prefix + name
+
+    def create_internal_topic(self, name: str, deadline: Deadline) -> None:
+        full = self._topics.internal(name, deadline)
+        if not self._topics.existing(name, deadline):  # it was deleted since it was created
+            self._topics.keep(full, deadline)
+
+    def trim(self, partition: Partition, before: Position, deadline: Deadline) -> None:
+        """Allow the broker to drop whole BookKeeper ledgers before a position, as in a decision log."""
+        full = self._settings.namespace.full_name(partition[0])
+        ledger, entry, _ = before
+        if entry == 0:
+            return  # the record before the position is in another ledger; a later call trims
+        with translated(f"dropping old records of {full}"), suppress(wire.ConsumerBusy):
+            mover = self._cluster.client.subscribe(full, SUBSCRIPTION, timeout=deadline.left(), start=wire.EARLIEST)
+            try:
+                mover.acknowledge_up_to(wire.MessageId(ledger, entry - 1), timeout=deadline.left())
+            finally:
+                mover.close(deadline.left())
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
         """Return the topics' ids: the time when the first partition's record in the metadata store was created.

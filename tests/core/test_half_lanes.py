@@ -1,0 +1,397 @@
+"""Half messages in lanes: the core's own half store, on the embedded broker."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from txnbridge_conformance.observing import eventually, seen, values
+from txnbridge_conformance.plugin import NewTopic
+from txnbridge_conformance.run.sales import Sales
+from txnbridge_conformance.suite.half_messages import *  # noqa: F403
+
+from tests.core import half_topic_backend
+from tests.kill_walk import KillWalk
+from txnbridge import (
+    Bridge,
+    Decision,
+    EvidenceLost,
+    HalfMessages,
+    HalfTransaction,
+    Headers,
+    Message,
+    NotSupported,
+    Outcome,
+    OutcomeUnknown,
+    connect,
+    plugins,
+)
+from txnbridge import _half_lane as half_lane
+from txnbridge._connection import Connection
+from txnbridge._events import Event
+from txnbridge._half_lanes import LaneGroup
+from txnbridge._half_records import read_record
+from txnbridge.testing import listening
+
+COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugin() -> Iterator[None]:
+    timing = Connection.timing
+    Connection.timing = replace(timing, lane_beat=0.1, lane_look=0.05, lane_takeover=0.6)
+    with plugins.registered(half_topic_backend):
+        yield
+    Connection.timing = timing
+
+
+@pytest.fixture(scope="session")
+def txnbridge_url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"half-topic:{tmp_path_factory.mktemp('broker')}/broker.db?lease_seconds=6&half_check_seconds=0.2"
+
+
+def lanes(bridge: Bridge, group: str) -> LaneGroup:
+    return bridge._connection.half_lanes().group(group)  # type: ignore[attr-defined, no-any-return]
+
+
+def says(decision: Decision) -> Callable[..., Decision]:
+    return lambda *_: decision
+
+
+def sell(sales: HalfMessages, topic: str, value: bytes, decision: Decision = COMMIT) -> HalfTransaction:
+    with sales.transaction(decision, timeout=5) as txn:
+        txn.send(topic, value, key="k")
+    return txn
+
+
+def obey(txn: HalfTransaction, decision: Decision) -> Decision:
+    return decision
+
+
+# --- the living -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_committed_is_published_in_order_and_undecided_ones_hold_nothing_back(
+    bridge: Bridge, topic: str, group: str
+) -> None:
+    answer = [UNDECIDED]
+    with bridge.half_messages(group, execute=obey, check=lambda *_: answer[0]) as sales:
+        for number in range(50):
+            sell(sales, topic, b"late %d" % number, UNDECIDED)
+        for number in range(20):
+            sell(sales, topic, b"%d" % number)
+            assert values(seen(bridge, topic))[-1] == b"%d" % number
+        answer[0] = COMMIT
+        eventually(lambda: len(seen(bridge, topic)) == 70, "the late ones are published")
+    found = values(seen(bridge, topic))
+    assert found[:20] == [b"%d" % number for number in range(20)]
+    assert set(found[20:]) == {b"late %d" % number for number in range(50)}
+
+
+def test_half_messages_of_several_threads_share_transactions(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str
+) -> None:
+    shared: list[int] = []
+
+    def note(event: Event) -> None:
+        if (event.name, event.phase) == ("group.commit", "after"):
+            shared.append(len(event.data["members"]))
+
+    wanted = [b"%d" % number for number in range(40)]
+    with listening(note), connect(txnbridge_url, create_topics=1) as own, ThreadPoolExecutor(8) as pool:
+        with own.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+            list(pool.map(lambda value: sell(sales, topic, value), wanted))
+    assert max(shared, default=1) > 1
+    assert sorted(map(str, values(seen(bridge, topic)))) == sorted(map(str, wanted))
+
+
+def test_opening_the_lane_does_not_count_against_the_first_transactions_time(
+    bridge: Bridge, topic: str, group: str
+) -> None:
+    def slow(event: Event) -> None:
+        if (event.name, event.phase) == ("half.open", "before"):
+            threading.Event().wait(0.6)
+
+    with listening(slow), bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+        with sales.transaction(COMMIT, timeout=0.5) as txn:
+            txn.send(topic, b"1")
+    assert txn.outcome is Outcome.COMMITTED
+
+
+def test_a_check_that_hangs_keeps_no_others_from_being_published_and_nobody_takes_the_lane(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str
+) -> None:
+    asked, held, others = threading.Event(), threading.Event(), []
+
+    def hang(*_: Any) -> Decision:
+        asked.set()
+        held.wait(60)
+        return COMMIT
+
+    with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+        sales.close()
+        with (
+            bridge.resolver(group, check=hang, parallel=1),
+            connect(txnbridge_url) as other,
+            other.resolver(group, check=lambda id, _: others.append(id) or ABORT),
+        ):
+            sell(sales, topic, b"asked about", UNDECIDED)
+            assert asked.wait(60)
+            sell(sales, topic, b"1")
+            assert values(seen(bridge, topic)) == [b"1"]
+            threading.Event().wait(1.5)
+            held.set()
+            eventually(lambda: values(seen(bridge, topic)) == [b"1", b"asked about"], "the other one is, too")
+    assert others == []
+
+
+def test_records_of_done_halves_are_removed_and_what_holds_them_back_is_stored_again(
+    bridge: Bridge, topic: str, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(half_lane, "_TRIM_SECONDS", 0.1)
+    monkeypatch.setattr(half_lane, "_KEPT_RECORDS", 20)
+    answer = [UNDECIDED]
+    with bridge.half_messages(group, execute=obey, check=lambda *_: answer[0]) as sales:
+        late = sell(sales, topic, b"late", UNDECIDED)
+        lane = lanes(bridge, group).topic(0)
+
+        def begin() -> Any:
+            return bridge.admin.bounds(lane)[lane, 0][0]
+
+        first = begin()
+        for number in range(30):
+            sell(sales, topic, b"%d" % number)
+        eventually(lambda: begin() > first, "the late one does not hold back the removal")
+        answer[0] = COMMIT
+        eventually(lambda: len(seen(bridge, topic)) == 31, "the late one is published")
+        assert values(seen(bridge, topic)).count(b"late") == 1
+        eventually(lambda: not bridge.read(lane, 10), "all is removed")
+    assert late.outcome is Outcome.UNKNOWN
+
+
+# --- takeovers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_holder_whose_lane_was_opened_by_another_process_learns_how_its_half_messages_have_ended(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str
+) -> None:
+    """As after a pause: nothing is published twice, and the owner's later half messages go on."""
+    with connect(txnbridge_url, create_topics=1) as own, connect(txnbridge_url, create_topics=1) as other:
+
+        def work(txn: HalfTransaction, end: Decision | None) -> Decision:
+            half = next(iter(lanes(own, group)._lanes[0].index.undone))
+            lane = lanes(other, group)._lane(0, lanes(own, group)._own[1], own._connection.deadline())  # type: ignore[index]
+            if end is not None:
+                how = {"lane": 0, "owner": lane.name}
+                stored = next(h for h in [_half(group, half, topic, how)])
+                assert lanes(other, group).end(stored, end, own._connection.deadline()) is not Outcome.UNKNOWN
+            return COMMIT
+
+        sales = own.half_messages(group, execute=work, check=says(UNDECIDED))
+        for number, end in enumerate((None, COMMIT)):
+            with sales.transaction(end, timeout=5) as txn:
+                txn.send(topic, b"%d" % number)
+            assert txn.outcome is Outcome.COMMITTED
+        with pytest.raises(TransactionAborted), sales.transaction(ABORT, timeout=5) as txn:  # noqa: F405
+            txn.send(topic, b"never")
+        assert txn.outcome is Outcome.ABORTED
+    assert values(seen(bridge, topic)) == [b"0", b"1"]
+
+
+def _half(group: str, id: str, topic: str, how: Any) -> Any:
+    from txnbridge.spi import Half
+
+    return Half(group, id, [], 0, 0, how=how)
+
+
+def test_a_process_that_comes_back_late_is_told_that_only_its_own_records_tell(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str
+) -> None:
+    with connect(txnbridge_url, create_topics=1) as own, connect(txnbridge_url, create_topics=1) as other:
+
+        def work(txn: HalfTransaction, _: Any) -> Decision:
+            mine, deadline = lanes(own, group), own._connection.deadline()
+            assert mine._own is not None
+            number, name = mine._own
+            mine._drop(mine._lanes[number])
+            with other.resolver(group, check=says(COMMIT)):
+                eventually(lambda: values(seen(bridge, topic)) == [b"1"], "a resolver publishes it")
+            assert lanes(other, group)._list_lane(number, name, "", "", deadline)
+            assert lanes(other, group).own_lane(deadline).topic == mine.topic(number)
+            return COMMIT
+
+        sales = own.half_messages(group, execute=work, check=says(UNDECIDED))
+        sales.close()
+        with pytest.raises(EvidenceLost), sales.transaction(timeout=1) as txn:
+            txn.send(topic, b"1")
+        assert lanes(own, group).own_lane(own._connection.deadline()).topic == lanes(own, group).topic(1)
+    assert values(seen(bridge, topic)) == [b"1"]
+
+
+def test_two_resolvers_take_a_lane_over_and_each_half_message_is_published_once(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str
+) -> None:
+    with connect(txnbridge_url, create_topics=1) as dead:
+        sales = dead.half_messages(group, execute=obey, check=says(UNDECIDED))
+        sales.close()
+        for number in range(100):
+            sell(sales, topic, b"%d" % number, UNDECIDED)
+    with connect(txnbridge_url) as one, connect(txnbridge_url) as two:
+        with one.resolver(group, check=says(COMMIT)), two.resolver(group, check=says(COMMIT)):
+            eventually(lambda: len(seen(bridge, topic)) >= 100, "all are published")
+    assert sorted(values(seen(bridge, topic)), key=str) == sorted((b"%d" % n for n in range(100)), key=str)
+
+
+def test_the_lane_of_a_process_that_has_ended_is_used_by_the_next_one(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str
+) -> None:
+    for number in range(3):
+        with connect(txnbridge_url, create_topics=1) as own:
+            with own.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+                sell(sales, topic, b"%d" % number)
+    assert len(lanes(bridge, group)._listed(bridge._connection.deadline())) == 1
+
+
+def test_a_lane_whose_topic_was_deleted_is_told_and_the_group_goes_on(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(txnbridge_url, create_topics=1) as own:
+        sales = own.half_messages(group, execute=obey, check=says(UNDECIDED))
+        sales.close()
+        sell(sales, topic, b"lost", UNDECIDED)
+    bridge.admin.delete_topic(lanes(bridge, group).topic(0))
+    with connect(txnbridge_url, create_topics=1) as own:
+        with own.half_messages(group, execute=obey, check=says(COMMIT)) as sales:
+            sell(sales, topic, b"1")
+            own_name = lanes(own, group)._listed(own._connection.deadline())[0]["owner"]
+            lanes(own, group)._lane(0, own_name, own._connection.deadline())
+    assert "was deleted: its half messages are lost" in caplog.text
+    assert values(seen(bridge, topic)) == [b"1"]
+
+
+# --- refused and parked -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_refused_is_parked_and_published_once_it_can_be_and_others_go_on(
+    txnbridge_url: str, bridge: Bridge, topic: str, new_topic: NewTopic, group: str
+) -> None:
+    gone = new_topic()
+
+    def delete(txn: HalfTransaction, _: Any) -> Decision:
+        bridge.admin.delete_topic(gone)
+        return COMMIT
+
+    with connect(txnbridge_url, create_topics=0) as other:
+        with other.half_messages(group, execute=delete, check=says(COMMIT)) as doomed:
+            with pytest.raises(OutcomeUnknown, match="parked"):
+                sell(doomed, gone, b"1")
+        with other.half_messages(group, execute=obey, check=says(COMMIT)) as sales:
+            sell(sales, topic, b"2")
+            assert values(seen(bridge, topic)) == [b"2"]
+            [half] = bridge.admin.parked(group)
+            assert any(group in advice.remedy for advice in bridge.admin.check())
+            bridge.admin.create_topic(gone)
+            bridge.admin.resume(group, half.transaction)
+            eventually(lambda: values(seen(bridge, gone)) == [b"1"], "it is published")
+    assert bridge.admin.parked(group) == []
+
+
+@pytest.mark.parametrize("decision", [COMMIT, ABORT])
+def test_a_parked_half_is_ended_by_an_administrator(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str, decision: Decision
+) -> None:
+    with (
+        connect(f"{txnbridge_url}&half_checks=2", create_topics=1) as asking,
+        asking.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales,
+    ):
+        with sales.transaction(UNDECIDED, timeout=0.5) as txn:
+            txn.send(topic, b"1")
+        eventually(lambda: bridge.admin.parked(group) != [], "it is parked")
+        [half] = bridge.admin.parked(group)
+        assert (half.transaction, [message.value for message in half.messages]) == (txn.id, [b"1"])
+        bridge.admin.end_parked(group, txn.id, decision)
+        assert bridge.admin.parked(group) == []
+        sell(sales, topic, b"2")
+    assert values(seen(bridge, topic)) == ([b"1", b"2"] if decision is COMMIT else [b"2"])
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+
+def shop(url: str) -> None:
+    """Sell three times, and wait until all that was sold, also by an earlier run that was killed, is published."""
+    Connection.timing = replace(Connection.timing, lane_beat=0.2, lane_look=0.1, lane_takeover=1.0)
+    books = Sales(_books_of(url))
+    with connect(url, create_topics=1) as bridge:
+        check = lambda id, _: books.decide(id, ABORT)  # noqa: E731
+        with bridge.half_messages("shop", execute=lambda txn, d: books.decide(txn.id, d), check=check) as sales:
+            for decision in (COMMIT, ABORT, COMMIT):
+                with sales.transaction(decision, timeout=2) as txn:
+                    txn.send("orders", txn.id.encode())
+                    txn.send("audit", txn.id.encode())
+            eventually(lambda: sold(bridge, "audit") >= committed(books), "all is published")
+
+
+def _books_of(url: str) -> Path:
+    return Path(url.partition(":")[2].partition("?")[0]).with_name("books.db")
+
+
+def committed(books: Sales) -> set[str]:
+    return {id for id, decision in books.all().items() if decision is COMMIT}
+
+
+def sold(bridge: Bridge, topic: str) -> set[str]:
+    return {str(message.value, "ascii") for message in bridge.read(topic, 1000)}
+
+
+def agrees(url: str) -> None:
+    """Check that the database and both topics have the same sales, each once."""
+    with connect(url, create_topics=1) as bridge:
+        for topic in ("orders", "audit"):
+            found = [str(message.value, "ascii") for message in bridge.read(topic, 1000)]
+            assert sorted(found) == sorted(committed(Sales(_books_of(url))))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_database_and_topics_agree_wherever_a_seller_dies(tmp_path: Path, kill_walk: KillWalk) -> None:
+    folders = (tmp_path / str(number) for number in itertools.count())
+
+    def fresh() -> str:
+        folder = next(folders)
+        folder.mkdir()
+        return f"half-topic:{folder}/broker.db?lease_seconds=1.5&half_check_seconds=0.2"
+
+    least = {"half.store/before", "half.store/after", "half.end/before", "half.end/after", "half.open/after"}
+    kill_walk(shop, agrees, fresh=fresh, least=least, at_once=2, timeout=120)
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_foreign_and_damaged_records_are_no_halves_and_newer_ones_are_refused() -> None:
+    source = random.Random(1)
+    fields = {"kind": "half", "transaction": "t", "number": 0, "of": 1, "check_at": 0, "deadline_at": 0, "checks": 0}
+    whole = json.dumps({"v": 2, **fields, "topic": "x", "partition": None, "timestamp": None}).encode()
+    assert read_record(_message(0, (("txnbridge-half", whole),))) is not None
+    for _ in range(2000):
+        data = bytearray(whole)
+        for _ in range(source.randint(1, 8)):
+            data[source.randrange(8, len(data))] = source.randrange(256)
+        for header in (bytes(data), whole[: source.randrange(len(whole))], source.randbytes(20)):
+            read_record(_message(0, (("txnbridge-half", header),)))
+    assert read_record(_message(0, (("other", b"{}"),))) is None
+    with pytest.raises(NotSupported, match="newer version"):
+        read_record(_message(0, (("txnbridge-half", b'{"v": 3}'),)))
+
+
+def _message(position: int, headers: Any) -> Message:
+    return Message("half", 0, (position,), None, b"1", Headers(headers), 0, 1, None)
