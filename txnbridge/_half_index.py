@@ -43,9 +43,9 @@ class UndoneHalf:
 class LaneIndex:
     """The half messages of one lane. One thread at a time reads; any thread looks and notes."""
 
-    def __init__(self, consumers: Consumers, topic: str) -> None:
+    def __init__(self, consumers: Consumers, topic: str, outcomes: OrderedDict[str, Outcome]) -> None:
         self.undone: dict[str, UndoneHalf] = {}
-        self.outcomes: OrderedDict[str, Outcome] = OrderedDict()
+        self.outcomes = outcomes  # of halves of the group, in all of its lanes, that this process knows
         self.patience = 0.0  # the time within which the holder has promised the next record
         self._awaited = ""  # the nonce of the beat up to which a call reads
         self.position: Position = ()  # behind the last record that was read
@@ -105,6 +105,8 @@ class LaneIndex:
             self.undone[part.transaction] = each
         if part.number == 0 or each.first is None:  # a half that was stored again is found at its last copy
             each.first, each.rank = position, self.read
+            if part.checks > each.checks:
+                each.checks, each.check_at = part.checks, part.check_at
 
     # --- reading ----------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from txnbridge.errors import (
     InvalidState,
     NotFound,
     OutcomeUnknown,
+    PositionLost,
     TransactionAborted,
     TxnBridgeError,
 )
@@ -61,11 +62,13 @@ Send = tuple[str, Record, int | None, int | None]
 class Lane:
     """A lane that this process has opened. Any thread stores and ends halves; one thread at a time tends the lane."""
 
-    def __init__(self, consumers: Consumers, logs: DecisionLogs, application: str, topic: str, name: str) -> None:
+    def __init__(
+        self, consumers: Consumers, logs: DecisionLogs, application: str, index: LaneIndex, topic: str, name: str
+    ) -> None:
         connection = consumers.connection
         self.topic = topic
         self.name = name  # the name that the lane's owner gave itself when it got the lane
-        self.index = LaneIndex(consumers, topic)
+        self.index = index
         self.ending: set[str] = set()  # halves that a thread ends or stores again at present
         self._connection = connection
         self._outcomes = consumers.outcomes
@@ -327,4 +330,6 @@ class Lane:
 
 def is_lost(error: TxnBridgeError) -> bool:
     """Return whether a lane has to be opened again after this error of one of its transactions."""
-    return isinstance(error, Fenced | OutcomeUnknown) and not isinstance(error, ParkedHalf | EvidenceLost)
+    return isinstance(error, Fenced | OutcomeUnknown | PositionLost) and not isinstance(
+        error, ParkedHalf | EvidenceLost
+    )

@@ -12,8 +12,9 @@ import re
 import string
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -26,7 +27,7 @@ from txnbridge._half_index import LaneIndex
 from txnbridge._half_lane import Lane, is_lost
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
-from txnbridge.errors import EvidenceLost, InvalidOption, NotFound, TxnBridgeError
+from txnbridge.errors import EvidenceLost, InvalidOption, NotFound, PositionLost, TxnBridgeError
 from txnbridge.spi import Advice, Half, HalfStore, LedgerValue
 
 _log = logging.getLogger("txnbridge")
@@ -152,6 +153,7 @@ class LaneGroup:
         self._list = LedgerValue(logs.ledger(application, f"half/{group}"))
         self._own: tuple[int, str] | None = None  # the number of the own lane, and its owner's name
         self._lanes: dict[int, Lane] = {}  # those that this process holds, as far as it knows
+        self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
         self._opening = threading.Lock()
         self._turn = threading.Lock()  # of the thread that tends the lanes
         self._seen: dict[int, _Seen] = {}
@@ -230,18 +232,30 @@ class LaneGroup:
             if listed is None or listed["owner"] != name:
                 raise EvidenceLost(f"lane {number} of group {self._group!r} was given to another process")
             if (id := self._topic_id(number, deadline)) != listed["id"]:
-                _log.error("the topic %s was deleted: its half messages are lost", self.topic(number))
+                if listed["id"]:
+                    _log.error("the topic %s was deleted: its half messages are lost", self.topic(number))
                 self._list_lane(number, name, name, id, deadline)
-            lane = Lane(self._consumers, self._logs, self._application, self.topic(number), name)
-            try:
-                lane.open(deadline)
-            except BaseException:
-                lane.close()
-                raise
-            self._lanes[number] = lane
+            lane = self._lanes[number] = self._opened(number, name, deadline)
         if lane.name != name:
             raise EvidenceLost(f"lane {number} of group {self._group!r} was given to another process")
         return lane
+
+    def _opened(self, number: int, name: str, deadline: Deadline) -> Lane:
+        while True:
+            index, topic = self._new_index(number), self.topic(number)
+            lane = Lane(self._consumers, self._logs, self._application, index, topic, name)
+            try:
+                lane.open(deadline)
+                return lane
+            except PositionLost:  # the holder before has removed old records meanwhile
+                lane.close()
+                deadline.check(f"reading {topic!r}")
+            except BaseException:
+                lane.close()
+                raise
+
+    def _new_index(self, number: int) -> LaneIndex:
+        return LaneIndex(self._consumers, self.topic(number), self._outcomes)
 
     def _drop(self, lane: Lane) -> None:
         """Forget a lane that this process does not hold any more, or about which it is not certain."""
@@ -347,10 +361,10 @@ class LaneGroup:
         listed = self._listed(deadline)
         ends = self._ends(listed, deadline)
         for number, each in listed.items():
-            end = ends.get(number, ())
+            end = ends.get(number, ())  # () if its topic was deleted
             seen = self._seen.get(number)
             if seen is None or seen.end != end:
-                self._seen[number] = _Seen(end, now)
+                self._seen[number] = _Seen(end, now, settled=not end)
             elif not each["owner"] or ((lane := self._lanes.get(number)) is not None and lane.waits):
                 pass
             elif seen.settled:
@@ -374,26 +388,17 @@ class LaneGroup:
         return {topics[topic]: end for (topic, _), (_, end) in bounds.items()}
 
     def _take_over(self, number: int, owner: str, seen: _Seen, still: float, deadline: Deadline) -> None:
-        index = self._read(number, deadline)
-        if index is None or all(each.parked for each in index.undone.values()):
-            seen.settled = True
-        elif still > index.patience:
-            _log.info("lane %d of group %r stands still: its half messages are asked about here", number, self._group)
-            if (lane := self._lanes.get(number)) is not None:  # resumed by an administrator
-                self._drop(lane)
-            with suppress(EvidenceLost):
-                self._lane(number, owner, deadline)
-
-    def _read(self, number: int, deadline: Deadline) -> LaneIndex | None:
-        """Read a lane without opening it."""
-        index = LaneIndex(self._consumers, self.topic(number))
-        try:
+        index = self._new_index(number)
+        with closing(index), suppress(PositionLost):  # its holder removes old records, so it lives
             index.read_all(deadline)
-        except NotFound:
-            return None
-        finally:
-            index.close()
-        return index
+            if all(each.parked for each in index.undone.values()):
+                seen.settled = True
+            elif still > index.patience:
+                _log.info("lane %d of group %r stands still: this process takes it over", number, self._group)
+                if (lane := self._lanes.get(number)) is not None:  # resumed by an administrator
+                    self._drop(lane)
+                with suppress(EvidenceLost):
+                    self._lane(number, owner, deadline)
 
     def leave(self, deadline: Deadline) -> None:
         """Give the own lane back if all its halves are done, and leave the others to other resolvers."""
@@ -425,7 +430,6 @@ class LaneGroup:
                 each, how = index.undone[id], {"lane": number, "owner": owner}
                 messages = bodies.get(id, [])
                 found.append(Half(self._group, id, messages, each.check_at, each.deadline_at, each.checks, how))
-            index.close()
         return found
 
     def late(self, deadline: Deadline) -> int:
@@ -434,17 +438,14 @@ class LaneGroup:
         count = 0
         for _, _, index in self._indexes(deadline):
             count += sum(not each.parked and each.check_at < before for each in index.undone.values())
-            index.close()
         return count
 
     def _indexes(self, deadline: Deadline) -> Iterator[tuple[int, str, LaneIndex]]:
-        for number, each in self._listed(deadline).items():
-            index = LaneIndex(self._consumers, self.topic(number))
-            try:
+        listed = self._listed(deadline)
+        for number in self._ends(listed, deadline):
+            with closing(self._new_index(number)) as index:
                 index.read_all(deadline)
-            except NotFound:
-                continue
-            yield number, each["owner"], index
+                yield number, listed[number]["owner"], index
 
     def resume(self, half: Half, deadline: Deadline) -> None:
         lane = self._lane(half.how["lane"], half.how["owner"], deadline)

@@ -240,6 +240,8 @@ class HalfMessages(ConnectionUser):
         # Transaction ids have the form that other transactions' ids have: the owner, the bridge and a number.
         self._name = f"half-{check_group(group)}-{random_name(8)}/{connection.name[-8:]}"
         self._numbers = iter(range(1, 1 << 62))
+        with connection.call():
+            self._store.ready(group, connection.deadline())
         self._resolver = Resolver(connection, group, check)
         self._resolver.start()
 
@@ -248,8 +250,6 @@ class HalfMessages(ConnectionUser):
         self._connection.check_open()
         timeout = self._connection.timeout if timeout is None else timeout
         check_seconds("timeout", timeout, above_0=True)
-        with self._connection.call():
-            self._store.ready(self._group, self._connection.deadline())
         id = f"{self._name}/{next(self._numbers)}"
         return HalfTransaction(self._connection, self._store, self._group, id, self._execute, arg, timeout)
 

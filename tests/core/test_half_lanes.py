@@ -39,6 +39,7 @@ from txnbridge._connection import Connection
 from txnbridge._events import Event
 from txnbridge._half_lanes import LaneGroup
 from txnbridge._half_records import read_record
+from txnbridge._token_operations import Outcomes
 from txnbridge.testing import listening
 
 COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
@@ -233,6 +234,27 @@ def test_a_process_that_comes_back_late_is_told_that_only_its_own_records_tell(
         with pytest.raises(EvidenceLost), sales.transaction(timeout=1) as txn:
             txn.send(topic, b"1")
         assert lanes(own, group).own_lane(own._connection.deadline()).topic == lanes(own, group).topic(1)
+    assert values(seen(bridge, topic)) == [b"1"]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_an_end_whose_answer_is_lost_is_looked_up_and_not_repeated(
+    bridge: Bridge, topic: str, group: str, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    monkeypatch.setattr(Outcomes, "resolve", lambda *_: None)
+
+    def lose(writer: Any, deadline: Any) -> None:
+        (writer.commit if stored else writer.abort)(deadline)
+        raise OutcomeUnknown("the answer is lost")
+
+    def work(txn: HalfTransaction, decision: Decision) -> Decision:
+        lanes(bridge, group)._lanes[0]._writers.commit = lose
+        return decision
+
+    with bridge.half_messages(group, execute=work, check=says(UNDECIDED)) as sales:
+        sales.close()
+        assert sell(sales, topic, b"1").outcome is Outcome.COMMITTED
+        assert sell(sales, topic, b"2", ABORT).outcome is Outcome.ABORTED
     assert values(seen(bridge, topic)) == [b"1"]
 
 
