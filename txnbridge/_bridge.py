@@ -528,7 +528,7 @@ class Bridge:
 
         with self._guard:
             if self._half_lanes is None:
-                self._half_lanes = LaneStore(self._consumers, self._create_topics or 0, self._logs)
+                self._half_lanes = LaneStore(self._consumers, self._logs)
             return self._half_lanes
 
     def resolver(

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -27,7 +27,7 @@ from txnbridge._half_index import LaneIndex
 from txnbridge._half_lane import Lane, is_lost
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
-from txnbridge.errors import EvidenceLost, InvalidOption, NotFound, PositionLost, TxnBridgeError
+from txnbridge.errors import EvidenceLost, NotFound, PositionLost, TxnBridgeError
 from txnbridge.spi import Advice, Half, HalfStore, LedgerValue
 
 _log = logging.getLogger("txnbridge")
@@ -43,14 +43,13 @@ _PLAIN = (string.ascii_letters + string.digits + "-").encode()
 class LaneStore(HalfStore):
     """The half store of one bridge. It has one `LaneGroup` for each group. Any thread may use it."""
 
-    def __init__(self, consumers: Consumers, create_topics: int, logs: DecisionLogs) -> None:
+    def __init__(self, consumers: Consumers, logs: DecisionLogs) -> None:
         self._consumers = consumers
         self._connection = consumers.connection
-        self._create_topics = create_topics
         self._logs = logs
         self._guard = threading.Lock()
         self._groups: dict[str, LaneGroup] = {}
-        self._targets: dict[str, int] = {}  # the number of partitions of each topic to which halves were sent
+        self._targets: set[tuple[str, int | None]] = set()  # topics and partitions that exist
 
     def group(self, group: str) -> LaneGroup:
         with self._guard:
@@ -68,24 +67,12 @@ class LaneStore(HalfStore):
 
     def _check_targets(self, half: Half, deadline: Deadline) -> None:
         """Raise `NotFound` if a message's topic or partition does not exist: it could not be published later."""
-        for message in half.messages:
-            if message.topic not in self._targets:
-                self._targets[message.topic] = self._partitions(message.topic, deadline)
-            count = self._targets[message.topic]
-            if message.partition is not None and not 0 <= message.partition < count:
-                self._targets.pop(message.topic, None)  # partitions may be added later
-                raise NotFound(f"topic {message.topic!r} has no partition {message.partition}, only {count}")
-
-    def _partitions(self, topic: str, deadline: Deadline) -> int:
-        admin, create = self._connection.broker.admin, self._create_topics
-        try:
-            return len(admin.bounds([topic], deadline))
-        except NotFound:
-            if not create:
-                raise
-        with suppress(InvalidOption):  # another process has created the topic meanwhile
-            admin.create_topic(topic, create, deadline)
-        return len(admin.bounds([topic], deadline))
+        broker = self._connection.broker
+        for topic, number in {(message.topic, message.partition) for message in half.messages} - self._targets:
+            broker.require_topic(topic, deadline)
+            if number is not None and (topic, number) not in broker.admin.bounds([topic], deadline):
+                raise NotFound(f"topic {topic!r} has no partition {number}")
+            self._targets.add((topic, number))
 
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
         return self.group(half.group).end(half, decision, deadline)
@@ -222,8 +209,16 @@ class LaneGroup:
             raise EvidenceLost(f"lane {number} of group {self._group!r} was given to another process")
         return lane
 
-    def _opens(self, deadline: Deadline) -> _Held:
-        return _Held(self._opening, deadline, f"opening a lane of group {self._group!r}")
+    @contextmanager
+    def _opens(self, deadline: Deadline) -> Iterator[None]:
+        held: list[bool] = []
+        try:
+            if not deadline.acquire(self._opening, held):
+                deadline.check(f"opening a lane of group {self._group!r}")
+            yield
+        finally:
+            if held:
+                self._opening.release()
 
     def _open(self, number: int, name: str, deadline: Deadline) -> Lane:
         """Open a lane, on the thread that has `_opening`."""
@@ -450,22 +445,6 @@ class LaneGroup:
     def resume(self, half: Half, deadline: Deadline) -> None:
         lane = self._lane(half.how["lane"], half.how["owner"], deadline)
         lane.park(half.transaction, "", deadline)
-
-
-class _Held:
-    """Holds a lock that is acquired by a deadline, for a `with` block."""
-
-    def __init__(self, lock: threading.Lock, deadline: Deadline, what: str) -> None:
-        self._lock, self._deadline, self._what = lock, deadline, what
-        self._held: list[bool] = []
-
-    def __enter__(self) -> None:
-        if not self._deadline.acquire(self._lock, self._held):
-            self._deadline.check(self._what)
-
-    def __exit__(self, *_: object) -> None:
-        if self._held:
-            self._lock.release()
 
 
 def _lanes_of(value: Mapping[str, Any] | None) -> dict[int, dict[str, Any]]:
