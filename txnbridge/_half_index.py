@@ -28,7 +28,7 @@ _MOST_OUTCOMES = 100_000
 class UndoneHalf:
     """A half that is not done. Times are milliseconds since 1970. About 200 bytes."""
 
-    __slots__ = ("check_at", "checks", "deadline_at", "first", "parked", "parts", "rank")
+    __slots__ = ("check_at", "checks", "deadline_at", "first", "parked", "parts", "rank", "size")
 
     def __init__(self, check_at: int, deadline_at: int, checks: int, parts: int) -> None:
         self.check_at = check_at
@@ -38,6 +38,7 @@ class UndoneHalf:
         self.parked = ""  # the reason, if it is parked
         self.first: Position | None = None  # of its first record; None if this process stored it and has not read it
         self.rank = 0  # the number of records that were read before its first one
+        self.size = 0  # of its messages' values, in bytes, as far as they were read
 
 
 class LaneIndex:
@@ -107,6 +108,8 @@ class LaneIndex:
             each.first, each.rank = position, self.read
             if part.checks > each.checks:
                 each.checks, each.check_at = part.checks, part.check_at
+            each.size = 0
+        each.size += len(part.message.value or b"")
 
     # --- reading ----------------------------------------------------------------------------------------------------
 

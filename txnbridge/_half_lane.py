@@ -12,8 +12,10 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 from txnbridge._connection import close_logging_errors, random_name
 from txnbridge._consumers import Consumers
@@ -51,8 +53,8 @@ _LARGE_MESSAGES, _LARGE_BYTES = 1_000, 1_000_000
 # Undone halves are stored again behind newer records when they hold back the removal of so many records, and of this
 # multiple of their own number: so each is stored again only after many others.
 _KEPT_RECORDS, _KEPT_FACTOR = 50_000, 4
-# The number of halves that are stored again, or whose bodies are read, at once.
-_BATCH = 500
+# The number of halves that are stored again, or whose bodies are read, at once, and the bytes of their messages.
+_BATCH, _BATCH_BYTES = 500, 4_000_000
 # The interval at which records of done halves are removed, and the time until the next attempt after a failure.
 _TRIM_SECONDS, _TRIM_AGAIN_SECONDS = 10.0, 600.0
 
@@ -79,6 +81,7 @@ class Lane:
         self._shared = GroupCommit(connection, self._writers, self._outcomes, begin, 1)
         self._changed = threading.Condition()
         self._due: list[tuple[int, str]] = []  # a heap of check-backs, and of some that are not due any more
+        self._fetched: deque[tuple[str, list[HalfMessage]]] = deque()  # halves that are asked about next
         self._committed_at = time.monotonic()
         self._closed = False
         self._marked: tuple[Position, set[str]] | None = None  # an end of the topic, and what was not done there
@@ -239,26 +242,61 @@ class Lane:
         with self._changed:
             heapq.heappush(self._due, (check_at, transaction))
 
-    def due(self, limit: int) -> list[str]:
-        """Return halves whose check-back is due, and note when the next one is."""
-        now = int(time.time() * 1000)
-        due: list[str] = []
-        pause = self._connection.broker.half_check_seconds * 1000
-        with self._changed:
-            while self._due and self._due[0][0] <= now and len(due) < limit:
-                at, id = heapq.heappop(self._due)
-                each = self.index.undone.get(id)
-                if each is None or each.parked or each.check_at > max(at, 0) or id in due:
+    def next_halves(self, limit: int, deadline: Deadline) -> list[Half]:
+        """Return halves whose check-back is due, without a group. Call it on the thread that tends the lane."""
+        if limit and not self._fetched:
+            self._fetch(deadline)
+        halves: list[Half] = []
+        broker = self._connection.broker
+        while self._fetched and len(halves) < limit:
+            id, messages = self._fetched.popleft()
+            each = self.index.undone.get(id)
+            if each is None or each.parked:
+                continue
+            if each.checks >= broker.half_checks:
+                self.park(id, f"{each.checks} check-backs had no decision", deadline)
+                continue
+            pause = broker.half_check_seconds * min(1 << each.checks, _LONGEST_PAUSE_FACTOR)
+            each.check_at = int((time.time() + pause) * 1000)
+            each.checks += 1
+            self._ask_at(id, each.check_at)
+            halves.append(Half("", id, messages, each.check_at, each.deadline_at, each.checks))
+        return halves
+
+    def _fetch(self, deadline: Deadline) -> None:
+        """Read the messages of halves whose check-back is due: of many at once, which is faster."""
+        ids = self._take_due()
+        try:
+            found = self.bodies(ids, deadline)
+            for id in ids:
+                if (each := self.index.undone.get(id)) is None or id in found:
                     continue
-                each.check_at = now + int(pause * min(1 << each.checks, _LONGEST_PAUSE_FACTOR))
-                each.checks += 1
-                heapq.heappush(self._due, (each.check_at, id))
-                due.append(id)
-        return due
+                if each.first is None:  # the answer to its storing was lost, and it was not stored
+                    self.index.undone.pop(id, None)
+                else:
+                    self.park(id, "its records were deleted, so it can never be published (EvidenceLost)", deadline)
+        except BaseException:
+            for id in ids:
+                self._ask_at(id, 0)
+            raise
+        self._fetched.extend(found.items())
+
+    def _take_due(self) -> list[str]:
+        now, size = int(time.time() * 1000), 0
+        ids: dict[str, None] = {}
+        with self._changed:
+            while self._due and self._due[0][0] <= now and len(ids) < _BATCH and size < _BATCH_BYTES:
+                _, id = heapq.heappop(self._due)
+                if (each := self.index.undone.get(id)) and not each.parked and each.check_at <= now:
+                    ids[id] = None
+                    size += each.size
+        return list(ids)
 
     @property
     def next_due(self) -> float:
         """The time by the system's clock of the next check-back."""
+        if self._fetched:
+            return 0.0
         with self._changed:
             return self._due[0][0] / 1000 if self._due else float("inf")
 
@@ -319,8 +357,10 @@ class Lane:
 
     def _store_again(self, deadline: Deadline) -> None:
         """Store the oldest undone halves again, behind the newer records."""
-        known = sorted((each.first, id) for id, each in list(self.index.undone.items()) if each.first)
-        for id, messages in self.bodies([id for _, id in known[:_BATCH]], deadline).items():
+        known = sorted((each.first, id, each.size) for id, each in list(self.index.undone.items()) if each.first)
+        sizes = accumulate(size for *_, size in known)
+        ids = [id for (_, id, size), total in zip(known[:_BATCH], sizes, strict=False) if total - size < _BATCH_BYTES]
+        for id, messages in self.bodies(ids, deadline).items():
             with self._alone(id, deadline):
                 if each := self.index.undone.get(id):
                     copy = Half("", id, messages, each.check_at, each.deadline_at, each.checks)

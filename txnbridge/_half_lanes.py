@@ -303,21 +303,7 @@ class LaneGroup:
                 return []
             while True:
                 self._look(self._connection.deadline())
-                due: list[Half] = []
-                failed: TxnBridgeError | None = None
-                for number, lane in list(self._lanes.items()):
-                    try:
-                        lane.tend(self._connection.deadline())
-                        due += self._due(number, lane, limit - len(due))
-                        if (self._own or (None,))[0] != number and not lane.waits:
-                            self._drop(lane)  # of another process, with nothing left to do
-                    except TxnBridgeError as error:
-                        failed = error
-                        if is_lost(error):
-                            self._drop(lane)
-                            failed = None
-                if failed is not None and not due:
-                    raise failed
+                due = self._tend(limit)
                 if due or deadline.expired:
                     return due
                 soonest = min((lane.next_due for lane in list(self._lanes.values())), default=float("inf"))
@@ -326,27 +312,26 @@ class LaneGroup:
             if held:
                 self._turn.release()
 
-    def _due(self, number: int, lane: Lane, limit: int) -> list[Half]:
-        due = lane.due(limit)
-        if not due:
-            return []
-        deadline = self._connection.deadline()
-        most = self._connection.broker.half_checks
-        for id in due:
-            if (each := lane.index.undone.get(id)) and each.checks > most:
-                lane.park(id, f"{most} check-backs had no decision", deadline)
-        bodies = lane.bodies([id for id in due if (e := lane.index.undone.get(id)) and not e.parked], deadline)
-        halves = []
-        for id in due:
-            each = lane.index.undone.get(id)
-            if each is None or each.parked:
-                continue
-            if id in bodies:
-                how = {"lane": number, "owner": lane.name}
-                halves.append(Half(self._group, id, bodies[id], each.check_at, each.deadline_at, each.checks, how))
-            elif each.first is not None:
-                lane.park(id, "its records were deleted, so it can never be published (EvidenceLost)", deadline)
-        return halves
+    def _tend(self, limit: int) -> list[Half]:
+        """Do what the held lanes need, and return halves whose check-back is due."""
+        due: list[Half] = []
+        failed: TxnBridgeError | None = None
+        for number, lane in list(self._lanes.items()):
+            how, is_own = {"lane": number, "owner": lane.name}, self._own == (number, lane.name)
+            try:
+                lane.tend(self._connection.deadline())
+                halves = lane.next_halves(limit - len(due), self._connection.deadline())
+                due += [replace(half, group=self._group, how=how) for half in halves]
+                if not is_own and not lane.waits:  # nothing is left to do in the lane of a dead process
+                    self._drop(lane)
+            except TxnBridgeError as error:
+                if is_lost(error):
+                    self._drop(lane)
+                else:
+                    failed = error
+        if failed is not None and not due:
+            raise failed
+        return due
 
     def _look(self, deadline: Deadline) -> None:
         """Look for lanes whose holder has died, and open them."""
