@@ -178,6 +178,7 @@ class Lane:
                 return Outcome.UNKNOWN
             if id not in self.index.undone:
                 if half.how:
+                    self.beat(0.0, deadline)  # only the lane's present holder can tell (hazard H154)
                     raise EvidenceLost(f"half messages of {id} have ended long ago: only its own records tell how")
                 return Outcome.ABORTED  # it was not stored
             outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED

@@ -1,0 +1,125 @@
+"""Half messages in lanes on a real broker: what it refuses and loses, large ones and many."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+from txnbridge_conformance import brokers
+from txnbridge_conformance.observing import eventually, seen, values
+
+from txnbridge import Bridge, Decision, HalfTransaction, InvalidOption, Outcome, OutcomeUnknown, connect
+from txnbridge._connection import Connection
+from txnbridge._half_lanes import LaneGroup
+
+COMMIT, UNDECIDED = Decision.COMMIT, Decision.UNDECIDED
+
+
+@pytest.fixture(autouse=True)
+def _soon() -> Iterator[None]:
+    timing = Connection.timing
+    Connection.timing = replace(timing, lane_beat=0.5, lane_look=0.2, lane_takeover=3.0)
+    yield
+    Connection.timing = timing
+
+
+@pytest.fixture
+def admin(kafka_broker: brokers.Broker) -> AdminClient:
+    return AdminClient({"bootstrap.servers": kafka_broker.url.removeprefix("kafka://")})
+
+
+def configure(admin: AdminClient, topic: str, name: str, value: str) -> None:
+    entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    admin.incremental_alter_configs([resource])[resource].result()
+
+
+def lanes(bridge: Bridge, group: str) -> LaneGroup:
+    return bridge._connection.half_lanes().group(group)  # type: ignore[attr-defined, no-any-return]
+
+
+def obey(txn: HalfTransaction, decision: Decision) -> Decision:
+    return decision
+
+
+def says(decision: Decision) -> Callable[..., Decision]:
+    return lambda *_: decision
+
+
+def test_what_its_topic_refuses_is_parked_and_others_go_on(
+    bridge: Bridge, topic: str, new_topic: Callable[[], str], group: str, admin: AdminClient
+) -> None:
+    small = new_topic()
+    configure(admin, small, "max.message.bytes", "1000")
+    with bridge.half_messages(group, execute=obey, check=says(COMMIT)) as sales:
+        with pytest.raises(OutcomeUnknown), sales.transaction(COMMIT, timeout=3) as txn:
+            txn.send(small, b"x" * 5000)
+        with sales.transaction(COMMIT) as other:
+            other.send(topic, b"1")
+        assert values(seen(bridge, topic)) == [b"1"]
+        eventually(lambda: [half.transaction for half in bridge.admin.parked(group)] == [txn.id], "it is parked")
+        configure(admin, small, "max.message.bytes", "100000")
+        bridge.admin.resume(group, txn.id)
+        eventually(lambda: len(seen(bridge, small)) == 1, "it is published")
+
+
+@pytest.mark.parametrize(("name", "value"), [("retention.ms", "1000"), ("cleanup.policy", "compact")])
+def test_a_lane_whose_topic_would_lose_records_is_not_opened(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str, admin: AdminClient, name: str, value: str
+) -> None:
+    with bridge.half_messages(group, execute=obey, check=says(COMMIT)) as sales, sales.transaction(COMMIT) as txn:
+        txn.send(topic, b"1")
+    configure(admin, lanes(bridge, group).topic(0), name, value)
+    with connect(txnbridge_url) as other, pytest.raises(InvalidOption, match=name):
+        other.half_messages(group, execute=obey, check=says(COMMIT))
+
+
+def test_only_the_half_message_whose_records_were_deleted_is_lost(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str, admin: AdminClient
+) -> None:
+    with connect(txnbridge_url) as dead:
+        sales = dead.half_messages(group, execute=obey, check=says(UNDECIDED))
+        sales.close()
+        for number in range(3):
+            with sales.transaction(UNDECIDED) as txn:
+                txn.send(topic, b"first %d" % number)
+                txn.send(topic, b"second %d" % number)
+        lane = lanes(dead, group).topic(0)
+    second = bridge.read(lane, 10)[2].position[0]  # behind the first beat and the first record of the first half
+    admin.delete_records([TopicPartition(lane, 0, second)])[TopicPartition(lane, 0)].result()
+    with connect(txnbridge_url) as other, other.resolver(group, check=says(COMMIT)):
+        eventually(lambda: len(seen(bridge, topic)) == 4, "the others are published")
+        eventually(lambda: len(bridge.admin.parked(group)) == 1, "the lost one is parked")
+    assert set(values(seen(bridge, topic))) == {b"first 1", b"second 1", b"first 2", b"second 2"}
+
+
+def test_large_half_messages_of_two_threads_and_one_of_many_messages_are_published_once(
+    bridge: Bridge, new_topic: Callable[[], str], group: str
+) -> None:
+    big, many, after = new_topic(), new_topic(), new_topic()
+    outcomes: list[Any] = []
+    with bridge.half_messages(group, execute=obey, check=says(UNDECIDED)) as sales:
+
+        def sell(topic: str, value: bytes, count: int) -> None:
+            with sales.transaction(COMMIT) as txn:
+                txn.send_many(topic, [value] * count)
+            outcomes.append(txn.outcome)
+
+        threads = [threading.Thread(target=sell, args=(big, b"x" * 900_000, 40)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sell(many, b"x" * 100, 50_000)
+        sell(after, b"1", 1)
+    assert outcomes == [Outcome.COMMITTED] * 4
+    assert [bridge.admin.bounds(name)[name, 0][1] >= (count,) for name, count in ((big, 80), (many, 50_000))] == [
+        True,
+        True,
+    ]
+    assert len(bridge.read(big, 100)) == 80
