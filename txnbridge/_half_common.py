@@ -15,8 +15,8 @@ from txnbridge.spi import Half, HalfStore
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 2.0
 
 
-class ParkedHalf(OutcomeUnknown):
-    """A half is decided, and its target refuses the messages. Repeating the call at once will not help."""
+class RefusedHalf(OutcomeUnknown):
+    """A half is decided, and its messages are refused. Repeating the call at once will not help."""
 
 
 def half_store(connection: Connection) -> HalfStore:
@@ -48,7 +48,7 @@ def end_half(connection: Connection, store: HalfStore, half: Half, decision: Dec
         while True:
             try:
                 outcome = store.end(half, decision, deadline)
-            except (EvidenceLost, ParkedHalf):  # a repeated request will not help
+            except (EvidenceLost, RefusedHalf):  # a repeated request will not help
                 raise
             except (OutcomeUnknown, BrokerUnavailable):
                 if deadline.left() <= pause:

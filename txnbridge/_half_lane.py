@@ -22,7 +22,7 @@ from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline
 from txnbridge._decision_logs import DecisionLogs
 from txnbridge._group_commit import GroupCommit
-from txnbridge._half_common import ParkedHalf
+from txnbridge._half_common import RefusedHalf
 from txnbridge._half_index import LaneIndex
 from txnbridge._half_records import Beat, Done, Parked, Record, half_records
 from txnbridge._messages import Position
@@ -32,6 +32,7 @@ from txnbridge._writers import Writers
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
+    DeliveryFailed,
     EvidenceLost,
     Fenced,
     InvalidOption,
@@ -219,14 +220,16 @@ class Lane:
         return found[half.transaction]
 
     def _refused(self, id: str, error: TxnBridgeError, deadline: Deadline) -> TxnBridgeError:
-        """Park a half whose messages are refused for good; return the error for the caller."""
+        """Return the error for the caller, after parking a half whose messages are refused for good."""
         each = self.index.undone.get(id)
-        if isinstance(error, TransactionAborted) and (
-            each is None or each.checks < self._connection.timing.half_refusals
-        ):
-            return BrokerUnavailable(f"the messages of {id} could not be published yet: {error}")
+        text = f"the half messages of {id} are decided, and cannot be published: {error}"
+        if isinstance(error, TransactionAborted):
+            if not isinstance(error, DeliveryFailed) or each is None or not each.checks:
+                return BrokerUnavailable(text)  # the caller tries again
+            if each.checks < self._connection.timing.half_refusals:
+                return RefusedHalf(text)  # the next check-back tries again
         self.park(id, f"its messages are refused: {error}", deadline)
-        return ParkedHalf(f"the half messages of {id} are decided, and parked: {error}")
+        return RefusedHalf(f"{text}. They are parked")
 
     def park(self, id: str, reason: str, deadline: Deadline) -> None:
         """Park a half, or with an empty reason start its check-backs again."""
@@ -234,6 +237,9 @@ class Lane:
             self._append([Parked(id, reason).record()], deadline)
         if each := self.index.undone.get(id):
             each.parked = reason
+            if not reason:
+                each.checks = each.check_at = 0
+                self._ask_at(id, 0)
         if reason:
             _log.error("half-message transaction %s is parked: %s", id, reason)
 
@@ -371,6 +377,6 @@ class Lane:
 
 def is_lost(error: TxnBridgeError) -> bool:
     """Return whether a lane has to be opened again after this error of one of its transactions."""
-    return isinstance(error, Fenced | OutcomeUnknown | PositionLost) and not isinstance(
-        error, ParkedHalf | EvidenceLost
+    return isinstance(error, Fenced | OutcomeUnknown | PositionLost | NotFound) and not isinstance(
+        error, RefusedHalf | EvidenceLost
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from txnbridge._connection import Connection, ConnectionUser, random_name
 from txnbridge._deadline import Deadline, check_seconds
-from txnbridge._half_common import check_decision, check_group, end_half, half_store
+from txnbridge._half_common import RefusedHalf, check_decision, check_group, end_half, half_store
 from txnbridge._messages import check_place, split_item
 from txnbridge._resolver import Check, Resolver
 from txnbridge._token import Decision, Outcome
@@ -199,7 +199,7 @@ class HalfTransaction(ConnectionUser):
         deadline = self._deadline if self._deadline.left() > END_SECONDS else Deadline(END_SECONDS)
         try:
             return end_half(self._connection, self._store, half, decision, deadline)
-        except EvidenceLost:
+        except (EvidenceLost, RefusedHalf):
             raise
         except (OutcomeUnknown, BrokerUnavailable) as error:
             raise OutcomeUnknown(

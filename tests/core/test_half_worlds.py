@@ -103,7 +103,7 @@ class Actor:
         """Let the actor move to its next gate; one that waits for another actor is left waiting."""
         self.at_gate.clear()
         self.go.release()
-        for _ in range(400):
+        for _ in range(60):
             if self.at_gate.wait(0.002) or not self.thread.is_alive():
                 return
 
@@ -195,7 +195,7 @@ def wrong(folder: Path, seed: int) -> str:
         return "" if published == wanted else f"seed {seed}: {wanted - published} lost, {published - wanted} too many"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_in_random_worlds_each_work_done_has_its_message_once(tmp_path: Path, seed: int) -> None:
     assert not wrong(tmp_path / "world", seed)
 
