@@ -299,14 +299,6 @@ class Lane:
                     size += each.size
         return list(ids)
 
-    @property
-    def next_due(self) -> float:
-        """The time by the system's clock of the next check-back."""
-        if self._fetched:
-            return 0.0
-        with self._changed:
-            return self._due[0][0] / 1000 if self._due else float("inf")
-
     def bodies(self, transactions: Sequence[str], deadline: Deadline) -> dict[str, list[HalfMessage]]:
         """Return the messages of undone halves. Call it on the thread that tends the lane."""
         undone = self.index.undone

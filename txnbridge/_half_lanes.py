@@ -32,8 +32,8 @@ from txnbridge.spi import Advice, Half, HalfStore, LedgerValue
 
 _log = logging.getLogger("txnbridge")
 
-# The longest wait of the thread that tends lanes, while no check-back is due.
-_IDLE_SECONDS = 0.25
+# The pause of the thread that tends lanes, while no check-back is due.
+_IDLE_SECONDS = 0.1
 _RETRY_SECONDS = 0.1
 _LONGEST_NAME = 100
 _PREFIX = "half."
@@ -306,8 +306,7 @@ class LaneGroup:
                 due = self._tend(limit)
                 if due or deadline.expired:
                     return due
-                soonest = min((lane.next_due for lane in list(self._lanes.values())), default=float("inf"))
-                time.sleep(max(0.01, min(_IDLE_SECONDS, deadline.left(), soonest - time.time())))
+                time.sleep(min(_IDLE_SECONDS, deadline.left()))
         finally:
             if held:
                 self._turn.release()

@@ -79,21 +79,11 @@ class Beat:
 
 def half_records(half: Half) -> list[Record]:
     """Return the records of a half, in the order of its messages."""
-    records = []
-    for number, message in enumerate(half.messages):
-        header = _header(
-            kind="half",
-            transaction=half.transaction,
-            number=number,
-            of=len(half.messages),
-            check_at=half.check_at,
-            deadline_at=half.deadline_at,
-            checks=half.checks,
-            topic=message.topic,
-            partition=message.partition,
-            timestamp=message.timestamp,
-        )
-        records.append(Record(message.value, message.key, (*message.headers, header)))
+    records, times = [], [half.check_at, half.deadline_at, half.checks]
+    for number, (topic, value, key, headers, *place) in enumerate(half.messages):
+        part = [number, len(half.messages)]
+        header = _header(kind="half", transaction=half.transaction, part=part, times=times, to=[topic, *place])
+        records.append(Record(value, key, (*headers, header)))
     return records
 
 
@@ -131,16 +121,14 @@ def read_record(message: Message) -> HalfPart | Done | Parked | Beat | None:
 
 
 def _half_part(message: Message, headers: RawHeaders, fields: Mapping[str, Any]) -> HalfPart:
-    number, of, check_at, deadline_at, checks = (_number(fields[name]) for name in _NUMBERS)
+    number, of = map(_number, fields["part"])
+    check_at, deadline_at, checks = map(_number, fields["times"])
+    topic, partition, timestamp = fields["to"]
+    partition, timestamp = (None if place is None else _number(place) for place in (partition, timestamp))
     if not 0 <= number < of:
         raise ValueError("this is no part of a half")
-    partition, timestamp = (None if fields[name] is None else _number(fields[name]) for name in _PLACE)
-    content = HalfMessage(_text(fields["topic"]), message.value, message.key, headers, partition, timestamp)
+    content = HalfMessage(_text(topic), message.value, message.key, headers, partition, timestamp)
     return HalfPart(_text(fields["transaction"]), number, of, check_at, deadline_at, checks, content)
-
-
-_NUMBERS = ("number", "of", "check_at", "deadline_at", "checks")
-_PLACE = ("partition", "timestamp")
 
 
 def _number(value: object) -> int:

@@ -401,8 +401,8 @@ def test_database_and_topics_agree_wherever_a_seller_dies(tmp_path: Path, kill_w
 
 def test_foreign_and_damaged_records_are_no_halves_and_newer_ones_are_refused() -> None:
     source = random.Random(1)
-    fields = {"kind": "half", "transaction": "t", "number": 0, "of": 1, "check_at": 0, "deadline_at": 0, "checks": 0}
-    whole = json.dumps({"v": 2, **fields, "topic": "x", "partition": None, "timestamp": None}).encode()
+    fields = {"kind": "half", "transaction": "t", "part": [0, 1], "times": [0, 0, 0], "to": ["x", None, None]}
+    whole = json.dumps({"v": 2, **fields}).encode()
     assert read_record(_message(0, (("txnbridge-half", whole),))) is not None
     for _ in range(2000):
         data = bytearray(whole)
