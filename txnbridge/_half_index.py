@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from txnbridge._consumer import RawConsumer
 from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline
-from txnbridge._half_records import Beat, Done, HalfPart, Parked, read_record
+from txnbridge._half_records import Beat, HalfDone, HalfParked, HalfPart, read_record
 from txnbridge._messages import Message, Position
 from txnbridge._token import Outcome
 from txnbridge.errors import PositionLost
@@ -85,9 +85,9 @@ class LaneIndex:
         match read_record(message):
             case HalfPart() as part:
                 self._note_part(part, message.position)
-            case Done(transaction, outcome):
+            case HalfDone(transaction, outcome):
                 self._end(transaction, outcome)
-            case Parked(transaction, reason):
+            case HalfParked(transaction, reason):
                 if each := self.undone.get(transaction):
                     each.parked = reason
                     if not reason:

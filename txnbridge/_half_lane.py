@@ -24,7 +24,7 @@ from txnbridge._decision_logs import DecisionLogs
 from txnbridge._group_commit import GroupCommit
 from txnbridge._half_common import RefusedHalf
 from txnbridge._half_index import LaneIndex
-from txnbridge._half_records import Beat, Done, Parked, Record, half_records
+from txnbridge._half_records import Beat, HalfDone, HalfParked, Record, half_records
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
 from txnbridge._transaction import Transaction
@@ -188,7 +188,7 @@ class Lane:
             sends: list[Send] = [
                 (m.topic, Record(m.value, m.key, m.headers), m.partition, m.timestamp) for m in messages
             ]
-            sends.append((self.topic, Done(id, outcome).record(), 0, None))
+            sends.append((self.topic, HalfDone(id, outcome).record(), 0, None))
             try:
                 self._commit(sends, deadline)
             except (NotFound, InvalidOption, AccessDenied, TransactionAborted) as error:
@@ -234,7 +234,7 @@ class Lane:
     def park(self, id: str, reason: str, deadline: Deadline) -> None:
         """Park a half, or with an empty reason start its check-backs again."""
         with self._connection.events.step("half.park", id, lane=self.topic, reason=reason):
-            self._append([Parked(id, reason).record()], deadline)
+            self._append([HalfParked(id, reason).record()], deadline)
         if each := self.index.undone.get(id):
             each.parked = reason
             if not reason:
@@ -363,7 +363,7 @@ class Lane:
             with self._alone(id, deadline):
                 if each := self.index.undone.get(id):
                     copy = Half("", id, messages, each.check_at, each.deadline_at, each.checks)
-                    parked = [Parked(id, each.parked).record()] if each.parked else []
+                    parked = [HalfParked(id, each.parked).record()] if each.parked else []
                     self._append([*half_records(copy), *parked], deadline)
 
 

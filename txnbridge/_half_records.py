@@ -42,7 +42,7 @@ class HalfPart:
 
 
 @dataclass(frozen=True)
-class Done:
+class HalfDone:
     """The end of a half. If it is committed, the same transaction has published the half's messages."""
 
     transaction: str
@@ -53,7 +53,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Parked:
+class HalfParked:
     """A half is parked for a reason; without a reason an administrator has started its check-backs again."""
 
     transaction: str
@@ -87,7 +87,7 @@ def half_records(half: Half) -> list[Record]:
     return records
 
 
-def read_record(message: Message) -> HalfPart | Done | Parked | Beat | None:
+def read_record(message: Message) -> HalfPart | HalfDone | HalfParked | Beat | None:
     """Return what a record of a lane says; None for a record that is not txnbridge's, or is damaged.
 
     Raise `NotSupported` for a record of a newer version, behind which nothing may be concluded.
@@ -110,9 +110,9 @@ def read_record(message: Message) -> HalfPart | Done | Parked | Beat | None:
             case "half":
                 return _half_part(message, headers, fields)
             case "done":
-                return Done(_text(fields["transaction"]), Outcome(fields["outcome"]))
+                return HalfDone(_text(fields["transaction"]), Outcome(fields["outcome"]))
             case "parked":
-                return Parked(_text(fields["transaction"]), str(fields["reason"]))
+                return HalfParked(_text(fields["transaction"]), str(fields["reason"]))
             case "beat":
                 return Beat(_text(fields["nonce"]), float(fields["seconds"]))
     except (ValueError, KeyError, TypeError, OverflowError):
