@@ -376,6 +376,10 @@ class LaneGroup:
                 _log.info("lane %d of group %r stands still: this process takes it over", number, self._group)
                 if (lane := self._lanes.get(number)) is not None:  # resumed by an administrator
                     self._drop(lane)
+                for lane in list(self._lanes.values()):
+                    if lane.waits:
+                        lane.beat(deadline.left(), deadline)  # this thread may be busy for so long
+                seen.since = time.monotonic()  # if this fails, the next attempt waits
                 with suppress(EvidenceLost):
                     self._lane(number, owner, deadline)
 
