@@ -13,9 +13,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
 from txnbridge._connection import close_logging_errors, random_name
 from txnbridge._consumers import Consumers
@@ -66,11 +67,17 @@ class Lane:
     """A lane that this process has opened. Any thread stores and ends halves; one thread at a time tends the lane."""
 
     def __init__(
-        self, consumers: Consumers, logs: DecisionLogs, application: str, index: LaneIndex, topic: str, name: str
+        self,
+        consumers: Consumers,
+        logs: DecisionLogs,
+        application: str,
+        index: LaneIndex,
+        topic: str,
+        how: Mapping[str, Any],
     ) -> None:
         connection = consumers.connection
         self.topic = topic
-        self.name = name  # the name that the lane's owner gave itself when it got the lane
+        self.how = how  # that of its halves: the lane's number, and the name that its owner has in the list of lanes
         self.index = index
         self.ending: set[str] = set()  # halves that a thread ends or stores again at present
         self._connection = connection
@@ -249,8 +256,8 @@ class Lane:
         with self._changed:
             heapq.heappush(self._due, (check_at, transaction))
 
-    def next_halves(self, limit: int, deadline: Deadline) -> list[Half]:
-        """Return halves whose check-back is due, without a group. Call it on the thread that tends the lane."""
+    def next_halves(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
+        """Return halves whose check-back is due. Call it on the thread that tends the lane."""
         if limit and not self._fetched:
             self._fetch(deadline)
         halves: list[Half] = []
@@ -267,7 +274,7 @@ class Lane:
             each.check_at = int((time.time() + pause) * 1000)
             each.checks += 1
             self._ask_at(id, each.check_at)
-            halves.append(Half("", id, messages, each.check_at, each.deadline_at, each.checks))
+            halves.append(Half(group, id, messages, each.check_at, each.deadline_at, each.checks, self.how))
         return halves
 
     def _fetch(self, deadline: Deadline) -> None:

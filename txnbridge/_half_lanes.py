@@ -173,7 +173,7 @@ class LaneGroup:
 
     def own_lane(self, deadline: Deadline) -> Lane:
         """Return the lane of this process; take a free one, or a new one, if it has none."""
-        if self._own is not None and (lane := self._lanes.get(self._own[0])) and lane.name == self._own[1]:
+        if (own := self._own) is not None and (lane := self._held(*own)) is not None:
             return lane
         with self._opens(deadline):
             while True:
@@ -199,15 +199,16 @@ class LaneGroup:
         admin.create_internal_topic(topic, deadline)
         return admin.topic_ids([topic], deadline).get(topic, "")
 
+    def _held(self, number: int, name: str) -> Lane | None:
+        lane = self._lanes.get(number)
+        return lane if lane is not None and lane.how["owner"] == name else None
+
     def _lane(self, number: int, name: str, deadline: Deadline) -> Lane:
         """Return a lane that this process holds, or open it. Raise `EvidenceLost` if its owner has another name."""
-        lane = self._lanes.get(number)
-        if lane is None:
-            with self._opens(deadline):
-                return self._open(number, name, deadline)
-        if lane.name != name:
-            raise EvidenceLost(f"lane {number} of group {self._group!r} was given to another process")
-        return lane
+        if (lane := self._held(number, name)) is not None:
+            return lane
+        with self._opens(deadline):
+            return self._open(number, name, deadline)
 
     @contextmanager
     def _opens(self, deadline: Deadline) -> Iterator[None]:
@@ -221,8 +222,8 @@ class LaneGroup:
                 self._opening.release()
 
     def _open(self, number: int, name: str, deadline: Deadline) -> Lane:
-        """Open a lane, on the thread that has `_opening`."""
-        if (lane := self._lanes.get(number)) is None:
+        """Return a lane that this process holds, or open it, on the thread that has `_opening`."""
+        while (lane := self._held(number, name)) is None:
             listed = self._listed(deadline).get(number)
             if listed is None or listed["owner"] != name:
                 raise EvidenceLost(f"lane {number} of group {self._group!r} was given to another process")
@@ -230,24 +231,21 @@ class LaneGroup:
                 if listed["id"]:
                     _log.error("the topic %s was deleted: its half messages are lost", self.topic(number))
                 self._list_lane(number, name, name, id, deadline)
-            lane = self._lanes[number] = self._opened(number, name, deadline)
-        if lane.name != name:
-            raise EvidenceLost(f"lane {number} of group {self._group!r} was given to another process")
-        return lane
-
-    def _opened(self, number: int, name: str, deadline: Deadline) -> Lane:
-        while True:
-            index, topic = self._new_index(number), self.topic(number)
-            lane = Lane(self._consumers, self._logs, self._application, index, topic, name)
+            index, how = self._new_index(number), {"lane": number, "owner": name}
+            lane = Lane(self._consumers, self._logs, self._application, index, self.topic(number), how)
             try:
                 lane.open(deadline)
-                return lane
-            except PositionLost:  # the holder before has removed old records meanwhile
+                before, self._lanes[number] = self._lanes.get(number), lane
+                if before is not None:  # of an owner before
+                    before.close()
+            except BaseException as error:
                 lane.close()
-                deadline.check(f"reading {topic!r}")
-            except BaseException:
-                lane.close()
-                raise
+                if not isinstance(error, PositionLost) or deadline.expired:
+                    raise  # else the holder before has removed old records meanwhile
+        return lane
+
+    def _is_own(self, lane: Lane) -> bool:
+        return self._own == (lane.how["lane"], lane.how["owner"])
 
     def _new_index(self, number: int) -> LaneIndex:
         return LaneIndex(self._consumers, self.topic(number), self._outcomes)
@@ -265,17 +263,12 @@ class LaneGroup:
     def store(self, half: Half, deadline: Deadline) -> Half:
         while True:
             lane = self.own_lane(deadline)
-            assert self._own is not None
-            stored = replace(half, how={"lane": self._own[0], "owner": lane.name})
             try:
                 lane.store(half, deadline)
             except TxnBridgeError as error:
-                if not is_lost(error):
-                    raise
-                self._drop(lane)
-                self._wait(deadline, error)
-                continue
-            return stored
+                self._give_up(lane, error, deadline)
+            else:
+                return replace(half, how=lane.how)
 
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
         while True:
@@ -284,13 +277,13 @@ class LaneGroup:
             try:
                 return lane.end(half, decision, deadline)
             except TxnBridgeError as error:
-                if not is_lost(error):
-                    raise
-                self._drop(lane)
-                self._wait(deadline, error)
+                self._give_up(lane, error, deadline)
 
-    def _wait(self, deadline: Deadline, error: TxnBridgeError) -> None:
-        if deadline.left() <= _RETRY_SECONDS:
+    def _give_up(self, lane: Lane, error: TxnBridgeError, deadline: Deadline) -> None:
+        """Drop a lane after an error that says that it has to be opened again; raise any other error."""
+        if is_lost(error):
+            self._drop(lane)
+        if not is_lost(error) or deadline.left() <= _RETRY_SECONDS:
             raise error
         time.sleep(_RETRY_SECONDS)
 
@@ -315,13 +308,11 @@ class LaneGroup:
         """Do what the held lanes need, and return halves whose check-back is due."""
         due: list[Half] = []
         failed: TxnBridgeError | None = None
-        for number, lane in list(self._lanes.items()):
-            how, is_own = {"lane": number, "owner": lane.name}, self._own == (number, lane.name)
+        for lane in list(self._lanes.values()):
             try:
                 lane.tend(self._connection.deadline())
-                halves = lane.next_halves(limit - len(due), self._connection.deadline())
-                due += [replace(half, group=self._group, how=how) for half in halves]
-                if not is_own and not lane.waits:  # nothing is left to do in the lane of a dead process
+                due += lane.next_halves(self._group, limit - len(due), self._connection.deadline())
+                if not self._is_own(lane) and not lane.waits:  # nothing is left to do in the lane of a dead process
                     self._drop(lane)
             except TxnBridgeError as error:
                 if is_lost(error):
@@ -387,11 +378,11 @@ class LaneGroup:
         """Give the own lane back if all its halves are done, and leave the others to other resolvers."""
         with self._turn, self._opens(deadline):
             for number, lane in list(self._lanes.items()):
-                if self._own == (number, lane.name) and not lane.index.undone:
+                if self._is_own(lane) and not lane.index.undone:
                     with suppress(TxnBridgeError):
                         lane.tend(deadline)
                         id = self._listed(deadline)[number]["id"]
-                        self._list_lane(number, lane.name, "", id, deadline)
+                        self._list_lane(number, lane.how["owner"], "", id, deadline)
                     self._own = None
                 del self._lanes[number]
                 lane.close()

@@ -40,6 +40,7 @@ from txnbridge._events import Event
 from txnbridge._half_lanes import LaneGroup
 from txnbridge._half_records import read_record
 from txnbridge._token_operations import Outcomes
+from txnbridge.spi import Half
 from txnbridge.testing import listening
 
 COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
@@ -191,8 +192,7 @@ def test_a_holder_whose_lane_was_opened_by_another_process_learns_how_its_half_m
             half = next(iter(lanes(own, group)._lanes[0].index.undone))
             lane = lanes(other, group)._lane(0, lanes(own, group)._own[1], own._connection.deadline())  # type: ignore[index]
             if end is not None:
-                how = {"lane": 0, "owner": lane.name}
-                stored = next(h for h in [_half(group, half, topic, how)])
+                stored = Half(group, half, [], 0, 0, how=lane.how)
                 assert lanes(other, group).end(stored, end, own._connection.deadline()) is not Outcome.UNKNOWN
             return COMMIT
 
@@ -205,12 +205,6 @@ def test_a_holder_whose_lane_was_opened_by_another_process_learns_how_its_half_m
             txn.send(topic, b"never")
         assert txn.outcome is Outcome.ABORTED
     assert values(seen(bridge, topic)) == [b"0", b"1"]
-
-
-def _half(group: str, id: str, topic: str, how: Any) -> Any:
-    from txnbridge.spi import Half
-
-    return Half(group, id, [], 0, 0, how=how)
 
 
 def test_a_process_that_comes_back_late_is_told_that_only_its_own_records_tell(

@@ -142,9 +142,8 @@ class Actor:
                     bodies = lane.bodies(list(lane.index.undone), deadline)
                 for id, messages in bodies.items():
                     self.gate()
-                    how = {"lane": number, "owner": lane.name}
                     done = self.world.works.setdefault(id, False)
-                    self.end(Half("g", id, messages, 0, 0, how=how), COMMIT if done else ABORT)
+                    self.end(Half("g", id, messages, 0, 0, how=lane.how), COMMIT if done else ABORT)
                 lane.tend(deadline)
         except TxnBridgeError as error:
             if half_lane.is_lost(error) and lane is not None:
