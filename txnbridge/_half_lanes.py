@@ -8,6 +8,7 @@ takes a free one, or adds one. A resolver opens a lane whose end stands still al
 from __future__ import annotations
 
 import logging
+import random
 import re
 import string
 import threading
@@ -27,7 +28,7 @@ from txnbridge._half_index import LaneIndex
 from txnbridge._half_lane import Lane, is_lost
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
-from txnbridge.errors import EvidenceLost, NotFound, PositionLost, TxnBridgeError
+from txnbridge.errors import EvidenceLost, Fenced, NotFound, PositionLost, TxnBridgeError
 from txnbridge.spi import Advice, Half, HalfStore, LedgerValue
 
 _log = logging.getLogger("txnbridge")
@@ -340,7 +341,7 @@ class LaneGroup:
             elif seen.settled:
                 if now - seen.since > timing.lane_free:
                     self._list_lane(number, each["owner"], "", each["id"], deadline)
-            elif now - seen.since > timing.lane_takeover:
+            elif now - seen.since > timing.lane_takeover + random.uniform(0, timing.lane_look):  # not all at once
                 self._take_over(number, each["owner"], seen, now - seen.since, deadline)
         self._look_at = time.monotonic() + timing.lane_look
 
@@ -367,11 +368,11 @@ class LaneGroup:
                 _log.info("lane %d of group %r stands still: this process takes it over", number, self._group)
                 if (lane := self._lanes.get(number)) is not None:  # resumed by an administrator
                     self._drop(lane)
-                for lane in list(self._lanes.values()):
-                    if lane.waits:
-                        lane.beat(deadline.left(), deadline)  # this thread may be busy for so long
                 seen.since = time.monotonic()  # if this fails, the next attempt waits
-                with suppress(EvidenceLost):
+                with suppress(EvidenceLost, Fenced):
+                    for lane in list(self._lanes.values()):
+                        if lane.waits:
+                            lane.beat(deadline.left(), deadline)  # this thread may be busy for so long
                     self._lane(number, owner, deadline)
 
     def leave(self, deadline: Deadline) -> None:
