@@ -67,23 +67,17 @@ class Lane:
     """A lane that this process has opened. Any thread stores and ends halves; one thread at a time tends the lane."""
 
     def __init__(
-        self,
-        consumers: Consumers,
-        logs: DecisionLogs,
-        application: str,
-        index: LaneIndex,
-        topic: str,
-        how: Mapping[str, Any],
+        self, consumers: Consumers, logs: DecisionLogs, index: LaneIndex, identity: Identity, how: Mapping[str, Any]
     ) -> None:
         connection = consumers.connection
-        self.topic = topic
+        self.topic = identity.name
         self.how = how  # that of its halves: the lane's number, and the name that its owner has in the list of lanes
         self.index = index
         self.ending: set[str] = set()  # halves that a thread ends or stores again at present
         self._connection = connection
         self._outcomes = consumers.outcomes
-        self._identity = Identity(topic, True, application, connection.identity.host)
-        self._writers = Writers(connection, 1, lambda: logs.ledger(application, topic), self._identity)
+        ledger = lambda: logs.ledger(identity.application, identity.name)  # noqa: E731
+        self._writers = Writers(connection, 1, ledger, identity)
         self._numbers = itertools.count(1)
         begin = lambda: self._begin(connection.deadline())  # noqa: E731
         self._shared = GroupCommit(connection, self._writers, self._outcomes, begin, 1)

@@ -29,7 +29,7 @@ from txnbridge._half_lane import Lane, is_lost
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
 from txnbridge.errors import EvidenceLost, Fenced, NotFound, PositionLost, TxnBridgeError
-from txnbridge.spi import Advice, Half, HalfStore, LedgerValue
+from txnbridge.spi import Advice, Half, HalfStore, Identity, LedgerValue
 
 _log = logging.getLogger("txnbridge")
 
@@ -232,8 +232,9 @@ class LaneGroup:
                 if listed["id"]:
                     _log.error("the topic %s was deleted: its half messages are lost", self.topic(number))
                 self._list_lane(number, name, name, id, deadline)
-            index, how = self._new_index(number), {"lane": number, "owner": name}
-            lane = Lane(self._consumers, self._logs, self._application, index, self.topic(number), how)
+            identity = Identity(self.topic(number), True, self._application, self._connection.identity.host)
+            how = {"lane": number, "owner": name}
+            lane = Lane(self._consumers, self._logs, self._new_index(number), identity, how)
             try:
                 lane.open(deadline)
                 before, self._lanes[number] = self._lanes.get(number), lane
@@ -296,8 +297,12 @@ class LaneGroup:
             if not deadline.acquire(self._turn, held):
                 return []
             while True:
-                self._look(self._connection.deadline())
                 due = self._tend(limit)
+                try:
+                    self._look(self._connection.deadline())
+                except TxnBridgeError:
+                    if not due:
+                        raise
                 if due or deadline.expired:
                     return due
                 time.sleep(min(_IDLE_SECONDS, deadline.left()))
