@@ -101,8 +101,9 @@ class LaneStore(HalfStore):
         """Return the doctor's findings about half messages of all applications."""
         prefix = self._connection.broker.admin.internal_name(_PREFIX)
         names = [topic.name for topic in self._connection.broker.admin.topics(deadline)]
-        found = {tuple(name.removeprefix(prefix).split(".")[:2]) for name in names if name.startswith(prefix)}
-        return [advice for names in sorted(found) for advice in self._check(*map(_unescaped, names), deadline)]
+        found = {name.removeprefix(prefix).rpartition(".")[0] for name in names if name.startswith(prefix)}
+        parts = [name.partition(".") for name in sorted(found)]
+        return [each for a, _, group in parts for each in self._check(_unescaped(a), _unescaped(group), deadline)]
 
     def _check(self, application: str, group: str, deadline: Deadline) -> Iterator[Advice]:
         lanes = LaneGroup(self._consumers, self._logs, application, group)

@@ -31,6 +31,7 @@ from txnbridge import (
     NotSupported,
     Outcome,
     OutcomeUnknown,
+    TransactionAborted,
     connect,
     plugins,
 )
@@ -131,7 +132,12 @@ def test_opening_the_lane_does_not_count_against_the_first_transactions_time(
 def test_a_check_that_hangs_keeps_no_others_from_being_published_and_nobody_takes_the_lane(
     txnbridge_url: str, bridge: Bridge, topic: str, group: str
 ) -> None:
-    asked, held, others = threading.Event(), threading.Event(), []
+    asked, held = threading.Event(), threading.Event()
+    others: list[str] = []
+
+    def note(id: str, _: Any) -> Decision:
+        others.append(id)
+        return ABORT
 
     def hang(*_: Any) -> Decision:
         asked.set()
@@ -143,7 +149,7 @@ def test_a_check_that_hangs_keeps_no_others_from_being_published_and_nobody_take
         with (
             bridge.resolver(group, check=hang, parallel=1),
             connect(txnbridge_url) as other,
-            other.resolver(group, check=lambda id, _: others.append(id) or ABORT),
+            other.resolver(group, check=note),
         ):
             sell(sales, topic, b"asked about", UNDECIDED)
             assert asked.wait(60)
@@ -201,7 +207,7 @@ def test_a_holder_whose_lane_was_opened_by_another_process_learns_how_its_half_m
             with sales.transaction(end, timeout=5) as txn:
                 txn.send(topic, b"%d" % number)
             assert txn.outcome is Outcome.COMMITTED
-        with pytest.raises(TransactionAborted), sales.transaction(ABORT, timeout=5) as txn:  # noqa: F405
+        with pytest.raises(TransactionAborted), sales.transaction(ABORT, timeout=5) as txn:
             txn.send(topic, b"never")
         assert txn.outcome is Outcome.ABORTED
     assert values(seen(bridge, topic)) == [b"0", b"1"]

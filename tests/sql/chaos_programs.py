@@ -21,7 +21,7 @@ KEYS = (b"a", b"b", b"c")
 TIMEOUT = 4.0  # of a transaction; a process may be paused for longer, and then a resolver decides
 
 # Steps of txnbridge, before or behind which processes are killed or paused.
-STEPS = {
+STEPS: dict[str, tuple[str, ...]] = {
     "outbox": ("prepare", "outbox.store", "resolve", "outbox.delete"),
     "half": ("half.store", "half.check", "half.end", "half.open"),
 }
