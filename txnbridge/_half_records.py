@@ -144,7 +144,7 @@ def _text(value: object) -> str:
 
 
 def _control(**fields: Any) -> Record:
-    return Record(b"", None, (_header(**fields),))
+    return Record(b"-", None, (_header(**fields),))  # group commit shares no transaction of an empty value
 
 
 def _header(**fields: Any) -> tuple[str, bytes]:
