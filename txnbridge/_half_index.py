@@ -6,6 +6,7 @@ The index has no bodies: they are read again at their positions when `check` or 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +19,7 @@ from txnbridge._token import Outcome
 from txnbridge.errors import PositionLost
 from txnbridge.spi import Half, HalfMessage
 
-_POLL_RECORDS, _POLL_SECONDS = 2_000, 0.1
+_POLL_RECORDS, _POLL_SECONDS, _REST_SECONDS = 2_000, 0.1, 1.0
 # Reading on is faster than a new request to the broker up to about this many records in between.
 _READ_ON_RECORDS = 5_000
 # The number of outcomes that are kept in memory for owners whose work ends after a check-back did.
@@ -56,11 +57,17 @@ class LaneIndex:
         self._partition = topic, 0
         self._consumer: RawConsumer | None = None
         self._elsewhere = False  # whether the consumer reads bodies, and not at `position`
+        self._used_at = 0.0
 
     def close(self) -> None:
-        consumer, self._consumer = self._consumer, None
+        consumer, self._consumer, self._elsewhere = self._consumer, None, True
         if consumer is not None:
             consumer.close()
+
+    def rest(self) -> None:
+        """Close the consumer if it was not used lately: it would fetch everything that is stored in the lane."""
+        if self._consumer is not None and time.monotonic() - self._used_at > _REST_SECONDS:
+            self.close()
 
     # --- noting -----------------------------------------------------------------------------------------------------
 
@@ -189,6 +196,7 @@ class LaneIndex:
     def _reader(self) -> RawConsumer:
         if self._consumer is None:
             self._consumer = RawConsumer.open(self._consumers, self._partition[0], None, "earliest")
+        self._used_at = time.monotonic()
         return self._consumer
 
     def _at_position(self) -> RawConsumer:

@@ -319,6 +319,7 @@ class Lane:
         """Give a sign of life if that is due, and remove the records of done halves."""
         now, timing = time.monotonic(), self._connection.timing
         idle = now - self._committed_at
+        self.index.rest()
         if idle > timing.lane_beat and (self.waits or idle > timing.lane_free / 6):
             self.beat(0.0, deadline)
         if now > self._trim_at:

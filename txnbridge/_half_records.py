@@ -79,11 +79,14 @@ class Beat:
 
 def half_records(half: Half) -> list[Record]:
     """Return the records of a half, in the order of its messages."""
-    records, times = [], [half.check_at, half.deadline_at, half.checks]
+    times, of = [half.check_at, half.deadline_at, half.checks], len(half.messages)
+    records: list[Record] = []
+    begins: dict[tuple[Any, ...], bytes] = {}
     for number, (topic, value, key, headers, *place) in enumerate(half.messages):
-        part = [number, len(half.messages)]
-        header = _header(kind="half", transaction=half.transaction, part=part, times=times, to=[topic, *place])
-        records.append(Record(value, key, (*headers, header)))
+        if (to := (topic, *place)) not in begins:  # many messages have the same topic
+            _, header = _header(kind="half", transaction=half.transaction, times=times, to=to)
+            begins[to] = header[:-1] + b',"part":['
+        records.append(Record(value, key, (*headers, (_HEADER, begins[to] + b"%d,%d]}" % (number, of)))))
     return records
 
 
