@@ -69,7 +69,9 @@ class World:
         bridge = self.bridge()
         last = Actor(self, bridge._connection.half_lanes().group("g"), "last", lambda _: None)  # type: ignore[attr-defined]
         last.free = True
-        last.resolve_all()
+        deadline = Deadline(60)
+        while not last.resolve_all():  # others may still hold lanes, and fence this one
+            deadline.check("ending what is left")
         return Counter(str(message.value, "ascii") for message in bridge.read("orders", 1000))
 
 
@@ -132,8 +134,8 @@ class Actor:
             self.resolve_all()
             self.gate()
 
-    def resolve_all(self) -> None:
-        """Open each lane, whether its holder lives or not, and end what is not done."""
+    def resolve_all(self) -> bool:
+        """Open each lane, whether its holder lives or not, and end what is not done; return whether all of it was."""
         deadline, lane = Deadline(8), None
         try:
             for number, each in self.group._listed(deadline).items():
@@ -148,6 +150,8 @@ class Actor:
         except TxnBridgeError as error:
             if half_lane.is_lost(error) and lane is not None:
                 self.group._drop(lane)
+            return False
+        return not any(lane.index.undone for lane in self.group._lanes.values())
 
 
 _here = threading.local()
