@@ -28,14 +28,16 @@ from txnbridge._half_index import LaneIndex
 from txnbridge._half_lane import Lane, is_lost
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
-from txnbridge.errors import EvidenceLost, Fenced, NotFound, PositionLost, TxnBridgeError
-from txnbridge.spi import Advice, Half, HalfStore, Identity, LedgerValue
+from txnbridge.errors import EvidenceLost, Fenced, InvalidOption, NotFound, PositionLost, TxnBridgeError
+from txnbridge.spi import Advice, Half, HalfMessage, HalfStore, Identity, LedgerValue, TopicRules
 
 _log = logging.getLogger("txnbridge")
 
 # The pause of the thread that tends lanes, while no check-back is due.
 _IDLE_SECONDS = 0.1
 _RETRY_SECONDS = 0.1
+# The time for which a topic's rules are believed.
+_TARGET_SECONDS = 60.0
 _LONGEST_NAME = 100
 _PREFIX = "half."
 _PLAIN = (string.ascii_letters + string.digits + "-").encode()
@@ -50,7 +52,8 @@ class LaneStore(HalfStore):
         self._logs = logs
         self._guard = threading.Lock()
         self._groups: dict[str, LaneGroup] = {}
-        self._targets: set[tuple[str, int | None]] = set()  # topics and partitions that exist
+        # By topic and partition: what the topic refuses, and until when that is believed.
+        self._targets: dict[tuple[str, int | None], tuple[float, TopicRules]] = {}
 
     def group(self, group: str) -> LaneGroup:
         with self._guard:
@@ -67,13 +70,22 @@ class LaneStore(HalfStore):
         return self.group(half.group).store(half, deadline)
 
     def _check_targets(self, half: Half, deadline: Deadline) -> None:
-        """Raise `NotFound` if a message's topic or partition does not exist: it could not be published later."""
-        broker = self._connection.broker
-        for topic, number in {(message.topic, message.partition) for message in half.messages} - self._targets:
-            broker.require_topic(topic, deadline)
-            if number is not None and (topic, number) not in broker.admin.bounds([topic], deadline):
-                raise NotFound(f"topic {topic!r} has no partition {number}")
-            self._targets.add((topic, number))
+        """Raise an error, before the work, for a message that its topic would refuse behind it."""
+        broker, now = self._connection.broker, time.monotonic()
+        for topic, number in {(message.topic, message.partition) for message in half.messages}:
+            if now > self._targets.get((topic, number), (0.0,))[0]:
+                rules = broker.require_topic(topic, deadline)
+                if number is not None and (topic, number) not in broker.admin.bounds([topic], deadline):
+                    raise NotFound(f"topic {topic!r} has no partition {number}")
+                self._targets[topic, number] = now + _TARGET_SECONDS, rules
+        for message in half.messages:
+            _, rules = self._targets[message.topic, message.partition]
+            if rules.keyed and message.key is None:
+                raise InvalidOption(f"topic {message.topic!r} is compacted, so each of its messages needs a key")
+            if rules.message_bytes is not None and (size := _size(message)) > rules.message_bytes:
+                raise InvalidOption(
+                    f"a message of {size} bytes for topic {message.topic!r}, which takes {rules.message_bytes}"
+                )
 
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
         return self.group(half.group).end(half, decision, deadline)
@@ -431,6 +443,11 @@ class LaneGroup:
     def resume(self, half: Half, deadline: Deadline) -> None:
         lane = self._lane(half.how["lane"], half.how["owner"], deadline)
         lane.park(half.transaction, "", deadline)
+
+
+def _size(message: HalfMessage) -> int:
+    headers = sum(len(name) + len(value or b"") for name, value in message.headers)
+    return len(message.value or b"") + len(message.key or b"") + headers
 
 
 def _lanes_of(value: Mapping[str, Any] | None) -> dict[int, dict[str, Any]]:

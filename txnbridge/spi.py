@@ -197,6 +197,13 @@ class Identity:
     host: str
 
 
+class TopicRules(NamedTuple):
+    """What a topic refuses, as far as the broker tells before a message is sent."""
+
+    message_bytes: int | None = None  # the size of the largest record with value, key and headers
+    keyed: bool = False  # whether each message needs a key
+
+
 class Broker(ABC):
     """One open connection to one broker, through which a bridge uses the backend."""
 
@@ -234,11 +241,13 @@ class Broker(ABC):
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
         """Return a reader of committed messages. Raise `NotFound` for a missing topic that may not be created."""
 
-    def require_topic(self, topic: str, deadline: Deadline) -> None:
+    def require_topic(self, topic: str, deadline: Deadline) -> TopicRules:
         """Look for a topic as a writer does before it sends: create it if it is missing, or raise `NotFound`.
 
-        A backend that does not override this raises `NotFound` when the first message is sent to the topic.
+        Return what the topic refuses, and raise `AccessDenied` if this user may not write to it, as far as the broker
+        tells both. A backend that does not override this raises `NotFound` when the first message is sent to the topic.
         """
+        return TopicRules()
 
     @abstractmethod
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:

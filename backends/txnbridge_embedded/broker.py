@@ -26,6 +26,7 @@ from txnbridge.spi import (
     Subscription,
     Token,
     TokenState,
+    TopicRules,
     Writer,
 )
 from txnbridge_embedded.admin.admin import EmbeddedAdmin
@@ -110,9 +111,10 @@ class EmbeddedBroker(Broker):
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
         return open_reader(self.store, self.settings, subscription, listener, self.events, deadline)
 
-    def require_topic(self, topic: str, deadline: Deadline) -> None:
+    def require_topic(self, topic: str, deadline: Deadline) -> TopicRules:
         with self.session(deadline) as connection:
             self.store.ensure_topic(connection, topic, deadline)
+        return TopicRules()
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 

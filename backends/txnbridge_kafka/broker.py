@@ -23,6 +23,7 @@ from txnbridge.spi import (
     Subscription,
     Token,
     TokenState,
+    TopicRules,
     Writer,
 )
 from txnbridge_kafka.admin.admin import KafkaAdmin
@@ -136,8 +137,9 @@ class KafkaBroker(Broker):
         self._monitor.start()
         return KafkaReader(subscription, listener, self._context, self._cluster, deadline)
 
-    def require_topic(self, topic: str, deadline: Deadline) -> None:
+    def require_topic(self, topic: str, deadline: Deadline) -> TopicRules:
         self._cluster.topics.require(topic, None, deadline)
+        return self._cluster.topics.rules(topic, deadline)
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         return end_prepared(self._cluster, token, True, ledger, deadline)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import AclOperation, TopicDescription
 from confluent_kafka.admin._metadata import ClusterMetadata, TopicMetadata
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidOption, NotFound
-from txnbridge.spi import Deadline, Partition
+from txnbridge.spi import Deadline, Partition, TopicRules
 from txnbridge_kafka.capabilities import DEFAULT_LONGEST_MS, longest_ms
 from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, refresh_metadata
 from txnbridge_kafka.client.protocol_types import BROKER, DONE, TOPIC, RequestResult
@@ -92,6 +93,24 @@ class KafkaTopics:
         if partition is not None and partition >= count:
             raise NotFound(f"{topic} has {count} partitions, so there is no partition {partition}")
         return count
+
+    def rules(self, topic: str, deadline: Deadline) -> TopicRules:
+        """Return what a topic refuses. Raise `AccessDenied` if this user may not write to it."""
+
+        def ask() -> TopicDescription:
+            asked = self._admin().describe_topics(
+                TopicCollection([topic]), include_authorized_operations=True, request_timeout=max(deadline.left(), 0.01)
+            )
+            return asked[topic].result()
+
+        described = self._call_client(ask, deadline, f"looking up topic {topic!r}")
+        if described.authorized_operations and AclOperation.WRITE not in described.authorized_operations:
+            raise AccessDenied(f"this user may not write to topic {topic!r}; an administrator grants it Write there")
+        config = self.configs([topic], deadline)[topic]
+        own = {**self._settings.client, **self._settings.producer}
+        packed = any(own.get(name, "none") != "none" for name in ("compression.type", "compression.codec"))
+        size = config.get("max.message.bytes")
+        return TopicRules(int(size) if size and not packed else None, "compact" in config.get("cleanup.policy", ""))
 
     def _may_create(self, topic: str) -> bool:
         return self._settings.create_topics > 0 and not topic.startswith(_KAFKA_INTERNAL_PREFIX)

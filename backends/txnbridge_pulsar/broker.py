@@ -24,6 +24,7 @@ from txnbridge.spi import (
     Status,
     Subscription,
     Token,
+    TopicRules,
     Writer,
 )
 from txnbridge_pulsar import client as wire
@@ -134,8 +135,9 @@ class PulsarBroker(Broker):
 
         return PulsarReader(self._cluster, subscription, listener, self._context, deadline)
 
-    def require_topic(self, topic: str, deadline: Deadline) -> None:
+    def require_topic(self, topic: str, deadline: Deadline) -> TopicRules:
         self._cluster.topics.require(topic, None, deadline)
+        return TopicRules()
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 

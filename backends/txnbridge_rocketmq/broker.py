@@ -27,6 +27,7 @@ from txnbridge.spi import (
     Status,
     Subscription,
     Token,
+    TopicRules,
     Writer,
 )
 from txnbridge_rocketmq.capabilities import CAPABILITIES, LIMITS, WITH_ROCKSDB, WITHOUT_TRANSACTIONS
@@ -108,8 +109,9 @@ class RocketMQBroker(Broker):
 
         return RocketMQReader(self._ender, subscription, listener, deadline)
 
-    def require_topic(self, topic: str, deadline: Deadline) -> None:
+    def require_topic(self, topic: str, deadline: Deadline) -> TopicRules:
         self._cluster.topics.require(topic, None, deadline)
+        return TopicRules()
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 

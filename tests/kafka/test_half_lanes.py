@@ -57,8 +57,10 @@ def test_what_its_topic_refuses_is_parked_and_others_go_on(
     bridge: Bridge, topic: str, new_topic: Callable[[], str], group: str, admin: AdminClient
 ) -> None:
     small = new_topic()
-    configure(admin, small, "max.message.bytes", "1000")
     with bridge.half_messages(group, execute=obey, check=says(COMMIT)) as sales:
+        with sales.transaction(COMMIT) as first:
+            first.send(small, b"x")
+        configure(admin, small, "max.message.bytes", "1000")  # which a process learns within a minute
         with pytest.raises(OutcomeUnknown), sales.transaction(COMMIT, timeout=3) as txn:
             txn.send(small, b"x" * 5000)
         with sales.transaction(COMMIT) as other:
@@ -67,7 +69,26 @@ def test_what_its_topic_refuses_is_parked_and_others_go_on(
         eventually(lambda: [half.transaction for half in bridge.admin.parked(group)] == [txn.id], "it is parked")
         configure(admin, small, "max.message.bytes", "100000")
         bridge.admin.resume(group, txn.id)
-        eventually(lambda: len(seen(bridge, small)) == 1, "it is published")
+        eventually(lambda: len(seen(bridge, small)) == 2, "it is published")
+
+
+def test_what_its_topic_would_refuse_is_refused_before_the_work(
+    bridge: Bridge, new_topic: Callable[[], str], group: str, admin: AdminClient
+) -> None:
+    small, compacted, works = new_topic(), new_topic(), []
+    configure(admin, small, "max.message.bytes", "1000")
+    configure(admin, compacted, "cleanup.policy", "compact")
+    with bridge.half_messages(
+        group, execute=lambda txn, _: works.append(txn.id) or COMMIT, check=says(COMMIT)
+    ) as sales:
+        with pytest.raises(InvalidOption, match="takes 1000"), sales.transaction() as large:
+            large.send(small, b"x" * 900, key=b"k" * 200)
+        with pytest.raises(InvalidOption, match="needs a key"), sales.transaction() as unkeyed:
+            unkeyed.send(compacted, b"x")
+        with sales.transaction() as fine:
+            fine.send(compacted, None, key="k")
+            fine.send(small, b"x" * 900)
+    assert works == [fine.id]
 
 
 @pytest.mark.parametrize(("name", "value"), [("retention.ms", "1000"), ("cleanup.policy", "compact")])

@@ -25,7 +25,7 @@ from sqlalchemy import exc, orm
 
 from txnbridge._connection import Connection, random_name
 from txnbridge._deadline import Deadline, check_seconds
-from txnbridge._half_common import check_group, half_store
+from txnbridge._half_common import RefusedHalf, check_group, half_store
 from txnbridge._half_messages import END_SECONDS, HalfTransaction
 from txnbridge._messages import Message
 from txnbridge._resolver import Resolver
@@ -532,7 +532,7 @@ class BarrierTransaction(HalfTransaction):
         wanted = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
         try:
             outcome = super()._end(half, decision)
-        except EvidenceLost:
+        except (EvidenceLost, RefusedHalf):
             raise
         except OutcomeUnknown as error:
             if self._settled and wanted is Outcome.ABORTED:  # the row may have been deleted after a COMMIT (hazard H92)
