@@ -13,7 +13,16 @@ from collections.abc import Iterator, Sequence
 from txnbridge._consumer import RawConsumer
 from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline
-from txnbridge._half_records import Beat, HalfDone, HalfParked, HalfPart, read_record
+from txnbridge._half_records import (
+    Beat,
+    HalfDone,
+    HalfParked,
+    HalfPart,
+    Refusal,
+    places_of,
+    read_record,
+    topics_of,
+)
 from txnbridge._messages import Message, Position
 from txnbridge._token import Outcome
 from txnbridge.errors import PositionLost
@@ -47,6 +56,7 @@ class LaneIndex:
 
     def __init__(self, consumers: Consumers, topic: str, outcomes: OrderedDict[str, Outcome]) -> None:
         self.undone: dict[str, UndoneHalf] = {}
+        self.refused: dict[str, Refusal] = {}  # halves that are committed and cannot be published now
         self.outcomes = outcomes  # of halves of the group, in all of its lanes, that this process knows
         self.patience = 0.0  # the time within which the holder has promised the next record
         self._awaited = ""  # the nonce of the beat up to which a call reads
@@ -84,9 +94,53 @@ class LaneIndex:
 
     def _end(self, transaction: str, outcome: Outcome) -> None:
         self.undone.pop(transaction, None)
+        self.refused.pop(transaction, None)
         self.outcomes[transaction] = outcome
         if len(self.outcomes) > _MOST_OUTCOMES:
             self.outcomes.popitem(last=False)
+
+    def park(self, transaction: str, reason: str, refusal: Refusal | None) -> None:
+        """Note that a half is parked, or without a reason that its check-backs begin again."""
+        with self.lock:
+            self._park(transaction, reason, refusal)
+
+    def _park(self, transaction: str, reason: str, refusal: Refusal | None) -> None:
+        if (each := self.undone.get(transaction)) is None:
+            return
+        each.parked = reason
+        if refusal is not None:
+            self.refused[transaction] = refusal
+        if not reason:
+            each.checks, each.check_at = 0, 0
+
+    def refused_since(self, transaction: str) -> int:
+        """Return the time that a half is refused since, which is later than that of those that were refused before."""
+        with self.lock:
+            if (known := self.refused.get(transaction)) is not None:
+                return known.since
+            return max([int(time.time() * 1000), *(each.since + 1 for each in self.refused.values())])
+
+    def freed(self) -> list[tuple[str, Refusal]]:
+        """Return parked halves that waited for one that is done, and that wait for none now."""
+        with self.lock:
+            return [
+                (id, each._replace(behind=""))
+                for id, each in self.refused.items()
+                if each.behind and each.behind not in self.undone
+            ]
+
+    def waits_for(self, transaction: str, messages: Sequence[HalfMessage]) -> str:
+        """Return the last refused half that was committed before this one and has a key of it; empty without one."""
+        with self.lock:
+            own = self.refused.get(transaction)
+            keys = own.keys if own is not None else places_of(messages)
+            keys |= topics_of(messages)
+            before = [
+                (each.since, id)
+                for id, each in self.refused.items()
+                if id != transaction and (own is None or each.since < own.since) and each.keys & keys
+            ]
+        return max(before, default=(0, ""))[1]
 
     def _note(self, message: Message) -> None:
         match read_record(message):
@@ -94,11 +148,8 @@ class LaneIndex:
                 self._note_part(part, message.position)
             case HalfDone(transaction, outcome):
                 self._end(transaction, outcome)
-            case HalfParked(transaction, reason):
-                if each := self.undone.get(transaction):
-                    each.parked = reason
-                    if not reason:
-                        each.checks, each.check_at = 0, 0
+            case HalfParked(transaction, reason, refusal):
+                self._park(transaction, reason, refusal)
             case Beat(nonce, seconds):
                 self.patience = seconds
                 if nonce == self._awaited:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -25,7 +25,7 @@ from txnbridge._decision_logs import DecisionLogs
 from txnbridge._group_commit import GroupCommit
 from txnbridge._half_common import RefusedHalf
 from txnbridge._half_index import LaneIndex
-from txnbridge._half_records import Beat, HalfDone, HalfParked, Record, half_records
+from txnbridge._half_records import Beat, HalfDone, HalfParked, Record, Refusal, half_records, places_of
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
 from txnbridge._transaction import Transaction
@@ -58,7 +58,7 @@ _KEPT_RECORDS, _KEPT_FACTOR = 50_000, 4
 # The number of halves that are stored again, or whose bodies are read, at once, and the bytes of their messages.
 _BATCH, _BATCH_BYTES = 500, 4_000_000
 # The interval at which records of done halves are removed, and the time until the next attempt after a failure.
-_TRIM_SECONDS, _TRIM_AGAIN_SECONDS = 10.0, 600.0
+_TRIM_SECONDS, _TRIM_AGAIN_SECONDS = 30.0, 600.0
 
 Send = tuple[str, Record, int | None, int | None]
 
@@ -67,12 +67,19 @@ class Lane:
     """A lane that this process has opened. Any thread stores and ends halves; one thread at a time tends the lane."""
 
     def __init__(
-        self, consumers: Consumers, logs: DecisionLogs, index: LaneIndex, identity: Identity, how: Mapping[str, Any]
+        self,
+        consumers: Consumers,
+        logs: DecisionLogs,
+        index: LaneIndex,
+        identity: Identity,
+        how: Mapping[str, Any],
+        keep: Callable[[Position, Deadline], bool],
     ) -> None:
         connection = consumers.connection
         self.topic = identity.name
         self.how = how  # that of its halves: the lane's number, and the name that its owner has in the list of lanes
         self.index = index
+        self._keep = keep  # notes in the list of lanes the position before which records are removed
         self.ending: set[str] = set()  # halves that a thread ends or stores again at present
         self._connection = connection
         self._outcomes = consumers.outcomes
@@ -185,6 +192,9 @@ class Lane:
                 return Outcome.ABORTED  # it was not stored
             outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
             messages = self._messages(half, deadline) if decision is Decision.COMMIT else []
+            if self.index.refused and (before := self.index.waits_for(id, messages)):
+                self._refuse(id, messages, f"it waits behind {before}, which is refused", deadline, before)
+                raise RefusedHalf(f"the half messages of {id} are decided, and parked: they wait behind {before}")
             self._announce(messages, deadline)
             sends: list[Send] = [
                 (m.topic, Record(m.value, m.key, m.headers), m.partition, m.timestamp) for m in messages
@@ -193,7 +203,7 @@ class Lane:
             try:
                 self._commit(sends, deadline)
             except (NotFound, InvalidOption, AccessDenied, TransactionAborted) as error:
-                raise self._refused(id, error, deadline) from error
+                raise self._refused(id, messages, error, deadline) from error
             self.index.end(id, outcome)
             return outcome
 
@@ -220,7 +230,9 @@ class Lane:
             raise EvidenceLost(f"records of the half messages of {half.transaction} were deleted from {self.topic!r}")
         return found[half.transaction]
 
-    def _refused(self, id: str, error: TxnBridgeError, deadline: Deadline) -> TxnBridgeError:
+    def _refused(
+        self, id: str, messages: Sequence[HalfMessage], error: TxnBridgeError, deadline: Deadline
+    ) -> TxnBridgeError:
         """Return the error for the caller, after parking a half whose messages are refused for good."""
         each = self.index.undone.get(id)
         text = f"the half messages of {id} are decided, and cannot be published: {error}"
@@ -229,20 +241,24 @@ class Lane:
                 return BrokerUnavailable(text)  # the caller tries again
             if each.checks < self._connection.timing.half_refusals:
                 return RefusedHalf(text)  # the next check-back tries again
-        self.park(id, f"its messages are refused: {error}", deadline)
+        self._refuse(id, messages, f"its messages are refused: {error}", deadline)
         return RefusedHalf(f"{text}. They are parked")
 
-    def park(self, id: str, reason: str, deadline: Deadline) -> None:
+    def _refuse(
+        self, id: str, messages: Sequence[HalfMessage], reason: str, deadline: Deadline, behind: str = ""
+    ) -> None:
+        refusal = Refusal(self.index.refused_since(id), places_of(messages), behind)
+        self.park(id, reason, deadline, refusal)
+
+    def park(self, id: str, reason: str, deadline: Deadline, refusal: Refusal | None = None) -> None:
         """Park a half, or with an empty reason start its check-backs again."""
         with self._connection.events.step("half.park", id, lane=self.topic, reason=reason):
-            self._append([HalfParked(id, reason).record()], deadline)
-        if each := self.index.undone.get(id):
-            each.parked = reason
-            if not reason:
-                each.checks = each.check_at = 0
-                self._ask_at(id, 0)
+            self._append([HalfParked(id, reason, refusal).record()], deadline)
+        self.index.park(id, reason, refusal)
         if reason:
             _log.error("half-message transaction %s is parked: %s", id, reason)
+        else:
+            self._ask_at(id, 0)
 
     # --- check-backs ------------------------------------------------------------------------------------------------
 
@@ -322,6 +338,8 @@ class Lane:
         self.index.rest()
         if idle > timing.lane_beat and (self.waits or idle > timing.lane_free / 6):
             self.beat(0.0, deadline)
+        for id, refusal in self.index.freed():
+            self.park(id, "", deadline, refusal)
         if now > self._trim_at:
             self._trim_at = now + _TRIM_SECONDS if self._marked is not None else now
             self._remove_old(deadline)
@@ -347,11 +365,12 @@ class Lane:
             self.index.skip_to(end)
         if end > self._trimmed:
             self._trimmed = end
-            self._trim(end)
+            self._trim(end, deadline)
 
-    def _trim(self, end: Position) -> None:
+    def _trim(self, end: Position, deadline: Deadline) -> None:
         try:
-            self._connection.broker.admin.trim((self.topic, 0), end, self._connection.deadline())
+            if self._keep(end, deadline):
+                self._connection.broker.admin.trim((self.topic, 0), end, deadline)
         except TxnBridgeError as error:
             self._trim_at = time.monotonic() + _TRIM_AGAIN_SECONDS
             _log.warning("records of done half messages in %r could not be deleted: %s", self.topic, error)
@@ -365,7 +384,8 @@ class Lane:
             with self._alone(id, deadline):
                 if each := self.index.undone.get(id):
                     copy = Half("", id, messages, each.check_at, each.deadline_at, each.checks)
-                    parked = [HalfParked(id, each.parked).record()] if each.parked else []
+                    refusal = self.index.refused.get(id)
+                    parked = [HalfParked(id, each.parked, refusal).record()] if each.parked or refusal else []
                     self._append([*half_records(copy), *parked], deadline)
 
 

@@ -168,20 +168,25 @@ class LaneGroup:
         return self._connection.broker.admin.internal_name(name)
 
     def _listed(self, deadline: Deadline) -> dict[int, dict[str, Any]]:
-        """Return the lanes by number: `owner`, empty if nobody owns it, and `id` of its topic."""
+        """Return the lanes by number.
+
+        Each has its `owner`, empty if nobody owns it, and of its topic the `id` and the position `kept`, before which
+        its holders have removed records.
+        """
         return _lanes_of(self._list.read(deadline))
 
-    def _list_lane(self, number: int, before: str, owner: str, id: str, deadline: Deadline) -> bool:
-        """Give a lane to an owner unless another process did; return whether it has this owner now."""
+    def _list_lane(self, number: int, before: str, deadline: Deadline, **fields: Any) -> bool:
+        """Change a lane's fields, such as its owner, if it has the owner `before`; return whether they are changed."""
 
         def change(value: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
             lanes = _lanes_of(value)
-            if lanes.get(number, {"owner": ""})["owner"] != before:
+            lane = lanes.get(number, {"owner": ""})
+            if lane["owner"] != before:
                 return None
-            return {"lanes": {str(n): each for n, each in {**lanes, number: {"owner": owner, "id": id}}.items()}}
+            return {"lanes": {str(n): each for n, each in {**lanes, number: {**lane, **fields}}.items()}}
 
         listed = _lanes_of(self._list.update(change, deadline))
-        return number in listed and listed[number]["owner"] == owner
+        return listed.get(number, {"owner": ""})["owner"] == fields.get("owner", before)
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
@@ -204,14 +209,17 @@ class LaneGroup:
             listed = self._listed(deadline)
             free = [number for number, each in listed.items() if not each["owner"]]
             number, name = min(free, default=len(listed)), random_name(8)
-            if self._list_lane(number, "", name, self._topic_id(number, deadline), deadline):
+            id, begin = self._topic(number, deadline)
+            fields = {"owner": name} if number in listed else {"owner": name, "id": id, "kept": begin}
+            if self._list_lane(number, "", deadline, **fields):
                 return number, name
 
-    def _topic_id(self, number: int, deadline: Deadline) -> str:
-        """Create a lane's topic, unless it exists; return its id."""
+    def _topic(self, number: int, deadline: Deadline) -> tuple[str, Position]:
+        """Create a lane's topic, unless it exists; return its id, and the position of its first record."""
         admin, topic = self._connection.broker.admin, self.topic(number)
         admin.create_internal_topic(topic, deadline)
-        return admin.topic_ids([topic], deadline).get(topic, "")
+        id = admin.topic_ids([topic], deadline).get(topic, "")
+        return id, admin.bounds([topic], deadline)[topic, 0][0]
 
     def _held(self, number: int, name: str) -> Lane | None:
         lane = self._lanes.get(number)
@@ -247,7 +255,8 @@ class LaneGroup:
                 self._list_lane(number, name, name, id, deadline)
             identity = Identity(self.topic(number), True, self._application, self._connection.identity.host)
             how = {"lane": number, "owner": name}
-            lane = Lane(self._consumers, self._logs, self._new_index(number), identity, how)
+            keep = lambda kept, deadline: self._list_lane(number, name, deadline, kept=kept)  # noqa: E731
+            lane = Lane(self._consumers, self._logs, self._new_index(number), identity, how, keep)
             try:
                 lane.open(deadline)
                 before, self._lanes[number] = self._lanes.get(number), lane
@@ -358,7 +367,7 @@ class LaneGroup:
                 pass
             elif seen.settled:
                 if now - seen.since > timing.lane_free:
-                    self._list_lane(number, each["owner"], "", each["id"], deadline)
+                    self._list_lane(number, each["owner"], deadline, owner="")
             elif now - seen.since > timing.lane_takeover + random.uniform(0, timing.lane_look):  # not all at once
                 self._take_over(number, each["owner"], seen, now - seen.since, deadline)
         self._look_at = time.monotonic() + timing.lane_look
@@ -380,7 +389,7 @@ class LaneGroup:
         index = self._new_index(number)
         with closing(index), suppress(PositionLost):  # its holder removes old records, so it lives
             index.read_all(deadline)
-            if all(each.parked for each in index.undone.values()):
+            if all(each.parked for each in index.undone.values()) and not index.freed():
                 seen.settled = True
             elif still > index.patience:
                 _log.info("lane %d of group %r stands still: this process takes it over", number, self._group)
@@ -400,8 +409,7 @@ class LaneGroup:
                 if self._is_own(lane) and not lane.index.undone:
                     with suppress(TxnBridgeError):
                         lane.tend(deadline)
-                        id = self._listed(deadline)[number]["id"]
-                        self._list_lane(number, lane.how["owner"], "", id, deadline)
+                        self._list_lane(number, lane.how["owner"], deadline, owner="")
                     self._own = None
                 del self._lanes[number]
                 lane.close()

@@ -7,8 +7,9 @@ and headers, and one header more with JSON (`_HEADER`), which says everything el
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from txnbridge._messages import Message
@@ -17,6 +18,7 @@ from txnbridge.errors import NotSupported
 from txnbridge.spi import Half, HalfMessage, RawHeaders
 
 _HEADER = "txnbridge-half"
+_MOST_KEYS = 1_000  # of a half, that a record of it names
 _VERSION = 2  # version 1 was that of half topics with delay partitions, whose names end without a number
 
 
@@ -52,15 +54,25 @@ class HalfDone:
         return _control(kind="done", transaction=self.transaction, outcome=self.outcome.value)
 
 
+class Refusal(NamedTuple):
+    """A committed half that its targets refuse, or that waits behind such a one because it has the same keys."""
+
+    since: int  # milliseconds since 1970
+    keys: frozenset[str]  # of its messages, as `places_of` returns them
+    behind: str = ""  # the half that it waits for; empty if it is refused itself
+
+
 @dataclass(frozen=True)
 class HalfParked:
-    """A half is parked for a reason; without a reason an administrator has started its check-backs again."""
+    """A half is parked for a reason; without a reason its check-backs begin again."""
 
     transaction: str
     reason: str
+    refusal: Refusal | None = None
 
     def record(self) -> Record:
-        return _control(kind="parked", transaction=self.transaction, reason=self.reason)
+        fields = {} if self.refusal is None else {**self.refusal._asdict(), "keys": sorted(self.refusal.keys)}
+        return _control(kind="parked", transaction=self.transaction, reason=self.reason, **fields)
 
 
 @dataclass(frozen=True)
@@ -115,12 +127,32 @@ def read_record(message: Message) -> HalfPart | HalfDone | HalfParked | Beat | N
             case "done":
                 return HalfDone(_text(fields["transaction"]), Outcome(fields["outcome"]))
             case "parked":
-                return HalfParked(_text(fields["transaction"]), str(fields["reason"]))
+                return HalfParked(_text(fields["transaction"]), str(fields["reason"]), _refusal(fields))
             case "beat":
                 return Beat(_text(fields["nonce"]), float(fields["seconds"]))
     except (ValueError, KeyError, TypeError, OverflowError):
         pass
     return None
+
+
+def places_of(messages: Sequence[HalfMessage]) -> frozenset[str]:
+    """Return short names of the keys of messages in their topics; of the topics alone if there are many keys."""
+    places = {(message.topic, message.key) for message in messages if message.key is not None}
+    return topics_of(messages) if len(places) > _MOST_KEYS else frozenset(map(_place, places))
+
+
+def topics_of(messages: Sequence[HalfMessage]) -> frozenset[str]:
+    return frozenset(_place((message.topic, None)) for message in messages if message.key is not None)
+
+
+def _place(place: tuple[str, bytes | None]) -> str:
+    return sha256(repr(place).encode()).hexdigest()[:16]
+
+
+def _refusal(fields: Mapping[str, Any]) -> Refusal | None:
+    if "keys" not in fields:
+        return None
+    return Refusal(_number(fields["since"]), frozenset(map(_text, fields["keys"])), str(fields["behind"]))
 
 
 def _half_part(message: Message, headers: RawHeaders, fields: Mapping[str, Any]) -> HalfPart:

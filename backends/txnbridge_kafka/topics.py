@@ -10,8 +10,9 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
-from confluent_kafka.admin import AclOperation, TopicDescription
+from confluent_kafka.admin._acl import AclOperation
 from confluent_kafka.admin._metadata import ClusterMetadata, TopicMetadata
+from confluent_kafka.admin._topic import TopicDescription
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidOption, NotFound
 from txnbridge.spi import Deadline, Partition, TopicRules
@@ -101,7 +102,8 @@ class KafkaTopics:
             asked = self._admin().describe_topics(
                 TopicCollection([topic]), include_authorized_operations=True, request_timeout=max(deadline.left(), 0.01)
             )
-            return asked[topic].result()
+            described: TopicDescription = asked[topic].result()
+            return described
 
         described = self._call_client(ask, deadline, f"looking up topic {topic!r}")
         if described.authorized_operations and AclOperation.WRITE not in described.authorized_operations:

@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -282,20 +283,26 @@ def test_the_lane_of_a_process_that_has_ended_is_used_by_the_next_one(
     assert len(lanes(bridge, group)._listed(bridge._connection.deadline())) == 1
 
 
-def test_a_lane_whose_topic_was_deleted_is_told_and_the_group_goes_on(
-    txnbridge_url: str, bridge: Bridge, topic: str, group: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("deleted", ["topic", "records"])
+def test_a_lane_whose_topic_was_deleted_or_emptied_is_told_and_the_group_goes_on(
+    txnbridge_url: str, bridge: Bridge, topic: str, group: str, caplog: pytest.LogCaptureFixture, deleted: str
 ) -> None:
     with connect(txnbridge_url, create_topics=1) as own:
         sales = own.half_messages(group, execute=obey, check=says(UNDECIDED))
         sales.close()
         sell(sales, topic, b"lost", UNDECIDED)
-    bridge.admin.delete_topic(lanes(bridge, group).topic(0))
+    lane = lanes(bridge, group).topic(0)
+    if deleted == "topic":
+        bridge.admin.delete_topic(lane)
+    else:
+        _, end = bridge.admin.bounds(lane)[lane, 0]
+        bridge._connection.broker.admin.trim((lane, 0), end, bridge._connection.deadline())
     with connect(txnbridge_url, create_topics=1) as own:
         with own.half_messages(group, execute=obey, check=says(COMMIT)) as sales:
             sell(sales, topic, b"1")
             own_name = lanes(own, group)._listed(own._connection.deadline())[0]["owner"]
             lanes(own, group)._lane(0, own_name, own._connection.deadline())
-    assert "was deleted: its half messages are lost" in caplog.text
+    assert caplog.text.count(f"half messages in the topic {lane} are lost") == 1
     assert values(seen(bridge, topic)) == [b"1"]
 
 
@@ -324,6 +331,36 @@ def test_what_is_refused_is_parked_and_published_once_it_can_be_and_others_go_on
             bridge.admin.resume(group, half.transaction)
             eventually(lambda: values(seen(bridge, gone)) == [b"1"], "it is published")
     assert bridge.admin.parked(group) == []
+
+
+def test_those_of_a_key_that_are_committed_behind_a_refused_half_message_wait_for_it(
+    txnbridge_url: str, bridge: Bridge, topic: str, new_topic: NewTopic, group: str
+) -> None:
+    gone = new_topic()
+
+    def work(txn: HalfTransaction, name: str) -> Decision:
+        if name == "first":
+            bridge.admin.delete_topic(gone)
+        return COMMIT
+
+    def sold(sales: HalfMessages, name: str, key: str, *more: str) -> str:
+        with suppress(OutcomeUnknown), sales.transaction(name) as txn:
+            for each in (topic, *more):
+                txn.send(each, name.encode(), key=key)
+        return txn.id
+
+    with connect(txnbridge_url, create_topics=0) as own:
+        with own.half_messages(group, execute=work, check=says(COMMIT)) as sales:
+            first = sold(sales, "first", "a", gone)
+            waiting = [sold(sales, name, "a") for name in ("second", "third")]
+            sold(sales, "other", "b")
+        assert {half.transaction for half in own.admin.parked(group)} == {first, *waiting}
+    with connect(txnbridge_url) as other, other.resolver(group, check=says(COMMIT)):
+        bridge.admin.resume(group, waiting[0])  # it may not overtake
+        eventually(lambda: len(bridge.admin.parked(group)) == 3, "it is parked again")
+        bridge.admin.create_topic(gone)
+        bridge.admin.resume(group, first)
+        eventually(lambda: values(seen(bridge, topic)) == [b"other", b"first", b"second", b"third"], "they follow")
 
 
 @pytest.mark.parametrize("decision", [COMMIT, ABORT])

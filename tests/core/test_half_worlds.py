@@ -225,7 +225,7 @@ def _trim_at_once(patch: pytest.MonkeyPatch) -> None:
 
     def remove(self: Lane, deadline: Deadline) -> None:
         _, end = self._connection.broker.admin.bounds([self.topic], deadline)[self.topic, 0]
-        self._trim(end)
+        self._trim(end, deadline)
 
     patch.setattr(Lane, "_remove_old", remove)
 

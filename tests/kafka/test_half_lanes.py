@@ -75,12 +75,15 @@ def test_what_its_topic_refuses_is_parked_and_others_go_on(
 def test_what_its_topic_would_refuse_is_refused_before_the_work(
     bridge: Bridge, new_topic: Callable[[], str], group: str, admin: AdminClient
 ) -> None:
-    small, compacted, works = new_topic(), new_topic(), []
+    small, compacted, works = new_topic(), new_topic(), list[str]()
+
+    def work(txn: HalfTransaction, _: object) -> Decision:
+        works.append(txn.id)
+        return COMMIT
+
     configure(admin, small, "max.message.bytes", "1000")
     configure(admin, compacted, "cleanup.policy", "compact")
-    with bridge.half_messages(
-        group, execute=lambda txn, _: works.append(txn.id) or COMMIT, check=says(COMMIT)
-    ) as sales:
+    with bridge.half_messages(group, execute=work, check=says(COMMIT)) as sales:
         with pytest.raises(InvalidOption, match="takes 1000"), sales.transaction() as large:
             large.send(small, b"x" * 900, key=b"k" * 200)
         with pytest.raises(InvalidOption, match="needs a key"), sales.transaction() as unkeyed:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers import RocketMQ
+from txnbridge_conformance.brokers import Pulsar, RocketMQ
 from txnbridge_conformance.run import official
 from txnbridge_conformance.run.bodies import Bodies
 from txnbridge_conformance.run.client import text_of
@@ -97,8 +98,12 @@ class Attack:
                     del self._wake_at[child]
                     self.deeds["woken"] += 1
                     child.unpause()
-        deed = self.chance.choice(("kill", "kill", "pause", "pause", "abort", "cut", "database", "broker", "freeze"))
-        if deed in ("broker", "freeze"):
+        deed = self.chance.choice(
+            ("kill", "kill", "pause", "pause", "abort", "cut", "database", "broker", "freeze", "unload")
+        )
+        if deed == "unload":
+            done = isinstance(self.broker, Pulsar) and self._unload()
+        elif deed in ("broker", "freeze"):
             done = self.broker is not None and self._hit_broker(deed)
         elif deed in ("cut", "database"):
             done = self.server is not None and self._hit_database(deed)
@@ -140,6 +145,12 @@ class Attack:
             time.sleep(self.chance.uniform(0, 6))
             self.broker.resume()
         return True
+
+    def _unload(self):
+        """Let the broker give up all topics, as when they move to another broker."""
+        address = f"{self.broker.admin_url}/admin/v2/namespaces/public/default/unload"
+        with urllib.request.urlopen(urllib.request.Request(address, method="PUT"), timeout=60):
+            return True
 
     def _replaced(self, number, child):
         if child._exit_code() != -signal.SIGKILL:
