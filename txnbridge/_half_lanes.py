@@ -186,7 +186,7 @@ class LaneGroup:
             return {"lanes": {str(n): each for n, each in {**lanes, number: {**lane, **fields}}.items()}}
 
         listed = _lanes_of(self._list.update(change, deadline))
-        return listed.get(number, {"owner": ""})["owner"] == fields.get("owner", before)
+        return bool(listed.get(number, {"owner": ""})["owner"] == fields.get("owner", before))
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
@@ -246,13 +246,14 @@ class LaneGroup:
     def _open(self, number: int, name: str, deadline: Deadline) -> Lane:
         """Return a lane that this process holds, or open it, on the thread that has `_opening`."""
         while (lane := self._held(number, name)) is None:
+            id, begin = self._topic(number, deadline)
             listed = self._listed(deadline).get(number)
             if listed is None or listed["owner"] != name:
                 raise EvidenceLost(f"lane {number} of group {self._group!r} was given to another process")
-            if (id := self._topic_id(number, deadline)) != listed["id"]:
-                if listed["id"]:
-                    _log.error("the topic %s was deleted: its half messages are lost", self.topic(number))
-                self._list_lane(number, name, name, id, deadline)
+            if id != listed["id"] or begin > tuple(listed["kept"]):
+                lost = "records of it were" if id == listed["id"] else "it was"
+                _log.error("half messages in the topic %s are lost: %s deleted", self.topic(number), lost)
+                self._list_lane(number, name, deadline, id=id, kept=begin)
             identity = Identity(self.topic(number), True, self._application, self._connection.identity.host)
             how = {"lane": number, "owner": name}
             keep = lambda kept, deadline: self._list_lane(number, name, deadline, kept=kept)  # noqa: E731
@@ -449,8 +450,12 @@ class LaneGroup:
                 yield number, listed[number]["owner"], index
 
     def resume(self, half: Half, deadline: Deadline) -> None:
-        lane = self._lane(half.how["lane"], half.how["owner"], deadline)
-        lane.park(half.transaction, "", deadline)
+        while True:
+            lane = self._lane(half.how["lane"], half.how["owner"], deadline)
+            try:
+                return lane.park(half.transaction, "", deadline)
+            except TxnBridgeError as error:
+                self._give_up(lane, error, deadline)
 
 
 def _size(message: HalfMessage) -> int:

@@ -92,6 +92,7 @@ __all__ = [
     "Token",
     "TokenState",
     "TopicInfo",
+    "TopicRules",
     "Url",
     "Writer",
     "absent",

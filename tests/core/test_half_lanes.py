@@ -226,7 +226,7 @@ def test_a_process_that_comes_back_late_is_told_that_only_its_own_records_tell(
             mine._drop(mine._lanes[number])
             with other.resolver(group, check=says(COMMIT)):
                 eventually(lambda: values(seen(bridge, topic)) == [b"1"], "a resolver publishes it")
-            assert lanes(other, group)._list_lane(number, name, "", "", deadline)
+            assert lanes(other, group)._list_lane(number, name, deadline, owner="")
             assert lanes(other, group).own_lane(deadline).topic == mine.topic(number)
             return COMMIT
 
