@@ -59,6 +59,7 @@ class LaneIndex:
         self.refused: dict[str, Refusal] = {}  # halves that are committed and cannot be published now
         self.outcomes = outcomes  # of halves of the group, in all of its lanes, that this process knows
         self.patience = 0.0  # the time within which the holder has promised the next record
+        self.nonces: set[str] = set()  # of beats that were read
         self._awaited = ""  # the nonce of the beat up to which a call reads
         self.position: Position = ()  # behind the last record that was read
         self.read = 0  # the number of records that were read
@@ -152,6 +153,7 @@ class LaneIndex:
                 self._park(transaction, reason, refusal)
             case Beat(nonce, seconds):
                 self.patience = seconds
+                self.nonces.add(nonce)
                 if nonce == self._awaited:
                     self._awaited = ""
 

@@ -73,13 +73,13 @@ class Lane:
         index: LaneIndex,
         identity: Identity,
         how: Mapping[str, Any],
-        keep: Callable[[Position, Deadline], bool],
+        keep: Callable[[str, Deadline], bool],
     ) -> None:
         connection = consumers.connection
         self.topic = identity.name
         self.how = how  # that of its halves: the lane's number, and the name that its owner has in the list of lanes
         self.index = index
-        self._keep = keep  # notes in the list of lanes the position before which records are removed
+        self._keep = keep  # notes in the list of lanes the nonce of a beat that stays when records are removed
         self.ending: set[str] = set()  # halves that a thread ends or stores again at present
         self._connection = connection
         self._outcomes = consumers.outcomes
@@ -92,25 +92,27 @@ class Lane:
         self._due: list[tuple[int, str]] = []  # a heap of check-backs, and of some that are not due any more
         self._fetched: deque[tuple[str, list[HalfMessage]]] = deque()  # halves that are asked about next
         self._committed_at = time.monotonic()
+        self._written = self._trimmed_at = 0  # numbers of commits: until now, and until the last removal
         self._closed = False
         self._marked: tuple[Position, set[str]] | None = None  # an end of the topic, and what was not done there
-        self._trimmed: Position = ()
         self._trim_at = 0.0
 
-    def open(self, deadline: Deadline) -> None:
-        """Fence the holder before this one, and learn what is not done."""
+    def open(self, deadline: Deadline) -> str:
+        """Fence the holder before this one, and learn what is not done; return the nonce of this holder's beat."""
         with self._connection.events.step("half.open", None, lane=self.topic) as found:
             self._writers.open(deadline)
-            self.read(deadline)
+            nonce = self.read(deadline)
             found["undone"] = len(self.index.undone)
         for transaction, each in self.index.undone.items():
             self._ask_at(transaction, each.check_at)
+        return nonce
 
-    def read(self, deadline: Deadline) -> None:
-        """Read everything that was stored before this call."""
+    def read(self, deadline: Deadline) -> str:
+        """Read everything that was stored before this call, up to a new beat; return its nonce."""
         nonce = random_name(8)
         self.beat(0.0, deadline, nonce)
         self.index.read_until(nonce, deadline)
+        return nonce
 
     def close(self) -> None:
         self._closed = True
@@ -138,6 +140,7 @@ class Lane:
                 raise Fenced(f"{self.topic} was opened again") from error
             raise
         self._committed_at = time.monotonic()
+        self._written += 1
 
     def _transaction(self, begin: Begin) -> Transaction:
         taken = (self._shared if self._connection.broker.group_commit else self._writers).take(begin)
@@ -340,22 +343,22 @@ class Lane:
             self.beat(0.0, deadline)
         for id, refusal in self.index.freed():
             self.park(id, "", deadline, refusal)
-        if now > self._trim_at:
-            self._trim_at = now + _TRIM_SECONDS if self._marked is not None else now
-            self._remove_old(deadline)
+        self.remove_old(deadline)
 
-    def _remove_old(self, deadline: Deadline) -> None:
+    def remove_old(self, deadline: Deadline) -> None:
         """Remove records in front of a mark once all halves there are done, else those in front of the oldest half.
 
-        So a holder whose halves end soon reads nothing of what it stores.
+        So a holder whose halves end soon reads nothing of what it stores. Do so at intervals only.
         """
+        if (now := time.monotonic()) <= self._trim_at:
+            return
+        self._trim_at = now + _TRIM_SECONDS if self._marked is not None else now
         if self._marked is None:
-            _, end = self._connection.broker.admin.bounds([self.topic], deadline)[self.topic, 0]
-            self._marked = (end, set(self.index.undone))
+            if self._written != self._trimmed_at:
+                _, end = self._connection.broker.admin.bounds([self.topic], deadline)[self.topic, 0]
+                self._marked = (end, set(self.index.undone))
             return
         (end, ids), self._marked = self._marked, None
-        if end <= self._trimmed:
-            return
         if ids & self.index.undone.keys():
             self.read(deadline)
             end, kept = self.index.oldest()
@@ -363,13 +366,14 @@ class Lane:
                 self._store_again(deadline)
         else:
             self.index.skip_to(end)
-        if end > self._trimmed:
-            self._trimmed = end
-            self._trim(end, deadline)
+        self._trim(end, deadline)
 
     def _trim(self, end: Position, deadline: Deadline) -> None:
+        nonce = random_name(8)
+        self.beat(0.0, deadline, nonce)
+        self._trimmed_at = self._written
         try:
-            if self._keep(end, deadline):
+            if self._keep(nonce, deadline):
                 self._connection.broker.admin.trim((self.topic, 0), end, deadline)
         except TxnBridgeError as error:
             self._trim_at = time.monotonic() + _TRIM_AGAIN_SECONDS

@@ -36,6 +36,8 @@ _log = logging.getLogger("txnbridge")
 # The pause of the thread that tends lanes, while no check-back is due.
 _IDLE_SECONDS = 0.1
 _RETRY_SECONDS = 0.1
+# The time after which a process is one without a resolver.
+_UNTENDED_SECONDS = 60.0
 # The time for which a topic's rules are believed.
 _TARGET_SECONDS = 60.0
 _LONGEST_NAME = 100
@@ -158,7 +160,7 @@ class LaneGroup:
         self._opening = threading.Lock()
         self._turn = threading.Lock()  # of the thread that tends the lanes
         self._seen: dict[int, _Seen] = {}
-        self._look_at = 0.0
+        self._look_at = self._tended_at = 0.0
 
     # --- the list of lanes ------------------------------------------------------------------------------------------
 
@@ -170,8 +172,8 @@ class LaneGroup:
     def _listed(self, deadline: Deadline) -> dict[int, dict[str, Any]]:
         """Return the lanes by number.
 
-        Each has its `owner`, empty if nobody owns it, and of its topic the `id` and the position `kept`, before which
-        its holders have removed records.
+        Each has its `owner`, empty if nobody owns it, the `id` of its topic, and in `kept` the nonce of a beat there
+        that no holder removes; empty if it was never opened.
         """
         return _lanes_of(self._list.read(deadline))
 
@@ -209,17 +211,15 @@ class LaneGroup:
             listed = self._listed(deadline)
             free = [number for number, each in listed.items() if not each["owner"]]
             number, name = min(free, default=len(listed)), random_name(8)
-            id, begin = self._topic(number, deadline)
-            fields = {"owner": name} if number in listed else {"owner": name, "id": id, "kept": begin}
-            if self._list_lane(number, "", deadline, **fields):
+            fields = {} if number in listed else {"id": self._topic_id(number, deadline), "kept": ""}
+            if self._list_lane(number, "", deadline, owner=name, **fields):
                 return number, name
 
-    def _topic(self, number: int, deadline: Deadline) -> tuple[str, Position]:
-        """Create a lane's topic, unless it exists; return its id, and the position of its first record."""
+    def _topic_id(self, number: int, deadline: Deadline) -> str:
+        """Create a lane's topic, unless it exists; return its id."""
         admin, topic = self._connection.broker.admin, self.topic(number)
         admin.create_internal_topic(topic, deadline)
-        id = admin.topic_ids([topic], deadline).get(topic, "")
-        return id, admin.bounds([topic], deadline)[topic, 0][0]
+        return admin.topic_ids([topic], deadline).get(topic, "")
 
     def _held(self, number: int, name: str) -> Lane | None:
         lane = self._lanes.get(number)
@@ -246,20 +246,16 @@ class LaneGroup:
     def _open(self, number: int, name: str, deadline: Deadline) -> Lane:
         """Return a lane that this process holds, or open it, on the thread that has `_opening`."""
         while (lane := self._held(number, name)) is None:
-            id, begin = self._topic(number, deadline)
-            listed = self._listed(deadline).get(number)
+            id, listed = self._topic_id(number, deadline), self._listed(deadline).get(number)
             if listed is None or listed["owner"] != name:
                 raise EvidenceLost(f"lane {number} of group {self._group!r} was given to another process")
-            if id != listed["id"] or begin > tuple(listed["kept"]):
-                lost = "records of it were" if id == listed["id"] else "it was"
-                _log.error("half messages in the topic %s are lost: %s deleted", self.topic(number), lost)
-                self._list_lane(number, name, deadline, id=id, kept=begin)
             identity = Identity(self.topic(number), True, self._application, self._connection.identity.host)
             how = {"lane": number, "owner": name}
             keep = lambda kept, deadline: self._list_lane(number, name, deadline, kept=kept)  # noqa: E731
             lane = Lane(self._consumers, self._logs, self._new_index(number), identity, how, keep)
             try:
-                lane.open(deadline)
+                nonce = lane.open(deadline)
+                self._check_complete(number, name, id, lane.index, nonce, deadline)
                 before, self._lanes[number] = self._lanes.get(number), lane
                 if before is not None:  # of an owner before
                     before.close()
@@ -268,6 +264,19 @@ class LaneGroup:
                 if not isinstance(error, PositionLost) or deadline.expired:
                     raise  # else the holder before has removed old records meanwhile
         return lane
+
+    def _check_complete(
+        self, number: int, name: str, id: str, index: LaneIndex, nonce: str, deadline: Deadline
+    ) -> None:
+        """Log an error if somebody else has deleted a lane's topic, or records that its holders had kept there."""
+        listed = self._listed(deadline)[number]  # the present one: the holder before may have removed records meanwhile
+        renewed = id != listed["id"]
+        lost = listed["kept"] and (renewed or listed["kept"] not in index.nonces)
+        if lost:
+            deleted = "it was" if renewed else "records of it were"
+            _log.error("half messages in the topic %s are lost: %s deleted", self.topic(number), deleted)
+        if lost or not listed["kept"]:
+            self._list_lane(number, name, deadline, id=id, kept=nonce)
 
     def _is_own(self, lane: Lane) -> bool:
         return self._own == (lane.how["lane"], lane.how["owner"])
@@ -300,9 +309,24 @@ class LaneGroup:
             how = half.how  # empty if the answer to its storing was lost
             lane = self._lane(how["lane"], how["owner"], deadline) if how else self.own_lane(deadline)
             try:
-                return lane.end(half, decision, deadline)
+                outcome = lane.end(half, decision, deadline)
+                if time.monotonic() - self._tended_at > _UNTENDED_SECONDS:
+                    self._remove_old(lane, deadline)
             except TxnBridgeError as error:
                 self._give_up(lane, error, deadline)
+            else:
+                return outcome
+
+    def _remove_old(self, lane: Lane, deadline: Deadline) -> None:
+        """Remove old records in a process without a resolver, such as one that uses an `AsyncSession`."""
+        held: list[bool] = []
+        try:
+            if Deadline(0).acquire(self._turn, held):
+                with suppress(TxnBridgeError):  # the half is ended, and a later call tries again
+                    lane.remove_old(deadline)
+        finally:
+            if held:
+                self._turn.release()
 
     def _give_up(self, lane: Lane, error: TxnBridgeError, deadline: Deadline) -> None:
         """Drop a lane after an error that says that it has to be opened again; raise any other error."""
@@ -335,6 +359,7 @@ class LaneGroup:
 
     def _tend(self, limit: int) -> list[Half]:
         """Do what the held lanes need, and return halves whose check-back is due."""
+        self._tended_at = time.monotonic()
         due: list[Half] = []
         failed: TxnBridgeError | None = None
         for lane in list(self._lanes.values()):

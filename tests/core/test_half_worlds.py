@@ -227,7 +227,7 @@ def _trim_at_once(patch: pytest.MonkeyPatch) -> None:
         _, end = self._connection.broker.admin.bounds([self.topic], deadline)[self.topic, 0]
         self._trim(end, deadline)
 
-    patch.setattr(Lane, "_remove_old", remove)
+    patch.setattr(Lane, "remove_old", remove)
 
 
 def _forgets_done(patch: pytest.MonkeyPatch) -> None:
