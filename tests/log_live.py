@@ -18,7 +18,7 @@ from tests.in_time import takes, within
 from tests.log_contract import append, read
 from tests.log_faults import append_until_clear
 from txnbridge import Decision
-from txnbridge._decisions import Decisions
+from txnbridge._decisions.decisions import Decisions
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, EvidenceLost, InvalidOption, OutcomeUnknown
 from txnbridge.spi import Deadline
 

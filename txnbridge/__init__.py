@@ -12,19 +12,19 @@ import typing as _typing
 
 from txnbridge import codecs
 from txnbridge._admin import Admin
+from txnbridge._base.events import Event, EventLogger, JsonLinesRecorder
+from txnbridge._base.messages import Batch, Headers, Message, MessageColumns, Position
+from txnbridge._base.plugins import hookimpl, plugins
+from txnbridge._base.state import State
+from txnbridge._base.token import Decision, Outcome, Status, Token, TokenState
+from txnbridge._base.topic import Topic
 from txnbridge._bridge import Bridge, connect
-from txnbridge._consumer import Consumer
-from txnbridge._events import Event, EventLogger, JsonLinesRecorder
-from txnbridge._half_messages import HalfMessages, HalfTransaction
-from txnbridge._messages import Batch, Headers, Message, MessageColumns, Position
-from txnbridge._plugins import hookimpl, plugins
-from txnbridge._processor import Processor
-from txnbridge._publisher import Publisher
-from txnbridge._resolver import Resolver
-from txnbridge._token import Decision, Outcome, Status, Token, TokenState
-from txnbridge._topic import Topic
-from txnbridge._transaction import Transaction
-from txnbridge._transaction_state import State
+from txnbridge._half.half_messages import HalfMessages, HalfTransaction
+from txnbridge._half.resolver import Resolver
+from txnbridge._process.processor import Processor
+from txnbridge._read.consumer import Consumer
+from txnbridge._write.publisher import Publisher
+from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capabilities, Capability, Level, Limits, Support
 from txnbridge.errors import (
     Abort,

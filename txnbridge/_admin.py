@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from txnbridge._connection import Connection
-from txnbridge._deadline import Deadline
-from txnbridge._half_common import check_decision, half_store
-from txnbridge._messages import Position
-from txnbridge._token import Decision, Outcome
-from txnbridge._topic import Topic, check_topic_name
+from txnbridge._base.connection import Connection
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.messages import Position
+from txnbridge._base.token import Decision, Outcome
+from txnbridge._base.topic import Topic, check_topic_name
+from txnbridge._half.common import check_decision, half_store
 from txnbridge.capabilities import Capability, Level
 from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import Advice, GroupInfo, Half, HalfStore, OpenTransaction, Partition, TopicInfo

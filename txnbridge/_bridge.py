@@ -17,21 +17,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from txnbridge._admin import Admin
-from txnbridge._connection import Connection, ConnectionUser, close_logging_errors, exit_begins, random_name
-from txnbridge._consumer import Consumer
-from txnbridge._consumers import Consumers
-from txnbridge._deadline import Deadline, check_times
-from txnbridge._decision_logs import DecisionLogs, LogProvider
-from txnbridge._group_commit import GroupCommit
-from txnbridge._messages import Message
-from txnbridge._plugins import plugins
-from txnbridge._publisher import Publisher
-from txnbridge._token import Outcome, Status, Token
-from txnbridge._token_operations import Outcomes
-from txnbridge._topic import Topic, as_topic
-from txnbridge._transaction import Transaction
-from txnbridge._url import check_opening, find_backend, indirect, parse_url, resolve_options, unknown_option
-from txnbridge._writers import Writers
+from txnbridge._base.connection import Connection, ConnectionUser, close_logging_errors, exit_begins, random_name
+from txnbridge._base.deadline import Deadline, check_times
+from txnbridge._base.messages import Message
+from txnbridge._base.plugins import plugins
+from txnbridge._base.token import Outcome, Status, Token
+from txnbridge._base.topic import Topic, as_topic
+from txnbridge._base.url import check_opening, find_backend, indirect, parse_url, resolve_options, unknown_option
+from txnbridge._decisions.logs import DecisionLogs, LogProvider
+from txnbridge._read.consumer import Consumer
+from txnbridge._read.consumers import Consumers
+from txnbridge._write.group_commit import GroupCommit
+from txnbridge._write.publisher import Publisher
+from txnbridge._write.token_operations import Outcomes
+from txnbridge._write.transaction import Transaction
+from txnbridge._write.writers import Writers
 from txnbridge.capabilities import Capabilities, Capability, Limits
 from txnbridge.errors import BackendMissing, InvalidOption, NotSupported
 from txnbridge.spi import Backend, Begin, Context, DecisionLog, Identity, Option
@@ -39,11 +39,11 @@ from txnbridge.spi import Backend, Begin, Context, DecisionLog, Identity, Option
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from txnbridge._decisions import Decisions
-    from txnbridge._half_lanes import LaneStore
-    from txnbridge._half_messages import Execute, HalfMessages
-    from txnbridge._processor import Each, OnBatch, Processor
-    from txnbridge._resolver import Check, Resolver
+    from txnbridge._decisions.decisions import Decisions
+    from txnbridge._half.half_messages import Execute, HalfMessages
+    from txnbridge._half.lanes import LaneStore
+    from txnbridge._half.resolver import Check, Resolver
+    from txnbridge._process.processor import Each, OnBatch, Processor
     from txnbridge.sql import BarrierTransaction, Outbox, Relay
     from txnbridge.sql.barrier import Barriers, SessionOrEngine
 
@@ -465,7 +465,7 @@ class Bridge:
     ) -> Processor:
         """Return a `Processor`, which consumes, transforms and produces exactly once; see there for the settings."""
         self._connection.check_open()
-        from txnbridge._processor import Processor
+        from txnbridge._process.processor import Processor
 
         return Processor(
             self._consumers,
@@ -519,12 +519,12 @@ class Bridge:
         Raise `NotSupported` if the broker has no half messages.
         """
         self._connection.check_open()
-        from txnbridge._half_messages import HalfMessages
+        from txnbridge._half.half_messages import HalfMessages
 
         return HalfMessages(self._connection, group, execute, check)
 
     def _open_half_lanes(self) -> LaneStore:
-        from txnbridge._half_lanes import LaneStore
+        from txnbridge._half.lanes import LaneStore
 
         with self._guard:
             if self._half_lanes is None:
@@ -553,7 +553,7 @@ class Bridge:
             "stop_timeout": stop_timeout,
         }
         if check is not None and db is None:
-            from txnbridge._resolver import Resolver
+            from txnbridge._half.resolver import Resolver
 
             return Resolver(self._connection, group, check, **settings)
         if db is None or check is not None:

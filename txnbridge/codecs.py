@@ -12,7 +12,7 @@ import json as _json
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from txnbridge._messages import NO_HEADERS, Headers
+from txnbridge._base.messages import NO_HEADERS, Headers
 
 __all__ = ["Codec", "CodecContext", "bytes", "dataclass_json", "json", "pydantic", "str"]
 

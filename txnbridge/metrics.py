@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from txnbridge._base.events import Event
+from txnbridge._base.plugins import hookimpl, plugins
+from txnbridge._base.service import Service
 from txnbridge._bridge import Bridge, open_bridges
-from txnbridge._events import Event
-from txnbridge._half_common import half_store
-from txnbridge._plugins import hookimpl, plugins
-from txnbridge._resolver import Resolver
-from txnbridge._service import Service
+from txnbridge._half.common import half_store
+from txnbridge._half.resolver import Resolver
 from txnbridge.capabilities import Capability
 from txnbridge.errors import InvalidOption, TxnBridgeError
 

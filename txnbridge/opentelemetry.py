@@ -20,9 +20,9 @@ from opentelemetry import metrics as otel
 from opentelemetry.trace import SpanKind, StatusCode
 
 from txnbridge import metrics
-from txnbridge._events import Event
-from txnbridge._messages import Headers, Message
-from txnbridge._plugins import hookimpl, plugins
+from txnbridge._base.events import Event
+from txnbridge._base.messages import Headers, Message
+from txnbridge._base.plugins import hookimpl, plugins
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from txnbridge._background_task import BackgroundTask
-from txnbridge._deadline import Deadline
-from txnbridge._events import Emitter
-from txnbridge._fair_semaphore import FairSemaphore
-from txnbridge._messages import (
+from txnbridge._base.background_task import BackgroundTask
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.events import Emitter
+from txnbridge._base.fair_semaphore import FairSemaphore
+from txnbridge._base.messages import (
     NO_HEADERS,
     Batch,
     Headers,
@@ -36,8 +36,8 @@ from txnbridge._messages import (
     encode_headers,
     encode_item,
 )
-from txnbridge._plugins import hookimpl
-from txnbridge._token import Decision, Outcome, Status, Token, TokenState
+from txnbridge._base.plugins import hookimpl
+from txnbridge._base.token import Decision, Outcome, Status, Token, TokenState
 from txnbridge.capabilities import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
 
 __all__ = [

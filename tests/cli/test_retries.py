@@ -7,7 +7,7 @@ import pytest
 from txnbridge_conformance.observing import eventually
 
 from txnbridge import Poison, _retry_overview
-from txnbridge._retry_overview import waiting_topics
+from txnbridge._process.retry_overview import waiting_topics
 
 
 def fail(message, txn):

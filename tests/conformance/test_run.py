@@ -33,7 +33,7 @@ from txnbridge_conformance.run.workloads import _end_prepared
 from tests.conformance import broken
 from tests.conformance.broken import scheme_of
 from txnbridge import Event, Headers, Message, connect
-from txnbridge._deadletters import PREFIX
+from txnbridge._process.dead_letters import PREFIX
 from txnbridge.cli import main
 from txnbridge.testing import Child, tell
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from txnbridge._connection import Connection
+from txnbridge._base.connection import Connection
 
 
 @pytest.fixture

@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from txnbridge._deadline import Deadline
-from txnbridge._decisions import Claim, Decisions, Opening
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.messages import Position
+from txnbridge._base.timing import Timing
+from txnbridge._base.token import Decision
+from txnbridge._decisions.decisions import Claim, Decisions, Opening
 from txnbridge._decisions.records import (
     Birth,
     Claimed,
@@ -33,9 +36,6 @@ from txnbridge._decisions.records import (
     decode,
     digest,
 )
-from txnbridge._messages import Position
-from txnbridge._timing import Timing
-from txnbridge._token import Decision
 from txnbridge.errors import (
     BrokerUnavailable,
     Conflict,

@@ -17,7 +17,7 @@ from typing import Any
 from txnbridge_conformance.brokers import Broker
 
 from txnbridge import Decision
-from txnbridge._decisions import Decisions
+from txnbridge._decisions.decisions import Decisions
 from txnbridge.errors import EvidenceLost, Fenced, OutcomeUnknown
 from txnbridge.spi import Deadline, DecisionLog, Position
 from txnbridge.testing import Child, tell

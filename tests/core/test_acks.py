@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.core.decisions_kit import MemoryLog, decoded
-from txnbridge._deadline import Deadline
-from txnbridge._decisions import Decisions
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.messages import Position
+from txnbridge._base.token import Decision
+from txnbridge._decisions.decisions import Decisions
 from txnbridge._decisions.records import Claimed, Snapshot
-from txnbridge._messages import Position
-from txnbridge._token import Decision
 from txnbridge.errors import Conflict, EvidenceLost, Fenced, InvalidOption
 from txnbridge.spi import Ack, Ledger, LedgerClaim
 

@@ -12,12 +12,12 @@ from functools import partial
 import pytest
 
 from tests.core.decisions_kit import MemoryLog, decoded
-from txnbridge._deadline import Deadline
-from txnbridge._decisions import Decisions
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.events import Emitter, Event
+from txnbridge._base.messages import Position
+from txnbridge._base.token import Decision
+from txnbridge._decisions.decisions import Decisions
 from txnbridge._decisions.records import MAX_RECORD_BYTES, Birth, BodyPart, Claimed, Snapshot, encode
-from txnbridge._events import Emitter, Event
-from txnbridge._messages import Position
-from txnbridge._token import Decision
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.core.decisions_kit import MemoryLog, decoded
-from txnbridge._deadline import Deadline
-from txnbridge._decisions import Decisions
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.timing import Timing
+from txnbridge._base.token import Decision
+from txnbridge._decisions.decisions import Decisions
 from txnbridge._decisions.records import Claimed, EvidenceBegin, Presence, Snapshot, encode
-from txnbridge._timing import Timing
-from txnbridge._token import Decision
 from txnbridge.errors import EvidenceLost, OutcomeUnknown
 from txnbridge.spi import Ack
 

@@ -10,12 +10,12 @@ import pytest
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog, decoded
-from txnbridge._deadline import Deadline
-from txnbridge._decisions import Decisions
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.timing import TIMING, Timing
+from txnbridge._base.token import Decision
+from txnbridge._decisions.decisions import Decisions
 from txnbridge._decisions.openings import Openings
 from txnbridge._decisions.records import EntryRecord, Opened, Snapshot, encode
-from txnbridge._timing import TIMING, Timing
-from txnbridge._token import Decision
 
 COMMIT = Decision.COMMIT
 DAY = 86_400

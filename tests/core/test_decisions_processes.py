@@ -13,7 +13,7 @@ import txnbridge
 from tests.core.races import WORKERS, Shift, Through, Worker, check
 from tests.embedded.kit import open_broker
 from txnbridge import Decision
-from txnbridge._decisions import Decisions
+from txnbridge._decisions.decisions import Decisions
 from txnbridge.spi import Deadline, Position
 
 # What kill -9 leaves behind is tested here, not a power cut; so the disk need not be waited for.

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from txnbridge._base.timing import Timing
+from txnbridge._base.token import Decision
 from txnbridge._decisions.records import (
     MAX_RECORD_BYTES,
     AckRange,
@@ -32,8 +34,6 @@ from txnbridge._decisions.records import (
     decode,
     encode,
 )
-from txnbridge._timing import Timing
-from txnbridge._token import Decision
 from txnbridge.errors import InvalidOption
 
 GOLDEN = Path(__file__).parent / "golden"

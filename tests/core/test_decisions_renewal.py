@@ -7,9 +7,9 @@ import pytest
 from tests.core.decisions_kit import MemoryLog, decoded
 from tests.core.test_acks import before_next
 from tests.core.test_decisions_long import Process
-from txnbridge._deadline import Deadline
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.token import Decision
 from txnbridge._decisions.records import Claimed, Presence, Renewed, encode
-from txnbridge._token import Decision
 from txnbridge.errors import EvidenceLost, InvalidState, OutcomeUnknown
 from txnbridge.spi import Ack
 

@@ -11,10 +11,10 @@ import pytest
 from txnbridge_conformance.observing import eventually
 
 from tests.core.decisions_kit import MemoryLog
-from txnbridge._deadline import Deadline
-from txnbridge._decisions import Decisions
-from txnbridge._messages import Position
-from txnbridge._token import Decision
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.messages import Position
+from txnbridge._base.token import Decision
+from txnbridge._decisions.decisions import Decisions
 
 COMMIT, ABORT = Decision.COMMIT, Decision.ABORT
 

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from tests.core.decisions_kit import SMALL_RECORDS, Chances, MemoryLog, World, _StepLog, decoded, explore
-from txnbridge._decisions import Decisions, openings
+from txnbridge._base.token import Decision
+from txnbridge._decisions import openings
 from txnbridge._decisions.completeness import Completeness
+from txnbridge._decisions.decisions import Decisions
 from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.follower import Follower
 from txnbridge._decisions.id_fold import IdFold
@@ -31,7 +33,6 @@ from txnbridge._decisions.records import (
     encode,
 )
 from txnbridge._decisions.token_fold import AckHistory, TokenFold
-from txnbridge._token import Decision
 
 pytestmark = pytest.mark.timeout(300)  # seconds when the machine is idle, but each of them is the processor's
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from txnbridge import Event, EventLogger, JsonLinesRecorder
-from txnbridge._events import Emitter
+from txnbridge._base.events import Emitter
 
 
 def test_a_step_tells_before_and_after_with_what_was_found() -> None:

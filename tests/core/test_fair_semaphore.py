@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from txnbridge._fair_semaphore import FairSemaphore
+from txnbridge._base.fair_semaphore import FairSemaphore
 from txnbridge.spi import Deadline
 
 

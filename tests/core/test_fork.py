@@ -10,7 +10,7 @@ import pytest
 from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import connect_toy
 from txnbridge import InvalidState, Outcome
-from txnbridge._decisions import Decisions
+from txnbridge._decisions.decisions import Decisions
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*fork.*:DeprecationWarning"

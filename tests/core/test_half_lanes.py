@@ -36,13 +36,13 @@ from txnbridge import (
     connect,
     plugins,
 )
-from txnbridge import _half_lane as half_lane
-from txnbridge import _half_lanes as half_lanes
-from txnbridge._connection import Connection
-from txnbridge._events import Event
-from txnbridge._half_lanes import LaneGroup
-from txnbridge._half_records import read_record
-from txnbridge._token_operations import Outcomes
+from txnbridge._base.connection import Connection
+from txnbridge._base.events import Event
+from txnbridge._half import lane as half_lane
+from txnbridge._half import lanes as half_lanes
+from txnbridge._half.lanes import LaneGroup
+from txnbridge._half.records import read_record
+from txnbridge._write.token_operations import Outcomes
 from txnbridge.spi import Half
 from txnbridge.testing import listening
 

@@ -34,7 +34,7 @@ from txnbridge import (
     OutcomeUnknown,
     TransactionAborted,
 )
-from txnbridge._timing import Timing
+from txnbridge._base.timing import Timing
 from txnbridge.spi import Deadline, Half, absent
 
 COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED

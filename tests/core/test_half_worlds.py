@@ -15,11 +15,11 @@ import pytest
 
 from tests.core import half_topic_backend
 from txnbridge import Bridge, Decision, TxnBridgeError, connect, plugins
-from txnbridge import _half_lane as half_lane
-from txnbridge._deadline import Deadline
-from txnbridge._half_lane import Lane
-from txnbridge._half_lanes import LaneGroup
-from txnbridge._writers import Writers
+from txnbridge._base.deadline import Deadline
+from txnbridge._half import lane as half_lane
+from txnbridge._half.lane import Lane
+from txnbridge._half.lanes import LaneGroup
+from txnbridge._write.writers import Writers
 from txnbridge.spi import Half, HalfMessage
 
 COMMIT, ABORT = Decision.COMMIT, Decision.ABORT

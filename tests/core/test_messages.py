@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.core.reading_kit import rows
 from txnbridge import Batch, Headers, InvalidOption, Message
-from txnbridge._messages import columns_of
+from txnbridge._base.messages import columns_of
 from txnbridge.spi import NO_HEADERS, encode_headers, encode_item
 
 names = st.text(min_size=1)

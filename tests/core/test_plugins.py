@@ -10,7 +10,7 @@ import pluggy
 import pytest
 
 from txnbridge import hookimpl
-from txnbridge._plugins import GROUP, Plugins
+from txnbridge._base.plugins import GROUP, Plugins
 
 
 def test_our_marker_is_what_pluggys_own_would_be() -> None:

@@ -51,7 +51,7 @@ from txnbridge import (
     hookimpl,
     plugins,
 )
-from txnbridge._loop_shutdown import Shutdown
+from txnbridge._base.loop_shutdown import Shutdown
 from txnbridge.spi import (
     Begin,
     Broker,

@@ -14,7 +14,7 @@ import txnbridge
 from tests.core.processor_kit import WITHIN_A_TRANSACTION, Fresh, numbers, url_of, values
 from tests.in_time import within
 from txnbridge import Batch, DeadlineExceeded, Message, Outcome, Poison, Transaction
-from txnbridge._processor import ProcessorStats
+from txnbridge._process.processor import ProcessorStats
 from txnbridge.testing import Child, next_commit, tell
 
 

@@ -11,7 +11,7 @@ import pytest
 import txnbridge
 from tests.core.processor_kit import Fresh, numbers, url_of, values
 from txnbridge import Bridge, Message, Transaction
-from txnbridge._redrive import Redrive
+from txnbridge._process.redrive import Redrive
 
 
 @pytest.fixture

@@ -31,13 +31,13 @@ from txnbridge import (
     _retry_consumer,
     codecs,
 )
-from txnbridge._messages import Headers
-from txnbridge._origin import origin_headers
-from txnbridge._processor import Processor
-from txnbridge._processor_inputs import ProcessorInputs
-from txnbridge._redrive import Redrive
-from txnbridge._retries import PREFIX, WaitingMessage, retry_topic
-from txnbridge._retry_consumer import RetryConsumer
+from txnbridge._base.messages import Headers
+from txnbridge._process.inputs import ProcessorInputs
+from txnbridge._process.origin import origin_headers
+from txnbridge._process.processor import Processor
+from txnbridge._process.redrive import Redrive
+from txnbridge._process.retries import PREFIX, WaitingMessage, retry_topic
+from txnbridge._process.retry_consumer import RetryConsumer
 from txnbridge.testing import next_commit
 
 NEVER = 3600.0  # seconds: longer than any test

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.core.toy import connect_toy
 from txnbridge import BackendMissing, InvalidOption, connect
-from txnbridge._plugins import plugins
-from txnbridge._url import find_backend, parse_url, resolve_options
+from txnbridge._base.plugins import plugins
+from txnbridge._base.url import find_backend, parse_url, resolve_options
 from txnbridge.spi import Option
 
 OPTIONS = {

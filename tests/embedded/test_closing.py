@@ -18,7 +18,7 @@ from tests.core.decisions_kit import MemoryLog
 from tests.embedded.kit import broker_of
 from tests.embedded.test_store import hold
 from txnbridge import BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
-from txnbridge._writers import Writers
+from txnbridge._write.writers import Writers
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child
 

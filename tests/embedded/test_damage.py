@@ -12,7 +12,7 @@ import pytest
 
 import txnbridge
 from txnbridge import InvalidToken, StorageFailed, TxnBridgeError
-from txnbridge._token import Token
+from txnbridge._base.token import Token
 
 HEADERS = ['[["a"', "1", "[1]", '[["a",1]]', '{"a":"b"}', '[["a","\\u0100"]]', "[" * 100_000, "null", "\x00"]
 

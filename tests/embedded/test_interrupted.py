@@ -17,7 +17,7 @@ import pytest
 import txnbridge
 from tests.interrupts import Interrupted, interrupted_everywhere
 from txnbridge import Batch, Bridge, InvalidState, OutcomeUnknown
-from txnbridge._transaction_state import State
+from txnbridge._base.state import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:transaction .* was left unfinished:ResourceWarning")
 
@@ -134,7 +134,7 @@ def test_messages_of_an_interrupted_prepare_come_once_more_and_not_twice(
         raise Interrupted
 
     with monkeypatch.context() as patched, suppress(Interrupted), bridge.transaction(prepare=True) as txn:
-        patched.setattr("txnbridge._token_operations.Outcomes.token_of", interrupt)
+        patched.setattr("txnbridge._write.token_operations.Outcomes.token_of", interrupt)
         txn.ack(batch)
     again = [*work.consumer.poll(4, 0), *work.consumer.poll(4, 0)]
     assert len(batch) == len(again) == 4

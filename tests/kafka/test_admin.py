@@ -36,7 +36,7 @@ from tests.brokers.kit import state
 from tests.in_time import takes, within
 from tests.kafka.kit import without_epoch_bumps
 from txnbridge import Bridge, Outcome
-from txnbridge._events import Emitter
+from txnbridge._base.events import Emitter
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,

@@ -9,7 +9,7 @@ from txnbridge_conformance.suite.messages import *  # noqa: F403
 from txnbridge_conformance.suite.transactions import *  # noqa: F403
 
 from tests.kafka.conftest import SOON
-from txnbridge._group_commit import GroupCommit
+from txnbridge._write.group_commit import GroupCommit
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.observing import eventually, seen, values
 
 from txnbridge import Bridge, Decision, HalfTransaction, InvalidOption, Outcome, OutcomeUnknown, connect
-from txnbridge._connection import Connection
-from txnbridge._half_lanes import LaneGroup
+from txnbridge._base.connection import Connection
+from txnbridge._half.lanes import LaneGroup
 
 COMMIT, UNDECIDED = Decision.COMMIT, Decision.UNDECIDED
 

@@ -28,7 +28,7 @@ from txnbridge_kafka.settings import OPTIONS, REFUSED, KafkaSettings, java, name
 import txnbridge
 from tests.java_kit import ask_java
 from tests.kafka.certificates import Authority, openssl
-from txnbridge._url import parse_url, resolve_options
+from txnbridge._base.url import parse_url, resolve_options
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Emitter, Url
 

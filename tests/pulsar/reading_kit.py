@@ -11,7 +11,7 @@ from txnbridge_pulsar.read.reader import PulsarReader
 from tests.core.decisions_kit import MemoryLog
 from tests.core.reading_kit import Listener, Polling, by_partition
 from tests.pulsar.kit import SOON, Connection
-from txnbridge._decisions import Decisions
+from txnbridge._decisions.decisions import Decisions
 from txnbridge.spi import Context, Deadline, Emitter, Subscription
 
 SUBSCRIPTION = "readers"

@@ -28,7 +28,7 @@ from txnbridge_rocketmq.write.writer import RocketMQWriter
 
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.kit import context_for, pairs, settings_for, stored
-from txnbridge._decisions import Decisions
+from txnbridge._decisions.decisions import Decisions
 from txnbridge.spi import Begin, Deadline, Identity
 
 HOME = "broker-1"

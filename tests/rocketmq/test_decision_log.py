@@ -29,7 +29,7 @@ from tests.log_live import *  # noqa: F403
 from tests.log_live import AnyName, outlive_kill_9
 from tests.rocketmq.kit import LONG, FakeBroker, cluster_for, settings_for, stored
 from txnbridge import Decision
-from txnbridge._decisions import Decisions
+from txnbridge._decisions.decisions import Decisions
 from txnbridge.cli import main
 from txnbridge.cli._common import ExitCode
 from txnbridge.errors import (

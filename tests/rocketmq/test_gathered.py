@@ -9,7 +9,7 @@ from txnbridge_conformance.suite.fencing import *  # noqa: F403
 from txnbridge_conformance.suite.messages import *  # noqa: F403
 from txnbridge_conformance.suite.transactions import *  # noqa: F403
 
-from txnbridge._group_commit import GroupCommit
+from txnbridge._write.group_commit import GroupCommit
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from txnbridge_embedded.client.schema import OFFSET_BITS
 import txnbridge
 from tests.spark.kit import mostly_embedded, new_run, where_positions_are_numbers
 from txnbridge import Capability, InvalidOption, Message, NotFound, NotSupported, PositionLost
-from txnbridge._messages import columns_of
+from txnbridge._base.messages import columns_of
 from txnbridge.spi import NO_HEADERS
 
 pytest.importorskip("pyspark.sql", reason="needs PySpark")

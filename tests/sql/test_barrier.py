@@ -32,7 +32,7 @@ from txnbridge import (
     _resolver,
     plugins,
 )
-from txnbridge._connection import Connection
+from txnbridge._base.connection import Connection
 from txnbridge.errors import NotFound, NotSupported, TransactionAborted, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge.sql.barrier import BarrierResolver, BarrierTable

@@ -11,8 +11,8 @@ from urllib.parse import quote
 from txnbridge import codecs
 from txnbridge._app.handler import Handler
 from txnbridge._app.value_types import alternatives, by_type, codec_for
-from txnbridge._topic import Topic
-from txnbridge._url import parse_url
+from txnbridge._base.topic import Topic
+from txnbridge._base.url import parse_url
 from txnbridge.codecs import Codec
 
 Document = dict[str, Any]

@@ -20,13 +20,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 from txnbridge._app.event_loop import EventLoop
 from txnbridge._app.outgoing import Outgoing, ResultPublisher, Send, UnfitResult
 from txnbridge._app.value_types import alternatives, for_input, for_output, require_codec, without_none
-from txnbridge._connection import Connection
-from txnbridge._consumer import topic_list
-from txnbridge._messages import Message
-from txnbridge._processor import Processor
-from txnbridge._topic import Topic, as_topic
-from txnbridge._transaction import Transaction
-from txnbridge._url import nearest
+from txnbridge._base.connection import Connection
+from txnbridge._base.messages import Message
+from txnbridge._base.topic import Topic, as_topic
+from txnbridge._base.url import nearest
+from txnbridge._process.processor import Processor
+from txnbridge._read.consumer import topic_list
+from txnbridge._write.transaction import Transaction
 from txnbridge.errors import InvalidOption, Poison
 
 # The names of parameters by which a function asks for more than the value of its message.

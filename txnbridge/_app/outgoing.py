@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from txnbridge._app.value_types import by_type, for_output
-from txnbridge._messages import Message
-from txnbridge._topic import Topic, as_topic, encode_message
+from txnbridge._base.messages import Message
+from txnbridge._base.topic import Topic, as_topic, encode_message
 from txnbridge.errors import InvalidOption
 
 Send = Callable[..., None]

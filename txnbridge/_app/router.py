@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from txnbridge._app.handler import Handler
 from txnbridge._app.lifespans import Lifespan, LifespanFunction
-from txnbridge._topic import Topic
+from txnbridge._base.topic import Topic
 from txnbridge.errors import InvalidOption
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge._app.event_loop import EventLoop
 from txnbridge._app.outgoing import UnfitResult
+from txnbridge._base.loop_shutdown import StopNow, leaving_seconds
 from txnbridge._bridge import Bridge
-from txnbridge._loop_shutdown import StopNow, leaving_seconds
-from txnbridge._processor import Processor
+from txnbridge._process.processor import Processor
 
 if TYPE_CHECKING:
     from txnbridge._app.handler import Handler

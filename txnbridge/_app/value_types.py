@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from txnbridge import codecs
-from txnbridge._topic import Topic
+from txnbridge._base.topic import Topic
 from txnbridge.codecs import Codec, CodecContext
 from txnbridge.errors import InvalidOption
 

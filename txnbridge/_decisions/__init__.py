@@ -4,6 +4,7 @@ It is an ordered log; of the claims on an id, the first that counts decides. doc
 reasons.
 
 The modules, from the caller down to the bytes:
+- `logs` opens the decision logs of a bridge, each at its first use (`lazy_ledger`).
 - `decisions` is the interface for applications, `ledger` the one for backends. Both ask one `engine`.
 - `engine` answers a `queries.Query` from the records that were read, and appends claims, presences and snapshots.
 - `follower` appends to the log and reads the records that follow the last one read.
@@ -12,10 +13,3 @@ The modules, from the caller down to the bytes:
   (all other ids), `openings` (whose records still count), `conclusions` (the results of the folds).
 - `records` defines each kind of record and its bytes.
 """
-
-from __future__ import annotations
-
-from txnbridge._decisions.decisions import Claim, Decisions, IncompleteLog, Opening, Reading
-from txnbridge._decisions.queries import Id
-
-__all__ = ["Claim", "Decisions", "Id", "IncompleteLog", "Opening", "Reading"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from txnbridge._base.messages import Position
 from txnbridge._decisions.conclusions import Renewal
 from txnbridge._decisions.records import Birth, LogRecord, Renewed, Snapshot, digest
-from txnbridge._messages import Position
 
 
 class Completeness:

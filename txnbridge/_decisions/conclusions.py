@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from txnbridge._base.messages import Position
+from txnbridge._base.token import Decision
 from txnbridge._decisions.records import (
     ClaimAcks,
     EvidenceBegin,
@@ -16,8 +18,6 @@ from txnbridge._decisions.records import (
     read_position,
     read_under,
 )
-from txnbridge._messages import Position
-from txnbridge._token import Decision
 
 
 @dataclass(frozen=True)

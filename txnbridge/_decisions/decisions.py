@@ -10,7 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from txnbridge._deadline import Deadline
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.events import Emitter
+from txnbridge._base.messages import Position
+from txnbridge._base.timing import TIMING, Timing
+from txnbridge._base.token import Decision
 from txnbridge._decisions.conclusions import CountingClaim
 from txnbridge._decisions.engine import TIDY_RECORDS, Engine
 from txnbridge._decisions.fold import LogState
@@ -28,10 +32,6 @@ from txnbridge._decisions.queries import (
     require_readable,
 )
 from txnbridge._decisions.records import Done, OpeningRef, check_data
-from txnbridge._events import Emitter
-from txnbridge._messages import Position
-from txnbridge._timing import TIMING, Timing
-from txnbridge._token import Decision
 from txnbridge.errors import EvidenceLost, InvalidOption, NotFound
 from txnbridge.spi import DecisionLog, Ledger, Partition
 

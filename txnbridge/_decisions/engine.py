@@ -12,7 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from txnbridge._deadline import Deadline
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.events import Emitter
+from txnbridge._base.messages import Position
+from txnbridge._base.timing import Timing
+from txnbridge._base.token import Decision
 from txnbridge._decisions.conclusions import CountingClaim
 from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.follower import Follower
@@ -35,10 +39,6 @@ from txnbridge._decisions.records import (
     digest,
     dump_json,
 )
-from txnbridge._events import Emitter
-from txnbridge._messages import Position
-from txnbridge._timing import Timing
-from txnbridge._token import Decision
 from txnbridge.errors import Conflict, DeadlineExceeded, InvalidState, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Ack, DecisionLog
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from txnbridge._base.messages import Position
+from txnbridge._base.token import Decision
 from txnbridge._decisions.completeness import Completeness
 from txnbridge._decisions.conclusions import CountingClaim, UnfinishedCommit
 from txnbridge._decisions.id_fold import IdFold
@@ -35,8 +37,6 @@ from txnbridge._decisions.records import (
     read_position,
 )
 from txnbridge._decisions.token_fold import TokenFold, TokenTransaction
-from txnbridge._messages import Position
-from txnbridge._token import Decision
 
 _HOUR = 3_600_000
 

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from txnbridge._deadline import Deadline
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.events import Emitter
+from txnbridge._base.messages import Position
+from txnbridge._base.timing import Timing
 from txnbridge._decisions.completeness import Completeness
 from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.records import Birth, LogRecord, encode
-from txnbridge._events import Emitter
-from txnbridge._messages import Position
-from txnbridge._timing import Timing
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from txnbridge._base.messages import Position
+from txnbridge._base.token import Decision
 from txnbridge._decisions.conclusions import CountingClaim, PartitionHold, UnfinishedCommit, opening_json
 from txnbridge._decisions.openings import KnownOpening, Openings
 from txnbridge._decisions.records import (
@@ -19,8 +21,6 @@ from txnbridge._decisions.records import (
     read_position,
     read_under,
 )
-from txnbridge._messages import Position
-from txnbridge._token import Decision
 
 
 @dataclass

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from txnbridge._deadline import Deadline
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.messages import Position
+from txnbridge._base.token import Decision
 from txnbridge._decisions.conclusions import CountingClaim, PartitionHold, UnfinishedCommit
 from txnbridge._decisions.engine import Engine
 from txnbridge._decisions.id_fold import IdFold
@@ -19,8 +21,6 @@ from txnbridge._decisions.queries import (
     require_readable,
 )
 from txnbridge._decisions.records import EntryRecord, EvidenceBegin, OpeningRef, check_data
-from txnbridge._messages import Position
-from txnbridge._token import Decision
 from txnbridge.errors import EvidenceLost, InvalidOption, InvalidState, OutcomeUnknown
 from txnbridge.spi import Ack, Held, Ledger, LedgerClaim, LedgerEntry, Partition
 

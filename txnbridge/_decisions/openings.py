@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from txnbridge._base.messages import Position
 from txnbridge._decisions.records import IdPath, OpeningRef
-from txnbridge._messages import Position
 
 
 @dataclass(frozen=True)

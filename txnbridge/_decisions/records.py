@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
-from txnbridge._messages import Position
-from txnbridge._token import Decision
+from txnbridge._base.messages import Position
+from txnbridge._base.token import Decision
 from txnbridge.errors import InvalidOption
 
 VERSION = 2

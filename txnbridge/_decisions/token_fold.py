@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from txnbridge._base.messages import Position
 from txnbridge._decisions.conclusions import CountingClaim, CountingEntry
 from txnbridge._decisions.openings import KnownOpening, Openings
 from txnbridge._decisions.records import (
@@ -20,7 +21,6 @@ from txnbridge._decisions.records import (
     PreparedAcks,
     Presence,
 )
-from txnbridge._messages import Position
 
 TokenTransaction = tuple[IdPath, EvidenceBegin]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio.lowlevel
 
 import txnbridge
-from txnbridge._deadline import check_seconds
-from txnbridge._topic import Topic
+from txnbridge._base.deadline import check_seconds
+from txnbridge._base.topic import Topic
 from txnbridge.aio._admin import Admin
 from txnbridge.aio._calls import Call, ClosedByBlock, Opening, Threads, close_opened, delegated
 from txnbridge.aio._consumer import Consumer

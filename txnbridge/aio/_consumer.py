@@ -7,8 +7,8 @@ from functools import partial
 from typing import TypeVar
 
 import txnbridge
-from txnbridge._deadline import Deadline
-from txnbridge._messages import Batch, Message
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.messages import Batch, Message
 from txnbridge.aio._calls import Call, ClosedByBlock, OneCall, delegated
 from txnbridge.spi import Partition
 

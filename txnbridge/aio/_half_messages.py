@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from anyio import CancelScope
 
 import txnbridge
-from txnbridge._token import Decision, Outcome
+from txnbridge._base.token import Decision, Outcome
 from txnbridge.aio._calls import Call, OneCall, Threads, close_opened, delegated
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
 from txnbridge.aio._services import Check, check_cancelled

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import txnbridge
-from txnbridge._loop_shutdown import leaving_seconds
-from txnbridge._messages import Batch, Message
-from txnbridge._processor import ProcessorStats
+from txnbridge._base.loop_shutdown import leaving_seconds
+from txnbridge._base.messages import Batch, Message
+from txnbridge._process.processor import ProcessorStats
 from txnbridge.aio._calls import Call, Threads
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
 from txnbridge.aio._services import LoopService

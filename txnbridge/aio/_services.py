@@ -13,10 +13,10 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 import txnbridge
-from txnbridge._handler_errors import loggable
-from txnbridge._messages import Message
-from txnbridge._resolver import ResolverStats
-from txnbridge._token import Decision
+from txnbridge._base.messages import Message
+from txnbridge._base.token import Decision
+from txnbridge._half.resolver import ResolverStats
+from txnbridge._process.handler_errors import loggable
 from txnbridge.aio._calls import Call
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
 from txnbridge.errors import InvalidState, OutcomeUnknown

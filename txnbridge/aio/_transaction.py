@@ -12,10 +12,10 @@ import anyio.lowlevel
 from anyio import CancelScope
 
 import txnbridge
-from txnbridge._handler_errors import loggable
-from txnbridge._token import Outcome, Token
-from txnbridge._topic import Topic
-from txnbridge._transaction_state import State
+from txnbridge._base.state import State
+from txnbridge._base.token import Outcome, Token
+from txnbridge._base.topic import Topic
+from txnbridge._process.handler_errors import loggable
 from txnbridge.aio._calls import Call, OneCall, Threads, delegated, teller
 from txnbridge.errors import Abort, InvalidOption
 

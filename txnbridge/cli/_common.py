@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import click
 
 import txnbridge
-from txnbridge._url import find_backend, nearest, parse_url
+from txnbridge._base.url import find_backend, nearest, parse_url
 from txnbridge.commands import asked_for, json_and_debug
 from txnbridge.errors import (
     BrokerUnavailable,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from txnbridge._plugins import plugins
+from txnbridge._base.plugins import plugins
 
 if TYPE_CHECKING:
     import click

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from txnbridge._decisions import IncompleteLog
+from txnbridge._decisions.decisions import IncompleteLog
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode
 from txnbridge.errors import InvalidState

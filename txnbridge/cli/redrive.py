@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 import txnbridge
-from txnbridge._redrive import DeadLetter, Redrive
+from txnbridge._process.redrive import DeadLetter, Redrive
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, printable, when
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from txnbridge._retry_overview import WaitingTopic, waiting_topics
+from txnbridge._process.retry_overview import WaitingTopic, waiting_topics
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, when
 

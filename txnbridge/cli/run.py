@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from txnbridge import App, NotFound, Poison, Processor, TxnBridgeError
-from txnbridge._processor import ProcessorStats
+from txnbridge._process.processor import ProcessorStats
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode, report
 from txnbridge.cli._object_loading import load, telling

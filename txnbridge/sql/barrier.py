@@ -23,13 +23,13 @@ from weakref import WeakKeyDictionary
 import sqlalchemy as sa
 from sqlalchemy import exc, orm
 
-from txnbridge._connection import Connection, random_name
-from txnbridge._deadline import Deadline, check_seconds
-from txnbridge._half_common import RefusedHalf, check_group, half_store
-from txnbridge._half_messages import END_SECONDS, HalfTransaction
-from txnbridge._messages import Message
-from txnbridge._resolver import Resolver
-from txnbridge._token import Decision, Outcome
+from txnbridge._base.connection import Connection, random_name
+from txnbridge._base.deadline import Deadline, check_seconds
+from txnbridge._base.messages import Message
+from txnbridge._base.token import Decision, Outcome
+from txnbridge._half.common import RefusedHalf, check_group, half_store
+from txnbridge._half.half_messages import END_SECONDS, HalfTransaction
+from txnbridge._half.resolver import Resolver
 from txnbridge.errors import (
     EvidenceLost,
     InvalidOption,

@@ -15,8 +15,8 @@ from sqlalchemy import exc, orm
 from sqlalchemy.dialects import mysql
 from sqlalchemy.util.concurrency import in_greenlet
 
-from txnbridge._plugins import plugins
-from txnbridge._topic import Topic, encode_message
+from txnbridge._base.plugins import plugins
+from txnbridge._base.topic import Topic, encode_message
 from txnbridge.errors import InvalidOption, InvalidState, StorageFailed
 from txnbridge.spi import RawHeaders
 from txnbridge.sql._database import EXACT_TEXT, commits_each_statement

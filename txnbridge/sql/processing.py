@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from txnbridge._connection import Connection, random_name
-from txnbridge._deadline import Deadline
-from txnbridge._handler_errors import causes
-from txnbridge._messages import Message, Position
-from txnbridge._pass_transaction import CommitRefused, PassTransaction
-from txnbridge._token import Outcome
-from txnbridge._transaction_state import State
+from txnbridge._base.connection import Connection, random_name
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.messages import Message, Position
+from txnbridge._base.state import State
+from txnbridge._base.token import Outcome
+from txnbridge._process.handler_errors import causes
+from txnbridge._process.pass_transaction import CommitRefused, PassTransaction
 from txnbridge.errors import Conflict, Fenced, InvalidOption, InvalidState, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Partition
 from txnbridge.sql._database import (

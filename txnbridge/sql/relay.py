@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, Protocol
 import sqlalchemy as sa
 
 from txnbridge._admin import Admin
-from txnbridge._connection import Connection, random_name
-from txnbridge._deadline import Deadline, check_seconds
-from txnbridge._service import Service
-from txnbridge._token import Outcome
-from txnbridge._transaction import Transaction
+from txnbridge._base.connection import Connection, random_name
+from txnbridge._base.deadline import Deadline, check_seconds
+from txnbridge._base.service import Service
+from txnbridge._base.token import Outcome
+from txnbridge._write.transaction import Transaction
 from txnbridge.capabilities import Capabilities, Capability
 from txnbridge.errors import (
     DeadlineExceeded,

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import txnbridge
-from txnbridge._events import Event
-from txnbridge._plugins import hookimpl, plugins
-from txnbridge._token import Outcome
+from txnbridge._base.events import Event
+from txnbridge._base.plugins import hookimpl, plugins
+from txnbridge._base.token import Outcome
 from txnbridge.errors import InvalidOption, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline, Writer
 from txnbridge.testing.child_processes import Child, Point, StopAt, Unvisited, tell

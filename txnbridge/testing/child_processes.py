@@ -27,8 +27,8 @@ from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from txnbridge._events import Event
-from txnbridge._plugins import hookimpl, plugins
+from txnbridge._base.events import Event
+from txnbridge._base.plugins import hookimpl, plugins
 from txnbridge.errors import InvalidOption
 
 How = Literal["kill", "pause"]
@@ -40,7 +40,7 @@ _SIGNALS = {_KILL: signal.SIGKILL, _PAUSE: signal.SIGSTOP}
 _RESUME_SECONDS = 0.01
 
 # Modules that a bridge imports at their first use. The fork server imports them, to save 60 ms in each child.
-_IMPORTED_LATE = ["txnbridge._decisions", "txnbridge._processor", "encodings.idna"]
+_IMPORTED_LATE = ["txnbridge._decisions", "txnbridge._process.processor", "encodings.idna"]
 
 _parent: _ParentConnection | None = None  # the connection to the parent; only set in a child
 

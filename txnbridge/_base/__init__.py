@@ -1,0 +1,1 @@
+"""What all rooms use: connections, messages, topics, tokens, deadlines and events."""

@@ -1,0 +1,1 @@
+"""Half messages, and the resolvers that ask about them."""

@@ -1,0 +1,60 @@
+"""Functions that `_half.half_messages` (sending) and `_half.resolver` (answering check-backs) share."""
+
+from __future__ import annotations
+
+import time
+
+from txnbridge._base.connection import Connection
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.token import Decision, Outcome
+from txnbridge.capabilities import Capability
+from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidOption, OutcomeUnknown
+from txnbridge.spi import Half, HalfStore
+
+# The pauses between two attempts to end a half at a broker that does not answer: each is twice as long.
+_FIRST_PAUSE, _LAST_PAUSE = 0.1, 2.0
+
+
+class RefusedHalf(OutcomeUnknown):
+    """A half is decided, and its messages are refused. Repeating the call at once will not help."""
+
+
+def half_store(connection: Connection) -> HalfStore:
+    """Return the broker's store of half messages, or the core's own one. Raise `NotSupported` if there is none."""
+    connection.capabilities.require(Capability.HALF_MESSAGES)
+    return connection.broker.half_store() or connection.half_lanes()
+
+
+def check_group(group: object) -> str:
+    if not isinstance(group, str) or not group or any(c.isspace() for c in group):
+        raise InvalidOption("a group of half messages is text without white space")
+    return group
+
+
+def check_decision(what: str, decision: object) -> None:
+    if not isinstance(decision, Decision):
+        raise InvalidOption(
+            f"{what} returned {type(decision).__name__}; it must return Decision.COMMIT, ABORT or UNDECIDED"
+        )
+
+
+def end_half(connection: Connection, store: HalfStore, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+    """End a half by a decision, repeated until the broker answers; return the outcome.
+
+    Raise the last error at the deadline.
+    """
+    pause = _FIRST_PAUSE
+    with connection.events.step("half.end", half.transaction, decision=decision.value) as found:
+        while True:
+            try:
+                outcome = store.end(half, decision, deadline)
+            except (EvidenceLost, RefusedHalf):  # a repeated request will not help
+                raise
+            except (OutcomeUnknown, BrokerUnavailable):
+                if deadline.left() <= pause:
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
+            else:
+                found["outcome"] = outcome.value
+                return outcome

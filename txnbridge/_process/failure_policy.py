@@ -1,0 +1,196 @@
+"""Classifies errors of a processor's pass: poison message, pass to be retried, or error that ends the processor.
+
+A pass is one poll and the processing of its messages (see `_process.processor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from txnbridge._base.messages import Message
+from txnbridge._base.state import State
+from txnbridge._process.handler_errors import causes
+from txnbridge._process.pass_transaction import PassTransaction
+from txnbridge.errors import (
+    Abort,
+    BrokerUnavailable,
+    Conflict,
+    EvidenceLost,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    OutcomeUnknown,
+    Poison,
+    PositionLost,
+    TransactionAborted,
+    TxnBridgeError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState, Retrying
+
+
+# Errors that end the processor's loop, also if the handler raised them.
+_FINAL = (Fenced, EvidenceLost, PositionLost)
+# Errors outside the handler after which the pass is retried; any other error there is a bug or a wrong setting.
+_PASSING = (TransactionAborted, BrokerUnavailable, OutcomeUnknown)
+# A codec raises these if its schema registry does not answer or memory is short; they do not make a message poison.
+_NOT_THE_MESSAGES_FAULT = (OSError, MemoryError, TxnBridgeError)
+
+ExceptionClasses = type[Exception] | Sequence[type[Exception]]
+
+
+class FailurePolicy:
+    """Distinguishes poison from errors of the handler and the broker, and counts each message's failed attempts.
+
+    `Processor` explains the settings.
+    """
+
+    def __init__(self, poison: ExceptionClasses, fatal: ExceptionClasses, max_attempts: int | None) -> None:
+        if max_attempts is not None and (type(max_attempts) is not int or max_attempts < 1):
+            raise InvalidOption("max_attempts must be a whole number from 1, or None to try for ever")
+        self._poison = _poison_classes(poison)
+        self._fatal = _exception_classes("fatal", fatal)
+        self._max_attempts = max_attempts
+        self._attempts: dict[tuple[Any, ...], int] = {}  # failed attempts of messages that are not acknowledged
+        self._of_handler: BaseException | None = None  # the last error of the handler or a codec
+        self._ends_loop: BaseException | None = None  # an error of the handler after which the loop must end
+
+    def forget_errors(self) -> None:
+        """Note that a pass succeeded: forget the last error of the handler."""
+        self._of_handler = None
+
+    def forget_attempts(self, messages: Iterable[Message]) -> None:
+        """Drop the counts of failed attempts of these messages, which are acknowledged."""
+        if self._attempts:
+            for message in messages:
+                self._attempts.pop(message[:3], None)
+
+    def is_of_handler(self, error: BaseException) -> bool:
+        return error is self._of_handler
+
+    def ends_loop(self, error: BaseException) -> bool:
+        return error is self._ends_loop
+
+    def is_temporary(self, error: BaseException) -> bool:
+        """Return whether a pass that failed with this error should be retried."""
+        if isinstance(error, _FINAL) or error is self._ends_loop:
+            return False
+        return error is self._of_handler or isinstance(error, _PASSING)
+
+    def raise_unless_undecodable(self, poison: Poison) -> None:
+        """Raise the codec's original error if it does not show a bad message (say, a schema registry is down)."""
+        cause = poison.__cause__
+        if isinstance(cause, _NOT_THE_MESSAGES_FAULT):
+            self._of_handler = cause
+            raise cause from None
+
+    def raise_unless_set_aside(self, error: Exception, txn: PassTransaction, tried: Sequence[Message]) -> None:
+        """Return if a message is set aside for the handler's error: as poison, or because no attempt is left.
+
+        Otherwise raise the error again. `tried` are the messages that the handler was called with. Call this in an
+        `except` clause.
+        """
+        require_not_ended(txn)
+        if isinstance(error, self._fatal):
+            self._ends_loop = error
+        elif not _is_from_broker(error, txn):
+            if self.is_poison(error):
+                return
+            # A call that the broker refuses is as often a wrong setting: the message holds its place, and is not set
+            # aside.
+            if not isinstance(error, Abort | UsageError) and self._is_last_attempt(tried):
+                return
+        self._of_handler = error
+        raise error
+
+    def may_pass(self, error: Exception, txn: PassTransaction) -> bool:
+        """Return whether the handler failed because of a message, but may succeed with it another time."""
+        if isinstance(error, (Abort, *self._fatal)) or isinstance(txn._cause, InvalidState):
+            return False
+        return not self.is_poison(error) and not _is_from_broker(error, txn)
+
+    def _is_last_attempt(self, tried: Sequence[Message]) -> bool:
+        """Count a failed attempt of each message; return whether a message has reached `max_attempts`."""
+        if self._max_attempts is None:
+            return False
+        for message in tried:
+            self._attempts[message[:3]] = self._attempts.get(message[:3], 0) + 1
+        return any(self._attempts[message[:3]] >= self._max_attempts for message in tried)
+
+    def is_poison(self, error: Exception) -> bool:
+        """Return whether the handler's error makes a message poison at once."""
+        # A refused call (message too large, missing topic) may come from a wrong setting, with which every input
+        # message would become a dead letter: so a `UsageError` makes a message poison only if its class is in `poison`.
+        if isinstance(error, UsageError):
+            return isinstance(error, tuple(c for c in self._poison if issubclass(c, UsageError)))
+        return isinstance(error, (Poison, *self._poison))
+
+    def retrying(
+        self,
+        backoff: tuple[float, float],
+        retry_for: float | None,
+        sleep: Callable[[float], None],
+        before_sleep: Callable[[BaseException, float], None],
+    ) -> Retrying:
+        """Return a callable that runs a pass and retries it by these settings.
+
+        Before each wait it calls `before_sleep` with the error and the seconds until the next attempt.
+        """
+        import tenacity  # not at the top, because its import takes longer than that of all of txnbridge
+
+        first, longest = backoff
+        growing = tenacity.wait_random_exponential(multiplier=first, max=longest)
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception(self.is_temporary),
+            wait=lambda state: 0.0 if _is_plain_abort(state) else growing(state),
+            stop=tenacity.stop_never if retry_for is None else tenacity.stop_after_delay(retry_for),
+            sleep=sleep,
+            before_sleep=lambda state: before_sleep(_error_of(state), state.upcoming_sleep),
+            reraise=True,
+        )
+
+
+def require_not_ended(txn: PassTransaction) -> None:
+    """Raise the `InvalidState` that a handler got for ending its transaction: a retry would fail in the same way."""
+    if isinstance(txn._cause, InvalidState):
+        raise txn._cause
+
+
+def _error_of(state: RetryCallState) -> BaseException:
+    assert state.outcome is not None
+    error = state.outcome.exception()
+    assert error is not None
+    return error
+
+
+def _is_plain_abort(state: RetryCallState) -> bool:
+    """Return whether the first attempt of a pass was aborted without a conflict: it is retried without a wait.
+
+    After a `Conflict` another process may still be working on the same messages, so the retry waits.
+    """
+    error = _error_of(state)
+    return state.attempt_number == 1 and isinstance(error, TransactionAborted) and not isinstance(error, Conflict)
+
+
+def _is_from_broker(error: Exception, txn: PassTransaction) -> bool:
+    """Return whether the broker, not the message, caused an error of the handler, even if the handler wrapped it."""
+    failed = txn.state is not State.OPEN and not isinstance(txn._cause, UsageError)
+    return failed or any(isinstance(e, TxnBridgeError) and not isinstance(e, UsageError) for e in causes(error))
+
+
+def _exception_classes(setting: str, given: ExceptionClasses) -> tuple[type[Exception], ...]:
+    classes = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in classes):
+        raise InvalidOption(f"{setting}= takes exception classes")
+    return classes
+
+
+def _poison_classes(given: ExceptionClasses) -> tuple[type[Exception], ...]:
+    classes = _exception_classes("poison", given)
+    for kind in classes:
+        if issubclass(kind, TxnBridgeError) and not issubclass(kind, UsageError):
+            raise InvalidOption(f"{kind.__name__} is a broker's error, which is never the message's fault: not poison")
+    return classes

@@ -1,0 +1,153 @@
+"""`ProcessorInputs`: the consumers of a processor, of its input topics and, if it has any, of its retry topics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from txnbridge._base.deadline import Deadline
+from txnbridge._base.messages import Message
+from txnbridge._base.topic import Topic
+from txnbridge._process.retries import retry_group
+from txnbridge._process.retry_consumer import RetryConsumer
+from txnbridge._read.consumer import RawConsumer
+from txnbridge._read.consumers import Consumers
+from txnbridge._read.deliveries import Assignment
+
+# The interval at which messages are looked for that have become due: delays are much longer, and on some brokers each
+# look needs a request.
+_LOOK_SECONDS = 0.1
+# The interval at which a consumer is polled whose turn does not come: far shorter than any broker's limit between two
+# polls of a member, and each poll may fetch a message that then waits in memory.
+_IDLE_POLL_SECONDS = 1.0
+# The number of empty polls after which the messages of a failed attempt are not waited for any longer. It is half a
+# minute with the processor's polls; brokers redeliver in less than a second, if all is well.
+_POLLS_FOR_FAILED = 120
+
+
+class ProcessorInputs:
+    """Takes messages from the input topics and, in turn, messages that are due from the retry topics.
+
+    The retry topics are read in a group of their own. So its members all have the same topics, whatever other
+    processors of the group read, and messages that wait do not count as the group's lag.
+    """
+
+    def __init__(
+        self, consumers: Consumers, topics: Sequence[Topic], retry_topics: Sequence[str], group: str, start: str | int
+    ) -> None:
+        """Join the groups. Raise `NotFound` for a missing topic that may not be created."""
+        self._timeout = consumers.connection.timeout
+        self._without_partition = consumers.connection.timing.without_partition
+        self._retries: RetryConsumer | None = None
+        with ExitStack() as unless_opened:
+            self._inputs = RawConsumer.open(consumers, topics, group, start)
+            unless_opened.callback(self._inputs.close)
+            if retry_topics:
+                # A message that waits must be read, whenever the group has begun.
+                self._retries = RetryConsumer.open(consumers, retry_topics, retry_group(group), "earliest")
+            unless_opened.pop_all()
+        self._retries_next = True  # whether the next `take` looks for due messages first
+        self._look_at = 0.0  # when to look for due messages again
+        self._source: RawConsumer = self._inputs  # the consumer whose messages `take` returned last
+        self._failed: set[Assignment] = set()  # the assignments of messages that were taken back after a failed attempt
+        self._polls_for_failed = 0  # how many more polls wait for these messages
+        self._idle_poll_at = 0.0  # when to poll the consumer whose turn does not come
+        self._idle_since: dict[RawConsumer, float] = {}  # consumers without a partition, with the time
+
+    def take(self, max_messages: int, timeout: float) -> list[Message]:
+        """Return due messages, or messages of the inputs: in turn, so that neither waits for long behind the other."""
+        if self.awaits_failed:
+            return self._take_failed(max_messages, timeout)
+        now = time.monotonic()
+        retries_next, self._retries_next = self._retries_next, not self._retries_next
+        if self._retries is not None and retries_next and now >= self._look_at:
+            if due := self._retries.take(max_messages, 0):
+                self._source = self._retries
+                return due
+            self._look_at = now + _LOOK_SECONDS
+        if self._source is self._retries:
+            timeout = 0.0  # more messages may be due
+        self._source = self._inputs
+        return self._inputs.take(max_messages, timeout)
+
+    @property
+    def awaits_failed(self) -> bool:
+        """True if the next `take` waits for the messages of a failed attempt."""
+        return self._polls_for_failed > 0
+
+    def _take_failed(self, max_messages: int, timeout: float) -> list[Message]:
+        """Return the messages of a failed attempt first.
+
+        Others, if they succeed, would end the growing waits between failed attempts.
+        """
+        messages = self.take_more(max_messages, timeout)
+        gone = all(assignment.ended for assignment in self._failed)
+        self._polls_for_failed = 0 if messages or gone else self._polls_for_failed - 1
+        return messages
+
+    def take_more(self, max_messages: int, timeout: float) -> list[Message]:
+        """Return more messages of the kind that the last `take` returned."""
+        if time.monotonic() >= self._idle_poll_at:
+            for consumer in self._consumers():
+                if consumer is not self._source:
+                    consumer.poll_idle()
+            self._idle_poll_at = time.monotonic() + _IDLE_POLL_SECONDS
+        return self._source.take(max_messages, timeout)
+
+    def take_back(self, failed: bool = True) -> None:
+        """Mark all messages for redelivery that were handed out and not acknowledged.
+
+        After a failed attempt the next `take` returns them before messages of the other kind.
+        """
+        # After a poll that failed, the messages of the attempt before it are still waited for.
+        waited_for = self._failed if self.awaits_failed else set()
+        self._failed = waited_for.union(*(consumer.take_back() for consumer in self._consumers()))
+        self._polls_for_failed = _POLLS_FOR_FAILED if failed else 0
+
+    @property
+    def decodes(self) -> bool:
+        """True if any input topic has a codec."""
+        return self._inputs.decodes
+
+    def decode(self, message: Message) -> Message:
+        """Return a message of an input topic decoded. Raise `Poison` if the topic's codec cannot decode it."""
+        return self._inputs.decode(message)
+
+    def lag(self) -> int | None:
+        """Return the number of unread messages in the assigned partitions of the inputs; None if none is assigned."""
+        lag = self._inputs.lag()
+        return sum(lag.values()) if lag else None
+
+    def is_all_read(self, lag: int | None, timeout: float) -> bool:
+        """Return whether all messages are read that may be processed now: messages that are not due may be unread.
+
+        `lag` is the present lag of the inputs. While a consumer has no partition, the lag of its whole group counts.
+        """
+        if not self._is_read(self._inputs, lag, timeout):
+            return False
+        return self._retries is None or self._is_read(self._retries, self._retries.due_lag(), timeout)
+
+    def _is_read(self, consumer: RawConsumer, lag: int | None, timeout: float) -> bool:
+        if lag is not None:
+            self._idle_since.pop(consumer, None)
+            return lag == 0
+        left = consumer.group_lag(timeout)
+        if left is not None:
+            return left == 0
+        now = time.monotonic()
+        return now - self._idle_since.setdefault(consumer, now) >= self._without_partition
+
+    def close(self, timeout: float | None) -> None:
+        """Leave the groups within `timeout` seconds, by default the bridge's timeout."""
+        deadline = Deadline(self._timeout if timeout is None else timeout)
+        with ExitStack() as stack:
+            for consumer in self._consumers():
+                stack.callback(_close, consumer, deadline)
+
+    def _consumers(self) -> list[RawConsumer]:
+        return [self._inputs] if self._retries is None else [self._inputs, self._retries]
+
+
+def _close(consumer: RawConsumer, deadline: Deadline) -> None:
+    consumer.close(deadline.left())

@@ -1,0 +1,77 @@
+"""`PassTransaction`: the part of a transaction that a processor uses, for transactions of a broker or of a database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from txnbridge._base.messages import Message
+from txnbridge._base.state import State
+from txnbridge._base.token import Outcome
+
+
+class CommitRefused(Exception):
+    """Raised by the commit of a `PassTransaction` if the database refuses what the handler has written.
+
+    Nothing is committed. `error` is the database's error.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class PassTransaction(Protocol):
+    """The transaction of one pass of a processor: a `Transaction`, or a `DatabaseTransaction`."""
+
+    _lent: bool  # True while the handler has the transaction: the handler may not commit it
+    _cause: BaseException | None  # the error because of which the state is FAILED
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def outcome(self) -> Outcome | None: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+    def send(self, topic: str, value: Any, *, key: Any, headers: Iterable[tuple[str, Any]]) -> None: ...
+
+    def ack(self, messages: Iterable[Message]) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def _end_by(self, at: float) -> None: ...
+
+    def __enter__(self) -> PassTransaction: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None: ...
+
+
+class PassDatabase(Protocol):
+    """The database of a processor, in which its transactions are."""
+
+    def open(self) -> None: ...
+
+    def lend(self, handler: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]: ...
+
+    def without_processed(self, messages: Sequence[Message]) -> list[Message]: ...
+
+    def begin(self, timeout: float) -> PassTransaction: ...
+
+    def acknowledge(self, timeout: float) -> None: ...
+
+    def take_back(self, timeout: float) -> None: ...
+
+    def end_by(self, at: float) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,107 @@
+"""`PolledBatch`: the messages that a processor has polled and is processing, with those that it cannot process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import NamedTuple
+
+from txnbridge._base.messages import Message
+from txnbridge.errors import Poison
+
+
+class SetAside(NamedTuple):
+    """The mark of a message that the handler cannot process.
+
+    A delayed message is sent to a retry topic, any other is poison.
+    """
+
+    error: Exception
+    delayed: bool
+
+
+class PolledBatch:
+    """The messages of a batch, with marks for those that cannot be processed.
+
+    `delivered` are the messages to acknowledge. `originals` are the same messages, but those from a retry topic as they
+    were in their original topic. `messages` are the originals, decoded for the handler.
+
+    They are in parallel lists, because an object for each message would double the garbage collector's work.
+    """
+
+    __slots__ = ("_set_aside", "delivered", "messages", "originals")
+
+    def __init__(
+        self,
+        delivered: list[Message],
+        originals: list[Message],
+        messages: list[Message],
+        set_aside: dict[int, SetAside],
+    ) -> None:
+        self.delivered = delivered
+        self.originals = originals
+        self.messages = messages
+        # Marks by index; shared with the longer batch, so some indexes may be beyond this batch.
+        self._set_aside = set_aside
+
+    def __len__(self) -> int:
+        return len(self.delivered)
+
+    def first(self, count: int) -> PolledBatch:
+        """Return the first `count` messages as a batch that shares its marks with this batch."""
+        if count >= len(self):
+            return self
+        return PolledBatch(self.delivered[:count], self.originals[:count], self.messages[:count], self._set_aside)
+
+    def behind(self, count: int) -> PolledBatch:
+        """Return the messages after the first `count` as a new batch."""
+        marks = {index - count: mark for index, mark in self._set_aside.items() if index >= count}
+        return PolledBatch(self.delivered[count:], self.originals[count:], self.messages[count:], marks)
+
+    def set_aside(self, index: int, error: Exception, *, delayed: bool = False) -> None:
+        """Mark a message as poison, or as delayed: it goes to a retry topic."""
+        self._set_aside[index] = SetAside(error, delayed)
+
+    @property
+    def marked(self) -> Set[int]:
+        """The indexes of the marked messages, perhaps with some beyond this batch; not changed by later marks."""
+        return frozenset(self._set_aside)
+
+    @property
+    def poison(self) -> dict[int, Exception]:
+        """The errors of the poison messages, by index in ascending order."""
+        return self._errors(delayed=False)
+
+    @property
+    def delayed(self) -> dict[int, Exception]:
+        """The errors of the messages that go to a retry topic, by index in ascending order."""
+        return self._errors(delayed=True)
+
+    def _errors(self, delayed: bool) -> dict[int, Exception]:
+        marks = self._set_aside
+        return {index: marks[index].error for index in sorted(marks) if self._has(index, delayed)}
+
+    def _has(self, index: int, delayed: bool) -> bool:
+        return index < len(self) and self._set_aside[index].delayed is delayed
+
+    def good(self) -> Sequence[int]:
+        """Return the indexes of the messages that are not marked."""
+        if not self._set_aside:
+            return range(len(self))
+        return [index for index in range(len(self)) if index not in self._set_aside]
+
+    def has_good(self, begin: int, end: int) -> bool:
+        """Return whether any of the messages from index `begin` to before `end` is not marked."""
+        return any(index not in self._set_aside for index in range(begin, end))
+
+    def index_named_by(self, error: Exception) -> int | None:
+        """Return the index of the message that caused a batch handler's error; None if this cannot be determined.
+
+        It is the only good message, or the message of a `Poison` error.
+        """
+        good = self.good()
+        if len(good) == 1:
+            return good[0]
+        named = error.message if isinstance(error, Poison) else None
+        if not isinstance(named, Message):
+            return None
+        return next((index for index in good if self.originals[index][:3] == named[:3]), None)

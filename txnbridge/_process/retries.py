@@ -1,0 +1,177 @@
+"""Retries: a processor sends a message that its handler could not process to a topic, where it waits for its due time.
+
+There is one retry topic for each delay of a group. All messages in it wait equally long, so they become due in the
+order in which they are stored, but for the differences of clocks and of the transactions' durations.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from txnbridge._base.connection import Connection
+from txnbridge._base.deadline import check_seconds
+from txnbridge._base.messages import Headers, Message
+from txnbridge._base.topic import check_topic_name
+from txnbridge._process.origin import Origin, origin_headers, without_prefix
+from txnbridge._process.pass_transaction import PassTransaction
+from txnbridge._process.polled_batch import PolledBatch
+from txnbridge.capabilities import Capability
+from txnbridge.errors import InvalidOption, Poison, TxnBridgeError
+
+_log = logging.getLogger("txnbridge")
+
+PREFIX = "txnbridge-retry-"
+_TOPIC_NAME = re.compile(r"(?P<group>.+)-retry-(?P<number>\d+)(?P<unit>m?s)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class WaitingMessage(Origin):
+    """The contents of the headers of a message in a retry topic.
+
+    `number` is the number of retry topics in which the message has waited, with this one; it is 0 if a redrive has sent
+    the message, which then has all its attempts again. `due` is the time from which it may be processed, in
+    milliseconds since 1970.
+    """
+
+    number: int
+    due: int
+
+    @classmethod
+    def of(cls, message: Message) -> WaitingMessage | None:
+        """Return the contents of a message's headers; None for a message without valid headers of txnbridge."""
+        return cls.read(message.headers, PREFIX)
+
+
+def retry_topic(group: str, delay: float) -> str:
+    """Return the name of the topic in which messages of a group wait for `delay` seconds."""
+    milliseconds = round(delay * 1000)
+    # No dots, because RocketMQ refuses them in the names of topics.
+    length = f"{milliseconds}ms" if milliseconds % 1000 else f"{milliseconds // 1000}s"
+    return f"{group}-retry-{length}"
+
+
+def parse_retry_topic(name: str) -> tuple[str, float] | None:
+    """Return the group and the delay in seconds that a retry topic's name tells; None for a name of another topic."""
+    found = _TOPIC_NAME.fullmatch(name)
+    return found and (found["group"], int(found["number"]) / (1000 if found["unit"] == "ms" else 1))
+
+
+def retry_group(group: str) -> str:
+    """Return the name of the group in which the processors of `group` read their retry topics."""
+    return f"txnbridge-retry-{group}"
+
+
+def waiting_headers(number: int, delay: float) -> list[tuple[str, bytes | None]]:
+    """Return the headers of `WaitingMessage` that an `Origin` does not have, for a wait that begins now."""
+    return [(PREFIX + "number", b"%d" % number), (PREFIX + "due", b"%d" % ((time.time() + delay) * 1000))]
+
+
+def seconds_until_due(message: Message) -> float:
+    """Return for how many seconds a message in a retry topic has to wait; 0 if it has no valid headers."""
+    waiting = WaitingMessage.of(message)
+    return 0.0 if waiting is None else max(0.0, waiting.due / 1000 - time.time())
+
+
+class Retries:
+    """The retry topics of a processor: one for each of its `delays`, in seconds. Without delays it has none."""
+
+    def __init__(self, delays: Sequence[float] | None, group: str, inputs: Iterable[str]) -> None:
+        self._delays = _checked(delays)
+        self._group = group
+        self._inputs = frozenset(inputs)
+        self.topics = list(dict.fromkeys(retry_topic(group, delay) for delay in self._delays))
+        for topic in self.topics:
+            check_topic_name(topic)
+
+    def warn_of_unread_topics(self, connection: Connection) -> None:
+        """Log a warning for each topic that the group has read and in which messages wait for a delay not given now."""
+        if not self.topics or not connection.capabilities[Capability.GROUP_ADMIN]:
+            return
+        try:
+            lag = connection.broker.admin.group(retry_group(self._group), connection.deadline()).lag
+        except TxnBridgeError as error:
+            _log.debug("looking for retry topics of group %r that are not read: %s", self._group, error)
+            return
+        left: Counter[str] = Counter()
+        for (topic, _), count in lag.items():
+            left[topic] += count
+        for topic in sorted(left.keys() - set(self.topics)):
+            if left[topic]:
+                _log.warning(
+                    "group %r does not read %s, of which %d messages or positions are left, because its delay is not in"
+                    " retry=: `txnbridge retries list` shows what waits; a processor with this delay processes it",
+                    self._group,
+                    topic,
+                    left[topic],
+                )
+
+    def takes(self, delivered: Message) -> bool:
+        """Return whether a message that cannot be processed now can wait for another attempt."""
+        return self._number(delivered) < len(self._delays)
+
+    def attempts(self, delivered: Message) -> int:
+        """Return how often a processor had tried a message before the message came to its present topic."""
+        waited = self._waited(delivered)
+        return 0 if waited is None else waited.attempts
+
+    def original(self, delivered: Message) -> Message:
+        """Return a message of a retry topic as it was in its original topic. Return other messages as they are.
+
+        Its `deliveries` are increased by the earlier attempts. Raise `Poison` for a message without valid headers of
+        txnbridge, `InvalidOption` for a message that comes from no input of this processor.
+        """
+        if delivered.topic not in self.topics:
+            return delivered
+        waited = self._waited(delivered)
+        if waited is None:
+            raise Poison("is in a retry topic without the headers that name its original topic", message=delivered)
+        if waited.topic not in self._inputs:
+            raise InvalidOption(
+                f"{delivered!r} waits for a retry and comes from {waited.topic!r}, which is no input of this processor."
+                f" Give each processor with retry= a group of its own, or add {waited.topic!r} to the inputs"
+            )
+        return delivered._replace(
+            topic=waited.topic,
+            partition=waited.partition,
+            position=waited.position,
+            headers=Headers(without_prefix(delivered.headers, PREFIX)),
+            timestamp=waited.timestamp,
+            deliveries=delivered.deliveries + waited.attempts,
+        )
+
+    def send(self, batch: PolledBatch, txn: PassTransaction, attempts: Callable[[Message], int]) -> None:
+        """Send the delayed messages of a batch to their retry topics, in the transaction.
+
+        `attempts` returns the number of attempts at a delivered message.
+        """
+        for index, error in batch.delayed.items():
+            delivered, original = batch.delivered[index], batch.originals[index]
+            number = self._number(delivered)
+            delay = self._delays[number]
+            origin = origin_headers(PREFIX, original, self._group, error, attempts(delivered), txn.id)
+            headers = [*origin, *waiting_headers(number + 1, delay)]
+            txn.send(retry_topic(self._group, delay), original.value, key=original.key, headers=headers)
+
+    def _number(self, delivered: Message) -> int:
+        waited = self._waited(delivered)
+        return 0 if waited is None else waited.number
+
+    def _waited(self, delivered: Message) -> WaitingMessage | None:
+        return WaitingMessage.of(delivered) if delivered.topic in self.topics else None
+
+
+def _checked(delays: Sequence[float] | None) -> tuple[float, ...]:
+    if delays is None:
+        return ()
+    if isinstance(delays, str | bytes) or not isinstance(delays, Sequence) or not delays:
+        raise InvalidOption("retry= is a list of seconds, one delay for each retry, such as [10, 60, 600]")
+    for delay in delays:
+        check_seconds("a delay of retry=", delay, above_0=True)
+        if round(delay * 1000) < 1:
+            raise InvalidOption(f"a delay of retry= is at least a millisecond, not {delay!r} seconds")
+    return tuple(delays)

@@ -1,0 +1,1 @@
+"""Transactions, and the writers that they take."""
