@@ -12,6 +12,18 @@ from tests.house.rooms import PUBLIC_MODULES, packages
 
 PUBLIC = {f"txnbridge.{name}" for name in PUBLIC_MODULES}
 CONTRACT = {"txnbridge.spi", "txnbridge.errors"}
+# The rooms of the core, from the ground up: each imports those below it, and those beside it.
+FLOORS = [
+    {"errors"},
+    {"capabilities"},
+    {"_base", "spi", "codecs"},
+    {"_decisions"},
+    {"_read", "_write"},
+    {"_process"},
+    {"_half"},
+    {"_admin"},
+    {"_bridge"},
+]
 OURS = ("txnbridge", "pyspark_txnbridge")  # every package of ours is called so, or begins so
 
 
@@ -133,3 +145,23 @@ def test_an_import_against_the_rules_is_found(importer, source):
 )
 def test_an_import_within_the_rules_passes(importer, source):
     assert offences(importer, source) == []
+
+
+def room(name: str) -> str:
+    return name.split(".")[1]
+
+
+def test_a_room_of_the_core_imports_none_above_it():
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    core = next(package for package in packages() if package.name == "txnbridge")
+    checked = [(name, path) for name, path in modules(core) if room(name) in floor]
+    above = [
+        f"{importer} imports {statement.module}"
+        for importer, path in checked
+        for statement in ast.parse(path.read_text()).body  # not inside functions, which import late to break a circle
+        if isinstance(statement, ast.ImportFrom)
+        and str(statement.module).startswith("txnbridge.")
+        and floor.get(room(str(statement.module)), len(FLOORS)) > floor[room(importer)]
+    ]
+    assert len(checked) > 50
+    assert above == []
