@@ -15,8 +15,8 @@ import pytest
 import sqlalchemy as sa
 
 import txnbridge
+from tests.core.decisions.test_ledger import LedgerBackend
 from tests.core.races import Through, race
-from tests.core.test_ledger import LedgerBackend
 from tests.in_time import takes, within
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import SOON, ExactTrimming, append, bounds, place_of, read

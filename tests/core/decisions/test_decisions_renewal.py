@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.core.decisions.test_decisions_long import Process
 from tests.core.decisions_kit import MemoryLog, decoded
-from tests.core.test_acks import before_next
-from tests.core.test_decisions_long import Process
+from tests.core.read.test_acks import before_next
 from txnbridge._base.deadline import Deadline
 from txnbridge._base.token import Decision
 from txnbridge._decisions.records import Claimed, Presence, Renewed, encode
