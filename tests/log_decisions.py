@@ -13,7 +13,7 @@ from collections import Counter
 
 import pytest
 
-from tests.core import test_decisions as core
+from tests.core.decisions import test_decisions as core
 from tests.core.decisions.test_decisions import *  # noqa: F403
 from tests.core.decisions_kit import Chances, World
 from txnbridge.spi import Deadline
