@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import runpy
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -29,8 +27,6 @@ FOREIGN = re.compile(
         ]
     )
 )
-
-changes = SimpleNamespace(**runpy.run_path(str(ROOT / "changes" / "assemble.py")))
 
 
 def project_files() -> list[Path]:
@@ -141,40 +137,3 @@ def test_a_broken_link_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("[a](page.md#top) [b](gone.md#top) [c](https://example.org/gone) [d](#here) [e](gone/x.md)")
     assert broken_links(page) == ["gone.md", "gone/x.md"]
-
-
-def test_every_changelog_fragment_is_well_formed():
-    faults = [changes.fault(path.name, path.read_text()) for path in changes.fragments()]
-    assert [fault for fault in faults if fault] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("no-kind.md", "Good."),
-        ("wrong-kind.improved.md", "Good."),
-        ("Capitals.added.md", "Good."),
-        ("empty.added.md", ""),
-        ("no-stop.added.md", "Good"),
-        ("two-paragraphs.added.md", "One.\n\nTwo."),
-    ],
-)
-def test_a_malformed_fragment_is_found(name, text):
-    assert changes.fault(name, text)
-
-
-def test_fragments_become_one_section_by_kind(tmp_path):
-    (tmp_path / "b.fixed.md").write_text("It no longer\nhangs.\n")
-    (tmp_path / "a.added.md").write_text("New thing.\n")
-    assert changes.section("1.0", "2030-01-02", changes.fragments(tmp_path)) == (
-        "## 1.0 (2030-01-02)\n\n### Added\n\n- New thing.\n\n### Fixed\n\n- It no longer hangs.\n"
-    )
-
-
-def test_a_release_goes_on_top_and_takes_its_fragments_away(tmp_path):
-    fragment = tmp_path / "a.added.md"
-    for section in ("## 1\n", "## 2\n"):
-        fragment.write_text("New.")
-        changes.release(tmp_path / "CHANGELOG", section, [fragment])
-    assert (tmp_path / "CHANGELOG").read_text() == "# Changelog\n\n## 2\n\n## 1\n"
-    assert not fragment.exists()
