@@ -13,7 +13,8 @@ from anyio import to_thread
 
 import txnbridge
 from tests.aio.kit import SOON, until, values
-from txnbridge import Event, Outcome, State, _group_commit, aio, hookimpl, plugins
+from txnbridge import Event, Outcome, State, aio, hookimpl, plugins
+from txnbridge._write import group_commit as _group_commit
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption
 
 

@@ -6,7 +6,8 @@ import time
 import pytest
 from txnbridge_conformance.observing import eventually
 
-from txnbridge import Poison, _retry_overview
+from txnbridge import Poison
+from txnbridge._process import retry_overview as _retry_overview
 from txnbridge._process.retry_overview import waiting_topics
 
 

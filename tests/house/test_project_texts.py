@@ -106,7 +106,7 @@ def test_every_module_and_test_of_the_tables_of_hazards_is_there():
 def missing_names(page: Path) -> list[str]:
     """The modules and tests that a page names and that are not there."""
     text = page.read_text()
-    tests = re.findall(r"(\w+/test_\w+\.py) ((?:`test_\w+`(?:, )?)+)", text)
+    tests = re.findall(r"([\w/]+/test_\w+\.py) ((?:`test_\w+`(?:, )?)+)", text)
     modules = re.findall(r"`([\w/]+\.py)`", text)
     backend = ROOT / "backends" / page.stem.replace("architecture-", "txnbridge_")
     assert len(tests) > 5 and len(modules) > 5

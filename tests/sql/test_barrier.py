@@ -21,18 +21,9 @@ from tests.core import half_topic_backend
 from tests.core.processor_kit import numbers, values
 from tests.sql.outbox_programs import Shop
 from tests.sql.test_database_chaos import started
-from txnbridge import (
-    Abort,
-    BrokerUnavailable,
-    Decision,
-    InvalidOption,
-    InvalidState,
-    Outcome,
-    OutcomeUnknown,
-    _resolver,
-    plugins,
-)
+from txnbridge import Abort, BrokerUnavailable, Decision, InvalidOption, InvalidState, Outcome, OutcomeUnknown, plugins
 from txnbridge._base.connection import Connection
+from txnbridge._half import resolver as _resolver
 from txnbridge.errors import NotFound, NotSupported, TransactionAborted, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge.sql.barrier import BarrierResolver, BarrierTable

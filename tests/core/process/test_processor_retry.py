@@ -27,11 +27,11 @@ from txnbridge import (
     Topic,
     Transaction,
     TransactionAborted,
-    _processor_inputs,
-    _retry_consumer,
     codecs,
 )
 from txnbridge._base.messages import Headers
+from txnbridge._process import inputs as _processor_inputs
+from txnbridge._process import retry_consumer as _retry_consumer
 from txnbridge._process.inputs import ProcessorInputs
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.processor import Processor

@@ -32,8 +32,8 @@ from txnbridge import (
     Transaction,
     TransactionTimedOut,
     TxnBridgeError,
-    _group_commit,
 )
+from txnbridge._write import group_commit as _group_commit
 from txnbridge.spi import Deadline
 from txnbridge.testing import recorded
 
