@@ -66,7 +66,7 @@ def test_a_kill_at_any_event_leaves_each_transaction_whole_or_not_at_all(tmp_pat
 
 
 # Where a call of a transaction takes what other threads need, too.
-SHARED = "/_group_commit.py", "/_transaction.py", "/_writers.py"
+SHARED = "/_write/group_commit.py", "/_write/transaction.py", "/_write/writers.py"
 WHERE = pytest.mark.parametrize(
     "behind_calls_in",
     [None, SHARED, pytest.param((), marks=pytest.mark.full)],

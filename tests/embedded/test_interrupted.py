@@ -111,7 +111,7 @@ class Work:
             pytest.param(step, sharing, where, 1, marks=pytest.mark.full)
             for step in (Work.step, Work.prepared_step)
             for sharing in ("partition", "message")
-            for where in (None, ("/_consumer.py", "/_deliveries.py", "/_transaction.py"))
+            for where in (None, ("/_read/consumer.py", "/_read/deliveries.py", "/_write/transaction.py"))
         ),
     ],
 )
@@ -167,6 +167,6 @@ def test_writers_whose_opening_is_interrupted_anywhere_are_opened_by_the_next_th
         bridge.close()
         bridge = txnbridge.connect(f"embedded:{path}", timeout=60)
 
-    files = "/_writers.py", "/_decision_logs.py", "/engine.py", "/follower.py", "/shared_connection.py"
+    files = "/_write/writers.py", "/_decisions/logs.py", "/engine.py", "/follower.py", "/shared_connection.py"
     assert interrupted_everywhere(act, recover, files) > 20
     bridge.close()
