@@ -157,22 +157,18 @@ class RocketMQHalfStore(HalfStore):
                 return
             self._check_backs[group] = OrderedDict()
         try:
-            names = self._producer_groups(group)
+            names = [self._cluster.settings.half_group(group)]
             self._cluster.producer_groups.join(names, lambda checks: self._note_check_backs(group, checks), deadline)
         except BaseException:
             with self._changed:
                 del self._check_backs[group]
             raise
 
-    def _producer_groups(self, group: str) -> list[str]:
-        settings = self._cluster.settings
-        return [settings.half_group(group), settings.shared_half_group(group)]
-
     def leave(self, group: str, deadline: Deadline) -> None:
         with self._changed:
             left = self._check_backs.pop(group, None)
         if left is not None:
-            self._cluster.producer_groups.leave(self._producer_groups(group), deadline)
+            self._cluster.producer_groups.leave([self._cluster.settings.half_group(group)], deadline)
 
     def _note_check_backs(self, group: str, checks: Sequence[CheckBack]) -> None:
         """Keep check-backs for the next call of `checks`. Drop the oldest if too many wait: the broker repeats them."""

@@ -297,7 +297,7 @@ def from_json(positions: Mapping[str, Mapping[str, Any]]) -> Offsets:
 
 
 def topic_ids_of(positions: Mapping[str, Mapping[str, Any]]) -> TopicIds:
-    """Return the topic ids of a checkpoint. Checkpoints of earlier versions have none."""
+    """Return the topic ids of a checkpoint, as far as the broker told them."""
     return {topic: str(partitions[TOPIC_ID]) for topic, partitions in positions.items() if TOPIC_ID in partitions}
 
 

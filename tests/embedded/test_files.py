@@ -105,7 +105,7 @@ def test_another_programs_database_is_refused_and_not_touched(opened, path, prag
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("version", "said"), [(3, "newer txnbridge"), (0, "no released txnbridge")])
+@pytest.mark.parametrize(("version", "said"), [(3, "newer txnbridge"), (1, "no released txnbridge")])
 def test_a_file_of_another_version_is_refused_and_not_touched(opened, path, version, said):
     opened().close(Deadline(5))
     connection = sqlite3.connect(path)

@@ -1,4 +1,4 @@
-"""A file that this version or the one before wrote stays readable, with all that is in it."""
+"""A file that this version wrote stays readable, with all that is in it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ from txnbridge.spi import Deadline, Decision, TokenState
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.fixture(params=["v1", "v2"])
-def version(request):
-    return request.param
+@pytest.fixture
+def tokens():
+    return json.loads((GOLDEN / "v2.json").read_text())
 
 
 @pytest.fixture
-def tokens(version):
-    return json.loads((GOLDEN / f"{version}.json").read_text())
-
-
-@pytest.fixture
-def bridge(version, path):
-    path.write_bytes(lzma.decompress((GOLDEN / f"{version}.db.xz").read_bytes()))
+def bridge(path):
+    path.write_bytes(lzma.decompress((GOLDEN / "v2.db.xz").read_bytes()))
     with txnbridge.connect(f"embedded:{path}", transactional_id="billing", application="golden") as opened:
         yield opened
 

@@ -57,10 +57,6 @@ def test_a_fence_topic_that_was_deleted_is_noticed(before: FenceRecord | None) -
         fence_id(Kept(lineage="first")).follow(before, SOON)
 
 
-def test_a_notice_of_an_earlier_version_is_gone_on_from() -> None:
-    assert fence_id(Kept(lineage="first")).follow(notice(""), SOON) == "first"
-
-
 def test_who_may_not_use_the_log_goes_on_without(caplog: pytest.LogCaptureFixture) -> None:
     found = fence_id(Denied())
     found.record(found.follow(None, SOON), SOON)

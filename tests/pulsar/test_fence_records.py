@@ -54,10 +54,6 @@ def test_where_a_mark_stands_is_kept_where_it_is_known() -> None:
     assert (ProofLocation.read(at.fields()), ProofLocation.read(PROOF_LOCATION.fields())) == (at, PROOF_LOCATION)
 
 
-def test_a_notice_of_before_there_were_lineages_is_read() -> None:
-    assert FenceRecord.unpack(GOLDEN.replace(b',"l":"l1neage"', b"")) == replace(NOTICE, fence_id="")
-
-
 @pytest.mark.parametrize("data", [None, b"", b"{}", b"[]", b"1", GOLDEN.replace(b'"v":1', b'"v":2'), GOLDEN[:-9]])
 def test_what_is_no_notice_proves_nothing(data: bytes | None) -> None:
     with pytest.raises(EvidenceLost):

@@ -294,13 +294,12 @@ def left(state, owner, token=None):
 @pytest.mark.parametrize(
     ("found", "subject", "remedy"),
     [
-        (left("prepared", "_txnbridge-half-my%20shop"), "half-my%20shop/1", "txnbridge resolver run --group 'my shop'"),
         (
             left("prepared", "_txnbridge-half-a%20b|shop"),
             "half-a%20b|shop/1",
             "txnbridge resolver run --group shop --application 'a b'",
         ),
-        (left("discarded", "_txnbridge-half-shop"), "half-shop/1", "txnbridge transactions repair"),
+        (left("discarded", "_txnbridge-half-a|shop"), "half-a|shop/1", "txnbridge transactions repair"),
         (left("ending", "billing"), "billing/1", "open a bridge with application='billing'"),
         (left("discarded", "billing"), "billing/1", "txnbridge transactions repair"),
     ],
@@ -315,7 +314,7 @@ def test_who_can_end_what_nobody_ends_is_named(found, subject, remedy):
 @pytest.mark.offline
 def test_parked_half_messages_are_counted_by_their_group():
     token = Token("rocketmq", "cluster", "halves/1", {}, True, None, 1)
-    half_groups = ["_txnbridge-half-my%20shop", "_txnbridge-half-billing|my%20shop"]
+    half_groups = ["_txnbridge-half-sales|my%20shop", "_txnbridge-half-billing|my%20shop"]
     parked = [left("discarded", group, token) for group in [*half_groups, "billing"]]
     advice = {each.subject: each for each in check_open(parked, settings_for("rocketmq://localhost:9876"))}
     assert advice.keys() == {"half messages of my shop", "transaction billing/1"}

@@ -15,7 +15,6 @@ from txnbridge_conformance.plugin import RunChild
 from txnbridge_rocketmq.admin import open_halves
 from txnbridge_rocketmq.client.codes import Property
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
-from txnbridge_rocketmq.settings import RocketMQSettings
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import bodies
@@ -127,22 +126,6 @@ def test_two_applications_that_name_their_groups_alike_do_not_answer_for_each_ot
         with open_bridge().half_messages(group, execute=undecided, check=check) as halves:
             with halves.transaction(timeout=SHORT) as txn:
                 txn.send(topic, b"1")
-            eventually(lambda: bodies(client, topic) == [b"1"], "it is published")
-        assert another.stats.checks == 0
-
-
-def test_halves_that_were_stored_before_their_group_named_the_application_are_answered_for_by_that_alone(
-    open_bridge: OpenBridge, client: Any, topic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = unique("halves")
-    undecided = says(Decision.UNDECIDED)
-    with monkeypatch.context() as before:
-        before.setattr(RocketMQSettings, "half_group", RocketMQSettings.shared_half_group)
-        with open_bridge().half_messages(group, execute=undecided, check=undecided) as halves:
-            with halves.transaction(timeout=SHORT) as txn:
-                txn.send(topic, b"1")
-    with open_bridge(application="another-shop").resolver(group, check=says(Decision.ABORT)) as another:
-        with open_bridge().resolver(group, check=says(Decision.COMMIT)):
             eventually(lambda: bodies(client, topic) == [b"1"], "it is published")
         assert another.stats.checks == 0
 

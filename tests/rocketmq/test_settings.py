@@ -134,7 +134,6 @@ def test_an_application_names_its_log_and_its_group():
     assert found.log_topic("billing.eu") == "_txnbridge-log-billing%2Eeu"
     assert found.producer_group == "_txnbridge-app-billing%2Eeu"
     assert found.application_of(found.producer_group) == "billing.eu"
-    assert found.application_of(found.former_producer_group) is None
     with pytest.raises(InvalidOption, match="1 to 127"):
         found.log_topic("x" * 120)
 

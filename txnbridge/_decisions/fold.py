@@ -283,24 +283,15 @@ class LogState:
             if position > snapshot.covers:
                 self._judge(position, record, claim)
             else:
-                self._judge_covered(position, record, claim, keeps_commits="commits" in body)
+                self._judge_covered(position, record, claim)
 
-    def _judge_covered(
-        self, position: Position, record: _RecordOfId, claim: CountingClaim | None, *, keeps_commits: bool
-    ) -> None:
-        """Decide whether a record that the founding snapshot covers counts.
-
-        `keeps_commits` is False for a snapshot of an older version, which lists no unfinished commits.
-        """
-        openings = self.ids.openings
+    def _judge_covered(self, position: Position, record: _RecordOfId, claim: CountingClaim | None) -> None:
+        """Decide whether a record that the founding snapshot covers counts."""
         if isinstance(record, Claimed) and record.begin is not None and claim is not None:
-            if not keeps_commits and _leaves_work(record) and (record.by is None or openings.is_newest(record.by)):
-                self.ids.keep_unfinished(record, self._unfinished(record.id, record.begin, claim))
-        elif isinstance(record, Opened | EntryRecord) and not openings.is_newest(record.under):
-            # The record was void from the start, or a newer opening followed it: the snapshot does not show which.
-            self._report(record.nonce, position, None)
-        else:
-            self._report(record.nonce, position, True)
+            return
+        # A record that is void from the start and one that a newer opening followed look alike in the snapshot.
+        doubtful = isinstance(record, Opened | EntryRecord) and not self.ids.openings.is_newest(record.under)
+        self._report(record.nonce, position, None if doubtful else True)
 
     # --- asking -----------------------------------------------------------------------------------------------------
 

@@ -170,16 +170,16 @@ class IdFold:
         for id, position, nonce, decision, by, data in body["claims"]:
             claim = CountingClaim(read_position(position), nonce, Decision(decision), by and read_under(by), data)
             fold.claims[read_path(id)] = claim
-        for group, topic, number, position in body.get("groups", ()):  # version 1 had none
+        for group, topic, number, position in body["groups"]:
             fold.groups[str(group), (str(topic), int(number))] = read_position(position)
-        for group, topic, number, *hold in body.get("holds", ()):  # older snapshots had none
+        for group, topic, number, *hold in body["holds"]:
             fold.holds.setdefault((str(group), (str(topic), int(number))), []).append(PartitionHold.from_json(hold))
         fold._read_commits(body)
         return fold
 
     def _read_commits(self, body: Mapping[str, Any]) -> None:
-        commits = [UnfinishedCommit.from_json(each) for each in body.get("commits", ())]  # older snapshots had none
-        for writer, index in body.get("owners", ()):
+        commits = [UnfinishedCommit.from_json(each) for each in body["commits"]]
+        for writer, index in body["owners"]:
             commit = commits[index]
             assert commit.claim.by is not None
             self.commits.setdefault(commit.claim.by.id, {})[writer] = commit

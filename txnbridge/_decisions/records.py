@@ -18,7 +18,6 @@ from txnbridge._base.token import Decision
 from txnbridge.errors import InvalidOption
 
 VERSION = 2
-_READABLE = (1, VERSION)
 _MAGIC = b'{"txnbridge":'
 
 # The only kind of ledger entry that the fold interprets: a prepared transaction no longer depends on its owner.
@@ -161,7 +160,7 @@ class PreparedAcks:
 
     @classmethod
     def of(cls, record: EntryRecord) -> PreparedAcks | None:
-        """Return the acknowledgements of a prepare record; None if it has none, or is one of an older version."""
+        """Return the acknowledgements of a prepare record; None if it has none."""
         data = record.data
         try:
             if record.about != PREPARE or not data["acks"]:
@@ -187,7 +186,7 @@ class Claimed(LogRecord):
     decision: Decision
     begin: EvidenceBegin | None
     by: OpeningRef | None
-    acked: ClaimAcks | None = None  # version 1 had none
+    acked: ClaimAcks | None = None
     body: Mapping[str, Any] | None
     stored: StoredBody | None
 
@@ -315,7 +314,7 @@ def _plain(value: Any) -> Any:
 def decode(raw: bytes) -> LogRecord:
     """Return the record in these bytes. Raise `UnreadableRecord`, and no other error, if they are not a record."""
     line, newline, payload = raw.partition(b"\n")
-    version, values = _read_line(line)
+    values = _read_line(line)
     kind = _KINDS.get(str(values.pop("kind", "")))
     if kind is None:
         raise UnreadableRecord("its kind is unknown")
@@ -323,8 +322,7 @@ def decode(raw: bytes) -> LogRecord:
         raise UnreadableRecord("only a body part has bytes after its line")
     if kind is BodyPart:
         values["payload"] = payload
-    names = {field.name for field in fields(kind)} - ({"acked"} if version == 1 else set())
-    if values.keys() != names:
+    if values.keys() != {field.name for field in fields(kind)}:
         raise UnreadableRecord(f"a {kind.kind!r} record has other fields")
     try:
         return kind(**{name: _FIELDS[name](value) for name, value in values.items()})
@@ -343,7 +341,7 @@ def load_json(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _read_line(line: bytes) -> tuple[int, dict[str, Any]]:
+def _read_line(line: bytes) -> dict[str, Any]:
     if not line.startswith(_MAGIC):
         raise UnreadableRecord("it was not written by txnbridge")
     try:
@@ -351,11 +349,11 @@ def _read_line(line: bytes) -> tuple[int, dict[str, Any]]:
     except ValueError:
         raise UnreadableRecord("it is damaged") from None
     version = values.pop("txnbridge", None)
-    if type(version) is not int or version not in _READABLE:
+    if type(version) is not int or version != VERSION:
         raise UnreadableRecord(
             f"its format is {version!r:.20}, this version of txnbridge reads up to {VERSION}: upgrade it"
         )
-    return version, values
+    return values
 
 
 def _finite(text: str) -> float:

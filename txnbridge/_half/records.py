@@ -19,7 +19,7 @@ from txnbridge.spi import Half, HalfMessage, RawHeaders
 
 _HEADER = "txnbridge-half"
 _MOST_KEYS = 1_000  # of a half, that a record of it names
-_VERSION = 2  # version 1 was that of half topics with delay partitions, whose names end without a number
+_VERSION = 2
 
 
 class Record(NamedTuple):

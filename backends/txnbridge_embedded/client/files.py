@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 from txnbridge.errors import AccessDenied, BackendMissing, InvalidOption, NotFound, StorageFailed, TxnBridgeError
-from txnbridge_embedded.client.schema import APPLICATION_ID, OLDEST, VERSION
+from txnbridge_embedded.client.schema import APPLICATION_ID, VERSION
 
 OLDEST_SQLITE = (3, 35)  # the first version with RETURNING
 
@@ -96,7 +96,7 @@ def check_header(connection: sqlite3.Connection, path: Path) -> int:
         raise InvalidOption(
             f"{path} was written by a newer txnbridge (schema {version}, and this one reads {VERSION}); upgrade"
         )
-    if version < OLDEST:
+    if version < VERSION:
         raise InvalidOption(f"{path} has schema {version}, which no released txnbridge wrote; restore a copy")
     return int(version)
 

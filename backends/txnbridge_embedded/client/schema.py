@@ -8,7 +8,6 @@ import uuid
 
 APPLICATION_ID = 0x74786E62  # "txnb" in the file's header: a file of this broker
 VERSION = 2  # the schema's version, in the file's header
-OLDEST = 1  # a file with this or a newer schema version can be opened, and is then upgraded
 
 OFFSET_BITS = 40  # a message's row id is partition << 40 | offset, so that a partition's messages are adjacent
 MAX_OFFSET = (1 << OFFSET_BITS) - 1
@@ -125,12 +124,6 @@ CREATE TABLE half_messages(
   partition INTEGER, timestamp INTEGER, PRIMARY KEY(half, number)) WITHOUT ROWID;
 """
 
-# The upgrade from schema version 1. Processes of that version can still use the open file.
-_UPGRADE = (
-    "ALTER TABLE half_messages ADD COLUMN partition INTEGER",
-    "ALTER TABLE half_messages ADD COLUMN timestamp INTEGER",
-)
-
 
 def create(connection: sqlite3.Connection) -> None:
     """Create the tables in an empty file, in the caller's write transaction."""
@@ -141,10 +134,3 @@ def create(connection: sqlite3.Connection) -> None:
     connection.execute(
         "INSERT INTO meta VALUES ('cluster', ?), ('created_at', ?)", (str(uuid.uuid4()), time.time_ns() // 1_000_000)
     )
-
-
-def upgrade(connection: sqlite3.Connection) -> None:
-    """Upgrade the file from schema version 1, in the caller's write transaction."""
-    for statement in _UPGRADE:
-        connection.execute(statement)
-    connection.execute(f"PRAGMA user_version = {VERSION}")

@@ -178,14 +178,12 @@ class Store:
             connection.execute(f"PRAGMA page_size = {schema.PAGE_BYTES}")
         if self._retry(connection, deadline, "opening", _READ_POLL, set_journal) != "wal":
             raise StorageFailed(f"{self.path} is on a file system where SQLite cannot keep a write-ahead log")
-        if version != schema.VERSION:
+        if not version:
             self._open_queue_lock(connection)
             with self.writing(connection, deadline, "creating the file"):
                 version = look(connection)  # another process may have been first
                 if not version:
                     schema.create(connection)
-                elif version != schema.VERSION:
-                    schema.upgrade(connection)
         found = os.stat(self.path)
         self._inode = (found.st_dev, found.st_ino)
 

@@ -37,14 +37,13 @@ class KafkaOwner:
         """Record an opening, which makes this process the id's owner. Return the data of the previous opening.
 
         The record has the largest number of writers that any owner had. So if an owner dies while it opens the id, the
-        next owner still fences all writers. `prepared_ids` is recorded for earlier versions of this backend only.
+        next owner still fences all writers.
         """
         with self._lock:
             newest = self.ledger.newest_opening(deadline)
             before = newest[1] if newest else {}
             about = {
                 "writers": max(writers, int(before.get("writers", 0))),
-                "prepared_ids": max(self.prepared_ids, int(before.get("prepared_ids", 0))),
                 "host": self.identity.host,
                 "at": int(time.time() * 1000),
             }

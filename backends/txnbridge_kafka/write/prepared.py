@@ -36,9 +36,9 @@ def is_pool_id(id: str, name: str) -> bool:
     """Return whether a transactional id of Kafka is for prepared transactions of the bridge's transactional id `name`.
 
     Such an id contains its owner's opening, so that another owner opens it only to abort a leftover transaction (hazard
-    H15). In earlier versions it did not contain the opening.
+    H15).
     """
-    return re.fullmatch(rf"{re.escape(name)}(\.[0-9a-f]{{16}})?\.p\d+", id) is not None
+    return re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]{{16}}\.p\d+", id) is not None
 
 
 class KafkaPreparedWriter(KafkaWriter):

@@ -37,8 +37,7 @@ class FenceIdentity:
         """
         known = self._known(deadline)
         recorded_id = "" if before is None else before.fence_id
-        # A record of an earlier version has no fence id, but names all unresolved transactions.
-        if known and recorded_id != known and (before is None or recorded_id):
+        if known and recorded_id != known:
             raise self._lost()
         return known or recorded_id or secrets.token_hex(8)
 

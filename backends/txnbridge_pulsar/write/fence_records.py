@@ -38,7 +38,7 @@ class ProofLocation:
         """Return the location in a token's or fence record's fields. Raise `KeyError`, `TypeError` or `ValueError`."""
         if not isinstance(fields["m"], str) or not isinstance(fields["n"], str):
             raise TypeError("names are text")
-        at = _entry_position(fields["p"]) if "p" in fields else None  # records of earlier versions have no position
+        at = _entry_position(fields["p"]) if "p" in fields else None
         return cls(fields["m"], _entry_position(fields["s"]), fields["n"], at)
 
 
@@ -112,7 +112,7 @@ class FenceRecord:
     at: int  # milliseconds since 1970
     under_way: Sequence[AnnouncedTransaction] = field(default=())
     at_risk: Sequence[AnnouncedTransaction] = field(default=())
-    fence_id: str = ""  # empty in records of earlier versions
+    fence_id: str = ""
 
     def pack(self) -> bytes:
         fields = {
@@ -139,7 +139,7 @@ class FenceRecord:
                 at=_number(fields["w"]),
                 under_way=tuple(AnnouncedTransaction.read(each) for each in fields["u"]),
                 at_risk=tuple(AnnouncedTransaction.read(each) for each in fields["r"]),
-                fence_id=str(fields.get("l", "")),
+                fence_id=str(fields["l"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EvidenceLost("a record on a fence topic was not written by this or an earlier txnbridge") from error

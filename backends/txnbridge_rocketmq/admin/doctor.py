@@ -28,8 +28,8 @@ _CLOCK_SKEW_SECONDS = 300
 _NEARLY_FULL, _DROPS_FILES = 0.75, 0.85
 # A transaction counts as stuck this long after its deadline: brokers run a round of check-backs every half minute.
 _STUCK_SECONDS = 90
-# Application (if known) and group of a half message, from `RocketMQSettings.group_of_halves`; None for other halves.
-_HalfGroup = tuple[str | None, str] | None
+# Application and group of a half message, from `RocketMQSettings.group_of_halves`; None for other halves.
+_HalfGroup = tuple[str, str] | None
 # The least size of an op message. It names halves by offsets of up to 12 characters, so it names 20 and more.
 _LEAST_OP_MESSAGE_BYTES = 256
 _SETTING_COMMAND = "mqadmin updateBrokerConfig -b ADDRESS -k {key} -v {value}, and in the broker's file"
@@ -279,8 +279,8 @@ def _command_to_end(owner: str, named: _HalfGroup) -> str:
     if named is None:
         return f"open a bridge with application={owner!r}"
     application, group = named
-    config = "" if application is None else f" --application {shlex.quote(application)}"
-    return f"txnbridge resolver run --group {shlex.quote(group)}{config} --check MODULE:FUNCTION"
+    names = f"--group {shlex.quote(group)} --application {shlex.quote(application)}"
+    return f"txnbridge resolver run {names} --check MODULE:FUNCTION"
 
 
 def _problem(config: BrokerConfig, text: str, key: str, value: str) -> Advice:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 from txnbridge.errors import EvidenceLost, TxnBridgeError
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim
-from txnbridge_rocketmq.admin.open_halves import groups_of_open_halves
 from txnbridge_rocketmq.client import read_requests
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, Property
 from txnbridge_rocketmq.client.read_requests import PullResult
@@ -20,6 +19,7 @@ from txnbridge_rocketmq.client.send_requests import CheckBack
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder, remember
 from txnbridge_rocketmq.outcome.outcome import PREPARE, was_published
 from txnbridge_rocketmq.outcome.producer_groups import described
+from txnbridge_rocketmq.settings.names import encoded
 from txnbridge_rocketmq.write.half_batch import HalfCount, halves_as_json, halves_from_json
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, slot_of
 
@@ -38,7 +38,7 @@ class CheckBackHandler:
         self._cluster = ender.cluster
         self._timing = ender.cluster.settings.timing
         settings = ender.cluster.settings
-        self._group, self._former_group = settings.producer_group, settings.former_producer_group
+        self._group = settings.producer_group
         self._lock = threading.Lock()
         self._lost: OrderedDict[str, float] = OrderedDict()  # transactions that were reported as lost
         self._warned: set[str] = set()  # producer groups with other clients in them
@@ -46,12 +46,11 @@ class CheckBackHandler:
         self._closed = threading.Event()
 
     def start(self, deadline: Deadline) -> None:
-        """Join the application's producer groups, and start the thread that ends discarded halves.
+        """Join the application's producer group, and start the thread that ends discarded halves.
 
         Raise `InvalidOption` if other clients are in the group to which the application's halves belong.
         """
         self._cluster.producer_groups.join([self._group], self.answer, deadline)
-        self._answer_in_former_group(deadline)
         threading.Thread(target=self._end_discarded_halves, name="txnbridge-rocketmq-discarded", daemon=True).start()
 
     def close(self) -> None:
@@ -60,23 +59,6 @@ class CheckBackHandler:
             self._closed.set()
             for deadline in self._deadlines:
                 deadline.shorten(0.0)
-
-    def _answer_in_former_group(self, deadline: Deadline) -> None:
-        """Join or leave the producer group of earlier versions, whose halves may still be open. Log errors.
-
-        Other clients may be in it. The check-backs about their halves would come to this bridge, too, and have no
-        answer. Therefore a bridge is beside them only while the group has open halves of bridges (hazard H134).
-        """
-        groups, group = self._cluster.producer_groups, self._former_group
-        try:
-            strangers = groups.strangers([group], deadline)
-            if strangers and group not in groups_of_open_halves(self._cluster, deadline):
-                if group in groups.groups:
-                    groups.leave([group], deadline)
-            elif group not in groups.groups:
-                groups.join([group], self.answer, deadline, beside_strangers=True)
-        except TxnBridgeError as error:
-            _log.debug("producer group %s of earlier versions is looked at again later: %s", group, error)
 
     @contextmanager
     def _in_time(self) -> Iterator[Deadline]:
@@ -182,8 +164,8 @@ class CheckBackHandler:
         return not self._ender.missing(transaction, topics, deadline)
 
     def _is_own(self, half: MessageExt) -> bool:
-        """Return whether a half is in a producer group of the application, and not in one for half messages."""
-        return half.properties.get(Property.GROUP) in (self._group, self._former_group)
+        """Return whether a half is in the producer group of the application, and not in one for half messages."""
+        return half.properties.get(Property.GROUP) == self._group
 
     # --- discarded halves ---------------------------------------------------------------------------------------------
 
@@ -220,17 +202,16 @@ class CheckBackHandler:
         return max(self._timing.discarded_pause, pause)
 
     def _review_groups(self, deadline: Deadline) -> None:
-        """Warn, once for each group, of other clients in the producer groups, and review the former group."""
+        """Warn, once for each group, of other clients in the producer groups."""
         groups = self._cluster.producer_groups
-        for group, strangers in groups.strangers(groups.groups - {self._former_group}, deadline).items():
+        for group, strangers in groups.strangers(groups.groups, deadline).items():
             if group not in self._warned:
                 _log.warning("%s", described(group, strangers))
                 self._warned.add(group)
-        self._answer_in_former_group(deadline)
 
     def _discarded(self, broker: str) -> Iterator[tuple[str, MessageExt]]:
         """Yield one discarded half of each transaction, if the half is in a producer group of this bridge."""
-        groups = {self._group, self._former_group, *self._cluster.producer_groups.groups}
+        groups = {self._group, *self._cluster.producer_groups.groups}
         seen: set[str] = set()
         at: int | None = 0
         while at is not None:
@@ -243,8 +224,7 @@ class CheckBackHandler:
             at = pulled.next_offset if at < pulled.next_offset <= pulled.max_offset else None
 
     def _pull(self, broker: str, at: int) -> PullResult:
-        # Users have given rights to the consumer group of this name.
-        request = read_requests.pull(DISCARDED_TOPIC, 0, at, self._former_group)
+        request = read_requests.pull(DISCARDED_TOPIC, 0, at, encoded(self._cluster.settings.application))
         action = f"reading discarded halves of broker {broker}"
         with self._in_time() as deadline:
             return retry_call(self._cluster.client, broker, request, action, deadline)

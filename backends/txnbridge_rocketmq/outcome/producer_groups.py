@@ -59,16 +59,13 @@ class ProducerGroups:
         groups: Sequence[str],
         handler: Callable[[Sequence[CheckBack]], None],
         deadline: Deadline,
-        *,
-        beside_strangers: bool = False,
     ) -> None:
         """Join producer groups. `handler` gets their check-backs, several in one call.
 
-        Raise `InvalidOption` if other clients are in one of the groups, unless `beside_strangers`.
+        Raise `InvalidOption` if other clients are in one of the groups.
         """
-        if not beside_strangers:
-            for group, strangers in self.strangers(groups, deadline).items():
-                raise InvalidOption(described(group, strangers))
+        for group, strangers in self.strangers(groups, deadline).items():
+            raise InvalidOption(described(group, strangers))
         with self._lock:
             self._router.handlers.update(dict.fromkeys(groups, handler))
             self._register(deadline)

@@ -28,7 +28,7 @@ class VerifiableOffset(NamedTuple):
 
     @classmethod
     def of(cls, position: Position) -> VerifiableOffset:
-        """Decode a position from a decision log. Earlier versions stored the next offset only."""
+        """Decode a position from a decision log."""
         match position:
             case (at, offset, log_offset):
                 return cls(at, ReferenceRecord(offset, log_offset))

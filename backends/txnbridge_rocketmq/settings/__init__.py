@@ -72,11 +72,6 @@ class RocketMQSettings:
         """
         return group_name(f"{self._application_groups}{encoded(self.application)}")
 
-    @property
-    def former_producer_group(self) -> str:
-        """The application's producer group in earlier versions, in which there may be other clients."""
-        return group_name(encoded(self.application))
-
     def application_of(self, producer_group: str) -> str | None:
         """Return the application for which `producer_group` is the name; None for any other name."""
         begin = self._application_groups
@@ -90,19 +85,12 @@ class RocketMQSettings:
         """Return the producer group for half messages of a resolver group. Raise `InvalidOption` for long names."""
         return group_name(f"{self._half_groups}{encoded(self.application)}|{encoded(group)}")
 
-    def shared_half_group(self, group: str) -> str:
-        """Return a resolver group's producer group for half messages in earlier versions, one for all applications."""
-        return group_name(f"{self._half_groups}{encoded(group)}")
-
-    def group_of_halves(self, producer_group: str) -> tuple[str | None, str] | None:
-        """Return the application and group for which `half_group` gives this name; None for any other name.
-
-        The application is None in a name of `shared_half_group`.
-        """
+    def group_of_halves(self, producer_group: str) -> tuple[str, str] | None:
+        """Return the application and group for which `half_group` gives this name; None for any other name."""
         if not producer_group.startswith(self._half_groups):
             return None
-        *application, group = map(decoded, producer_group.removeprefix(self._half_groups).split("|"))
-        return (application[0] if application else None), group
+        application, bar, group = producer_group.removeprefix(self._half_groups).partition("|")
+        return (decoded(application), decoded(group)) if bar else None
 
     @property
     def _half_groups(self) -> str:

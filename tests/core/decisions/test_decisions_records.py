@@ -109,28 +109,11 @@ def test_a_record_comes_back_as_it_was(record):
     assert decode(encode(record)) == record
 
 
-LATER = {"claim that acknowledges", "renewed"}  # than version 1
-
-
-def golden(version: int) -> dict[str, bytes]:
-    texts = json.loads((GOLDEN / f"decision-records-{version}.json").read_text())
-    return {name: text.encode("latin-1") for name, text in texts.items()}
-
-
 def test_version_2_is_read_and_written_for_ever():
-    assert {name: decode(raw) for name, raw in golden(2).items()} == EXAMPLES
-    assert golden(2) == {name: encode(record) for name, record in EXAMPLES.items()}
-
-
-def test_version_1_is_read_for_ever():
-    known = {name: record for name, record in EXAMPLES.items() if name not in LATER}
-    assert {name: decode(raw) for name, raw in golden(1).items()} == known
-
-
-def test_a_claim_of_version_1_acknowledges_nothing():
-    for raw in (encode(EXAMPLES["claim by a token"]), encode(EXAMPLES["claim that acknowledges"])):
-        with pytest.raises(UnreadableRecord, match="other fields"):
-            decode(raw.replace(b'{"txnbridge":2', b'{"txnbridge":1'))
+    texts = json.loads((GOLDEN / "decision-records-2.json").read_text())
+    golden = {name: text.encode("latin-1") for name, text in texts.items()}
+    assert {name: decode(raw) for name, raw in golden.items()} == EXAMPLES
+    assert golden == {name: encode(record) for name, record in EXAMPLES.items()}
 
 
 def test_every_kind_of_record_is_in_the_golden_file():

@@ -162,7 +162,8 @@ def knowledge(folded):
 
 
 def test_what_was_void_by_a_snapshot_that_a_reader_has_not_seen_does_not_stand_before_what_its_author_claimed_next():
-    known = {"log": "a", "opened": [], "done": [], "claims": [], "groups": [], "living": []}
+    lists = "opened", "done", "claims", "groups", "living", "holds", "commits", "owners"
+    known = {"log": "a", **{name: [] for name in lists}}
     records = [encode(Birth(log="a", nonce="birth", at=0)), encode(Presence(log="a", nonce="begin", until=10**15))]
 
     def snapshot() -> None:
