@@ -156,7 +156,7 @@ class BrokerUnavailable(TxnBridgeError):
     """The broker could not be reached or could not carry out the request; the call changed no outcome."""
 
 
-class DeadlineExceeded(BrokerUnavailable):
+class DeadlineExceeded(BrokerUnavailable, TimeoutError):
     """The call's deadline passed before the broker answered; the call changed no outcome."""
 
 
@@ -168,7 +168,7 @@ class PositionLost(TxnBridgeError):
     """The next position to read was deleted (by retention or with its topic); raised instead of skipping messages."""
 
 
-class AccessDenied(TxnBridgeError):
+class AccessDenied(TxnBridgeError, PermissionError):
     """The broker or the operating system denies the permission for this call."""
 
 

@@ -17,7 +17,7 @@ from confluent_kafka.admin._topic import TopicDescription
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidOption, NotFound
 from txnbridge.spi import Deadline, Partition, TopicRules
 from txnbridge_kafka.capabilities import DEFAULT_LONGEST_MS, longest_ms
-from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, refresh_metadata
+from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, refresh_metadata, result_of
 from txnbridge_kafka.client.protocol_types import BROKER, DONE, TOPIC, RequestResult
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.errors import kafka_error, translate
@@ -97,15 +97,16 @@ class KafkaTopics:
 
     def rules(self, topic: str, deadline: Deadline) -> TopicRules:
         """Return what a topic refuses. Raise `AccessDenied` if this user may not write to it."""
+        what = f"looking up topic {topic!r}"
 
         def ask() -> TopicDescription:
             asked = self._admin().describe_topics(
                 TopicCollection([topic]), include_authorized_operations=True, request_timeout=max(deadline.left(), 0.01)
             )
-            described: TopicDescription = asked[topic].result()
+            described: TopicDescription = result_of(asked[topic], what, deadline)
             return described
 
-        described = self._call_client(ask, deadline, f"looking up topic {topic!r}")
+        described = self._call_client(ask, deadline, what)
         if described.authorized_operations and AclOperation.WRITE not in described.authorized_operations:
             raise AccessDenied(f"this user may not write to topic {topic!r}; an administrator grants it Write there")
         config = self.configs([topic], deadline)[topic]

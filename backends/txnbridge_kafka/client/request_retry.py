@@ -68,6 +68,8 @@ class RequestRunner:
                 break
             try:
                 return self._once(attempt, deadline.left() / 2 if slow else self._attempt_seconds(deadline))
+            except TxnBridgeError:
+                raise  # `AccessDenied` is also an `OSError`
             except RetryLaterError as error:
                 reason, cause = str(error), error.__cause__
             except kafka_python.errors.IncompatibleBrokerVersion as error:
