@@ -184,7 +184,7 @@ class Admin:
         """Complete a transaction that the broker ended only in part; return the repair as text for the operator."""
         return self._broker.admin.repair(transaction, self._deadline())
 
-    def check(self) -> list[Advice]:
+    def doctor(self) -> list[Advice]:
         """Return the broker's settings and states that weaken a guarantee or keep messages from readers."""
         found = self._broker.admin.check(self._deadline())
         if self._connection.capabilities[Capability.HALF_MESSAGES].level is Level.EMULATED:

@@ -283,7 +283,7 @@ class Bridge:
         prepare: bool = False,
         hold: float | None = None,
         fingerprint: bool = False,
-        alone: bool = False,
+        group_commit: bool = True,
     ) -> Transaction: ...
 
     @overload
@@ -298,7 +298,7 @@ class Bridge:
         prepare: bool = False,
         hold: float | None = None,
         fingerprint: bool = False,
-        alone: bool = False,
+        group_commit: bool = True,
         db: SessionOrEngine | None = None,
         group: str | None = None,
     ) -> Transaction | BarrierTransaction:
@@ -307,7 +307,7 @@ class Bridge:
         With `prepare=True` the end of the block does not commit the transaction, but makes it durable, still invisible
         to readers: any process can commit or abort it by `txn.token` within `hold` seconds. `fingerprint=True` puts a
         checksum of the messages, independent of their order, into the token (this needs the package xxhash).
-        `alone=True` keeps the transaction from sharing one of the broker with other threads (group commit).
+        `group_commit=False` keeps the transaction from sharing one of the broker with other threads (group commit).
 
         With `db=`, an `Engine`, a `Session` or a sessionmaker of SQLAlchemy, the end of the block commits a transaction
         of this database and publishes the messages, both or neither:
@@ -324,17 +324,19 @@ class Bridge:
         """
         self._connection.check_open()
         if db is not None:
-            if prepare or hold is not None or fingerprint or alone:
-                raise InvalidOption("db= goes with timeout= and group=, not with prepare=, hold=, fingerprint=, alone=")
+            if prepare or hold is not None or fingerprint or not group_commit:
+                raise InvalidOption(
+                    "db= goes with timeout= and group=, not with prepare=, hold=, fingerprint=, group_commit="
+                )
             return self._open_barriers().transaction(db, group, timeout)
         if group is not None:
             raise InvalidOption("group= is for transactions with db=")
-        transaction = self._begin(timeout, prepare, hold, fingerprint, alone)
+        transaction = self._begin(timeout, prepare, hold, fingerprint, group_commit)
         self._adopt(transaction)
         return transaction
 
     def _begin(
-        self, timeout: float | None, prepare: bool, hold: float | None, fingerprint: bool, alone: bool
+        self, timeout: float | None, prepare: bool, hold: float | None, fingerprint: bool, group_commit: bool
     ) -> Transaction:
         """Begin a transaction that `close` does not abort before it is given to `_adopt`; `close` waits for it."""
         connection = self._connection
@@ -343,7 +345,7 @@ class Bridge:
         if fingerprint:
             _require_xxhash()
         with connection.events.step("transaction.begin", begin.transaction, prepare=prepare):
-            if self._group_commit is None or alone or prepare or fingerprint:
+            if self._group_commit is None or not group_commit or prepare or fingerprint:
                 taken = self._writers.take(begin)
             else:
                 taken = self._group_commit.take(begin)
@@ -469,7 +471,7 @@ class Bridge:
 
         return Processor(
             self._consumers,
-            partial(self.transaction, alone=True),
+            partial(self.transaction, group_commit=False),
             inputs,
             group=group,
             each=each,

@@ -38,7 +38,7 @@ class Program:
             await self._send(3, txn)
             await txn.abort()
         with pytest.raises(ZeroDivisionError):
-            async with bridge.transaction(alone=True) as txn:
+            async with bridge.transaction(group_commit=False) as txn:
                 await self._send(4, txn)
                 raise ZeroDivisionError
         async with bridge.transaction(prepare=True) as txn:

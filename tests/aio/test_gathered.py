@@ -222,7 +222,7 @@ def test_what_is_gathered_keeps_the_errors_of_the_synchronous_interface(run, url
             with pytest.raises(InvalidOption, match="timeout"):
                 await bridge.transaction(timeout=-1)
             with pytest.raises(InvalidOption, match="timeout"):
-                await bridge.transaction(timeout="soon", alone=True)  # type: ignore[arg-type]
+                await bridge.transaction(timeout="soon", group_commit=False)  # type: ignore[arg-type]
         with txnbridge.connect(url) as other:
             assert other.admin.transactions() == []
 

@@ -224,7 +224,7 @@ def test_an_administrator_asks_without_stopping_the_loop(run, url):
                 await txn.send("a", b"1")
             (found,) = await bridge.admin.transactions()
             assert await bridge.admin.commit(found.transaction, reason="test") is Outcome.COMMITTED
-            assert await bridge.admin.check() == await bridge.admin.check()
+            assert await bridge.admin.doctor() == await bridge.admin.doctor()
 
     run(program)
     assert values(url, "a") == [b"1"]

@@ -125,7 +125,7 @@ def test_a_cancelled_commit_without_an_answer_has_a_token(run, url):
 
     async def program():
         async with aio.connect(url) as bridge:
-            txn = await bridge.transaction(alone=True)
+            txn = await bridge.transaction(group_commit=False)
             with next_commit(bridge.sync, Outcome.UNKNOWN):
                 await cancelled_while_held(held, txn.commit)
                 held.go.set()
@@ -159,11 +159,11 @@ def test_a_cancelled_begin_leaves_no_transaction(run, url):
         async with aio.connect(url, writers=1) as bridge:
 
             async def begin():
-                await bridge.transaction(alone=True)
+                await bridge.transaction(group_commit=False)
 
             await cancelled_while_held(held, begin)
             held.go.set()
-            async with bridge.transaction(alone=True) as txn:  # gets the only writer
+            async with bridge.transaction(group_commit=False) as txn:  # gets the only writer
                 await txn.send("a", b"1")
 
     with listening(held):
@@ -208,7 +208,7 @@ def test_more_tasks_than_threads_and_writers_all_commit(run, url, alone):
         async with aio.connect(url, writers=2, threads=2, group_commit=None if alone else True) as bridge:
 
             async def work(number):
-                async with bridge.transaction(alone=alone) as txn:
+                async with bridge.transaction(group_commit=not alone) as txn:
                     await txn.send("a", b"%d" % number)
                     await anyio.sleep(0)
                     await txn.send_many("b", [b"%d" % number] * 20)
@@ -224,11 +224,11 @@ def test_more_tasks_than_threads_and_writers_all_commit(run, url, alone):
 def test_a_task_that_waits_for_other_tasks_waits_until_its_deadline(run, url):
     async def program():
         async with aio.connect(url, writers=1, threads=1) as bridge:
-            async with bridge.transaction(alone=True), anyio.create_task_group() as tasks:
+            async with bridge.transaction(group_commit=False), anyio.create_task_group() as tasks:
 
                 async def wait(seconds):
                     with pytest.raises(DeadlineExceeded, match="writers"):
-                        await bridge.transaction(timeout=seconds, alone=True)
+                        await bridge.transaction(timeout=seconds, group_commit=False)
 
                 tasks.start_soon(wait, 0.4)  # in the only thread
                 tasks.start_soon(wait, 0.2)  # on the loop
@@ -239,10 +239,10 @@ def test_a_task_that_waits_for_other_tasks_waits_until_its_deadline(run, url):
 def test_the_time_that_a_task_waits_on_the_loop_counts_for_its_transaction(run, url):
     async def program():
         async with aio.connect(url, writers=1, threads=1) as bridge:
-            holder = await bridge.transaction(alone=True)
+            holder = await bridge.transaction(group_commit=False)
 
             async def begin():
-                async with bridge.transaction(timeout=20, alone=True) as txn:
+                async with bridge.transaction(timeout=20, group_commit=False) as txn:
                     left.append(txn.deadline + time.monotonic())
 
             left: list[float] = []
@@ -262,10 +262,10 @@ def test_so_many_tasks_wait_in_threads_and_the_others_on_the_loop(run, url):
 
     async def program():
         async with aio.connect(url, writers=1, threads=2) as bridge:
-            async with bridge.transaction(alone=True), anyio.create_task_group() as tasks:
+            async with bridge.transaction(group_commit=False), anyio.create_task_group() as tasks:
 
                 async def begin():
-                    await bridge.transaction(alone=True)
+                    await bridge.transaction(group_commit=False)
 
                 for _ in range(10):
                     tasks.start_soon(begin)

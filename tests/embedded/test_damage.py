@@ -35,7 +35,7 @@ def test_damaged_headers_are_told_behind_all_that_is_sound_and_by_the_doctor(pat
         if sharing != "message":
             consumer.seek({("orders", 0): (4,)})
             assert [m.value for m in consumer.poll(10, 0)] == [b"4"]
-        assert [advice.text for advice in bridge.admin.check() if advice.level == "problem"] == [
+        assert [advice.text for advice in bridge.admin.doctor() if advice.level == "problem"] == [
             "the headers of the message at 3 of the partition with id 1 are damaged"
         ]
 

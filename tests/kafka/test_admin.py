@@ -963,7 +963,7 @@ def test_transactions_that_are_open_for_long_are_a_warning_and_fresh_ones_are_no
 def test_a_prepared_one_is_a_warning_with_the_command_that_ends_it(bridge, topic):
     with bridge.transaction(prepare=True) as txn:
         txn.send(topic, b"prepared")
-    (advice,) = [one for one in bridge.admin.check() if one.subject == f"transaction {txn.id}"]
+    (advice,) = [one for one in bridge.admin.doctor() if one.subject == f"transaction {txn.id}"]
     remedy = f"txnbridge transactions commit (or abort) {txn.id} --yes --reason TEXT"
     assert (advice.level, advice.remedy) == ("warning", remedy)
     bridge.abort(str(txn.token))

@@ -59,7 +59,7 @@ def test_where_nothing_can_be_stored_writers_are_refused_and_the_doctor_is_not(s
     with pytest.raises(NotSupported, match=f"{STATE}.*min.insync.replicas=2"):
         txnbridge.connect(broker.url, transactional_id="refused")
     with txnbridge.connect(broker.url) as bridge:
-        assert "problem" in {advice.level for advice in bridge.admin.check() if advice.subject == STATE}
+        assert "problem" in {advice.level for advice in bridge.admin.doctor() if advice.subject == STATE}
         with pytest.raises(NotSupported, match="nothing can be stored"):
             bridge.transaction()
     assert any("nothing can be stored" in text for text in warned(caplog))

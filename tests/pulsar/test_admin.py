@@ -342,10 +342,10 @@ def test_the_doctor_tells_which_topics_of_our_own_lost_their_subscription(
         with bridge.transaction() as txn:
             txn.send(topic, b"x")
         names = {f"_txnbridge-fence-{id}", f"_txnbridge-marker-{id}.0"}
-        assert not names & {each.subject for each in bridge.admin.check()}
+        assert not names & {each.subject for each in bridge.admin.doctor()}
         for name in names:
             ask(pulsar_broker, "DELETE", f"persistent/public/{namespace}/{name}/subscription/txnbridge?force=true")
-        found = {each.subject: each for each in bridge.admin.check()}
+        found = {each.subject: each for each in bridge.admin.doctor()}
         for name in names:
             assert found[name].level == "problem" and "create-subscription" in found[name].remedy
 
@@ -359,9 +359,9 @@ def test_the_doctor_tells_of_what_is_prepared_and_soon_aborted(
     with bridge.transaction(prepare=True) as txn:
         txn.send(topic, b"x")
     subject = f"transaction {txn.id}"
-    assert subject not in {each.subject for each in bridge.admin.check()}
+    assert subject not in {each.subject for each in bridge.admin.doctor()}
     with with_timing(expiry_warning_share=1):
-        found = {each.subject: each for each in open_bridge(url).admin.check()}
+        found = {each.subject: each for each in open_bridge(url).admin.doctor()}
     assert found[subject].level == "problem" and "is prepared, and the broker aborts it in" in found[subject].text
     assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
 
@@ -383,7 +383,7 @@ def test_while_a_transaction_names_a_deleted_subscription_it_is_said_why_none_is
 
 def of_transactions(bridge):
     """What the doctor says of transactions, by their names."""
-    return {each.subject.removeprefix("transaction "): each for each in bridge.admin.check()}
+    return {each.subject.removeprefix("transaction "): each for each in bridge.admin.doctor()}
 
 
 def test_the_doctor_tells_what_a_killed_process_left_open_or_prepared_and_what_that_holds_back(
@@ -399,7 +399,7 @@ def test_the_doctor_tells_what_a_killed_process_left_open_or_prepared_and_what_t
         child.kill()
     place = f"persistent://public/{namespace}/{topic}-partition-0"
     assert read_all(client, place, patience=1) is None
-    assert not [each for each in bridge.admin.check() if each.subject.startswith("transaction")]  # not for long yet
+    assert not [each for each in bridge.admin.doctor() if each.subject.startswith("transaction")]  # not for long yet
     found = of_transactions(hasty)
     for name, state in ((whole, "prepared"), (half, "open")):
         assert found[name].level == "warning"
@@ -428,7 +428,7 @@ def test_the_doctor_tells_what_is_at_risk_while_an_older_transaction_is_open(
     newer = open_bridge(url, transactional_id=id)
 
     def told():
-        return [each for each in newer.admin.check() if each.subject == f"transaction {txn.id}"]
+        return [each for each in newer.admin.doctor() if each.subject == f"transaction {txn.id}"]
 
     (found,) = told()
     assert found.level == "warning" and f"would hold back all readers of {topic}" in found.text

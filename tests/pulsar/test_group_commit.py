@@ -34,7 +34,7 @@ def test_messages_of_transactions_that_are_alone_are_entries_of_their_own(
     """Members of a group get whole entries, and transactions that share one of the broker's share entries, too."""
 
     def send(number: int) -> None:
-        with bridge.transaction(alone=True) as txn:
+        with bridge.transaction(group_commit=False) as txn:
             txn.send(topic, b"%d" % number, partition=0)
 
     with ThreadPoolExecutor(8) as pool:

@@ -567,7 +567,7 @@ def test_what_no_subscription_needs_is_lost_though_committed_to_naive_ones_and_t
             for name in (naive, concrete(unread)):
                 eventually(lambda name=name: read_all(client, name) == [], "it is deleted")  # type: ignore[misc]
             assert read_all(client, concrete(grouped)) == values
-        (warned,) = [each for each in bridge.admin.check() if "retention is 0" in each.text]
+        (warned,) = [each for each in bridge.admin.doctor() if "retention is 0" in each.text]
         assert unread in warned.text and grouped not in warned.text
 
 

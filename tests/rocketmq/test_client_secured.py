@@ -112,7 +112,7 @@ def test_a_bridge_signs_and_checks_the_certificate(secured, authority):
         with bridge.transaction() as txn:
             txn.send("bridged", b"hello")
         assert [message.value for message in bridge.read("bridged", limit=1)] == [b"hello"]
-        assert [each for each in bridge.admin.check() if each.level == "problem"] == []
+        assert [each for each in bridge.admin.doctor() if each.level == "problem"] == []
 
 
 @pytest.mark.full

@@ -174,7 +174,7 @@ def test_what_nobody_answered_for_is_parked_resumed_and_ended(
         return txn.id
 
     resumed, ended, dropped = leave(), leave(), leave()
-    [advice] = [each for each in bridge.admin.check() if each.subject == f"half messages of {group}"]
+    [advice] = [each for each in bridge.admin.doctor() if each.subject == f"half messages of {group}"]
     assert advice.text.startswith("3 are parked")
     assert advice.remedy == f"txnbridge resolver parked --group {group}"
     [half] = [half for half in bridge.admin.parked(group) if half.transaction == resumed]

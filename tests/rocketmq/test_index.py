@@ -51,7 +51,7 @@ def test_what_a_killed_broker_has_forgotten_holds_everything_up_until_it_is_set_
     rocketmq_broker.restart()
     assert not is_found(client, topic, token)
     other = open_bridge(timeout=20)
-    assert [each for each in other.admin.check() if "-k messageIndexSafe -v true" in each.remedy]
+    assert [each for each in other.admin.doctor() if "-k messageIndexSafe -v true" in each.remedy]
     with pytest.raises(EvidenceLost, match="messageIndexSafe"):
         other.commit(token)
     with pytest.raises(TxnBridgeError):

@@ -67,7 +67,7 @@ def test_the_doctor_names_other_clients_in_the_groups_of_bridges(rocketmq_broker
     ):
         group = f"_txnbridge-app-{application}"
         stranger.join(Membership(frozenset({group})), LONG)
-        (advice,) = [each for each in bridge.admin.check() if "stranger" in each.text]
+        (advice,) = [each for each in bridge.admin.doctor() if "stranger" in each.text]
         assert (advice.level, advice.subject) == ("problem", f"producer group {group}")
         with pytest.raises(InvalidOption, match="stranger"):
             open_bridge(application=application)

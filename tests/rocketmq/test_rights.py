@@ -260,6 +260,6 @@ def test_who_has_no_right_at_all_is_told_by_the_doctor_what_it_could_not_look_at
     rocketmq_broker: brokers.RocketMQ, client: RemotingClient, root: Bridge
 ) -> None:
     with bridge_of(rocketmq_broker, new_user(client, NOTHING)) as bridge:
-        advice = {each.subject: each for each in bridge.admin.check()}
+        advice = {each.subject: each for each in bridge.admin.doctor()}
     assert "no permission" in advice["transactions"].text
     assert "administrator" in advice["transactions"].remedy

@@ -232,7 +232,7 @@ def settled(bridge, engine):
                 if not (missing := sorted(sold.keys() - found)):
                     return sold
                 if time.monotonic() > until:
-                    still_open, advice = list(bridge.admin.transactions()), bridge.admin.check()
+                    still_open, advice = list(bridge.admin.transactions()), bridge.admin.doctor()
                     found_missing = f"{len(missing)} of {len(sold)} are not published: {missing}"
                     pytest.fail(f"{found_missing}; open: {still_open}; the doctor: {advice}")
 

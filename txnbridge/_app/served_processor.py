@@ -35,7 +35,7 @@ class ServedProcessor(Processor):
         fatal = settings.pop("fatal", ())
         super().__init__(
             bridge._consumers,
-            partial(bridge.transaction, alone=True),
+            partial(bridge.transaction, group_commit=False),
             handler.inputs,
             group=handler.group,
             each=handler.each(state, loop),

@@ -120,7 +120,7 @@ class Redrive:
                 foreign += letter is None
         moved = [] if self._in_place else others
         if chosen or moved:
-            with self._bridge.transaction(alone=True) as txn:
+            with self._bridge.transaction(group_commit=False) as txn:
                 for message, letter in chosen:
                     if self.retry_topic is None:
                         self._send_original(txn, message, letter)

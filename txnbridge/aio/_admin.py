@@ -40,4 +40,4 @@ class Admin:
     resume = delegated(txnbridge.Admin.resume)
     end_parked = delegated(txnbridge.Admin.end_parked)
     repair = delegated(txnbridge.Admin.repair)
-    check = delegated(txnbridge.Admin.check)
+    doctor = delegated(txnbridge.Admin.doctor)

@@ -142,24 +142,24 @@ class Bridge(ClosedByBlock):
         prepare: bool = False,
         hold: float | None = None,
         fingerprint: bool = False,
-        alone: bool = False,
+        group_commit: bool = True,
     ) -> Opening[Transaction]:
         """Begin a transaction, for an `async with` block. Wait for a free writer, until the transaction's deadline.
 
         With `prepare=True` the end of the block does not commit the transaction, but makes it durable, still invisible
         to readers: any process can commit or abort it by `txn.token` within `hold` seconds. `fingerprint=True` puts a
         checksum of the messages, independent of their order, into the token (this needs the package xxhash).
-        `alone=True` keeps the transaction from sharing one of the broker with other tasks (group commit).
+        `group_commit=False` keeps the transaction from sharing one of the broker with other tasks (group commit).
 
         Raise `DeadlineExceeded` if no writer became free, `Fenced` if the transactional id has a newer owner,
         `NotSupported` if the broker cannot do it, `BrokerUnavailable` if the broker does not answer.
         """
-        return Opening(self._begin(timeout, prepare, hold, fingerprint, alone))
+        return Opening(self._begin(timeout, prepare, hold, fingerprint, group_commit))
 
     async def _begin(
-        self, timeout: float | None, prepare: bool, hold: float | None, fingerprint: bool, alone: bool
+        self, timeout: float | None, prepare: bool, hold: float | None, fingerprint: bool, group_commit: bool
     ) -> Transaction:
-        if not (prepare or fingerprint or alone) and hold is None:
+        if group_commit and not (prepare or fingerprint) and hold is None:
             gathered = self._sync._begin_from_loop(timeout)
             if gathered is not None:
                 return await self._begun(gathered)
@@ -175,7 +175,7 @@ class Bridge(ClosedByBlock):
                 )
             if waited > 0.001:  # the time limit of a transaction begins with this call
                 timeout = max(seconds - waited, 0.001)
-            begin = partial(self._sync._begin, timeout, prepare, hold, fingerprint, alone)
+            begin = partial(self._sync._begin, timeout, prepare, hold, fingerprint, group_commit)
             sync = await Call(begin, undo=_abort).run()
         self._sync._adopt(sync)
         return Transaction(sync, self._waiting)
@@ -266,7 +266,7 @@ class Bridge(ClosedByBlock):
         make = partial(
             LoopProcessor,
             self._sync._consumers,
-            partial(self._sync.transaction, alone=True),
+            partial(self._sync.transaction, group_commit=False),
             inputs,
             group=group,
             dead_letter=dead_letter,

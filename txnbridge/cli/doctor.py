@@ -41,7 +41,7 @@ def _look(cli: Cli) -> tuple[list[Advice], ExitCode]:
     code = None
     try:
         with cli.look() as bridge:
-            findings += bridge.admin.check()
+            findings += bridge.admin.doctor()
     except TxnBridgeError as error:
         findings.append(Advice("problem", "connection", str(error)))
         code = exit_code(error)

@@ -81,7 +81,7 @@ class Watch:
             for group in self._halves:
                 now.parked[group] = len(admin.parked(group))
             if self._examined_at is None or now.at - self._examined_at >= _DOCTOR_SECONDS:
-                self._findings, self._examined_at = admin.check(), now.at
+                self._findings, self._examined_at = admin.doctor(), now.at
         except TxnBridgeError as error:
             now.error = str(error)
         now.findings = [advice for advice in self._findings if advice.level != "ok"]

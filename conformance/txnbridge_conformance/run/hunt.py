@@ -114,7 +114,7 @@ class Hunt:
         absent = [each.value for each in Capability if not bridge.capabilities[each]]
         settings: list[str] = []
         with suppress(TxnBridgeError):  # a right may be missing
-            settings = [f"{each.subject}: {each.text}" for each in bridge.admin.check()]
+            settings = [f"{each.subject}: {each.text}" for each in bridge.admin.doctor()]
         self._roles = self._plan.roles(bridge.capabilities)
         workloads = [each for each in self._plan.workloads if WORKLOADS[each][0] in self._roles]
         declared = {"absent": absent, "broker": bridge.backend, "settings": settings, "workloads": workloads}

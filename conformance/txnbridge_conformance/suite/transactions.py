@@ -195,11 +195,11 @@ def test_a_bridge_out_of_writers_makes_the_next_transaction_wait_no_longer_than_
     connect: Connect, topic: str
 ) -> None:
     bridge = connect(writers=1)
-    with bridge.transaction(alone=True) as txn:
+    with bridge.transaction(group_commit=False) as txn:
         txn.send(topic, b"hello")
         begun = time.monotonic()
         with pytest.raises(DeadlineExceeded):
-            bridge.transaction(timeout=0.2, alone=True)
+            bridge.transaction(timeout=0.2, group_commit=False)
         assert time.monotonic() - begun < patience()
     assert values(seen(bridge, topic)) == [b"hello"]
 

@@ -339,7 +339,7 @@ def test_what_is_refused_is_parked_and_published_once_it_can_be_and_others_go_on
             sell(sales, topic, b"2")
             assert values(seen(bridge, topic)) == [b"2"]
             [half] = bridge.admin.parked(group)
-            assert any(group in advice.remedy for advice in bridge.admin.check())
+            assert any(group in advice.remedy for advice in bridge.admin.doctor())
             bridge.admin.create_topic(gone)
             bridge.admin.resume(group, half.transaction)
             eventually(lambda: values(seen(bridge, gone)) == [b"1"], "it is published")

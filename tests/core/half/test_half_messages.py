@@ -284,7 +284,7 @@ def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_
         assert "ValueError at " in caplog.text and "order" not in caplog.text.replace(txn.id, "")
         [half] = other.admin.parked("shop")
         assert (half.transaction, half.checks, len(half.messages)) == (txn.id, 2, 2)
-        [advice] = [advice for advice in other.admin.check() if "parked" in advice.text]
+        [advice] = [advice for advice in other.admin.doctor() if "parked" in advice.text]
         assert advice.remedy == "txnbridge resolver parked --group shop"
         other.admin.resume("shop", txn.id)
         assert other.admin.parked("shop") == []

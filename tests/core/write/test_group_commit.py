@@ -309,7 +309,7 @@ def test_few_transactions_have_writers_of_their_own() -> None:
             assert sorted([*one.calls, *two.calls]) == ["begin", "begin"]
             gathered = bridge.transaction()
             with pytest.raises(DeadlineExceeded):
-                bridge.transaction(alone=True, timeout=0.05)
+                bridge.transaction(group_commit=False, timeout=0.05)
             second.abort()
             gathered.commit()
     assert [txn.outcome for txn in (first, second, gathered)] == [Outcome.COMMITTED, Outcome.ABORTED, Outcome.COMMITTED]
@@ -318,7 +318,7 @@ def test_few_transactions_have_writers_of_their_own() -> None:
 def test_an_unfinished_gathered_transaction_is_forgotten() -> None:
     writer = ToyWriter()
     with opened(writer) as (bridge, _):
-        txns = [bridge.transaction(), bridge.transaction(alone=True)]
+        txns = [bridge.transaction(), bridge.transaction(group_commit=False)]
         txns[0].send("t", b"never")
         with pytest.warns(ResourceWarning, match="left unfinished"):
             txns.clear()

@@ -204,7 +204,7 @@ def test_who_is_no_administrator_is_told_that_one_is_needed(user: Bridge, topic:
     for call in (lambda: user.admin.create_topic(unique("new")), lambda: user.admin.delete_topic(topic)):
         with pytest.raises(AccessDenied, match="an administrator of the tenant"):
             call()
-    assert {found.subject for found in user.admin.check() if "administrator" in found.remedy} == {"rights"}
+    assert {found.subject for found in user.admin.doctor() if "administrator" in found.remedy} == {"rights"}
 
 
 # --- transactions of others -----------------------------------------------------------------------------------------
