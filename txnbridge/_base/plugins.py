@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from txnbridge._base.events import Event, Listener
     from txnbridge._base.messages import Message
-    from txnbridge._process.handler_context import MakeContext
+    from txnbridge._process.handler import MakeContext
     from txnbridge.spi import Backend
 
 GROUP = "txnbridge"  # the entry point group, and the hooks' prefix

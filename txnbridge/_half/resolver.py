@@ -15,7 +15,7 @@ from txnbridge._base.messages import Headers, Message
 from txnbridge._base.service import Service
 from txnbridge._base.token import Decision, Outcome
 from txnbridge._half.common import check_decision, check_group, end_half, half_store
-from txnbridge._process.handler_errors import handler_location
+from txnbridge._process.handler import handler_location
 from txnbridge.errors import Abort, EvidenceLost, InvalidOption, TxnBridgeError
 from txnbridge.spi import Half
 

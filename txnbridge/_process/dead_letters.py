@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from txnbridge._base.messages import Message
-from txnbridge._process.handler_errors import handler_location, loggable
+from txnbridge._process.handler import handler_location, loggable
 from txnbridge._process.origin import origin_headers
 from txnbridge._process.pass_transaction import PassTransaction
 from txnbridge._process.polled_batch import PolledBatch

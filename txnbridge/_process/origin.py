@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from txnbridge._base.messages import Headers, Message, Position
-from txnbridge._process.handler_errors import reason_of
+from txnbridge._process.handler import reason_of
 
 _Kind = TypeVar("_Kind", bound="Origin")
 

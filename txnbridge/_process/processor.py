@@ -26,8 +26,7 @@ from txnbridge._base.state import State
 from txnbridge._base.topic import Topic, as_topic
 from txnbridge._process.dead_letters import DeadLetters
 from txnbridge._process.failure_policy import ExceptionClasses, FailurePolicy, require_not_ended
-from txnbridge._process.handler_context import call_inside
-from txnbridge._process.handler_errors import handler_location, loggable
+from txnbridge._process.handler import call_inside, handler_location, loggable
 from txnbridge._process.inputs import ProcessorInputs
 from txnbridge._process.pass_transaction import CommitRefused, PassDatabase, PassTransaction
 from txnbridge._process.polled_batch import PolledBatch

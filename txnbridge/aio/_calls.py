@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import anyio
 from anyio import CancelScope, CapacityLimiter, to_thread
 
-from txnbridge._process.handler_errors import loggable
+from txnbridge._process.handler import loggable
 from txnbridge.errors import DeadlineExceeded, InvalidState
 
 _log = logging.getLogger("txnbridge")

@@ -16,7 +16,7 @@ import txnbridge
 from txnbridge._base.messages import Message
 from txnbridge._base.token import Decision
 from txnbridge._half.resolver import ResolverStats
-from txnbridge._process.handler_errors import loggable
+from txnbridge._process.handler import loggable
 from txnbridge.aio._calls import Call
 from txnbridge.aio._loop_functions import LoopFunctions, require_async
 from txnbridge.errors import InvalidState, OutcomeUnknown

@@ -15,7 +15,7 @@ import txnbridge
 from txnbridge._base.state import State
 from txnbridge._base.token import Outcome, Token
 from txnbridge._base.topic import Topic
-from txnbridge._process.handler_errors import loggable
+from txnbridge._process.handler import loggable
 from txnbridge.aio._calls import Call, OneCall, Threads, delegated, teller
 from txnbridge.errors import Abort, InvalidOption
 

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 import txnbridge
-from txnbridge._process.handler_errors import reason_of
+from txnbridge._process.handler import reason_of
 from txnbridge.commands import asked_for
 from txnbridge.errors import InvalidOption, TxnBridgeError
 

@@ -25,7 +25,7 @@ from txnbridge._base.deadline import Deadline
 from txnbridge._base.messages import Message, Position
 from txnbridge._base.state import State
 from txnbridge._base.token import Outcome
-from txnbridge._process.handler_errors import causes
+from txnbridge._process.handler import causes
 from txnbridge._process.pass_transaction import CommitRefused, PassTransaction
 from txnbridge.errors import Conflict, Fenced, InvalidOption, InvalidState, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Partition

@@ -1,14 +1,54 @@
-"""Texts about errors of an application's handlers that log lines may contain: without data of messages."""
+"""Calls an application's handlers inside the context managers of plug-ins, and tells of their errors.
+
+Log lines may contain these texts: they have no data of messages.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
+from txnbridge._base.messages import Message
 from txnbridge.errors import Poison, TxnBridgeError
 
+_log = logging.getLogger("txnbridge")
+
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+# Given the messages and the group of the processor.
+MakeContext = Callable[[Sequence[Message], str], AbstractContextManager[object]]
+
+
+def call_inside(
+    makers: Sequence[MakeContext], messages: Sequence[Message], group: str, handler: Callable[..., object], *args: Any
+) -> None:
+    """Call the handler. An error of a plug-in is logged, and neither raised nor able to hide one of the handler."""
+    entered: list[AbstractContextManager[object]] = []
+    for make in makers:
+        try:
+            context = make(messages, group)
+            context.__enter__()
+        except Exception:
+            _log.exception("a plug-in failed before the handler of group %r", group)
+        else:
+            entered.append(context)
+    error: BaseException | None = None
+    try:
+        handler(*args)
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        for context in reversed(entered):
+            try:
+                context.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+            except Exception:
+                _log.exception("a plug-in failed after the handler of group %r", group)
+        del error  # it refers to this frame
 
 
 def reason_of(error: BaseException) -> str:
