@@ -299,21 +299,24 @@ def test_an_sqlite_that_is_too_old_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"),
+    ("code", "kind"),
     [
-        ("database is locked", DeadlineExceeded),
-        ("locking protocol", DeadlineExceeded),
-        ("attempt to write a readonly database", AccessDenied),
-        ("unable to open database file", AccessDenied),
-        ("disk I/O error", StorageFailed),
-        ("database or disk is full", StorageFailed),
-        ("database disk image is malformed", StorageFailed),
-        ("file is not a database", StorageFailed),
-        ("something new", TxnBridgeError),
+        (sqlite3.SQLITE_BUSY, DeadlineExceeded),
+        (sqlite3.SQLITE_PROTOCOL, DeadlineExceeded),
+        (sqlite3.SQLITE_READONLY, AccessDenied),
+        (sqlite3.SQLITE_CANTOPEN_ISDIR, AccessDenied),
+        (sqlite3.SQLITE_IOERR_WRITE, StorageFailed),
+        (sqlite3.SQLITE_FULL, StorageFailed),
+        (sqlite3.SQLITE_CORRUPT, StorageFailed),
+        (sqlite3.SQLITE_NOTADB, StorageFailed),
+        (None, TxnBridgeError),
     ],
 )
-def test_an_error_of_sqlite_without_a_code_is_known_by_its_text(text, kind):
-    error = translate(sqlite3.OperationalError(text), "reading")
+def test_an_error_of_sqlite_is_known_by_its_code(code, kind):
+    failed = sqlite3.OperationalError("failed")
+    if code is not None:
+        failed.sqlite_errorcode = code
+    error = translate(failed, "reading")
     assert isinstance(error, kind)
     assert type(pickle.loads(pickle.dumps(error))) is type(error)
 

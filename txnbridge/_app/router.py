@@ -11,8 +11,9 @@ from txnbridge._base.topic import Topic
 from txnbridge.errors import InvalidOption
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from sqlalchemy import Engine
-    from typing_extensions import Unpack
 
     from txnbridge.sql import Outbox
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from txnbridge._decisions.conclusions import CountingClaim
@@ -86,7 +86,7 @@ def require_begin(state: LogState, begin: EvidenceBegin) -> None:
 def _renewal(state: LogState) -> str:
     if (renewed := state.completeness.renewed) is None:
         return ""
-    when = datetime.fromtimestamp(renewed.at / 1000, timezone.utc).isoformat(" ", "seconds")
+    when = datetime.fromtimestamp(renewed.at / 1000, UTC).isoformat(" ", "seconds")
     return f"; `txnbridge log renew` began it anew at {when} on {renewed.host}, and nothing older can be told"
 
 

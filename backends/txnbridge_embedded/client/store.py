@@ -507,23 +507,11 @@ def _begin_snapshot(connection: FileConnection) -> None:
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
-# SQLite's primary result codes, and the texts by which Python 3.10, without error codes, distinguishes errors.
+# SQLite's primary result codes.
 _PERM, _BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PROTOCOL, _NOTADB = (
     *(3, 5, 6, 8, 10, 11, 13, 14, 15, 26),
 )
 _IOERR_WRITE = _IOERR | 3 << 8
-_CODES = {
-    "access permission denied": _PERM,
-    "database is locked": _BUSY,
-    "database table is locked": _LOCKED,
-    "attempt to write a readonly database": _READONLY,
-    "disk I/O error": _IOERR,
-    "database disk image is malformed": _CORRUPT,
-    "database or disk is full": _FULL,
-    "unable to open database file": _CANTOPEN,
-    "locking protocol": _PROTOCOL,
-    "file is not a database": _NOTADB,
-}
 _MEANINGS: dict[int, tuple[type[TxnBridgeError], str]] = {
     _BUSY: (DeadlineExceeded, "another process keeps the file locked"),
     _LOCKED: (DeadlineExceeded, "another connection keeps the file locked"),
@@ -541,7 +529,7 @@ _MEANINGS: dict[int, tuple[type[TxnBridgeError], str]] = {
 def code_of(error: sqlite3.Error) -> int | None:
     """Return the primary result code of SQLite's error; None if it has none."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
-    return _CODES.get(str(error)) if code is None else code & 0xFF
+    return None if code is None else code & 0xFF
 
 
 def is_busy(error: sqlite3.Error) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -139,8 +138,7 @@ def _publish_time(rest: Rest, topic: str, position: tuple[int, int], deadline: D
         published = entry_headers(rest, topic, position, deadline)["x-pulsar-publish-time"]
     except RestRefused as refused:
         raise unavailable(refused, f"reading the publish time of message {position} of {topic}") from refused
-    # Python 3.10 parses neither a Z nor a fraction of any length.
-    return int(datetime.fromisoformat(re.sub(r"\.\d+", "", published).replace("Z", "+00:00")).timestamp() * 1000)
+    return int(datetime.fromisoformat(published).timestamp() * 1000)
 
 
 def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, about: int, deadline: Deadline) -> bool:
