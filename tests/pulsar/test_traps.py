@@ -103,7 +103,7 @@ def unblock(client: PulsarClient, txn: TxnId, *topics: str) -> None:
         client.transactions.end_on_partition(txn, name, False, SOON)
 
 
-# --- T1: a message that comes after the commit takes it back --------------------------------------------------------
+# --- a message that comes after the commit takes it back --------------------------------------------------------
 
 
 def test_naive_a_late_message_takes_the_committed_ones_away(client: PulsarClient, topic: str) -> None:
@@ -140,7 +140,7 @@ def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
         bridge.close()
 
 
-# --- T6: the broker drops what it takes for a repetition ------------------------------------------------------------
+# --- the broker drops what it takes for a repetition ------------------------------------------------------------
 
 
 def test_naive_numbers_of_an_aborted_transaction_are_used_again_and_the_messages_dropped(
@@ -179,7 +179,7 @@ def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: Pu
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
-# --- T8: nothing is checked -----------------------------------------------------------------------------------------
+# --- nothing is checked -----------------------------------------------------------------------------------------
 
 
 def test_naive_what_was_not_registered_is_never_seen_and_blocks(client: PulsarClient, topic: str) -> None:
@@ -200,7 +200,7 @@ def test_ours_registers_each_partition_before_its_first_message(bridge: Bridge, 
     assert [read_all(client, concrete(topic, number)) for number in range(3)] == [[b"0"], [b"1"], [b"2"]]
 
 
-# --- T14: the first message on a topic comes after the abort ---------------------------------------------------------
+# --- the first message on a topic comes after the abort ---------------------------------------------------------
 
 
 def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: PulsarClient, topic: str) -> None:
@@ -280,7 +280,7 @@ def test_what_is_shut_out_blocks_after_an_unload_only_until_the_next_transaction
     assert read_all(client, name) == [b"next"]
 
 
-# --- T12: a takeover is told that the name is in use, although it has taken place -------------------------------------
+# --- a takeover is told that the name is in use, although it has taken place -------------------------------------
 
 
 class NamedFence(Fence):
@@ -321,7 +321,7 @@ def test_ours_takes_over_by_a_fresh_name_and_is_never_refused(bridge: Bridge) ->
         owners[-2].write(lambda: FenceRecord("older", "here", 0), Deadline(SOON))
 
 
-# --- T7: the broker cuts the whole connection of whoever it has fenced ------------------------------------------------
+# --- the broker cuts the whole connection of whoever it has fenced ------------------------------------------------
 
 
 def test_naive_who_is_fenced_loses_all_that_shares_its_connection(client: PulsarClient, topic: str) -> None:
@@ -351,7 +351,7 @@ def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: Connect) -> 
     assert bystander.generation == 0 and bystander.lost is None
 
 
-# --- T16, T4, T2 ----------------------------------------------------------------------------------------------------
+# --- open transactions: what they hide, for how long, and what their ends look like ------------------------------------
 
 
 def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_of_ours_are_not(
@@ -392,7 +392,7 @@ def test_naive_a_repeated_commit_is_told_that_there_is_no_such_transaction(clien
         client.transactions.end(txn, True, SOON)
 
 
-# --- T15: what was committed is cleared away as if it had been aborted ----------------------------------------------
+# --- what was committed is cleared away as if it had been aborted ----------------------------------------------
 
 HEADERS = ("marker-type", "txn-aborted", "txn-uncommitted")
 
@@ -443,7 +443,7 @@ def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours
     assert (lost.state, lost.permanent) == (TokenState.UNKNOWN, True)
 
 
-# --- T5: after a restart nobody's time runs -------------------------------------------------------------------------
+# --- after a restart nobody's time runs -------------------------------------------------------------------------
 
 
 # Of the transaction that somebody leaves open, and how long is waited beyond it for what must not happen.
@@ -515,7 +515,7 @@ def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartP
             assert read_all(client, concrete(topic)) == [b"prepared", *values]
 
 
-# --- T3: a broker as it comes drops what no subscription needs --------------------------------------------------------
+# --- a broker as it comes drops what no subscription needs --------------------------------------------------------
 
 
 @pytest.mark.full
@@ -571,7 +571,7 @@ def test_what_no_subscription_needs_is_lost_though_committed_to_naive_ones_and_t
         assert unread in warned.text and grouped not in warned.text
 
 
-# --- T13: no answer at all ------------------------------------------------------------------------------------------
+# --- no answer at all ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
