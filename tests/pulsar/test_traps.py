@@ -351,7 +351,7 @@ def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: Connect) -> 
     assert bystander.generation == 0 and bystander.lost is None
 
 
-# --- open transactions: what they hide, for how long, and what their ends look like ------------------------------------
+# --- open transactions: what they hide, for how long, and what their ends look like -----------------------------------
 
 
 def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_of_ours_are_not(
