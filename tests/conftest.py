@@ -4,6 +4,7 @@
     pytest --live   also the rest of the folders that do (`LIVE`, but for what is marked `offline`), and what is
                     marked `live`
     pytest --full   also what is marked `full`, because it takes minutes
+    pytest --note   write this run's row into `tests/last-runs.md`
 
 In the live tier, what starts a broker has the machine for itself: other tests of the same checkout wait meanwhile.
 """
@@ -13,8 +14,11 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import shlex
 import sys
+import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -45,6 +49,7 @@ settings.register_profile("full", settings.get_profile("gate"), max_examples=100
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--live", action="store_true", help="also run the tests that start real brokers and Spark")
     parser.addoption("--full", action="store_true", help="all tests, also those that take minutes")
+    parser.addoption("--note", action="store_true", help="write this run's row into tests/last-runs.md")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -116,3 +121,22 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector the many objects that live as long as the process, such as modules and tests."""
     gc.collect()
     gc.freeze()
+
+
+_began = time.monotonic()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    """With `--note`, write this run's row in the place of the last one with the same arguments."""
+    if not config.getoption("--note") or exitstatus > pytest.ExitCode.TESTS_FAILED:  # an interrupted run is none
+        return
+    counts = {outcome: len(reports) for outcome, reports in terminalreporter.stats.items()}
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    command = shlex.join(["pytest", *(str(each) for each in config.invocation_params.args if each != "--note")])
+    start = f"| `{command}` |"
+    row = f"{start} {counts.get('passed', 0)} | {failed} | {counts.get('skipped', 0)} |"
+    row += f" {time.monotonic() - _began:.0f} | {date.today()} |"
+    page = config.rootpath / "tests" / "last-runs.md"
+    others = [line for line in page.read_text().splitlines() if not line.startswith(start)]
+    page.write_text("\n".join([*others, row]) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -37,6 +38,20 @@ def test_marked_tests_run_when_asked_for(pytester, arguments, passed):
     pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
     pytester.makepyfile(TESTS)
     pytester.runpytest(*arguments).assert_outcomes(passed=passed, deselected=4 - passed)
+
+
+def test_a_noted_run_replaces_the_last_one_with_the_same_arguments(pytester):
+    pytester.makeini("[pytest]\nmarkers =\n    live\n    full\n    offline\n    xdist_group")
+    pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
+    pytester.makepyfile(TESTS + "\ndef test_that_fails():\n    assert False")
+    page = pytester.mkdir("tests") / "last-runs.md"
+    others = "| arguments |\n| `pytest --live -k 'quick or other'` | 1 |\n"
+    page.write_text(others)
+    for _ in range(2):
+        pytester.runpytest("--live", "--note", "-k", "quick or fails", "--basetemp=temporary")
+    row = page.read_text().removeprefix(others)
+    command = "pytest --live -k 'quick or fails' --basetemp=temporary"
+    assert re.fullmatch(rf"\| `{command}` \| 1 \| 1 \| 0 \| \d+ \| \d{{4}}-\d\d-\d\d \|\n", row)
 
 
 def test_of_the_folders_with_brokers_the_gate_takes_what_is_offline_and_the_smoke_tests_first():
