@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
@@ -37,13 +37,15 @@ from txnbridge.errors import BackendMissing, InvalidOption, NotSupported
 from txnbridge.spi import Backend, Begin, Context, DecisionLog, Identity, Option
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from sqlalchemy import Engine
 
     from txnbridge._decisions.decisions import Decisions
     from txnbridge._half.half_messages import Execute, HalfMessages
     from txnbridge._half.lanes import LaneStore
     from txnbridge._half.resolver import Check, Resolver
-    from txnbridge._process.processor import Each, OnBatch, Processor
+    from txnbridge._process.processor import Each, OnBatch, Processor, ProcessorSettings
     from txnbridge.sql import BarrierTransaction, Outbox, Relay
     from txnbridge.sql.barrier import Barriers, SessionOrEngine
 
@@ -449,49 +451,14 @@ class Bridge:
         group: str,
         each: Each | None = None,
         batch: OnBatch | None = None,
-        dead_letter: str | Topic | None = None,
-        poison: type[Exception] | Sequence[type[Exception]] = (),
-        fatal: type[Exception] | Sequence[type[Exception]] = (),
-        max_attempts: int | None = None,
-        retry: Sequence[float] | None = None,
-        max_messages: int = 500,
-        max_wait: float = 0.0,
-        timeout: float | None = None,
-        stop_timeout: float = 30.0,
-        max_dead_letters_in_a_row: int | None = 10,
-        backoff: tuple[float, float] = (0.1, 30.0),
-        retry_for: float | None = None,
-        start: str | int = "earliest",
-        db: str | Engine | None = None,
-        outbox: Outbox | None = None,
+        **settings: Unpack[ProcessorSettings],
     ) -> Processor:
         """Return a `Processor`, which consumes, transforms and produces exactly once; see there for the settings."""
         self._connection.check_open()
         from txnbridge._process.processor import Processor
 
-        return Processor(
-            self._consumers,
-            partial(self.transaction, group_commit=False),
-            inputs,
-            group=group,
-            each=each,
-            batch=batch,
-            dead_letter=dead_letter,
-            poison=poison,
-            fatal=fatal,
-            max_attempts=max_attempts,
-            retry=retry,
-            max_messages=max_messages,
-            max_wait=max_wait,
-            timeout=timeout,
-            stop_timeout=stop_timeout,
-            max_dead_letters_in_a_row=max_dead_letters_in_a_row,
-            backoff=backoff,
-            retry_for=retry_for,
-            start=start,
-            db=db,
-            outbox=outbox,
-        )
+        begin = partial(self.transaction, group_commit=False)
+        return Processor(self._consumers, begin, inputs, group=group, each=each, batch=batch, **settings)
 
     def read(self, topic: str | Topic, limit: int) -> list[Message]:
         """Return the first `limit` committed messages of a topic that are readable now; read without a group."""

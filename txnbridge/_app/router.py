@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from txnbridge._app.handler import Handler
 from txnbridge._app.lifespans import Lifespan, LifespanFunction
@@ -13,30 +13,9 @@ from txnbridge.errors import InvalidOption
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from sqlalchemy import Engine
-
-    from txnbridge.sql import Outbox
+    from txnbridge._process.processor import HandlerSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class HandlerSettings(TypedDict, total=False):
-    """The settings of a `Processor` that `process` hands on to it."""
-
-    dead_letter: str | Topic | None
-    poison: type[Exception] | Sequence[type[Exception]]
-    fatal: type[Exception] | Sequence[type[Exception]]
-    max_attempts: int | None
-    retry: Sequence[float] | None
-    max_messages: int
-    max_wait: float
-    timeout: float | None
-    max_dead_letters_in_a_row: int | None
-    backoff: tuple[float, float]
-    retry_for: float | None
-    start: str | int
-    db: str | Engine | None
-    outbox: Outbox | None
 
 
 class Router:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
 from txnbridge._base.connection import ConnectionUser
 from txnbridge._base.deadline import check_seconds
@@ -97,6 +97,36 @@ class _Found(Exception):
 
 class _Hidden(Exception):
     """Raised if an unknown message is to be set aside: the batch is then processed in halves to find it."""
+
+
+class LoopSettings(TypedDict, total=False):
+    """The settings of each `Processor`; see there for their meaning and defaults."""
+
+    dead_letter: str | Topic | None
+    poison: ExceptionClasses
+    fatal: ExceptionClasses
+    max_attempts: int | None
+    retry: Sequence[float] | None
+    max_messages: int
+    max_wait: float
+    timeout: float | None
+    max_dead_letters_in_a_row: int | None
+    backoff: tuple[float, float]
+    retry_for: float | None
+    start: str | int
+
+
+class HandlerSettings(LoopSettings, total=False):
+    """The settings of a processor whose handler may write to a database."""
+
+    db: str | Engine | None
+    outbox: Outbox | None
+
+
+class ProcessorSettings(HandlerSettings, total=False):
+    """The settings of `Bridge.processor`."""
+
+    stop_timeout: float
 
 
 class Processor(ConnectionUser):

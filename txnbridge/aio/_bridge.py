@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,11 +21,14 @@ from txnbridge.aio._publisher import Publisher
 from txnbridge.aio._services import Check, Relay, Resolver
 from txnbridge.aio._transaction import Transaction, abort_quietly
 from txnbridge.capabilities import Capabilities, Limits
-from txnbridge.errors import DeadlineExceeded, InvalidOption
+from txnbridge.errors import DeadlineExceeded, InvalidOption, NotSupported
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from sqlalchemy import Engine
 
+    from txnbridge._process.processor import LoopSettings
     from txnbridge.sql import Outbox
 
 R = TypeVar("R")
@@ -240,19 +243,8 @@ class Bridge(ClosedByBlock):
         group: str,
         each: Each | None = None,
         batch: OnBatch | None = None,
-        dead_letter: str | Topic | None = None,
-        poison: type[Exception] | Sequence[type[Exception]] = (),
-        fatal: type[Exception] | Sequence[type[Exception]] = (),
-        max_attempts: int | None = None,
-        retry: Sequence[float] | None = None,
-        max_messages: int = 500,
-        max_wait: float = 0.0,
-        timeout: float | None = None,
         stop_timeout: float = 30.0,
-        max_dead_letters_in_a_row: int | None = 10,
-        backoff: tuple[float, float] = (0.1, 30.0),
-        retry_for: float | None = None,
-        start: str | int = "earliest",
+        **settings: Unpack[LoopSettings],
     ) -> Processor:
         """Return a `Processor`, which consumes, transforms and produces exactly once; see there for the settings.
 
@@ -263,26 +255,11 @@ class Bridge(ClosedByBlock):
             ...
         """
         self._sync._connection.check_open()
-        make = partial(
-            LoopProcessor,
-            self._sync._consumers,
-            partial(self._sync.transaction, group_commit=False),
-            inputs,
-            group=group,
-            dead_letter=dead_letter,
-            poison=poison,
-            fatal=fatal,
-            max_attempts=max_attempts,
-            retry=retry,
-            max_messages=max_messages,
-            max_wait=max_wait,
-            timeout=timeout,
-            stop_timeout=stop_timeout,
-            max_dead_letters_in_a_row=max_dead_letters_in_a_row,
-            backoff=backoff,
-            retry_for=retry_for,
-            start=start,
-        )
+        if "db" in settings or "outbox" in settings:
+            raise NotSupported("a processor with db= has a plain handler: use txnbridge.connect")
+        begin = partial(self._sync.transaction, group_commit=False)
+        consumers = self._sync._consumers
+        make = partial(LoopProcessor, consumers, begin, inputs, group=group, stop_timeout=stop_timeout, **settings)
         return Processor(make, self._waiting, each, batch)
 
     def half_messages(self, group: str, *, execute: Execute, check: Check) -> HalfMessages:
