@@ -12,7 +12,7 @@ import pytest
 import txnbridge
 from tests.aio.kit import SOON, until, values
 from txnbridge import Abort, Poison, Topic, aio, codecs
-from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound
+from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound, NotSupported
 
 
 @pytest.fixture
@@ -100,6 +100,8 @@ def test_failures_are_those_of_the_synchronous_processor(run, full_url):
                     pass
             with pytest.raises(InvalidOption, match="async def"):
                 bridge.processor("in", group="g", each=lambda message, txn: None)  # type: ignore[arg-type, return-value]
+            with pytest.raises(NotSupported, match="plain handler"):
+                bridge.processor("in", group="g", each=each, db="sqlite:///a.db")  # type: ignore[call-arg]
             with pytest.raises(InvalidOption):
                 bridge.processor("in", group="g", each=each, max_messages=0)
 
